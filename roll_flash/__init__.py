@@ -1,0 +1,1 @@
+"""ROLL Flash: asynchronous reinforcement learning for language-model agents."""

@@ -1,0 +1,368 @@
+"""The one config tree.
+
+A run is a YAML file, composed (`base: other.yaml`, relative to the file) and overridden by dotted `key=value` pairs.
+Unknown keys are errors with a suggestion. `load_config` returns the resolved tree, `Config.to_yaml` writes it so that
+it can be run again as it is. Importing this module imports neither torch nor ray nor vllm.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from roll_flash.errors import ConfigError
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+def _expand_home(value: Any) -> Any:
+    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
+
+
+LocalPath = Annotated[str, BeforeValidator(_expand_home)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    path: LocalPath
+    """A Hugging Face model folder on this machine, or a name of `roll_flash.models` (`smollm2-135m`, `tiny`)."""
+    max_length: PositiveInt = 1024
+    """Most tokens of an episode, prompts and observations included."""
+
+
+class EnvConfig(Section):
+    id: str
+    """A gymnasium id; it may carry a module: `my_pkg.envs:Maze-v0`."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments for `gymnasium.make`."""
+    max_turns: PositiveInt = 8
+    """Most calls of the model in one episode."""
+    train_seeds: tuple[NonNegativeInt, NonNegativeInt] = (0, 1_000_000)
+    """Half-open range of seeds that training tasks are drawn from."""
+
+    @model_validator(mode="after")
+    def _seeds(self) -> EnvConfig:
+        if self.train_seeds[0] >= self.train_seeds[1]:
+            raise ValueError("train_seeds must be [first, end) with first < end")
+        return self
+
+
+class SandboxConfig(Section):
+    provider: Literal["auto", "docker", "local"] = "auto"
+    """`docker`; `local` (bubblewrap, weaker); `auto` takes docker where an engine answers and says so where not."""
+    image: str = "roll-flash-sandbox:latest"
+    """Docker image of environments that name none."""
+    pool_size: NonNegativeInt = 8
+    """Sandboxes kept started and waiting."""
+    memory_mb: PositiveInt = 256
+    cpus: PositiveFloat = 1.0
+    pids: PositiveInt = 64
+    start_timeout_s: PositiveFloat = 30.0
+
+
+class RolloutConfig(Section):
+    groups_per_step: PositiveInt = 8
+    """Groups (tasks) that one optimizer step trains on."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Replicas of one task, each its own episode."""
+    extra_groups: NonNegativeInt = 0
+    """Groups in flight beyond what the asynchronous ratio needs: redundancy against stragglers."""
+    max_concurrent: PositiveInt = 64
+    """Episodes in flight, over all workers."""
+    workers: PositiveInt = 1
+    """Ray actors that host the per-environment async workers."""
+    temperature: PositiveFloat = 1.0
+    max_new_tokens: PositiveInt = 64
+    """Most tokens the model may write in one turn."""
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn, beside the model's own end-of-turn token."""
+    generate_timeout_s: PositiveFloat = 120.0
+    step_timeout_s: PositiveFloat = 60.0
+    """Deadline of `reset` and of each `step`."""
+    episode_timeout_s: PositiveFloat = 600.0
+    retries: NonNegativeInt = 1
+    """How often an episode that failed is started again before its group goes on without it."""
+    max_failures_in_a_row: PositiveInt = 64
+    """Episodes that may fail one after another before the run stops and says why."""
+
+
+class InferenceConfig(Section):
+    engine: str = "vllm"
+    """`vllm`, `transformers` (in-process, tiny models), or a plug-in of `roll_flash.inference_engines`."""
+    servers: PositiveInt = 1
+    threads: PositiveInt = 1
+    """CPU threads of each server (CPU only)."""
+    kv_cache_gib: PositiveFloat = 1.0
+    """Memory for the key-value cache (CPU only)."""
+    gpu_memory_utilization: Probability = 0.5
+    max_num_seqs: PositiveInt = 64
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: float32 on CPU, bfloat16 on GPU."""
+    port: NonNegativeInt = 0
+    """First port of the servers; 0 lets the system choose."""
+    start_timeout_s: PositiveFloat = 300.0
+    extra_args: dict[str, Any] = {}
+    """Further options of the server's own command line."""
+
+
+class LossConfig(Section):
+    name: Literal["decoupled_ppo", "ppo", "reinforce"] = "decoupled_ppo"
+    clip_low: Probability = 0.2
+    clip_high: PositiveFloat = 0.2
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss for negative advantages (c of dual-clip PPO), None for none."""
+    correction: Literal["none", "tis", "mask"] = "tis"
+    """What is done with the ratio of proximal to behaviour policy: nothing, truncate, or drop outside the bounds."""
+    correction_level: Literal["token", "sequence"] = "token"
+    correction_cap: PositiveFloat = 2.0
+    """Upper bound of `tis`; upper end of `mask`."""
+    correction_floor: NonNegativeFloat = 0.5
+    """Lower end of `mask`."""
+
+
+class LearnerConfig(Section):
+    engine: str = "fsdp"
+    ranks: PositiveInt = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: PositiveInt = 1
+    """CPU threads of each rank (CPU only)."""
+    learning_rate: PositiveFloat = 1e-5
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    max_grad_norm: PositiveFloat = 1.0
+    advantage: Literal["grpo", "rloo"] = "grpo"
+    normalize_advantage: bool = True
+    """Divide by the standard deviation of the group's rewards (GRPO); `false` is Dr. GRPO."""
+    loss: LossConfig = LossConfig()
+    micro_batch_tokens: PositiveInt = 4096
+    """Most tokens of one forward pass; a group larger than that is split."""
+    max_skipped_steps: PositiveInt = 3
+    """Steps in a row that may be skipped for a gradient that is not finite before the run stops."""
+    start_timeout_s: PositiveFloat = 300.0
+    step_timeout_s: PositiveFloat = 1800.0
+
+
+class WarmStartConfig(Section):
+    """Supervised steps on scripted demonstrations (the environment's oracle) before reinforcement learning."""
+
+    demonstrations: PositiveInt = 32
+    steps: PositiveInt = 4
+    learning_rate: PositiveFloat = 1e-5
+
+
+class WeightsConfig(Section):
+    parity_threshold: PositiveFloat | None = None
+    """Largest difference of log-probabilities between server and learner; None is 1e-3 in float32, 0.25 in bfloat16."""
+    parity_text: str = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46."
+    publish_timeout_s: PositiveFloat = 120.0
+
+
+class CheckpointConfig(Section):
+    every: NonNegativeInt = 0
+    """Steps between checkpoints; 0 writes one at the end only. Ctrl-C always writes one."""
+    keep: PositiveInt = 2
+    """How many of the newest stay."""
+
+
+class MonitorConfig(Section):
+    tensorboard: bool = True
+    stall_timeout_s: PositiveFloat = 600.0
+    """With no progress for so long the run stops and names what it waits for."""
+
+
+class EvalConfig(Section):
+    tasks: PositiveInt = 64
+    attempts: PositiveInt = 1
+    """Episodes per task (k)."""
+    seeds_from: NonNegativeInt = 1_000_000_000
+    """Held-out tasks are seeds from here on; they must not lie among the training seeds."""
+    temperature: NonNegativeFloat = 0.0
+    before_and_after: bool = True
+    every: NonNegativeInt = 0
+    """Also evaluate every so many steps; 0 for never."""
+
+
+class RayConfig(Section):
+    address: str | None = None
+    """None starts Ray on this machine; `auto` or `host:port` joins a cluster."""
+    num_cpus: PositiveInt | None = None
+
+
+class Config(Section):
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    runs: LocalPath = "runs"
+    """Folder that holds the run folders."""
+    seed: NonNegativeInt = 0
+    steps: PositiveInt = 20
+    model: ModelConfig
+    env: EnvConfig
+    sandbox: SandboxConfig = SandboxConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    async_ratio: NonNegativeFloat = 1.0
+    """A token may be trained at version v only if it was sampled at version >= v - async_ratio; 0 is synchronous."""
+    on_stale: Literal["evict", "requeue", "wait"] = "evict"
+    """What happens to groups that can no longer be trained in time."""
+    inference: InferenceConfig = InferenceConfig()
+    learner: LearnerConfig = LearnerConfig()
+    warm_start: WarmStartConfig | None = None
+    weights: WeightsConfig = WeightsConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    eval: EvalConfig = EvalConfig()
+    ray: RayConfig = RayConfig()
+
+    @model_validator(mode="after")
+    def _held_out(self) -> Config:
+        first, end = self.env.train_seeds
+        if first < self.eval.seeds_from + self.eval.tasks and self.eval.seeds_from < end:
+            raise ValueError("eval.seeds_from: the held-out seeds overlap env.train_seeds; choose a range outside it")
+        return self
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
+
+    @property
+    def run_folder(self) -> Path:
+        return Path(self.runs) / self.name
+
+
+def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Read, compose, override and validate. Raises ConfigError with one line per mistake."""
+    tree = dict(source) if isinstance(source, Mapping) else _read_yaml(Path(source), ())
+    for override in overrides:
+        _apply_override(tree, override)
+    label = "config" if isinstance(source, Mapping) else str(source)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise ConfigError("\n".join(f"{label}: {_explain(item)}" for item in error.errors())) from None
+
+
+def _read_yaml(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
+    if path.resolve() in parents:
+        raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the `base` lines")
+    try:
+        tree = yaml.safe_load(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such config file{_near_file(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: not valid YAML: {str(error).replace(chr(10), ' ')}") from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a config is a mapping of keys to values, not a {type(tree).__name__}")
+    base = tree.pop("base", None)
+    if base is None:
+        return tree
+    return _merge(_read_yaml(path.parent / str(base), (*parents, path.resolve())), tree)
+
+
+def _near_file(path: Path) -> str:
+    if not path.parent.is_dir():
+        return ""
+    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
+    return f"; did you mean {path.parent / near[0]}?" if near else ""
+
+
+def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in top.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"{override!r}: an override is written key=value, for example rollout.group_size=4")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise ConfigError(f"{override!r}: the value is not valid YAML; quote it") from None
+    *sections, last = key.split(".")
+    node = tree
+    for section in sections:
+        child = node.get(section)
+        if child is None:
+            child = {}
+        if not isinstance(child, dict):
+            raise ConfigError(f"{override!r}: {section} is a value, not a section")
+        node[section] = child = dict(child)
+        node = child
+    node[last] = _scientific(value)
+
+
+def _scientific(value: Any) -> Any:
+    """YAML 1.1 reads `1e-5` as a string; people mean the number."""
+    if isinstance(value, str) and value[:1].isdigit() and "e" in value:
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _explain(item: Mapping[str, Any]) -> str:
+    location = [str(part) for part in item["loc"]]
+    where = ".".join(location)
+    match item["type"]:
+        case "extra_forbidden":
+            return f"unknown key {where!r}{_suggest(location)}"
+        case "missing":
+            return f"{where!r} is required"
+        case "value_error":
+            reason = str(item["ctx"]["error"])
+            return f"{where}: {reason}" if where else reason
+    shown = repr(item["input"])
+    shown = shown if len(shown) <= 60 else shown[:57] + "..."
+    return f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, not {shown}"
+
+
+def _suggest(location: list[str]) -> str:
+    section: type[BaseModel] | None = Config
+    for part in location[:-1]:
+        section = _section_type(section, part)
+        if section is None:
+            return ""
+    wrong = location[-1]
+    near = difflib.get_close_matches(wrong, list(section.model_fields), n=1, cutoff=0.6)
+    if near:
+        return f"; did you mean {'.'.join([*location[:-1], near[0]])!r}?"
+    elsewhere = [full for full in _all_keys(Config) if full.rsplit(".", 1)[-1] == wrong]
+    if elsewhere:
+        return f"; did you mean {elsewhere[0]!r}?"
+    return f"; known keys here: {', '.join(section.model_fields)}"
+
+
+def _section_type(section: type[BaseModel], name: str) -> type[BaseModel] | None:
+    info = section.model_fields.get(name)
+    if info is None:
+        return None
+    for candidate in (info.annotation, *get_args(info.annotation)):
+        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
+            return candidate
+    return None
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name in section.model_fields:
+        child = _section_type(section, name)
+        keys.extend(_all_keys(child, f"{prefix}{name}.") if child else [prefix + name])
+    return keys

@@ -1,0 +1,109 @@
+"""The two small protocols behind which an inference engine lives.
+
+`InferenceEngine` is the driver's side: it owns server processes and gives them new weights. `InferenceClient` is the
+worker's side: it turns token ids into token ids. The engine hands out a picklable `ClientSpec` that a worker in any
+process turns into a client with `open_client`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll_flash.types import FinishReason, SamplingParams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Generation:
+    """What a model sampled for one turn. Arrays have shape [N], N >= 1, one entry per sampled token.
+
+    `token_ids` includes the end-of-turn token if the model sampled one. `logprobs` are natural logs under the
+    distribution that was sampled from; `versions` are the weight versions the tokens were sampled with.
+    """
+
+    token_ids: NDArray[np.int32]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    finish_reason: FinishReason
+    server: str
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StagedWeights:
+    """A complete set of weights that servers can read. `path` is a safetensors file in shared memory."""
+
+    version: int
+    path: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerUpdate:
+    """How one server took one publication."""
+
+    server: str
+    version: int
+    paused_s: float
+    """Time in which this server generated nothing because of the update."""
+    total_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClientSpec:
+    """All a worker needs to reach the servers. Picklable."""
+
+    engine: str
+    endpoints: tuple[str, ...]
+    model_name: str
+    max_model_len: int
+
+
+class InferenceClient(Protocol):
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        session: str | None = None,
+        timeout_s: float,
+    ) -> Generation:
+        """Sample one turn after `token_ids`.
+
+        `session` names the episode, so that its later turns can go where its prefix is cached. Cancelling the
+        coroutine cancels the request on the server.
+
+        Raises: TimeoutError after `timeout_s`; InferenceError if the server is gone or answers garbage.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class InferenceEngine(Protocol):
+    async def start(self) -> None:
+        """Start all servers and wait until they are healthy. Raises InferenceError with the end of their log."""
+        ...
+
+    def client_spec(self) -> ClientSpec: ...
+
+    async def publish(self, weights: StagedWeights) -> list[ServerUpdate]:
+        """Swap the weights of one server after another, keeping the requests in flight; returns when all have them."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Log-probabilities [T - 1] of `token_ids[1:]` given what precedes them, one array per server (parity probe)."""
+        ...
+
+    async def health(self) -> dict[str, bool]:
+        """Endpoint -> whether it answers."""
+        ...
+
+    async def close(self) -> None:
+        """Stop every process. Safe to call twice, and after a failed start."""
+        ...

@@ -1,0 +1,75 @@
+"""The protocol behind which a learner lives: a step on a stream of micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll_flash.inference.engine import StagedWeights
+from roll_flash.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step. `version` is the version that the step produced. Metrics are flat names to numbers."""
+
+    version: int
+    policy_tokens: int
+    skipped: bool
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class LearnerEngine(Protocol):
+    """One step is `accumulate` (any number of times, as groups become ready) and then `finish_step`.
+
+    The gradient of a step is that of the masked mean over all policy tokens given to it, however they were split.
+    """
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken so far."""
+        ...
+
+    async def start(self) -> None:
+        """Start all ranks, load the model. Raises LearnerError or ModelError."""
+        ...
+
+    async def accumulate(self, groups: Sequence[Group]) -> None:
+        """Forward and backward on whole groups with the current weights.
+
+        Raises LearnerError if a policy token is older than `version - async_ratio`.
+        """
+        ...
+
+    async def finish_step(self) -> StepResult:
+        """Normalise, clip, step. Raises LearnerError when nothing was accumulated."""
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights."""
+        ...
+
+    async def stage_weights(self) -> StagedWeights:
+        """Copy the current weights to where the servers can read them. The caller releases them."""
+        ...
+
+    async def release_weights(self, weights: StagedWeights) -> None: ...
+
+    async def save(self, folder: Path) -> None:
+        """Write a complete checkpoint of the training state (weights, optimizer, RNG, version) into a new folder."""
+        ...
+
+    async def load(self, folder: Path) -> None:
+        """Read one back. Raises CheckpointError."""
+        ...
+
+    async def export_hf(self, folder: Path) -> None:
+        """Write a model folder that `transformers` loads, tokenizer included."""
+        ...
+
+    async def close(self) -> None: ...

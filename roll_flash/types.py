@@ -1,0 +1,154 @@
+"""Plain frozen data that travels between the rooms: tasks, turns, trajectories, groups.
+
+Nothing here does anything. Arrays are numpy, so that a trajectory crosses process borders without copies of its own.
+`version` is everywhere the number of optimizer steps behind a set of weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+Message = dict[str, Any]
+"""One chat message: `{"role": "system" | "user" | "assistant" | "tool", "content": str, ...}`."""
+
+FinishReason = Literal["stop", "length", "abort"]
+EpisodeEnd = Literal["terminated", "truncated", "max_turns", "context_limit"]
+FailureCause = Literal[
+    "env_error",
+    "env_timeout",
+    "generate_error",
+    "generate_timeout",
+    "episode_timeout",
+    "sandbox_error",
+    "bad_reward",
+    "prompt_too_long",
+    "worker_died",
+    "stale",
+    "cancelled",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to sample one turn. `temperature == 0` is greedy."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means no limit."""
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    """Strings that end a turn; the string itself is kept."""
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What an episode is about: an environment, a seed and keyword arguments for `gymnasium.make`."""
+
+    task_id: str
+    env_id: str
+    seed: int
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSpec:
+    """One replica of one task, ready to be run by a worker."""
+
+    episode_id: str
+    group_id: str
+    replica: int
+    task: Task
+    sampling: SamplingParams
+    max_turns: int
+    attempt: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One call of the model and the step that followed. `token_ids[start:end]` of the trajectory are its policy tokens."""
+
+    start: int
+    end: int
+    action: str
+    observation: str
+    """What the environment answered; empty for the last turn of an episode."""
+    reward: float
+    finish_reason: FinishReason
+    generate_s: float
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trajectory:
+    """A finished episode, as token ids. All arrays have shape [T].
+
+    Invariants: `policy_mask` is true exactly on the spans of `turns`; `logprobs` (natural log, under the sampling
+    distribution at sampling time) and `versions` are meaningful there, and 0.0 and -1 elsewhere.
+    """
+
+    episode_id: str
+    group_id: str
+    task: Task
+    token_ids: NDArray[np.int32]
+    policy_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    turns: tuple[Turn, ...]
+    messages: tuple[Message, ...]
+    reward: float
+    success: bool | None
+    """What the environment reported in `info["success"]`, None if it did not."""
+    end: EpisodeEnd
+    prompt_length: int
+    """Tokens before the first policy token: what the replicas of a group share."""
+    started_s: float
+    """Unix time."""
+    finished_s: float
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def policy_tokens(self) -> int:
+        return int(self.policy_mask.sum())
+
+    @property
+    def oldest_version(self) -> int:
+        """The version of the oldest policy token: the one the staleness bound is about."""
+        return int(self.versions[self.policy_mask].min())
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeFailure:
+    """An episode that gave no trajectory. Data, not an exception: it is counted by cause and never ends the run."""
+
+    episode_id: str
+    group_id: str
+    task: Task
+    cause: FailureCause
+    message: str
+    turn: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The replicas of one task, complete as far as they will be; what an advantage is computed over."""
+
+    group_id: str
+    task: Task
+    trajectories: tuple[Trajectory, ...]
+    failures: tuple[EpisodeFailure, ...] = ()
+
+    @property
+    def oldest_version(self) -> int:
+        return min(trajectory.oldest_version for trajectory in self.trajectories)
+
+    @property
+    def policy_tokens(self) -> int:
+        return sum(trajectory.policy_tokens for trajectory in self.trajectories)
