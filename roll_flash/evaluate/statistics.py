@@ -1,0 +1,104 @@
+"""Estimates and their intervals. Everything is deterministic: the bootstrap draws from a fixed seed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+RESAMPLES = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean with its confidence interval [low, high]; `count` is the number of tasks behind it."""
+
+    value: float
+    low: float
+    high: float
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+def pass_at_k(attempts: int, successes: int, k: int) -> float:
+    """Probability that at least one of `k` attempts succeeds, without bias, from `successes` of `attempts`.
+
+    1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises ValueError for k > n.
+    """
+    if not 0 <= successes <= attempts or not 1 <= k <= attempts:
+        raise ValueError(
+            f"pass@{k} needs 0 <= successes <= attempts and 1 <= k <= attempts, not {successes}/{attempts}"
+        )
+    return 1.0 - math.comb(attempts - successes, k) / math.comb(attempts, k)
+
+
+def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tuple[float, float]:
+    """Interval of a proportion from independent trials (Wilson 1927); it never leaves [0, 1] nor has width zero."""
+    if not 0 <= successes <= trials or trials < 1:
+        raise ValueError(f"an interval needs 0 <= successes <= trials and a trial, not {successes} of {trials}")
+    z = NormalDist().inv_cdf(0.5 + confidence / 2)
+    rate, z2 = successes / trials, z * z
+    centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
+    half = z / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def bootstrap_interval(task_means: Sequence[float], confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:
+    """Percentile interval of the mean, resampling tasks: attempts at one task are one cluster (Efron 1979)."""
+    values = np.asarray(task_means, dtype=np.float64)
+    if values.size == 0:
+        raise ValueError("an interval needs at least one task")
+    means = np.empty(RESAMPLES)
+    generator = np.random.default_rng(seed)
+    for start in range(0, RESAMPLES, 500):
+        drawn = generator.integers(0, values.size, size=(500, values.size))
+        means[start : start + 500] = values[drawn].mean(axis=1)
+    low, high = np.quantile(means, [(1 - confidence) / 2, (1 + confidence) / 2])
+    return float(low), float(high)
+
+
+def estimate_mean(attempts_by_task: Sequence[Sequence[float]]) -> Estimate:
+    """Mean over tasks of the mean over attempts (avg@k), with a bootstrap interval over tasks. Tasks may be ragged."""
+    means = [sum(values) / len(values) for values in attempts_by_task if values]
+    low, high = bootstrap_interval(means)
+    return Estimate(sum(means) / len(means), low, high, len(means))
+
+
+def estimate_success(successes_by_task: Sequence[Sequence[bool]]) -> Estimate:
+    """Success rate as `estimate_mean`, its interval by Wilson where tasks have one attempt each.
+
+    When all tasks came out alike the bootstrap has no width and would claim certainty: then also Wilson, over tasks.
+    """
+    tasks = [values for values in successes_by_task if values]
+    estimate = estimate_mean([[float(value) for value in values] for values in tasks])
+    one_each = all(len(values) == 1 for values in tasks)
+    if one_each or estimate.value in (0.0, 1.0):
+        low, high = wilson_interval(round(estimate.value * len(tasks)), len(tasks))
+        return Estimate(estimate.value, low, high, len(tasks))
+    return estimate
+
+
+def estimate_pass_at_k(successes_by_task: Sequence[Sequence[bool]], k: int) -> Estimate | None:
+    """pass@k over the tasks with at least k scored attempts; None when no task has that many."""
+    tasks = [values for values in successes_by_task if len(values) >= k]
+    if not tasks:
+        return None
+    if k == 1:
+        return estimate_success(tasks)
+    each = [pass_at_k(len(values), sum(values), k) for values in tasks]
+    value = sum(each) / len(each)
+    low, high = (
+        wilson_interval(round(value * len(each)), len(each)) if value in (0.0, 1.0) else bootstrap_interval(each)
+    )
+    return Estimate(value, low, high, len(each))
+
+
+def ks_to_report(attempts: int) -> list[int]:
+    """Powers of two up to `attempts`, and `attempts` itself."""
+    powers = [2**exponent for exponent in range(attempts.bit_length()) if 2**exponent <= attempts]
+    return powers if powers[-1] == attempts else [*powers, attempts]

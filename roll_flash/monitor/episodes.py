@@ -1,0 +1,133 @@
+"""Episodes as JSON lines: everything about every episode, in a form that `pandas.read_json(lines=True)` opens.
+
+One record is one episode that ended: `kind` is `trajectory` or `failure`. Both kinds have the same columns; what does
+not apply is null (or an empty list).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
+from roll_flash.types import EpisodeFailure, Task, Trajectory
+
+Outcome = Trajectory | EpisodeFailure
+
+
+def episode_record(outcome: Outcome) -> dict[str, Any]:
+    """The columns of one episode. Arrays stay numpy arrays of shape [T] until they are written."""
+    common = {"episode_id": outcome.episode_id, "group_id": outcome.group_id, **_task_columns(outcome.task)}
+    if isinstance(outcome, EpisodeFailure):
+        return {"kind": "failure", **common, **_failure_columns(outcome)}
+    return {"kind": "trajectory", **common, **_trajectory_columns(outcome)}
+
+
+def _task_columns(task: Task) -> dict[str, Any]:
+    return {"task_id": task.task_id, "env_id": task.env_id, "seed": task.seed, "env_kwargs": dict(task.kwargs)}
+
+
+def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "reward": trajectory.reward,
+        "success": trajectory.success,
+        "end": trajectory.end,
+        "cause": None,
+        "message": None,
+        "failed_turn": None,
+        "attempt": None,
+        "started_s": trajectory.started_s,
+        "finished_s": trajectory.finished_s,
+        "prompt_length": trajectory.prompt_length,
+        "policy_tokens": trajectory.policy_tokens,
+        "turns": [asdict(turn) for turn in trajectory.turns],
+        "messages": list(trajectory.messages),
+        "token_ids": trajectory.token_ids,
+        "policy_mask": trajectory.policy_mask,
+        "logprobs": trajectory.logprobs,
+        "versions": trajectory.versions,
+        "info": dict(trajectory.info),
+    }
+
+
+def _failure_columns(failure: EpisodeFailure) -> dict[str, Any]:
+    return {
+        "reward": None,
+        "success": None,
+        "end": None,
+        "cause": failure.cause,
+        "message": failure.message,
+        "failed_turn": failure.turn,
+        "attempt": failure.attempt,
+        "started_s": None,
+        "finished_s": None,
+        "prompt_length": None,
+        "policy_tokens": 0,
+        "turns": [],
+        "messages": [],
+        "token_ids": [],
+        "policy_mask": [],
+        "logprobs": [],
+        "versions": [],
+        "info": {},
+    }
+
+
+class EpisodesWriter:
+    """Writes `step_000012.jsonl` files into a folder, one line per episode; keeps one file open."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._step: int | None = None
+        self._file: JsonLinesFile | None = None
+
+    def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
+        """Append one episode to the file of `step`; `extra` become further columns (advantage, dropped, ...)."""
+        self._open(step).write({"step": step, **episode_record(outcome), **extra})
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+        self._file = self._step = None
+
+    def _open(self, step: int) -> JsonLinesFile:
+        if self._file is None or step != self._step:
+            self.close()
+            self._file, self._step = JsonLinesFile(step_file(self._folder, step)), step
+        return self._file
+
+
+def step_file(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:06d}.jsonl"
+
+
+def read_episodes(path: Path) -> list[dict[str, Any]]:
+    """The records of one file, or of all `step_*.jsonl` files of a folder (a run's `episodes/`) in order of steps.
+
+    Raises ValueError, with file and line, for a line that is damaged and not the last one.
+    """
+    if not path.exists():
+        raise FileNotFoundError(f"{path}: no such file or folder of episodes")
+    files = sorted(path.glob("step_*.jsonl")) if path.is_dir() else [path]
+    return [record for file in files for record in read_lines(file)]
+
+
+def transcript(record: Mapping[str, Any]) -> str:
+    """A record as Markdown that a person reads: the conversation, then how it ended."""
+    if record["kind"] == "failure":
+        ending = f"**Failed** ({record['cause']}, turn {record['failed_turn']}): {record['message']}"
+    else:
+        success = {True: "yes", False: "no", None: "not reported"}[record["success"]]
+        ending = f"**Ended** ({record['end']}): reward {record['reward']}, success {success}"
+    title = f"# {record['task_id']}, episode {record['episode_id']}"
+    said = [f"## {m.get('role', '?')}\n\n{_fenced(str(m.get('content') or ''))}" for m in record["messages"]]
+    return "\n\n".join([title, ending, *said]) + "\n"
+
+
+def _fenced(text: str) -> str:
+    fence = "```"
+    while fence in text:
+        fence += "`"
+    return f"{fence}\n{text}\n{fence}"

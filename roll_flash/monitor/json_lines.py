@@ -1,0 +1,111 @@
+"""Files of JSON lines that survive a crash: one write per line, and a half-written last line is never an obstacle.
+
+JSON knows no NaN and no infinity: both are written as null, and `encode` says how many there were.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+def encode(record: Mapping[str, Any]) -> tuple[str, int]:
+    """One line of standard JSON (no newline inside), and how many numbers in it were not finite."""
+    bad = [0]
+    return json.dumps(_plain(record, bad), ensure_ascii=False, allow_nan=False, separators=(",", ":")), bad[0]
+
+
+def _plain(value: Any, bad: list[int]) -> Any:
+    """Builtin types only; numbers that are not finite become None and are counted in `bad[0]`."""
+    match value:
+        case None | bool() | int() | str():
+            return value if not isinstance(value, str) else value.encode("utf-8", "replace").decode()
+        case float() if math.isfinite(value):
+            return float(value)
+        case float():
+            bad[0] += 1
+            return None
+        case np.ndarray():
+            return _plain_array(value, bad)
+        case np.generic():
+            return _plain(_shortest(value), bad)
+        case Mapping():
+            return {str(key): _plain(item, bad) for key, item in value.items()}
+        case list() | tuple() | set() | frozenset():
+            return [_plain(item, bad) for item in value]
+    return str(value)
+
+
+def _plain_array(array: np.ndarray[Any, Any], bad: list[int]) -> Any:
+    if array.dtype == np.bool_:
+        return array.astype(np.uint8).tolist()
+    if np.issubdtype(array.dtype, np.integer):
+        return array.tolist()
+    return [_plain(item, bad) for item in array]
+
+
+def _shortest(number: np.generic) -> Any:
+    """float32 0.3 as 0.3 and not as 0.30000001192092896; reading it back as float32 gives the same bits."""
+    return float(str(number)) if isinstance(number, np.floating) else number.item()
+
+
+class JsonLinesFile:
+    """Appends lines. Each reaches the operating system whole before `write` returns, so `kill -9` loses none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+        cut_half_line(path)
+
+    def write(self, record: Mapping[str, Any]) -> int:
+        """Returns how many numbers were not finite."""
+        line, not_finite = encode(record)
+        data = (line + "\n").encode()
+        written = self._file.write(data)
+        if written != len(data):
+            raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be written; is the disk full?")
+        return not_finite
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def cut_half_line(path: Path) -> int:
+    """Cut what follows the last newline: the trace of a writer that was killed. Returns the number of bytes cut."""
+    with path.open("rb+") as file:
+        size = end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 65536)
+            file.seek(start)
+            newline = file.read(end - start).rfind(b"\n")
+            if newline >= 0:
+                end = start + newline + 1
+                break
+            end = start
+        if end < size:
+            file.truncate(end)
+        return size - end
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """All whole lines. A last line without its newline is left out; a damaged line elsewhere raises ValueError."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line to read on") from None
+            if not isinstance(record, dict):
+                raise ValueError(f"{path}, line {number}: not a record but a {type(record).__name__}")
+            yield record

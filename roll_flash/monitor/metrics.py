@@ -1,0 +1,120 @@
+"""The metrics of a run: one JSON line per call of `log`, and TensorBoard scalars.
+
+Values may nest (`{"staleness": {"mean": 0.4}}`); everywhere a nested name reads `staleness/mean`. The names that the
+progress line, the plot and the summary look for are the constants below.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
+
+REWARD = "reward"
+SUCCESS = "success"
+STALENESS_MEAN = "staleness/mean"
+STALENESS_MAX = "staleness/max"
+TOKENS_PER_S = "tokens_per_s"
+STEP_S = "step_s"
+KL_K1 = "kl/k1"
+KL_K3 = "kl/k3"
+LEARNER_IDLE = "idle/learner"
+"""Fraction of the step in which the learner waited for episodes."""
+SERVERS_IDLE = "idle/servers"
+"""Fraction of the step in which the servers had no request."""
+EVAL_SUCCESS = "eval/success"
+EVAL_SUCCESS_LOW = "eval/success_low"
+EVAL_SUCCESS_HIGH = "eval/success_high"
+EVAL_REWARD = "eval/reward"
+NOT_FINITE = "metrics/not_finite"
+
+FILE_NAME = "metrics.jsonl"
+
+Metrics = Mapping[str, Any]
+"""Names to numbers or to further mappings of that kind."""
+
+
+class MetricsLog:
+    """Appends to `metrics.jsonl` of a run folder. NaN and infinity become null and are counted, never invalid JSON."""
+
+    def __init__(self, run_dir: Path, tensorboard: bool, *, resume_at: int | None = None) -> None:
+        """`resume_at`: the step a run continues from; lines of later steps move to `metrics.jsonl.bak`."""
+        path = run_dir / FILE_NAME
+        if resume_at is not None:
+            keep_steps_until(path, resume_at)
+        self._file = JsonLinesFile(path)
+        self._writer: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            purge = None if resume_at is None else resume_at + 1
+            self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
+        self.not_finite = 0
+        """How many values so far were NaN or infinite."""
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        now = time.time()
+        flat = flatten(metrics)
+        bad = sum(not math.isfinite(value) for value in flat.values())
+        self.not_finite += bad
+        counted: dict[str, Any] = {NOT_FINITE: bad} if bad else {}
+        self._file.write({"step": step, "time": now, **flat, **counted})
+        if self._writer is not None:
+            for name, value in flat.items():
+                if math.isfinite(value):
+                    self._writer.add_scalar(name, value, step, now)
+            self._writer.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        if self._writer is not None:
+            self._writer.close()
+
+
+def flatten(metrics: Metrics, prefix: str = "") -> dict[str, float]:
+    """`{"a": {"b": 1}}` as `{"a/b": 1.0}`. Raises TypeError for what is no number."""
+    flat: dict[str, float] = {}
+    for name, value in metrics.items():
+        full = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{full}/"))
+        elif value is None:
+            flat[full] = math.nan
+        else:
+            try:
+                flat[full] = float(value)
+            except (TypeError, ValueError):
+                raise TypeError(f"metric {full!r} must be a number, not {value!r}") from None
+    return flat
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The lines of a `metrics.jsonl` (or of a run folder's), in the order they were logged; null values stay None."""
+    return list(read_lines(path / FILE_NAME if path.is_dir() else path))
+
+
+def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Steps and values of one metric, where it was logged and finite. The last value of a step counts."""
+    found = {int(row["step"]): float(row[name]) for row in rows if row.get(name) is not None}
+    return list(found), list(found.values())
+
+
+def keep_steps_until(path: Path, step: int) -> int:
+    """Move lines of steps after `step` to `<path>.bak` (appended); returns how many."""
+    if not path.exists():
+        return 0
+    rows = read_metrics(path)
+    later = [row for row in rows if row["step"] > step]
+    if later:
+        backup = JsonLinesFile(path.with_name(path.name + ".bak"))
+        for row in later:
+            backup.write(row)
+        backup.close()
+        rewritten = path.with_name(path.name + ".new")
+        rewritten.write_text("".join(encode(row)[0] + "\n" for row in rows if row["step"] <= step))
+        rewritten.replace(path)
+    return len(later)
