@@ -1,0 +1,156 @@
+"""Make sure that a Docker engine can be used, or say in one line why the weaker `local` sandbox is used instead.
+
+Uses the engine that runs. As root on a machine with apt and none running, installs docker.io and starts it; where
+no service manager works (containers, small virtual machines) dockerd is started by hand and goes on after this
+command: its log is LOG_FILE, and `kill $(cat /var/run/docker.pid)` stops it. Also installs bubblewrap for the `local`
+sandbox where it can. Exit status 0 if either sandbox can be used, 1 if neither. With --check: only look, change
+nothing, say nothing, exit status 0 if an engine answers.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from roll_flash.doctor import Check, check_bubblewrap, check_docker
+
+LOG_FILE = Path("/var/log/roll-flash-dockerd.log")
+START_TIMEOUT_S = 60.0
+SERVICE_TIMEOUT_S = 30.0
+INSTALL_TIMEOUT_S = 300.0
+POLL_S = 0.5
+
+
+class EngineUnavailable(Exception):
+    """Why no engine can be had on this machine."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    engine = check_docker()
+    if "--check" in arguments:
+        return 0 if engine.ok else 1
+    bubblewrap = _provide_bubblewrap()
+    if not engine.ok:
+        try:
+            engine = _provide(engine)
+        except EngineUnavailable as reason:
+            return _fall_back(str(reason), bubblewrap)
+    print(f"sandbox: docker ({engine.detail})")
+    return 0
+
+
+def _provide(engine: Check) -> Check:
+    """Install and start an engine. Raises EngineUnavailable with the reason if that cannot be done here."""
+    if os.environ.get("DOCKER_HOST"):
+        raise EngineUnavailable(f"{engine.detail} (DOCKER_HOST); unset it to use an engine of this machine")
+    if os.geteuid() != 0:
+        raise EngineUnavailable(f"{engine.detail}, and only root can start one: {engine.fix}")
+    if shutil.which("dockerd") is None:
+        _apt_install("docker.io")
+    return _start_service() or _start_by_hand()
+
+
+def _provide_bubblewrap() -> Check:
+    """The program behind the `local` sandbox, installed if that can be done here."""
+    if shutil.which("bwrap") is None and os.geteuid() == 0 and shutil.which("apt-get"):
+        try:
+            _apt_install("bubblewrap")
+        except EngineUnavailable as error:
+            print(f"engine: {error}", file=sys.stderr)
+    return check_bubblewrap()
+
+
+def _fall_back(reason: str, bubblewrap: Check) -> int:
+    if bubblewrap.ok:
+        print(f"sandbox: the weaker `local` sandbox (bubblewrap) is used, because {reason}")
+        return 0
+    message = f"engine: no sandbox can be used: {reason}; and bubblewrap: {bubblewrap.detail} ({bubblewrap.fix})"
+    print(message, file=sys.stderr)
+    return 1
+
+
+def _apt_install(package: str) -> None:
+    if shutil.which("apt-get") is None:
+        raise EngineUnavailable(f"{package} is not installed and there is no apt-get to install it with")
+    print(f"engine: installing the system package {package}", flush=True)
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    install = ["apt-get", "install", "-y", "--no-install-recommends", package]
+    for command in (["apt-get", "update"], install):
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=INSTALL_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise EngineUnavailable(f"`{' '.join(command)}` took over {INSTALL_TIMEOUT_S:.0f} s") from None
+        if done.returncode != 0:
+            raise EngineUnavailable(f"`{' '.join(command)}` failed: {_last_line(done.stderr or done.stdout)}")
+
+
+def _start_service() -> Check | None:
+    """Start the engine through systemd where that is what runs the machine; None where it is not, or does not work."""
+    if not Path("/run/systemd/system").is_dir() or shutil.which("systemctl") is None:
+        return None
+    try:
+        subprocess.run(
+            ["systemctl", "start", "docker"],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=SERVICE_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"engine: systemctl could not start it ({error}); starting dockerd by hand", flush=True)
+        return None
+    return _wait_for_engine(None)
+
+
+def _start_by_hand() -> Check:
+    program = shutil.which("dockerd")
+    if program is None:
+        raise EngineUnavailable("docker.io was installed, but there is no dockerd in PATH")
+    print(f"engine: starting dockerd; its log is {LOG_FILE}; stop it with: kill $(cat /var/run/docker.pid)", flush=True)
+    with LOG_FILE.open("ab") as log:
+        # A session of its own, so that neither Ctrl-C in make nor the end of the terminal stops the engine.
+        daemon = subprocess.Popen(
+            [program], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"
+        )
+    return _wait_for_engine(daemon)
+
+
+def _wait_for_engine(daemon: subprocess.Popen[bytes] | None) -> Check:
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        engine = check_docker()
+        if engine.ok:
+            return engine
+        if daemon is not None and daemon.poll() is not None:
+            raise EngineUnavailable(f"dockerd ended with status {daemon.returncode}: {_last_error()}")
+        time.sleep(POLL_S)
+    if daemon is not None:
+        daemon.terminate()
+    raise EngineUnavailable(f"the engine did not answer within {START_TIMEOUT_S:.0f} s: {_last_error()}")
+
+
+def _last_error() -> str:
+    text = LOG_FILE.read_text(errors="replace") if LOG_FILE.is_file() else ""
+    return f"{_last_line(text)} (all of it in {LOG_FILE})" if text else "no log was written"
+
+
+def _last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:300] if lines else "it said nothing"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

