@@ -191,8 +191,7 @@ class EvalConfig(Section):
     """Held-out tasks are seeds from here on; they must not lie among the training seeds."""
     temperature: NonNegativeFloat = 0.0
     before_and_after: bool = True
-    every: NonNegativeInt = 0
-    """Also evaluate every so many steps; 0 for never."""
+    """Evaluate the model before the first and after the last step."""
 
 
 class RayConfig(Section):

@@ -54,7 +54,7 @@ class Task:
     task_id: str
     env_id: str
     seed: int
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True)

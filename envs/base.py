@@ -1,0 +1,61 @@
+"""What an environment is: a gymnasium environment whose observations are messages and whose actions are text.
+
+Three ways to write one, all registered the same way and run by the same workers:
+
+- a plain `gymnasium.Env` with `str` observations and actions; it may block, it runs in a thread;
+- `Env`: the same five-tuple with `async def reset/step/close`, for environments that wait for something;
+- `SandboxEnv`: an `Env` with `self.sandbox`, a container of its own that is leased at the first use.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import gymnasium
+
+from roll_flash.types import Message
+
+if TYPE_CHECKING:
+    from roll_flash.sandboxes import Sandbox, SandboxSpec
+
+Observation = str | list[Message]
+"""A `str` is one user message."""
+
+StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
+"""`(observation, reward, terminated, truncated, info)`; `info["success"]` says whether the task was solved."""
+
+_TEXT = gymnasium.spaces.Text(min_length=0, max_length=1 << 20)
+
+
+class Env(gymnasium.Env[Any, str]):
+    """A gymnasium environment whose methods are coroutines. One instance plays one episode at a time.
+
+    An exception from `reset` or `step` fails the episode with the cause `env_error`; it never ends the run.
+    """
+
+    observation_space = _TEXT
+    action_space = _TEXT
+
+    async def reset(  # type: ignore[override]
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        """Begin an episode. Same seed, same task."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def reset`")
+
+    async def step(self, action: str) -> StepResult:  # type: ignore[override]
+        """Take the model's text and answer it."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def step`")
+
+    async def close(self) -> None:  # type: ignore[override]
+        """Give back what the episode holds."""
+
+
+class SandboxEnv(Env):
+    """An `Env` with a sandbox. Set `sandbox_spec` on the class or the instance; who runs the episode sets `sandbox`.
+
+    The sandbox is leased when it is first used and closed with the episode. When it cannot be had or dies, a
+    `SandboxError` passes through the environment and the sample is masked, not scored.
+    """
+
+    sandbox_spec: ClassVar[SandboxSpec | None] = None
+    sandbox: Sandbox

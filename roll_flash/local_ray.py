@@ -1,0 +1,49 @@
+"""Ray for one run: joins a cluster, or starts one on this machine that ends with the run."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config import RayConfig
+from roll_flash.errors import RunError
+
+OBJECT_STORE_BYTES = 256 << 20
+"""Trajectories are small, and weights do not travel through Ray."""
+
+
+@asynccontextmanager
+async def local_ray(config: RayConfig) -> AsyncIterator[None]:
+    """Initialise Ray, and shut it down. Raises RunError when it does not start or the cluster cannot be reached."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}
+    if config.address is None:
+        options |= {
+            "include_dashboard": False,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "num_cpus": config.num_cpus,
+        }
+    else:
+        options["address"] = config.address
+    try:
+        context = ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        where = f"the Ray cluster at {config.address}" if config.address else "Ray on this machine"
+        raise RunError(f"{where} is not available: {' '.join(str(error).split())} (ray.address)") from None
+    session = Path(context.address_info["session_dir"])
+    try:
+        yield
+    finally:
+        ray.shutdown()
+        if config.address is None:
+            shutil.rmtree(session, ignore_errors=True)

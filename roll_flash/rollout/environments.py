@@ -1,0 +1,121 @@
+"""One async face for every kind of environment.
+
+`open_environment` makes a gymnasium environment of a task and returns it as `AsyncEnvironment`: coroutines are awaited,
+blocking environments run in a thread pool, and both answer with chat messages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+import gymnasium
+
+from roll_flash.envs.base import Env, SandboxEnv
+from roll_flash.errors import ConfigError, EnvError
+from roll_flash.types import Message, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    messages: list[Message]
+    """What the environment says, as messages to append; empty if it says nothing."""
+    text: str
+    reward: float
+    terminated: bool
+    truncated: bool
+    info: Mapping[str, Any]
+
+
+class BadRewardError(EnvError):
+    """A reward that is not a finite number."""
+
+
+def check_environment(env_id: str, kwargs: Mapping[str, Any]) -> bool:
+    """Make the environment once, and return whether it needs a sandbox. Raises ConfigError saying what is wrong."""
+    try:
+        env = gymnasium.make(env_id, **kwargs)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"env.id {env_id!r}: {error}; install the module or put it on PYTHONPATH") from None
+    except gymnasium.error.Error as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"env.id {env_id!r} is not registered: {reason} (`roll-flash envs list` shows what is; "
+            f"an id may name its module: my_package.my_module:MyEnv-v0)"
+        ) from None
+    except Exception as error:  # users' code may raise anything
+        raise ConfigError(
+            f"env.id {env_id!r} with env.kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
+        ) from None
+    return isinstance(env.unwrapped, SandboxEnv)
+
+
+class AsyncEnvironment:
+    """`reset`, `step` and `close` as coroutines, over an async or a blocking environment."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], executor: Executor) -> None:
+        self._env = env
+        self._executor = executor
+        self._is_async = isinstance(env.unwrapped, Env)
+
+    @property
+    def sandbox_env(self) -> SandboxEnv | None:
+        unwrapped = self._env.unwrapped
+        return unwrapped if isinstance(unwrapped, SandboxEnv) else None
+
+    @property
+    def unwrapped(self) -> gymnasium.Env[Any, Any]:
+        return self._env.unwrapped
+
+    async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
+        observation, info = await self._call(self._env.reset, seed=seed)
+        return _as_messages(observation), info
+
+    async def step(self, action: str) -> Step:
+        observation, reward, terminated, truncated, info = await self._call(self._env.step, action)
+        messages = _as_messages(observation)
+        text = "\n".join(str(message.get("content", "")) for message in messages)
+        return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), info)
+
+    async def close(self) -> None:
+        await self._call(self._env.close)
+
+    async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_async:
+            result = method(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._executor, lambda: method(*args, **kwargs))
+
+
+async def open_environment(task: Task, executor: Executor) -> AsyncEnvironment:
+    """Make the environment of a task. Building one may import and compute, so it happens in a thread."""
+    loop = asyncio.get_running_loop()
+    env = await loop.run_in_executor(executor, lambda: gymnasium.make(task.env_id, **task.kwargs))
+    return AsyncEnvironment(env, executor)
+
+
+def _as_messages(observation: Any) -> list[Message]:
+    if isinstance(observation, str):
+        return [{"role": "user", "content": observation}] if observation else []
+    if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
+        return observation
+    raise EnvError(
+        f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
+        "render it as text in the environment or in a wrapper"
+    )
+
+
+def _as_reward(reward: Any) -> float:
+    try:
+        value = float(reward)
+    except (TypeError, ValueError):
+        raise BadRewardError(f"the reward is {reward!r}, not a number") from None
+    if not math.isfinite(value):
+        raise BadRewardError(f"the reward is {value}, not a finite number")
+    return value

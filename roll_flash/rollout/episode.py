@@ -1,0 +1,179 @@
+"""One episode, from reset to reward. Whatever goes wrong becomes an `EpisodeFailure` with a cause.
+
+Every wait has a deadline: each call of the model, each step of the environment, and the episode as a whole.
+Cancelling the coroutine cancels the request in flight and closes the environment and its sandbox.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from roll_flash.errors import InferenceError
+from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
+from roll_flash.rollout.policy import ContextFullError, Policy
+from roll_flash.sandboxes import SandboxError
+from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Trajectory, Turn
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """Seconds that a part of an episode may take."""
+
+    generate_s: float
+    step_s: float
+    episode_s: float
+
+
+class _Failed(Exception):
+    def __init__(self, cause: FailureCause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+@dataclass(slots=True)
+class Progress:
+    """Where an episode is, for the watchdog."""
+
+    turn: int = 0
+    waits_for: str = "reset"
+    since: float = 0.0
+
+    def now(self, waits_for: str) -> None:
+        self.waits_for = waits_for
+        self.since = time.monotonic()
+
+
+async def run_episode(
+    spec: EpisodeSpec,
+    open_env: Callable[[], Awaitable[AsyncEnvironment]],
+    policy: Policy,
+    deadlines: Deadlines,
+    progress: Progress,
+) -> Trajectory | EpisodeFailure:
+    """Play `spec` and return what came of it. Only cancellation raises."""
+    try:
+        async with asyncio.timeout(deadlines.episode_s):
+            return await _play(spec, open_env, policy, deadlines, progress)
+    except _Failed as failure:
+        cause, message = failure.cause, str(failure)
+    except TimeoutError:
+        cause = "episode_timeout"
+        message = f"not finished after {deadlines.episode_s:g} s; it was waiting for {progress.waits_for}"
+    return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, cause, message, progress.turn, spec.attempt)
+
+
+async def _play(
+    spec: EpisodeSpec,
+    open_env: Callable[[], Awaitable[AsyncEnvironment]],
+    policy: Policy,
+    deadlines: Deadlines,
+    progress: Progress,
+) -> Trajectory:
+    started_s = time.time()
+    progress.now("make")
+    async with _environment_errors(deadlines.step_s, "making the environment"):
+        env = await open_env()
+    try:
+        progress.now("reset")
+        async with _environment_errors(deadlines.step_s, "reset"):
+            messages, info = await env.reset(spec.task.seed)
+            policy.begin(messages)
+        turns, end, last_info = await _play_turns(spec, env, policy, deadlines, progress)
+    finally:
+        progress.now("close")
+        close_error = await _close(env, deadlines.step_s)
+    arrays = policy.arrays()
+    info = {**info, **last_info, **({"close_error": close_error} if close_error else {})}
+    success = info.get("success")
+    return Trajectory(
+        episode_id=spec.episode_id,
+        group_id=spec.group_id,
+        task=spec.task,
+        token_ids=arrays.token_ids,
+        policy_mask=arrays.policy_mask,
+        logprobs=arrays.logprobs,
+        versions=arrays.versions,
+        turns=tuple(turns),
+        messages=policy.messages(),
+        reward=sum(turn.reward for turn in turns),
+        success=None if success is None else bool(success),
+        end=end,
+        prompt_length=arrays.prompt_length,
+        started_s=started_s,
+        finished_s=time.time(),
+        info=info,
+    )
+
+
+async def _play_turns(
+    spec: EpisodeSpec, env: AsyncEnvironment, policy: Policy, deadlines: Deadlines, progress: Progress
+) -> tuple[list[Turn], EpisodeEnd, dict[str, Any]]:
+    turns: list[Turn] = []
+    info: dict[str, Any] = {}
+    while len(turns) < spec.max_turns:
+        progress.turn = len(turns)
+        progress.now("the model")
+        try:
+            action = await policy.act(deadlines.generate_s)
+        except ContextFullError as error:
+            if not turns:
+                raise _Failed("prompt_too_long", str(error)) from None
+            return turns, "context_limit", info
+        except TimeoutError:
+            raise _Failed("generate_timeout", f"no answer after {deadlines.generate_s:g} s") from None
+        except InferenceError as error:
+            raise _Failed("generate_error", str(error)) from None
+        progress.now("the environment's step")
+        started = time.monotonic()
+        async with _environment_errors(deadlines.step_s, "step"):
+            step = await env.step(action.text)
+        info = dict(step.info)
+        turns.append(
+            Turn(
+                start=action.start,
+                end=action.end,
+                action=action.text,
+                observation=step.text,
+                reward=step.reward,
+                finish_reason=action.finish_reason,
+                generate_s=action.elapsed_s,
+                step_s=time.monotonic() - started,
+            )
+        )
+        if step.terminated or step.truncated:
+            return turns, "terminated" if step.terminated else "truncated", info
+        policy.observe(step.messages)
+    return turns, "max_turns", info
+
+
+@asynccontextmanager
+async def _environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]:
+    """Anything an environment raises is its failure, whatever the type: environments are users' code."""
+    try:
+        async with asyncio.timeout(timeout_s) as scope:
+            yield
+    except TimeoutError as error:
+        if not scope.expired():
+            raise _Failed("env_error", f"{what} raised TimeoutError: {error}") from error
+        raise _Failed("env_timeout", f"{what} took longer than {timeout_s:g} s") from None
+    except SandboxError as error:
+        raise _Failed("sandbox_error", str(error)) from error
+    except BadRewardError as error:
+        raise _Failed("bad_reward", str(error)) from error
+    except Exception as error:
+        raise _Failed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
+
+
+async def _close(env: AsyncEnvironment, timeout_s: float) -> str | None:
+    """Close, and say what went wrong: an environment that cannot close has still been played."""
+    try:
+        async with _environment_errors(timeout_s, "close"):
+            await env.close()
+    except _Failed as failure:
+        return str(failure)
+    return None

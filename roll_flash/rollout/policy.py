@@ -1,0 +1,135 @@
+"""One episode's view of the model: messages go in, text comes out, and what was sampled is remembered.
+
+`TokenPolicy` speaks token ids to a server of ours and keeps logprobs and weight versions: its episodes can be trained.
+`ChatPolicy` speaks chat messages to any compatible endpoint: its episodes can be evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll_flash.errors import RollFlashError
+from roll_flash.inference.chat import Conversation
+from roll_flash.inference.engine import InferenceClient
+from roll_flash.types import FinishReason, Message, SamplingParams
+
+if TYPE_CHECKING:
+    from roll_flash.inference.openai_client import OpenAIChatClient
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One answer of the model. `start:end` are its policy tokens in the episode (0:0 where tokens are not known)."""
+
+    text: str
+    start: int
+    end: int
+    finish_reason: FinishReason
+    elapsed_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrays:
+    """The arrays of a `Trajectory`, each of shape [T]."""
+
+    token_ids: NDArray[np.int32]
+    policy_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    prompt_length: int
+
+
+class ContextFullError(RollFlashError):
+    """The conversation leaves no room for another token."""
+
+
+class Policy(Protocol):
+    def begin(self, messages: Sequence[Message]) -> None: ...
+
+    async def act(self, timeout_s: float) -> Action:
+        """Raises TimeoutError, InferenceError, or ContextFullError."""
+        ...
+
+    def observe(self, messages: Sequence[Message]) -> None: ...
+
+    def messages(self) -> tuple[Message, ...]: ...
+
+    def arrays(self) -> TokenArrays: ...
+
+
+class TokenPolicy:
+    """Token in, token out."""
+
+    def __init__(
+        self, client: InferenceClient, tokenizer: Any, sampling: SamplingParams, *, episode_id: str, max_length: int
+    ) -> None:
+        self._client = client
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._episode_id = episode_id
+        self._max_length = max_length
+        self._turn = 0
+
+    def begin(self, messages: Sequence[Message]) -> None:
+        self._conversation = Conversation(self._tokenizer, messages)
+
+    async def act(self, timeout_s: float) -> Action:
+        start = len(self._conversation.token_ids)
+        room = self._max_length - start
+        if room < 1:
+            raise ContextFullError(f"{start} tokens fill the context of {self._max_length} (model.max_length)")
+        generation = await self._client.generate(
+            self._conversation.token_ids,
+            replace(self._sampling, max_new_tokens=min(room, self._sampling.max_new_tokens)),
+            request_id=f"{self._episode_id}-{self._turn}",
+            session=self._episode_id,
+            timeout_s=timeout_s,
+        )
+        self._turn += 1
+        text = self._conversation.add_generation(generation)
+        end = start + len(generation.token_ids)
+        return Action(text, start, end, generation.finish_reason, generation.elapsed_s)
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        self._conversation.add_observation(messages)
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self._conversation.messages)
+
+    def arrays(self) -> TokenArrays:
+        conversation = self._conversation
+        return TokenArrays(*conversation.arrays(), prompt_length=conversation.prompt_length)
+
+
+class ChatPolicy:
+    """Messages in, messages out."""
+
+    def __init__(self, client: OpenAIChatClient, sampling: SamplingParams) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._messages: list[Message] = []
+
+    def begin(self, messages: Sequence[Message]) -> None:
+        self._messages = list(messages)
+
+    async def act(self, timeout_s: float) -> Action:
+        reply = await self._client.chat(self._messages, self._sampling, timeout_s=timeout_s)
+        self._messages.append({"role": "assistant", "content": reply.text})
+        return Action(reply.text, 0, 0, reply.finish_reason, reply.elapsed_s)
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        self._messages.extend(messages)
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self._messages)
+
+    def arrays(self) -> TokenArrays:
+        empty = np.empty(0)
+        return TokenArrays(
+            empty.astype(np.int32), empty.astype(np.bool_), empty.astype(np.float32), empty.astype(np.int32), 0
+        )

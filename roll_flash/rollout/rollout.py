@@ -1,0 +1,194 @@
+"""The running rollout: feeds the pure scheduler with what happens and carries out what it decides.
+
+Episodes go on by themselves while the learner works. The learner asks for the groups of its step one batch after the
+other (`groups_for_step`) and reports each new version (`version_advanced`, `published`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from typing import Protocol
+
+from roll_flash.config import Config
+from roll_flash.errors import RunError
+from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.scheduler import DroppedGroup, Scheduler
+from roll_flash.rollout.staleness import StalenessRule
+from roll_flash.rollout.tasks import TaskSource
+from roll_flash.rollout.worker import Outcome
+from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
+
+
+class EpisodeLog(Protocol):
+    """Where every outcome is written down."""
+
+    def write(self, step: int, outcome: Outcome) -> None: ...
+
+
+class Rollout:
+    """Owns the background task that keeps the slots filled. Use as an async context manager."""
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: WorkerFleet,
+        tasks: TaskSource,
+        log: EpisodeLog,
+        *,
+        version: int = 0,
+        unfinished: list[Task] | None = None,
+    ) -> None:
+        rollout = config.rollout
+        self._fleet = fleet
+        self._tasks = tasks
+        self._log = log
+        self._max_concurrent = rollout.max_concurrent
+        self._max_failures_in_a_row = rollout.max_failures_in_a_row
+        self._stall_timeout_s = config.monitor.stall_timeout_s
+        rule = StalenessRule(config.async_ratio, rollout.groups_per_step, rollout.extra_groups)
+        self.scheduler = Scheduler(
+            rule,
+            group_size=rollout.group_size,
+            max_turns=config.env.max_turns,
+            sampling=training_sampling(config),
+            retries=rollout.retries,
+            on_stale=config.on_stale,
+            version=version,
+        )
+        self.scheduler.requeued_tasks.extend(unfinished or ())
+        self._changed = asyncio.Event()
+        self._group_ready = asyncio.Event()
+        self._failures_in_a_row = 0
+        self._last_causes: Counter[str] = Counter()
+        self._last_message = ""
+        self._error: BaseException | None = None
+        self._last_progress = time.monotonic()
+        self._idle_since: float | None = None
+        self._idle_s = 0.0
+        self._background: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Rollout:
+        self._background = asyncio.create_task(self._keep_slots_filled())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._background is not None
+        self._background.cancel()
+        await asyncio.gather(self._background, return_exceptions=True)
+
+    async def groups_for_step(self, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[list[Group]]:
+        """The groups of the step in progress, as they become ready, until the step has all it needs.
+
+        Raises RunError when every episode fails, or when nothing happens for `monitor.stall_timeout_s`.
+        """
+        self._last_progress = time.monotonic()
+        while self.scheduler.groups_wanted() > 0:
+            self._group_ready.clear()
+            if groups := self.scheduler.take_ready():
+                yield groups
+                self._last_progress = time.monotonic()
+                continue
+            report(f"{self.scheduler.groups_wanted()} groups to go, {self.scheduler.running} episodes running")
+            await self._wait_for_group()
+
+    async def version_advanced(self, version: int) -> list[DroppedGroup]:
+        """The learner finished a step: what is too old now is cancelled and dropped."""
+        cancelled, dropped = self.scheduler.version_advanced(version)
+        await self._fleet.cancel(cancelled)
+        self._changed.set()
+        return dropped
+
+    def published(self, version: int) -> None:
+        """All servers have `version`."""
+        self.scheduler.published(version)
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Something that episodes depend on is broken: whoever waits for groups gets the error."""
+        self._error = self._error or error
+        self._group_ready.set()
+
+    def idle_s(self) -> float:
+        """Seconds so far in which no episode was running."""
+        return self._idle_s + (time.monotonic() - self._idle_since if self._idle_since is not None else 0.0)
+
+    def books(self) -> dict[str, int]:
+        """What became of every trajectory and episode: `produced == trained + dropped_* + waiting`."""
+        scheduler = self.scheduler
+        failures = {f"failed_{cause}": count for cause, count in sorted(scheduler.failures.items())}
+        return {**scheduler.trajectories, "waiting": scheduler.waiting_trajectories(), **failures}
+
+    async def _keep_slots_filled(self) -> None:
+        try:
+            while True:
+                self._changed.clear()
+                self._admit()
+                free = self._max_concurrent - self.scheduler.running
+                if episodes := self.scheduler.next_episodes(free):
+                    await self._fleet.submit(episodes, self._receive)
+                self._note_idleness()
+                await self._changed.wait()
+        except Exception as error:
+            self.fail(error)
+
+    def _note_idleness(self) -> None:
+        idle = self.scheduler.running == 0
+        if idle and self._idle_since is None:
+            self._idle_since = time.monotonic()
+        elif not idle and self._idle_since is not None:
+            self._idle_s += time.monotonic() - self._idle_since
+            self._idle_since = None
+
+    def _admit(self) -> None:
+        for _ in range(self.scheduler.room()):
+            waiting = self.scheduler.requeued_tasks
+            self.scheduler.admit(waiting.popleft() if waiting else self._tasks.next())
+
+    def _receive(self, outcome: Outcome) -> None:
+        self._log.write(self.scheduler.learner_version, outcome)
+        self._last_progress = time.monotonic()
+        if isinstance(outcome, EpisodeFailure):
+            self._failures_in_a_row += 1
+            self._last_causes[outcome.cause] += 1
+            self._last_message = outcome.message
+        else:
+            self._failures_in_a_row = 0
+            self._last_causes.clear()
+        self.scheduler.finished(outcome)
+        self._changed.set()
+        self._group_ready.set()
+
+    async def _wait_for_group(self) -> None:
+        left_s = self._stall_timeout_s - (time.monotonic() - self._last_progress)
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                await self._group_ready.wait()
+        except TimeoutError:
+            if time.monotonic() - self._last_progress >= self._stall_timeout_s:
+                raise RunError(await self._describe_stall()) from None
+        if self._error is not None:
+            raise self._error
+        if self._failures_in_a_row >= self._max_failures_in_a_row:
+            causes = ", ".join(f"{cause} {count}" for cause, count in self._last_causes.most_common())
+            raise RunError(
+                f"the last {self._failures_in_a_row} episodes all failed ({causes}); the newest: {self._last_message}"
+            )
+
+    async def _describe_stall(self) -> str:
+        stuck = sorted(await self._fleet.status(), key=lambda s: -s.waited_s)[:3]
+        names = "; ".join(
+            f"{s.episode_id} turn {s.turn} waits for {s.waits_for} since {s.waited_s:.0f} s" for s in stuck
+        )
+        return (
+            f"no episode ended for {self._stall_timeout_s:g} s (monitor.stall_timeout_s); {names or 'none is running'}"
+        )
+
+
+def training_sampling(config: Config) -> SamplingParams:
+    rollout = config.rollout
+    return SamplingParams(
+        temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, stop=tuple(rollout.stop)
+    )

@@ -1,0 +1,42 @@
+"""A sandbox that is leased when an environment first uses it.
+
+Most of an episode is spent waiting for the model. Leasing at the first command instead of at reset lets a pool of a few
+started sandboxes serve many concurrent episodes, and an episode that never uses its sandbox costs none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec
+
+
+class LazySandbox:
+    """Has every method of `Sandbox`; the first call leases the real one."""
+
+    def __init__(self, pool: SandboxPool, spec: SandboxSpec) -> None:
+        self._pool = pool
+        self._spec = spec
+        self._stack = AsyncExitStack()
+        self._leased: Sandbox | None = None
+        self._lock = asyncio.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+
+        async def call(*args: Any, **kwargs: Any) -> Any:
+            return await getattr(await self._lease(), name)(*args, **kwargs)
+
+        return call
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def _lease(self) -> Sandbox:
+        async with self._lock:
+            if self._leased is None:
+                self._leased = await self._stack.enter_async_context(self._pool.lease(self._spec))
+            return self._leased

@@ -1,0 +1,55 @@
+"""Where tasks come from. A source is a function of its cursor: a resumed run draws what it would have drawn."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from roll_flash.types import Task
+
+
+class TaskSource(Protocol):
+    cursor: int
+    """Tasks drawn so far; setting it moves the source."""
+
+    def next(self) -> Task: ...
+
+
+def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any]) -> Task:
+    return Task(f"{env_id}:{seed}", env_id, seed, dict(kwargs))
+
+
+class SeedTasks:
+    """Tasks are seeds of one environment: every seed of the range once, in an order shuffled by `seed`, then again.
+
+    The order is a permutation computed per index (a linear congruence over the range), so nothing is stored.
+    """
+
+    def __init__(self, env_id: str, kwargs: Mapping[str, Any], seeds: tuple[int, int], seed: int) -> None:
+        self._env_id = env_id
+        self._kwargs = dict(kwargs)
+        self._first, end = seeds
+        self._count = end - self._first
+        generator = random.Random(seed)
+        self._offset = generator.randrange(self._count)
+        self._stride = _coprime(self._count, generator)
+        self.cursor = 0
+
+    def next(self) -> Task:
+        index = (self._offset + self.cursor * self._stride) % self._count
+        self.cursor += 1
+        return self.task_of(self._first + index)
+
+    def task_of(self, seed: int) -> Task:
+        """The task of a seed, wherever the cursor is."""
+        return make_task(self._env_id, seed, self._kwargs)
+
+
+def _coprime(count: int, generator: random.Random) -> int:
+    """A stride that visits every index of a ring of `count` before it repeats."""
+    while True:
+        stride = generator.randrange(1, count + 1)
+        if math.gcd(stride, count) == 1:
+            return stride

@@ -1,0 +1,196 @@
+"""A worker hosts hundreds of episodes, one asyncio task each, in one process.
+
+`Worker` is the whole behaviour and runs anywhere; `WorkerActor` puts it into a Ray actor. Outcomes are fetched in
+batches by one long poll at a time, so no call is made per token or per turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config import SandboxConfig
+from roll_flash.inference.engine import ClientSpec, InferenceClient
+from roll_flash.rollout.environments import AsyncEnvironment, open_environment
+from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
+from roll_flash.rollout.sandbox_lease import LazySandbox
+from roll_flash.sandboxes import SandboxPool, SandboxSpec
+from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
+
+Outcome = Trajectory | EpisodeFailure
+
+
+@dataclass(frozen=True, slots=True)
+class ChatEndpoint:
+    """A compatible endpoint that is not ours. `api_key_env` names the environment variable that holds the key."""
+
+    base_url: str
+    model: str
+    api_key_env: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """All that a worker needs, picklable. `model` is a server of ours or an endpoint that is not."""
+
+    model: ClientSpec | ChatEndpoint
+    tokenizer_folder: Path | None
+    max_length: int
+    deadlines: Deadlines
+    sandbox: SandboxConfig | None
+    """None for environments that need no sandbox."""
+    run: str
+    threads: int = 32
+    """Blocking environments that may step at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeStatus:
+    """Where a running episode is and for how long it has waited there."""
+
+    episode_id: str
+    turn: int
+    waits_for: str
+    waited_s: float
+
+
+class Worker:
+    """Must be used from one event loop. `close` cancels what runs and frees every sandbox."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+        self._episodes: dict[str, tuple[asyncio.Task[None], Progress]] = {}
+        self._outcomes: list[Outcome] = []
+        self._has_outcomes = asyncio.Event()
+        self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="environment")
+        self._pool: SandboxPool | None = None
+        self._client: InferenceClient | None = None
+        self._chat_client: Any = None
+        self._tokenizer: Any = None
+
+    async def start(self) -> None:
+        """Raises SandboxError if sandboxes are needed and cannot be had."""
+        if self._settings.sandbox is not None:
+            config = self._settings.sandbox
+            self._spec = SandboxSpec(
+                image=config.image, memory_mb=config.memory_mb, cpus=config.cpus, pids=config.pids
+            )
+            self._pool = SandboxPool(provider=config.provider, size=config.pool_size, run=self._settings.run)
+            await self._pool.start(self._spec)
+        model = self._settings.model
+        if isinstance(model, ChatEndpoint):
+            from roll_flash.inference.openai_client import OpenAIChatClient, api_key_from
+
+            self._chat_client = OpenAIChatClient(model.base_url, model.model, api_key_from(model.api_key_env))
+            return
+        from transformers import AutoTokenizer
+
+        from roll_flash.inference.client import open_client
+
+        self._tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, str(self._settings.tokenizer_folder))
+        self._client = open_client(model)
+
+    def submit(self, episodes: list[EpisodeSpec]) -> None:
+        """Start episodes now; how many may run at once is the scheduler's business."""
+        for spec in episodes:
+            progress = Progress(since=time.monotonic())
+            task = asyncio.create_task(self._run(spec, progress), name=spec.episode_id)
+            self._episodes[spec.episode_id] = (task, progress)
+
+    def cancel(self, episode_ids: list[str]) -> None:
+        """Stop episodes: their request, environment and sandbox go with them. Gives no outcome."""
+        for episode_id in episode_ids:
+            if episode_id in self._episodes:
+                self._episodes[episode_id][0].cancel()
+
+    async def poll(self, timeout_s: float) -> list[Outcome]:
+        """What ended since the last call; waits up to `timeout_s` for the first, and returns an empty list after."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._has_outcomes.wait()
+        except TimeoutError:
+            return []
+        outcomes, self._outcomes = self._outcomes, []
+        self._has_outcomes.clear()
+        return outcomes
+
+    def status(self) -> list[EpisodeStatus]:
+        now = time.monotonic()
+        return [
+            EpisodeStatus(episode_id, progress.turn, progress.waits_for, now - progress.since)
+            for episode_id, (_, progress) in self._episodes.items()
+        ]
+
+    async def close(self) -> None:
+        tasks = [task for task, _ in self._episodes.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for part in (self._client, self._chat_client, self._pool):
+            if part is not None:
+                await part.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _run(self, spec: EpisodeSpec, progress: Progress) -> None:
+        lease: LazySandbox | None = None
+
+        async def open_env() -> AsyncEnvironment:
+            nonlocal lease
+            env = await open_environment(spec.task, self._threads)
+            if env.sandbox_env is not None:
+                assert self._pool is not None, "the environment needs a sandbox and settings.sandbox is None"
+                lease = LazySandbox(self._pool, env.sandbox_env.sandbox_spec or self._spec)
+                env.sandbox_env.sandbox = lease
+            return env
+
+        try:
+            outcome = await run_episode(spec, open_env, self._policy(spec), self._settings.deadlines, progress)
+            self._outcomes.append(outcome)
+            self._has_outcomes.set()
+        finally:
+            del self._episodes[spec.episode_id]
+            if lease is not None:
+                await lease.close()
+
+    def _policy(self, spec: EpisodeSpec) -> Policy:
+        if self._chat_client is not None:
+            return ChatPolicy(self._chat_client, spec.sampling)
+        assert self._client is not None, "start() was not awaited"
+        return TokenPolicy(
+            self._client,
+            self._tokenizer,
+            spec.sampling,
+            episode_id=spec.episode_id,
+            max_length=self._settings.max_length,
+        )
+
+
+class WorkerActor:
+    """`Worker` behind Ray: `ray.remote(WorkerActor)`. Ray runs the coroutines of an actor on one event loop."""
+
+    def __init__(self, settings: WorkerSettings) -> None:
+        self._settings = settings
+
+    async def start(self) -> None:
+        self._worker = Worker(self._settings)
+        await self._worker.start()
+
+    async def submit(self, episodes: list[EpisodeSpec]) -> None:
+        self._worker.submit(episodes)
+
+    async def cancel(self, episode_ids: list[str]) -> None:
+        self._worker.cancel(episode_ids)
+
+    async def poll(self, timeout_s: float) -> list[Outcome]:
+        return await self._worker.poll(timeout_s)
+
+    async def status(self) -> list[EpisodeStatus]:
+        return self._worker.status()
+
+    async def close(self) -> None:
+        await self._worker.close()

@@ -1,0 +1,66 @@
+"""The figures of one training step that only the driver can see: rewards, staleness, and who waited for whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import numpy as np
+
+from roll_flash.monitor.metrics import (
+    LEARNER_IDLE,
+    REWARD,
+    SERVERS_IDLE,
+    STALENESS_MAX,
+    STALENESS_MEAN,
+    STEP_S,
+    SUCCESS,
+    TOKENS_PER_S,
+)
+from roll_flash.types import Group
+
+
+class StepRecord:
+    """Collects the groups of a step and the time the learner spent on them."""
+
+    def __init__(self, version: int, servers_idle_s: float) -> None:
+        self._version = version
+        self._servers_idle_s = servers_idle_s
+        self._started = time.monotonic()
+        self._learner_s = 0.0
+        self._groups: list[Group] = []
+
+    @contextmanager
+    def learner_works(self, groups: Sequence[Group] = ()) -> Iterator[None]:
+        """Time a call of the learner."""
+        self._groups.extend(groups)
+        started = time.monotonic()
+        yield
+        self._learner_s += time.monotonic() - started
+
+    def metrics(self, servers_idle_s: float) -> dict[str, float]:
+        """`servers_idle_s` as at construction: the running total of seconds without any episode in flight."""
+        step_s = time.monotonic() - self._started
+        trajectories = [trajectory for group in self._groups for trajectory in group.trajectories]
+        staleness = self._version - np.concatenate([t.versions[t.policy_mask] for t in trajectories])
+        rewards = [t.reward for t in trajectories]
+        successes = [t.success for t in trajectories if t.success is not None]
+        spread = [np.std([t.reward for t in group.trajectories]) for group in self._groups]
+        metrics = {
+            REWARD: float(np.mean(rewards)),
+            "reward_std_in_group": float(np.mean(spread)),
+            "groups_without_signal": float(np.mean([value == 0 for value in spread])),
+            STALENESS_MEAN: float(staleness.mean()),
+            STALENESS_MAX: float(staleness.max()),
+            TOKENS_PER_S: sum(len(t.token_ids) for t in trajectories) / step_s,
+            STEP_S: step_s,
+            LEARNER_IDLE: 1 - min(1.0, self._learner_s / step_s),
+            SERVERS_IDLE: min(1.0, (servers_idle_s - self._servers_idle_s) / step_s),
+            "episodes": float(len(trajectories)),
+            "turns_mean": float(np.mean([len(t.turns) for t in trajectories])),
+            "tokens_mean": float(np.mean([len(t.token_ids) for t in trajectories])),
+        }
+        if successes:
+            metrics[SUCCESS] = float(np.mean(successes))
+        return metrics

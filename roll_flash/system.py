@@ -1,0 +1,201 @@
+"""The parts of a run, started side by side and stopped in order, whatever happens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config import Config
+from roll_flash.errors import CheckpointError
+from roll_flash.evaluate.evaluation import evaluate
+from roll_flash.evaluate.result import EvalResult
+from roll_flash.inference.engine import InferenceEngine
+from roll_flash.inference.open import open_engine
+from roll_flash.learner.engine import LearnerEngine
+from roll_flash.learner.open import open_learner
+from roll_flash.local_ray import local_ray
+from roll_flash.models import resolve_model
+from roll_flash.monitor.metrics import MetricsLog
+from roll_flash.monitor.progress import Progress
+from roll_flash.publication import Publisher, parity_threshold, probe_token_ids
+from roll_flash.rollout.environments import check_environment
+from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.tasks import SeedTasks
+from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
+from roll_flash.run_dir import Checkpoint, RunDir
+from roll_flash.types import SamplingParams, Task
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """Everything a training run is made of, started."""
+
+    config: Config
+    run_dir: RunDir
+    engine: InferenceEngine
+    learner: LearnerEngine
+    fleet: WorkerFleet
+    publisher: Publisher
+    rollout: Rollout
+    tasks: SeedTasks
+    metrics: MetricsLog
+
+    async def evaluate(self, label: str) -> EvalResult:
+        """The held-out tasks with the weights that the servers have."""
+        result = await evaluate_fleet(self.fleet, self.config, self.run_dir.eval / label, label)
+        self.metrics.log(self.learner.version, result.metrics())
+        return result
+
+    async def save_checkpoint(self) -> None:
+        """All that `--resume` needs: learner state, model folder, task cursor and the tasks still on their way."""
+        version = self.learner.version
+        newest = self.run_dir.latest_checkpoint()
+        if newest is not None and newest.step == version:
+            return
+        self.run_dir.require_space(2 * self._model_bytes())
+        with self.run_dir.writing_checkpoint(version) as folder:
+            await self.learner.save(folder / "state")
+            await self.learner.export_hf(folder / "hf")
+            tasks = [{"seed": task.seed} for task in self.rollout.scheduler.unfinished_tasks()]
+            state = {"version": version, "cursor": self.tasks.cursor, "unfinished": tasks}
+            (folder / "trainer.json").write_text(json.dumps(state))
+
+    def _model_bytes(self) -> int:
+        folder = Path(resolve_model(self.config.model.path))
+        return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+@asynccontextmanager
+async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress: Progress) -> AsyncIterator[System]:
+    """Start learner, servers and workers; with `resume` continue from the newest checkpoint."""
+    checkpoint = _checkpoint_to_resume(run_dir) if resume else None
+    model_folder = resolve_model(config.model.path)
+    async with AsyncExitStack() as stack:
+        progress.status("starting the learner, the inference servers and the rollout workers")
+        needs_sandbox = await asyncio.to_thread(check_environment, config.env.id, config.env.kwargs)
+        await stack.enter_async_context(local_ray(config.ray))
+        engine = open_engine(
+            config.inference, model_folder=model_folder, max_model_len=config.model.max_length, logs=run_dir.logs
+        )
+        stack.push_async_callback(engine.close)
+        learner = open_learner(config, model_folder=model_folder)
+        stack.push_async_callback(learner.close)
+        await _all_or_first_error(engine.start(), learner.start())
+        fleet = WorkerFleet(
+            worker_settings(config, engine.client_spec(), model_folder, needs_sandbox), config.rollout.workers
+        )
+        stack.push_async_callback(fleet.close)
+        await fleet.start()
+        tasks = SeedTasks(config.env.id, config.env.kwargs, config.env.train_seeds, config.seed)
+        unfinished = await _restore(checkpoint, learner, tasks, config) if checkpoint else []
+        metrics = MetricsLog(
+            run_dir.folder, config.monitor.tensorboard, resume_at=checkpoint.step if checkpoint else None
+        )
+        stack.callback(metrics.close)
+        episodes = stack.enter_context(run_dir.episodes_writer())
+        rollout = Rollout(config, fleet, tasks, episodes, version=learner.version, unfinished=unfinished)
+        publisher = Publisher(
+            learner,
+            engine,
+            config.weights,
+            probe=await asyncio.to_thread(probe_token_ids, model_folder, config.weights.parity_text),
+            threshold=parity_threshold(config.weights, engine.dtype),
+            on_published=rollout.published,
+            on_failed=rollout.fail,
+        )
+        stack.push_async_callback(publisher.close)
+        if checkpoint:
+            await publisher.begin()
+            await publisher.settled()
+        else:
+            await publisher.check()
+        yield System(config, run_dir, engine, learner, fleet, publisher, rollout, tasks, metrics)
+
+
+@asynccontextmanager
+async def open_rollout(
+    config: Config, model_folder: Path | None, *, endpoint: ChatEndpoint | None = None, logs: Path
+) -> AsyncIterator[WorkerFleet]:
+    """Servers and workers without a learner, for evaluation; with `endpoint` workers alone."""
+    async with AsyncExitStack() as stack:
+        needs_sandbox = await asyncio.to_thread(check_environment, config.env.id, config.env.kwargs)
+        await stack.enter_async_context(local_ray(config.ray))
+        model: Any = endpoint
+        if model is None:
+            engine = open_engine(
+                config.inference, model_folder=model_folder, max_model_len=config.model.max_length, logs=logs
+            )
+            stack.push_async_callback(engine.close)
+            await engine.start()
+            model = engine.client_spec()
+        fleet = WorkerFleet(worker_settings(config, model, model_folder, needs_sandbox), config.rollout.workers)
+        stack.push_async_callback(fleet.close)
+        await fleet.start()
+        yield fleet
+
+
+def worker_settings(config: Config, model: Any, model_folder: Path | None, needs_sandbox: bool) -> WorkerSettings:
+    rollout = config.rollout
+    return WorkerSettings(
+        model=model,
+        tokenizer_folder=model_folder,
+        max_length=config.model.max_length,
+        deadlines=Deadlines(rollout.generate_timeout_s, rollout.step_timeout_s, rollout.episode_timeout_s),
+        sandbox=config.sandbox if needs_sandbox else None,
+        run=f"{config.name}-{os.getpid()}",
+    )
+
+
+async def evaluate_fleet(fleet: WorkerFleet, config: Config, folder: Path | None, label: str) -> EvalResult:
+    sampling = SamplingParams(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop=config.rollout.stop,
+        seed=config.seed,
+    )
+    return await evaluate(
+        fleet,
+        env=config.env,
+        eval=config.eval,
+        sampling=sampling,
+        max_concurrent=config.rollout.max_concurrent,
+        folder=folder,
+        label=label,
+    )
+
+
+def _checkpoint_to_resume(run_dir: RunDir) -> Checkpoint:
+    checkpoint = run_dir.latest_checkpoint()
+    if checkpoint is None:
+        raise CheckpointError(f"{run_dir.folder}: no complete checkpoint to resume from; start again with name=OTHER")
+    run_dir.rewind(checkpoint.step)
+    return checkpoint
+
+
+async def _restore(checkpoint: Checkpoint, learner: LearnerEngine, tasks: SeedTasks, config: Config) -> list[Task]:
+    await learner.load(checkpoint.state)
+    try:
+        state = json.loads(checkpoint.trainer.read_text())
+        tasks.cursor = int(state["cursor"])
+        return [tasks.task_of(int(task["seed"])) for task in state["unfinished"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{checkpoint.trainer}: not readable as a trainer state: {error}") from None
+
+
+async def _all_or_first_error(*starting: Any) -> None:
+    """Run side by side; the first failure cancels the others and is raised as it is, not in a group."""
+    tasks = [asyncio.ensure_future(part) for part in starting]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

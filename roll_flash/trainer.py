@@ -1,0 +1,100 @@
+"""A training run on one page: build, loop, close.
+
+While the learner accumulates the gradient of a step, episodes of the next one are already being played, and servers
+take the weights of the last one. What may overlap with what is decided by the staleness rule in `rollout/`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from roll_flash.config import Config
+from roll_flash.interrupt import run_until_interrupted
+from roll_flash.learner.engine import StepResult
+from roll_flash.monitor.progress import Progress
+from roll_flash.monitor.summary import summarize
+from roll_flash.publication import Publication
+from roll_flash.run_dir import RunDir
+from roll_flash.step_metrics import StepRecord
+from roll_flash.system import System, open_system
+
+
+def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
+    """Run a training job to its end and return its summary.
+
+    Raises RollFlashError, or KeyboardInterrupt after Ctrl-C or SIGTERM, when a checkpoint has been written.
+    """
+    with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
+        return asyncio.run(_train(config, run_dir, progress, resume))
+
+
+async def _train(config: Config, run_dir: RunDir, progress: Progress, resume: bool) -> dict[str, Any]:
+    async with open_system(config, run_dir, resume=resume, progress=progress) as system:
+        trainer = Trainer(system, progress)
+        return await run_until_interrupted(trainer.run(), on_interrupt=trainer.checkpoint)
+
+
+class Trainer:
+    """The loop over steps. What it drives is in `system`."""
+
+    def __init__(self, system: System, progress: Progress) -> None:
+        self._system = system
+        self._config = system.config
+        self._progress = progress
+
+    async def run(self) -> dict[str, Any]:
+        system = self._system
+        before = await self._evaluate("before")
+        async with system.rollout:
+            while system.learner.version < self._config.steps:
+                await self._step()
+        await self._settle()
+        after = await self._evaluate("after")
+        await self.checkpoint()
+        await system.learner.export_hf(system.run_dir.model)
+        return summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
+
+    async def checkpoint(self) -> None:
+        """Write one for the newest version, unless there is one."""
+        self._progress.status("writing a checkpoint")
+        await self._system.save_checkpoint()
+        self._system.run_dir.prune_checkpoints(self._config.checkpoint.keep)
+
+    async def _step(self) -> None:
+        learner, rollout = self._system.learner, self._system.rollout
+        record = StepRecord(learner.version, rollout.idle_s())
+        async for groups in rollout.groups_for_step(self._progress.status):
+            with record.learner_works(groups):
+                await learner.accumulate(groups)
+        with record.learner_works():
+            result = await learner.finish_step()
+        await rollout.version_advanced(result.version)
+        publication = await self._settle()
+        with record.learner_works():
+            await self._system.publisher.begin()
+        self._report(record, result, publication)
+        every = self._config.checkpoint.every
+        if every and result.version % every == 0:
+            await self.checkpoint()
+
+    async def _settle(self) -> Publication | None:
+        """Until every server has the weights of the step before."""
+        return await self._system.publisher.settled()
+
+    async def _evaluate(self, label: str) -> Any:
+        if not self._config.eval.before_and_after:
+            return None
+        self._progress.status(f"evaluating {self._config.eval.tasks} held-out tasks")
+        return await self._system.evaluate(label)
+
+    def _report(self, record: StepRecord, result: StepResult, publication: Publication | None) -> None:
+        rollout = self._system.rollout
+        metrics = {
+            **record.metrics(rollout.idle_s()),
+            **result.metrics,
+            **(publication.metrics() if publication else {}),
+            **{f"books/{name}": count for name, count in rollout.books().items()},
+        }
+        self._system.metrics.log(result.version, metrics)
+        self._progress.step(result.version, metrics)
