@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.config import Config, EnvConfig, EvalConfig
 from roll_flash.errors import ConfigError
 from roll_flash.evaluate.result import EvalResult, score
 from roll_flash.monitor.episodes import Outcome, episode_record, transcript
@@ -74,6 +74,16 @@ async def _collect(outcomes: AsyncIterator[Outcome], journal: Journal) -> None:
         close = getattr(outcomes, "aclose", None)
         if close is not None:
             await close()
+
+
+def eval_sampling(config: Config) -> SamplingParams:
+    """How evaluations sample: as training does, at the temperature of `eval`, and repeatable where servers allow it."""
+    return SamplingParams(
+        temperature=config.eval.temperature,
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop=config.rollout.stop,
+        seed=config.seed,
+    )
 
 
 def build_episodes(env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, label: str) -> list[EpisodeSpec]:

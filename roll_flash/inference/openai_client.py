@@ -6,27 +6,19 @@ Retries are bounded and only for what may pass: connection errors, 408, 409, 429
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
 
-from roll_flash.errors import InferenceError
-from roll_flash.types import Message, SamplingParams
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.types import FinishReason, Message, SamplingParams
 
 RETRIED_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
-
-
-@dataclass(frozen=True, slots=True)
-class Endpoint:
-    """Where an OpenAI-compatible server answers: `base_url` as `http://host:port/v1`, and the model's name there."""
-
-    base_url: str
-    model: str
-    api_key: str | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +26,20 @@ class ChatReply:
     """What the endpoint answered. Token counts are 0 where it does not tell."""
 
     text: str
-    finish_reason: str
+    finish_reason: FinishReason
     prompt_tokens: int
     completion_tokens: int
     elapsed_s: float
+
+
+def api_key_from(name: str | None) -> str | None:
+    """The key in the environment variable `name`; None for none. Raises ConfigError when it is not set."""
+    if name is None:
+        return None
+    key = os.environ.get(name)
+    if not key:
+        raise ConfigError(f"the environment variable {name} is not set; put the endpoint's key into it")
+    return key
 
 
 class OpenAIChatClient:
@@ -141,7 +143,7 @@ def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
         usage = answer.get("usage") or {}
         return ChatReply(
             text="" if text is None else str(text),
-            finish_reason=str(choice.get("finish_reason") or "stop"),
+            finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
             prompt_tokens=int(usage.get("prompt_tokens") or 0),
             completion_tokens=int(usage.get("completion_tokens") or 0),
             elapsed_s=elapsed_s,

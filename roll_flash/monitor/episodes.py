@@ -92,6 +92,12 @@ class EpisodesWriter:
             self._file.close()
         self._file = self._step = None
 
+    def __enter__(self) -> EpisodesWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def _open(self, step: int) -> JsonLinesFile:
         if self._file is None or step != self._step:
             self.close()

@@ -1,0 +1,7 @@
+"""`python -m roll_flash` is the `roll-flash` command."""
+
+import sys
+
+from roll_flash.cli import main
+
+sys.exit(main())

@@ -1,0 +1,322 @@
+"""The `roll-flash` command: each subcommand is a few lines that call one function.
+
+Heavy imports stand inside the subcommands, so that `--help` is quick. Errors that this package raises on purpose are
+one line on standard error; a traceback is shown with `--debug` only. Exit codes: 0, 1 failure, 2 usage, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from roll_flash import __version__
+from roll_flash.errors import ConfigError, RollFlashError
+
+if TYPE_CHECKING:
+    from roll_flash.config import Config
+
+INTERRUPTED = 130
+Handler = Callable[[argparse.Namespace], int]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code. Raises SystemExit for `--help`, `--version` and usage errors only."""
+    arguments = build_parser().parse_args(argv)
+    handler: Handler = arguments.handler
+    try:
+        with _terminate_like_interrupt():
+            code = handler(arguments)
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:
+        # The reader of our output has gone (`| head`); Python would complain once more when it closes the stream.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return _fail(arguments, "interrupted", INTERRUPTED)
+    except RollFlashError as error:
+        return _fail(arguments, str(error), error.exit_code)
+    except Exception as error:
+        hint = "" if arguments.debug else "; run again with --debug for the traceback"
+        return _fail(arguments, f"internal error: {type(error).__name__}: {' '.join(str(error).split())}{hint}", 1)
+
+
+def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
+    if arguments.debug:
+        traceback.print_exc()
+    print(f"roll-flash: {message}", file=sys.stderr)
+    return code
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="roll-flash", description="Asynchronous reinforcement learning for language-model agents.")
+    parser.add_argument("--version", action="version", version=f"roll-flash {__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_Parser)
+    for add in (_add_train, _add_eval, _add_envs, _add_sandbox, _add_export, _add_doctor):
+        add(commands)
+    return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, with the nearest known word; takes `a.b=c` words between options."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **kwargs})
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("-") or not hasattr(found, "words"):
+                self.error(f"unknown argument {word}{_nearest(word.partition('=')[0], _all_options(self))}")
+        if unknown:
+            found.words = [*found.words, *unknown]
+        return found
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            hint = _nearest(str(value), known) or f"; one of: {', '.join(known)}"
+            self.error(f"unknown {str(action.metavar or action.dest).lower()} {value!r}{hint}")
+
+
+def _nearest(word: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _all_options(parser: argparse.ArgumentParser) -> list[str]:
+    found: list[str] = []
+    for action in parser._actions:
+        found.extend(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                found.extend(_all_options(child))
+    return found
+
+
+def _command(
+    commands: Any, name: str, handler: Handler, text: str, usage: str | None = None
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text, usage=usage)
+    parser.set_defaults(handler=handler)
+    parser.add_argument("--json", action="store_true", help="print one JSON object or list for scripts")
+    parser.add_argument("--debug", action="store_true", default=argparse.SUPPRESS, help="show tracebacks")
+    return parser
+
+
+def _config_and_overrides(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """`CONFIG a.b=c ...` in any order."""
+    files = [word for word in words if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]!r}: one CONFIG is enough; an override is written key=value")
+    return (files[0] if files else None), [word for word in words if "=" in word]
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _standard_output_for_json(wanted: bool) -> AbstractContextManager[Any]:
+    """With `--json` standard output carries the one object alone; progress goes to standard error."""
+    return redirect_stdout(sys.stderr) if wanted else nullcontext()
+
+
+def _add_train(commands: Any) -> None:
+    text = "run a training job; Ctrl-C stops it cleanly with a checkpoint"
+    usage = "roll-flash train CONFIG [a.b=c ...] [--resume] [--dry-run] [--json] [--debug]"
+    parser = _command(commands, "train", _train, text, usage)
+    parser.add_argument("words", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and keys to set, as steps=5")
+    parser.add_argument(
+        "--resume", action="store_true", help="continue the run of this name from its newest checkpoint"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything that can be checked, and stop")
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from roll_flash.config import load_config
+
+    source, overrides = _config_and_overrides(arguments.words)
+    if source is None:
+        raise ConfigError("train needs a CONFIG file, for example: roll-flash train configs/quickstart.yaml")
+    config = load_config(source, overrides)
+    if arguments.dry_run:
+        from roll_flash.trainer import dry_run
+
+        with _standard_output_for_json(arguments.json):
+            dry_run(config)
+        print(json.dumps(config.model_dump(mode="json"), indent=2) if arguments.json else config.to_yaml())
+        return 0
+    from roll_flash.monitor.summary import closing_text
+    from roll_flash.trainer import train
+
+    try:
+        with _standard_output_for_json(arguments.json):
+            summary = train(config, resume=arguments.resume)
+    except KeyboardInterrupt:
+        return _fail(arguments, f"interrupted; {_how_to_go_on(config)}", INTERRUPTED)
+    if arguments.json:
+        _print_json(summary)
+    else:
+        print(closing_text(summary))
+    return 0
+
+
+def _how_to_go_on(config: Config) -> str:
+    from roll_flash.run_dir import list_checkpoints
+
+    found = list_checkpoints(config.run_folder)
+    if not found:
+        return f"no checkpoint was written yet; the run folder is {config.run_folder}"
+    return f"a checkpoint of step {found[-1].step} is in {config.run_folder}; go on with the same command and --resume"
+
+
+def _add_eval(commands: Any) -> None:
+    text = "evaluate a model on held-out tasks; the same command again resumes"
+    usage = "roll-flash eval [CONFIG | --env ID] [--model M] [-n N] [-k K] [--endpoint URL] [a.b=c ...] [options]"
+    parser = _command(commands, "eval", _eval, text, usage)
+    parser.add_argument("words", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and keys to set")
+    parser.add_argument("--env", metavar="ID", help="environment id")
+    parser.add_argument("--model", metavar="M", help="a model folder, a model's name, or RUN[@step]")
+    parser.add_argument("-n", "--tasks", type=int, metavar="N", help="number of held-out tasks")
+    parser.add_argument("-k", "--attempts", type=int, metavar="K", help="attempts at each task")
+    parser.add_argument("--endpoint", metavar="URL", help="an OpenAI-compatible endpoint that serves the model")
+    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable that holds the endpoint's key")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
+    parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes in flight")
+    parser.add_argument("--out", metavar="DIR", help="where the results go, and are resumed from")
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from roll_flash.evaluate.command import EvalRequest, report, run_evaluation
+
+    config, overrides = _config_and_overrides(arguments.words)
+    request = EvalRequest(
+        config=config,
+        env=arguments.env,
+        model=arguments.model,
+        tasks=arguments.tasks,
+        attempts=arguments.attempts,
+        endpoint=arguments.endpoint,
+        api_key_env=arguments.api_key_env,
+        temperature=arguments.temperature,
+        max_concurrent=arguments.max_concurrent,
+        out=arguments.out,
+        overrides=tuple(overrides),
+    )
+    with _standard_output_for_json(arguments.json):
+        result, folder = asyncio.run(run_evaluation(request))
+    if arguments.json:
+        _print_json({**result.to_dict(), "folder": str(folder)})
+    else:
+        print(report(result, folder))
+    return 0 if result.scored else 1
+
+
+def _add_envs(commands: Any) -> None:
+    parser = commands.add_parser("envs", help="registered environments", description="Registered environments.")
+    actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
+    listing = _command(actions, "list", _envs_list, "ids that `env.id` takes, with what each is about")
+    listing.add_argument("--all", action="store_true", help="gymnasium's own environments too")
+
+
+def _envs_list(arguments: argparse.Namespace) -> int:
+    from roll_flash.catalog import list_environments
+
+    found = list_environments(everything=arguments.all)
+    if arguments.json:
+        _print_json([{"id": env.id, "entry_point": env.entry_point, "about": env.about} for env in found])
+        return 0
+    width = max((len(env.id) for env in found), default=0)
+    for env in found:
+        print(f"{env.id:<{width}}  {env.about}")
+    return 0
+
+
+def _add_sandbox(commands: Any) -> None:
+    parser = commands.add_parser("sandbox", help="sandboxes on this machine", description="Sandboxes on this machine.")
+    actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
+    _command(actions, "ls", _sandbox_ls, "what runs, and whose it is")
+    _command(actions, "reap", _sandbox_reap, "remove what dead runs have left behind")
+
+
+def _sandbox_ls(arguments: argparse.Namespace) -> int:
+    from roll_flash.sandboxes import list_sandboxes
+
+    return _print_sandboxes(arguments, list_sandboxes(), "no sandboxes")
+
+
+def _sandbox_reap(arguments: argparse.Namespace) -> int:
+    from roll_flash.sandboxes import reap
+
+    return _print_sandboxes(arguments, reap(), "nothing to remove")
+
+
+def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[Any], none: str) -> int:
+    rows = [dataclasses.asdict(item) for item in found]
+    if arguments.json:
+        _print_json(rows)
+        return 0
+    for row in rows:
+        print("  ".join(f"{name}={value}" for name, value in row.items()))
+    if not rows:
+        print(none)
+    return 0
+
+
+def _add_export(commands: Any) -> None:
+    parser = _command(commands, "export", _export, "write a checkpoint as a Hugging Face model folder")
+    parser.add_argument("run", metavar="RUN[@step]", help="a run's name or folder; without @step its newest checkpoint")
+    parser.add_argument("folder", metavar="DIR", help="a folder that does not exist or is empty")
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from roll_flash.export import export_checkpoint
+
+    checkpoint, folder = export_checkpoint(arguments.run, arguments.folder)
+    if arguments.json:
+        _print_json({"folder": str(folder), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)})
+    else:
+        print(f"{folder}: model of step {checkpoint.step}")
+    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    _command(commands, "doctor", _doctor, "check this machine: engine, Docker, Ray, GPUs, memory")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from roll_flash.doctor import as_json, check_machine, is_usable, report
+
+    checks = check_machine()
+    print(as_json(checks) if arguments.json else report(checks))
+    return 0 if is_usable(checks) else 1
+
+
+@contextmanager
+def _terminate_like_interrupt() -> Iterator[None]:
+    """SIGTERM (a scheduler's stop, `docker stop`) ends a command just as cleanly as Ctrl-C."""
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    previous = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)

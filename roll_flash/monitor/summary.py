@@ -1,0 +1,159 @@
+"""The closing words of a run: a dict for scripts, and a text for people made from that dict alone."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config import load_config
+from roll_flash.evaluate.result import EvalResult
+from roll_flash.monitor.metrics import NOT_FINITE, STEP_S, TOKENS_PER_S, read_metrics
+from roll_flash.monitor.plot import plot_run
+from roll_flash.monitor.progress import duration
+
+
+def summarize(
+    run_folder: Path,
+    *,
+    before: EvalResult | None,
+    after: EvalResult | None,
+    books: Mapping[str, int],
+    notes: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Sum up a finished run from its folder, and draw its plot.
+
+    `books` counts trajectories (`produced`, `trained`, `dropped_REASON`, `waiting`) and episodes that gave none
+    (`failed_CAUSE`). `notes` is what a reader must know, such as a fall-back that was taken.
+    """
+    config = load_config(run_folder / "config.yaml")
+    rows = read_metrics(run_folder)
+    steps = [row for row in rows if row.get(STEP_S) is not None]
+    seconds = sum(row[STEP_S] for row in steps)
+    tokens = sum((row.get(TOKENS_PER_S) or 0.0) * row[STEP_S] for row in steps)
+    model = run_folder / "model"
+    return {
+        "name": config.name,
+        "env_id": config.env.id,
+        "steps": max((row["step"] for row in rows), default=0),
+        "total_steps": config.steps,
+        "seconds": seconds,
+        "before": before.to_dict() if before else None,
+        "after": after.to_dict() if after else None,
+        "books": read_books(books),
+        "tokens": round(tokens),
+        "tokens_per_s": tokens / seconds if seconds else 0.0,
+        "run_folder": str(run_folder),
+        "plot": str(plot_run(run_folder)) if rows else None,
+        "model_folder": str(model) if (model / "config.json").is_file() else None,
+        "notes": [*notes, *_not_finite(rows)],
+    }
+
+
+def read_books(books: Mapping[str, int]) -> dict[str, Any]:
+    """`dropped_REASON` and `failed_CAUSE` by reason and cause, and whether produced = trained + dropped + waiting."""
+    dropped, failed = _prefixed(books, "dropped_"), _prefixed(books, "failed_")
+    produced, trained, waiting = (books.get(name, 0) for name in ("produced", "trained", "waiting"))
+    return {
+        "produced": produced,
+        "trained": trained,
+        "waiting": waiting,
+        "dropped": dropped,
+        "failed": failed,
+        "balance": produced == trained + waiting + sum(dropped.values()),
+    }
+
+
+def closing_text(summary: Mapping[str, Any]) -> str:
+    """What is printed at the end of a run. The commands work when pasted into the shell that started it."""
+    rows = [
+        ("held-out success", _success(summary["before"], summary["after"])),
+        ("steps", f"{summary['steps']} of {summary['total_steps']} in {duration(summary['seconds'])} of training"),
+        ("tokens", f"{summary['tokens']:,} trained, {summary['tokens_per_s']:,.0f} per second"),
+        ("trajectories", _trajectories(summary["books"])),
+        ("failed episodes", _named(summary["books"]["failed"])),
+        ("run folder", summary["run_folder"]),
+        ("plot", summary["plot"] or "none"),
+        ("model", summary["model_folder"] or "none exported"),
+        *(("note", note) for note in summary["notes"]),
+    ]
+    width = max(len(name) for name, _ in rows)
+    body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
+    commands = "\n".join(f"  {command}" for command in next_commands(summary))
+    return f"\nRun {summary['name']} is done\n{body}\n\nTry next:\n{commands}"
+
+
+def next_commands(summary: Mapping[str, Any]) -> list[str]:
+    """Three commands that make sense after this run."""
+    command, run = command_name(), shlex.quote(summary["run_folder"])
+    model = shlex.quote(_unused(f"{summary['name']}-model"))
+    other = shlex.quote(f"{summary['name']}-seed1")
+    return [
+        f"{command} eval --model {run} -n 20 -k 4 --temperature 1",
+        f"{command} export {run} {model}",
+        f"{command} train {run}/config.yaml name={other} seed=1",
+    ]
+
+
+def command_name() -> str:
+    """How `roll-flash` is started from this shell: by its name where that is on the path, else by its file."""
+    beside = Path(sys.prefix) / "bin" / "roll-flash"
+    found = shutil.which("roll-flash")
+    if found and (not beside.exists() or Path(found).samefile(beside)):
+        return "roll-flash"
+    if beside.exists():
+        return shlex.quote(_short(beside))
+    return f"{shlex.quote(_short(Path(sys.executable)))} -m roll_flash"
+
+
+def _short(path: Path) -> str:
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _unused(name: str) -> str:
+    number, candidate = 1, name
+    while Path(candidate).exists():
+        number += 1
+        candidate = f"{name}-{number}"
+    return candidate
+
+
+def _not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    count = sum(int(row.get(NOT_FINITE) or 0) for row in rows)
+    return [f"{count} metrics were NaN or infinite and are null in metrics.jsonl"] if count else []
+
+
+def _success(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
+    if before is None and after is None:
+        return "not measured (eval.before_and_after is off)"
+    return f"{_one(before)} -> {_one(after)}  (95 % intervals)"
+
+
+def _one(result: Mapping[str, Any] | None) -> str:
+    if result is None:
+        return "not measured"
+    success = result["success"]
+    return f"{success['value']:.2f} [{success['low']:.2f}, {success['high']:.2f}]" if success else "not scored"
+
+
+def _trajectories(books: Mapping[str, Any]) -> str:
+    verdict = "the books balance" if books["balance"] else "THE BOOKS DO NOT BALANCE, please report this"
+    return (
+        f"{books['produced']} = {books['trained']} trained + {_named(books['dropped'])} dropped "
+        f"+ {books['waiting']} left over; {verdict}"
+    )
+
+
+def _prefixed(counts: Mapping[str, int], prefix: str) -> dict[str, int]:
+    return {name.removeprefix(prefix): count for name, count in counts.items() if name.startswith(prefix)}
+
+
+def _named(counts: Mapping[str, int]) -> str:
+    total = sum(counts.values())
+    inside = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()) if count)
+    return f"{total} ({inside})" if inside else "0"
