@@ -1,0 +1,113 @@
+"""Complete, atomic checkpoints of the training state, readable at another world size.
+
+A checkpoint is a folder: torch.distributed.checkpoint files (weights and optimizer, sharded), the random state of each
+rank, and `learner.json`, written last, which names every file with its size. A folder without it, or whose files
+differ from it, is incomplete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from roll_flash.errors import CheckpointError
+
+_MANIFEST = "learner.json"
+_FORMAT = 1
+
+
+def begin(folder: Path) -> Path:
+    """An empty sibling folder to write into. Raises CheckpointError if `folder` exists or cannot be made."""
+    if folder.exists():
+        raise CheckpointError(f"{folder}: exists already; a checkpoint is written to a new folder")
+    partial = folder.with_name(folder.name + ".partial")
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"{partial}: cannot be made: {error}") from error
+    return partial
+
+
+def commit(partial: Path, folder: Path, metadata: dict[str, Any]) -> None:
+    """Make the checkpoint durable and visible at once: manifest, fsync, rename."""
+    files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
+    manifest = {"format": _FORMAT, **metadata, "files": files}
+    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
+    for path in (*partial.rglob("*"), partial):
+        _fsync(path)
+    partial.rename(folder)
+    _fsync(folder.parent)
+
+
+def discard(partial: Path) -> None:
+    """Remove what a failed save has left."""
+    if partial.exists():
+        shutil.rmtree(partial)
+
+
+def read_manifest(folder: Path, model_fingerprint: str) -> dict[str, Any]:
+    """Metadata of a complete checkpoint of this model. Raises CheckpointError saying what is wrong."""
+    try:
+        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+    except FileNotFoundError:
+        raise CheckpointError(f"{folder}: not a complete checkpoint (no {_MANIFEST}); use an older one") from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / _MANIFEST}: cannot be read: {error}; use an older checkpoint") from None
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(f"{folder}: format {manifest.get('format')}, this version reads {_FORMAT}")
+    if manifest["model"] != model_fingerprint:
+        raise CheckpointError(f"{folder}: written for another model; set model.path to the one it was made from")
+    for name, size in manifest["files"].items():
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            state = "missing" if found is None else f"{found} of {size} bytes"
+            raise CheckpointError(f"{path}: truncated or missing ({state}); use an older checkpoint")
+    return manifest
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A digest of all parameter names and shapes: equal exactly if a state fits."""
+    shapes = sorted((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items())
+    return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
+
+
+def write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """This rank's shard of weights, optimizer and random state. A collective."""
+    weights, moments = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+    random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+    torch.save(random_state, folder / f"random-{rank}.pt")
+
+
+def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    """Read what `write_state` wrote, at any world size; a rank that did not exist then keeps its random state."""
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optimizer": moments}
+    dcp.load(state, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    random_file = folder / f"random-{rank}.pt"
+    if random_file.exists():
+        random_state = torch.load(random_file, weights_only=True)
+        torch.set_rng_state(random_state["cpu"])
+        if torch.cuda.is_available() and random_state["cuda"]:
+            torch.cuda.set_rng_state_all(random_state["cuda"])
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

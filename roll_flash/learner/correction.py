@@ -1,0 +1,94 @@
+"""Weights that correct for samples of an older (behaviour) policy. Pure functions of tensors.
+
+rho = pi_prox / pi_behaviour is the ratio of the policy that the step starts from to the one that sampled. A weight
+multiplies a token's loss and is never differentiated. At sequence level all policy tokens of a sequence share one
+ratio: the product of theirs, or their geometric mean.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+CorrectionName = Literal["none", "tis", "mask"]
+CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """`weights` and `changed` (whether the bound acted), shaped like the logprobs; 0 and false where masked."""
+
+    weights: Tensor
+    changed: Tensor
+
+
+def sequence_sum(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
+    """Sum of `values` over the masked tokens of each token's sequence, spread back to the shape of `values`.
+
+    With shape [B, T] and no `sequence_ids`, each row is a sequence; with [T], `sequence_ids` (int64, from 0) tells.
+    """
+    masked = torch.where(mask, values, torch.zeros_like(values))
+    if sequence_ids is None:
+        if values.ndim != 2:
+            raise ValueError("packed tensors [T] need sequence_ids at sequence level")
+        return masked.sum(-1, keepdim=True).expand_as(values)
+    flat_ids = sequence_ids.reshape(-1)
+    sums = torch.zeros(int(flat_ids.max()) + 1 if flat_ids.numel() else 0, dtype=values.dtype, device=values.device)
+    return sums.index_add(0, flat_ids, masked.reshape(-1))[flat_ids].reshape(values.shape)
+
+
+def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
+    """As `sequence_sum`, but the mean."""
+    counts = sequence_sum(torch.ones_like(values), mask, sequence_ids)
+    return sequence_sum(values, mask, sequence_ids) / counts.clamp(min=1)
+
+
+def log_ratio(
+    numerator: Tensor, denominator: Tensor, mask: Tensor, level: CorrectionLevel, sequence_ids: Tensor | None
+) -> Tensor:
+    """log(numerator / denominator) at the given level; 0 where masked, whatever stands there."""
+    difference = torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
+    match level:
+        case "token":
+            return difference
+        case "sequence":
+            return torch.where(mask, sequence_sum(difference, mask, sequence_ids), 0.0)
+        case "sequence_mean":
+            return torch.where(mask, sequence_mean(difference, mask, sequence_ids), 0.0)
+    raise ValueError(f"unknown correction level {level!r}: use token, sequence or sequence_mean")
+
+
+@torch.no_grad()
+def correct(
+    name: CorrectionName,
+    *,
+    prox_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    level: CorrectionLevel = "token",
+    cap: float = 2.0,
+    floor: float = 0.5,
+    sequence_ids: Tensor | None = None,
+) -> Correction:
+    """The weight of every token.
+
+    `none`: 1. `tis`: min(rho, cap), truncated importance sampling (Espeholt et al., arXiv 1802.01561, section 4.1; for
+    language models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
+    `mask`: rho inside [floor, cap], else 0 (IcePop, arXiv 2510.18855). The bounds are bounds of rho, not of 1 / rho.
+
+    Shapes [T] or [B, T], natural log.
+    """
+    ratio = log_ratio(prox_logprobs, behavior_logprobs, mask, level, sequence_ids).exp()
+    zeros = torch.zeros_like(ratio)
+    match name:
+        case "none":
+            return Correction(torch.where(mask, torch.ones_like(ratio), zeros), torch.zeros_like(mask))
+        case "tis":
+            return Correction(torch.where(mask, ratio.clamp(max=cap), zeros), mask & (ratio > cap))
+        case "mask":
+            kept = mask & (ratio >= floor) & (ratio <= cap)
+            return Correction(torch.where(kept, ratio, zeros), mask & ~kept)
+    raise ValueError(f"unknown correction {name!r}: use none, tis or mask")

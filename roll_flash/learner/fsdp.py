@@ -1,0 +1,292 @@
+"""The learner as the driver sees it: FSDP ranks in Ray actors behind the LearnerEngine protocol.
+
+Invariants: every rank runs the same passes in the same order; the gradient of a step is that of the mean over all its
+policy tokens, however groups, rows and ranks split them; no call waits without a deadline; after a failure of any rank
+all ranks are gone and every further call says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.actor import ActorHandle
+
+from roll_flash.config import LearnerConfig
+from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
+from roll_flash.inference.engine import StagedWeights
+from roll_flash.learner import checkpoint
+from roll_flash.learner.engine import StepResult
+from roll_flash.learner.packing import PackedRow, TrainSequence, balance, pack
+from roll_flash.learner.rank import LearnerRank, UpdateRecord
+from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.learner.step_totals import StepTotals
+from roll_flash.types import Group, Trajectory
+
+_CLOSE_TIMEOUT_S = 20.0
+
+
+class FsdpLearner:
+    """A learner of `config.ranks` ranks. Ray must be initialised; each rank is an actor of `num_cpus` CPUs.
+
+    `temperature` is that of sampling: log-probabilities are compared under the distribution that was sampled from.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        config: LearnerConfig,
+        *,
+        async_ratio: float,
+        seed: int = 0,
+        temperature: float = 1.0,
+        run: str = "run",
+        num_cpus: float = 0.0,
+    ) -> None:
+        self._folder = Path(model_folder)
+        self._config = config
+        self._async_ratio = async_ratio
+        self._seed = seed
+        self._temperature = temperature
+        self._run = run
+        self._num_cpus = num_cpus
+        self._ranks: list[ActorHandle[Any]] = []
+        self._failure: str | None = "the learner has not been started"
+        self._fingerprint = ""
+        self._version = 0
+        self._skipped_in_a_row = 0
+        self._totals = StepTotals()
+
+    @property
+    def version(self) -> int:
+        """Optimizer steps taken so far, supervised ones included."""
+        return self._version
+
+    async def start(self) -> None:
+        """Start all ranks, load the model. Raises LearnerError or ModelError; nothing is left running then."""
+        config = self._config
+        gpus = 1 if config.device == "cuda" or (config.device == "auto" and _cluster_has_gpus()) else 0
+        actor = ray.remote(LearnerRank).options(
+            num_cpus=self._num_cpus,
+            num_gpus=gpus,
+            max_restarts=0,
+            runtime_env={"env_vars": _environment(config.threads)},
+        )
+        self._failure = None
+        self._ranks = [
+            actor.remote(self._folder, config, rank=rank, seed=self._seed, temperature=self._temperature, run=self._run)
+            for rank in range(config.ranks)
+        ]
+        host, port = await self._on_rank(0, "open_store", timeout_s=config.start_timeout_s)
+        fingerprints = await self._on_all("start", host, port, timeout_s=config.start_timeout_s)
+        self._fingerprint = fingerprints[0]
+
+    async def accumulate(self, groups: Sequence[Group]) -> None:
+        """Forward and backward on whole groups with the current weights.
+
+        Raises LearnerError if a policy token is older than `version - async_ratio`, or if a rank fails.
+        """
+        check_staleness(groups, self._version, self._async_ratio)
+        sequences: list[TrainSequence] = []
+        for group in groups:
+            prepared = prepare_group(group, self._version, self._config.advantage, self._config.normalize_advantage)
+            self._totals.add_group(prepared)
+            sequences.extend(prepared.sequences)
+        await self._train_on(sequences, self._config.loss.name)
+
+    async def finish_step(self) -> StepResult:
+        """Normalise, clip, step. Raises LearnerError when nothing was accumulated.
+
+        A step whose loss or gradient is not finite changes nothing and is reported as skipped; more than
+        `max_skipped_steps` in a row raise LearnerError.
+        """
+        return await self._finish(self._config.learning_rate)
+
+    async def sft_step(self, trajectories: Sequence[Trajectory], learning_rate: float | None = None) -> StepResult:
+        """One supervised step: cross-entropy on the policy tokens of demonstrations.
+
+        It goes through the same packing, optimizer and version counter as any other step, since servers need the new
+        weights as much as after any other. Raises LearnerError inside a step that `accumulate` has begun.
+        """
+        if not self._totals.empty:
+            raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
+        sequences = prepare_demonstrations(trajectories)
+        self._totals.add_policy_tokens(sum(int(sequence.policy_mask.sum()) for sequence in sequences))
+        await self._train_on(sequences, "supervised")
+        return await self._finish(self._config.learning_rate if learning_rate is None else learning_rate)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
+        tokens = np.asarray(token_ids, np.int32)
+        if tokens.ndim != 1 or tokens.size < 2:
+            raise LearnerError(f"log-probabilities need at least two token ids, not {tokens.size}")
+        mask = np.ones(tokens.size, np.bool_)
+        mask[0] = False
+        zeros = np.zeros(tokens.size, np.float32)
+        (row,) = pack([TrainSequence(tokens, mask, zeros, np.zeros(tokens.size, np.int32), zeros)], tokens.size)
+        results = await self._on_all("logprobs", row, timeout_s=self._config.step_timeout_s)
+        result: NDArray[np.float32] = results[0]
+        return result
+
+    async def stage_weights(self) -> StagedWeights:
+        """Copy the current weights into shared memory; later steps do not touch the copy. The caller releases it."""
+        started = asyncio.get_running_loop().time()
+        results = await self._on_all("stage", self._version, timeout_s=self._config.step_timeout_s)
+        self._totals.staging_s += asyncio.get_running_loop().time() - started
+        staged: StagedWeights = results[0]
+        return staged
+
+    async def release_weights(self, weights: StagedWeights) -> None:
+        """Free a staged version. Raises LearnerError for one that is not staged any more."""
+        await self._on_rank(0, "release", weights, timeout_s=self._config.step_timeout_s)
+
+    async def save(self, folder: Path) -> None:
+        """Write a complete checkpoint (weights, optimizer, random state, version) into a new folder, atomically.
+
+        Raises CheckpointError when the folder exists or cannot be written; nothing is left behind then.
+        """
+        partial = checkpoint.begin(folder)
+        metadata = {"model": self._fingerprint, "version": self._version, "ranks": self._config.ranks}
+        try:
+            await self._on_all("save", partial, timeout_s=self._config.step_timeout_s)
+            await asyncio.to_thread(checkpoint.commit, partial, folder, metadata)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be written: {error}") from error
+        finally:
+            checkpoint.discard(partial)
+
+    async def load(self, folder: Path) -> None:
+        """Read a checkpoint back, at any number of ranks. Raises CheckpointError; the state is unchanged then."""
+        manifest = await asyncio.to_thread(checkpoint.read_manifest, folder, self._fingerprint)
+        await self._on_all("load", folder, timeout_s=self._config.step_timeout_s)
+        self._version = int(manifest["version"])
+        self._totals = StepTotals()
+        self._skipped_in_a_row = 0
+
+    async def export_hf(self, folder: Path) -> None:
+        """Write a model folder that `transformers` loads, tokenizer included, atomically."""
+        partial = checkpoint.begin(folder)
+        try:
+            await self._on_all("export", partial, timeout_s=self._config.step_timeout_s)
+            partial.rename(folder)
+        finally:
+            if partial.exists():
+                shutil.rmtree(partial)
+
+    async def close(self) -> None:
+        """Stop all ranks. Safe to call twice, and after a failure."""
+        if self._ranks and self._failure is None:
+            try:
+                await asyncio.wait_for(
+                    asyncio.gather(*(rank.close.remote() for rank in self._ranks)), timeout=_CLOSE_TIMEOUT_S
+                )
+            except (TimeoutError, ray.exceptions.RayError) as error:
+                self._failure = f"a rank did not close in order: {_first_line(error)}"
+        self._kill(self._failure or "the learner is closed")
+
+    async def _train_on(self, sequences: list[TrainSequence], loss: str) -> None:
+        rows = pack(sequences, self._config.micro_batch_tokens)
+        if not rows:
+            return
+        shares = balance(rows, self._config.ranks)
+        passes = max(len(share) for share in shares)
+        started = asyncio.get_running_loop().time()
+        # FSDP's collectives need every rank in every pass: ranks with fewer rows run idle passes.
+        work: list[list[PackedRow | None]] = [[*share, *[None] * (passes - len(share))] for share in shares]
+        records = await self._gather(
+            [rank.accumulate.remote(rows, loss) for rank, rows in zip(self._ranks, work, strict=True)],
+            "accumulate",
+            self._config.step_timeout_s,
+        )
+        self._totals.add_rows(rows, [record for part in records for record in part])
+        self._totals.forward_backward_s += asyncio.get_running_loop().time() - started
+
+    async def _finish(self, learning_rate: float) -> StepResult:
+        self._check_usable()
+        totals, self._totals = self._totals, StepTotals()
+        if totals.policy_tokens == 0:
+            raise LearnerError(f"there is nothing to step on: {totals.describe()}")
+        warmup = self._config.warmup_steps
+        rate = learning_rate * min(1.0, (self._version + 1) / warmup) if warmup else learning_rate
+        updates: list[UpdateRecord] = await self._on_all(
+            "update",
+            totals.policy_tokens,
+            rate,
+            skip=not totals.loss_is_finite,
+            timeout_s=self._config.step_timeout_s,
+        )
+        skipped = updates[0].skipped
+        self._count_skipped(skipped)
+        if not skipped:
+            self._version += 1
+        metrics = totals.metrics() | {
+            "learning_rate": rate,
+            "skipped": float(skipped),
+            "grad_norm": updates[0].grad_norm,
+            "optimizer_s": max(update.seconds for update in updates),
+        }
+        return StepResult(self._version, totals.policy_tokens, skipped, metrics)
+
+    def _count_skipped(self, skipped: bool) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > self._config.max_skipped_steps:
+            raise LearnerError(
+                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite and were skipped; "
+                "lower learner.learning_rate, or look at the rewards and log-probabilities of the last episodes"
+            )
+
+    async def _on_all(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        self._check_usable()
+        calls = [getattr(rank, method).remote(*args, **kwargs) for rank in self._ranks]
+        return await self._gather(calls, method, timeout_s)
+
+    async def _on_rank(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
+        self._check_usable()
+        (result,) = await self._gather([getattr(self._ranks[rank], method).remote(*args)], method, timeout_s)
+        return result
+
+    async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
+        """Results of all ranks, or one clear error; ranks that are left after a failure are ended."""
+        try:
+            return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s))
+        except TimeoutError:
+            self._kill(f"{method} took longer than {timeout_s:g} s; a rank hangs, or the time-out is too short")
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RollFlashError):
+                if method == "start":
+                    self._kill(str(cause))
+                raise cause from None
+            self._kill(f"{method} failed on a rank: {type(cause).__name__}: {_first_line(cause)}")
+        except ray.exceptions.RayError as error:
+            self._kill(f"a rank died during {method}: {_first_line(error)}")
+        raise LearnerError(str(self._failure))
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise LearnerError(f"the learner cannot be used: {self._failure}")
+
+    def _kill(self, reason: str) -> None:
+        self._failure = reason
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+
+
+def _environment(threads: int) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+
+
+def _cluster_has_gpus() -> bool:
+    return bool(ray.cluster_resources().get("GPU", 0) >= 1)
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,145 @@
+"""Packs sequences into rows in which every shared prefix is computed once.
+
+A row is the prefix tree of its sequences, written depth first. Of two sequences the longest common token prefix is
+detected, never assumed, so that the prompt of a group's replicas, the worked examples of several groups and the first
+tokens that replicas sampled alike all appear once. Token i may attend to token j exactly if j is an ancestor of i or i
+itself, and depth first that is one comparison: j <= i < subtree_end[j]. Nothing is padded.
+
+The result is exact: a token sees the same tokens at the same positions as in a sequence of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainSequence:
+    """One trajectory as the learner needs it. Arrays have shape [T]; the first token is never a policy token."""
+
+    token_ids: NDArray[np.int32]
+    policy_mask: NDArray[np.bool_]
+    behavior_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    advantages: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedRow:
+    """N tree nodes and the M policy tokens that are predicted from them (several may share a node).
+
+    `token_ids`, `position_ids`, `subtree_end`: int64 [N]. The others have shape [M]: `source` is the node whose hidden
+    state predicts the token (ascending), `target` its id, `sequence_ids` numbers the row's sequences from 0.
+    `padded_tokens` is what a row per sequence would have computed.
+    """
+
+    token_ids: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    subtree_end: NDArray[np.int64]
+    source: NDArray[np.int64]
+    target: NDArray[np.int64]
+    sequence_ids: NDArray[np.int64]
+    behavior_logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    advantages: NDArray[np.float32]
+    padded_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def policy_tokens(self) -> int:
+        return len(self.target)
+
+
+def pack(sequences: Sequence[TrainSequence], max_tokens: int) -> list[PackedRow]:
+    """All sequences, in rows of at most `max_tokens` nodes; prefixes are repeated where a group is split.
+
+    A sequence longer than `max_tokens` gets a row of its own.
+    """
+    rows: list[_Tree] = []
+    # In lexicographic order the longest shared prefix is always with the neighbour before: no search is needed.
+    for sequence in sorted(sequences, key=lambda item: item.token_ids.tolist()):
+        if not rows or not rows[-1].has_room(sequence, max_tokens):
+            rows.append(_Tree())
+        rows[-1].add(sequence)
+    return [row.finish() for row in rows]
+
+
+class _Tree:
+    """A prefix tree that grows by sequences in lexicographic order."""
+
+    def __init__(self) -> None:
+        self._size = 0
+        self._path: NDArray[np.int64] = np.empty(0, np.int64)
+        self._last: NDArray[np.int32] = np.empty(0, np.int32)
+        self._token_ids: list[NDArray[np.int32]] = []
+        self._position_ids: list[NDArray[np.int64]] = []
+        self._ends: list[tuple[NDArray[np.int64], int]] = []
+        self._sequences: list[TrainSequence] = []
+        self._sources: list[NDArray[np.int64]] = []
+
+    def has_room(self, sequence: TrainSequence, max_tokens: int) -> bool:
+        new = len(sequence.token_ids) - common_prefix_length(self._last, sequence.token_ids)
+        return self._size + new <= max_tokens
+
+    def add(self, sequence: TrainSequence) -> None:
+        shared = common_prefix_length(self._last, sequence.token_ids)
+        new = len(sequence.token_ids) - shared
+        self._ends.append((self._path[shared:], self._size))
+        self._path = np.concatenate([self._path[:shared], np.arange(self._size, self._size + new)])
+        self._size += new
+        self._last = sequence.token_ids
+        self._token_ids.append(sequence.token_ids[shared:])
+        self._position_ids.append(np.arange(shared, shared + new))
+        self._sequences.append(sequence)
+        self._sources.append(self._path[np.flatnonzero(sequence.policy_mask) - 1])
+
+    def finish(self) -> PackedRow:
+        subtree_end = np.full(self._size, self._size, np.int64)
+        for nodes, end in self._ends:
+            subtree_end[nodes] = end
+        sequences = self._sequences
+        source = np.concatenate(self._sources)
+        # Neighbours in the row are neighbours in memory when the output head gathers them.
+        order = np.argsort(source, kind="stable")
+        return PackedRow(
+            token_ids=np.concatenate(self._token_ids).astype(np.int64),
+            position_ids=np.concatenate(self._position_ids),
+            subtree_end=subtree_end,
+            source=source[order],
+            target=np.concatenate([s.token_ids[s.policy_mask] for s in sequences]).astype(np.int64)[order],
+            sequence_ids=np.repeat(np.arange(len(sequences)), [len(part) for part in self._sources])[order],
+            behavior_logprobs=np.concatenate([s.behavior_logprobs[s.policy_mask] for s in sequences])[order],
+            versions=np.concatenate([s.versions[s.policy_mask] for s in sequences])[order],
+            advantages=np.concatenate([s.advantages[s.policy_mask] for s in sequences])[order],
+            padded_tokens=sum(len(s.token_ids) for s in sequences),
+        )
+
+
+def common_prefix_length(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
+    shorter = min(len(first), len(second))
+    different = np.flatnonzero(first[:shorter] != second[:shorter])
+    return int(different[0]) if different.size else shorter
+
+
+def attention_mask(subtree_end: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """[N, N], true where the row's token i (first axis) may attend to token j: the definition, for tests and SDPA."""
+    index = np.arange(len(subtree_end))
+    return (index[None, :] <= index[:, None]) & (index[:, None] < subtree_end[None, :])
+
+
+def balance(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
+    """Rows for each rank, longest first to the rank with the fewest tokens so far."""
+    shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for row in sorted(rows, key=lambda item: item.num_tokens, reverse=True):
+        rank = tokens.index(min(tokens))
+        shares[rank].append(row)
+        tokens[rank] += row.num_tokens
+    return shares

@@ -1,0 +1,108 @@
+"""Turns groups of trajectories into sequences to train on: checks, advantages, and what is left out and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from roll_flash.errors import LearnerError
+from roll_flash.learner.advantages import ADVANTAGES
+from roll_flash.learner.packing import TrainSequence
+from roll_flash.types import Group, Trajectory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prepared:
+    """What a group gives. `counts`: named numbers of things trained and left out; they add up over groups.
+
+    `policy_tokens` counts all valid policy tokens. Those of groups whose replicas earned the same add nothing to the
+    gradient of a policy loss, so they are counted into its mean and not computed.
+    """
+
+    sequences: list[TrainSequence]
+    policy_tokens: int
+    counts: Counter[str]
+    staleness: list[tuple[int, int]]
+    """(age in versions, policy tokens of that age)."""
+
+
+def check_staleness(groups: Iterable[Group], version: int, async_ratio: float) -> None:
+    """Raises LearnerError when a policy token is older than `version - async_ratio`, or from the future."""
+    for group in groups:
+        for trajectory in group.trajectories:
+            versions = trajectory.versions[trajectory.policy_mask]
+            if versions.size == 0:
+                continue
+            if versions.min() < version - async_ratio:
+                raise LearnerError(
+                    f"trajectory {trajectory.episode_id} holds a token of version {versions.min()}, older than "
+                    f"version {version} - async_ratio {async_ratio:g} allows; the scheduler must not hand it out"
+                )
+            if versions.max() > version:
+                raise LearnerError(
+                    f"trajectory {trajectory.episode_id} holds a token of version {versions.max()}, but the learner "
+                    f"is at version {version}; it belongs to another run"
+                )
+
+
+def prepare_group(group: Group, version: int, advantage: str, normalize: bool) -> Prepared:
+    """Sequences of the group's valid trajectories with their advantages."""
+    counts: Counter[str] = Counter(groups=1, trajectories=len(group.trajectories))
+    valid: list[Trajectory] = []
+    for trajectory in group.trajectories:
+        fault = find_fault(trajectory)
+        if fault is None:
+            valid.append(trajectory)
+        else:
+            counts[f"dropped_{fault}"] += 1
+    advantages = ADVANTAGES[advantage]([t.reward for t in valid], normalize)
+    policy_tokens = sum(t.policy_tokens for t in valid)
+    staleness: Counter[int] = Counter()
+    for trajectory in valid:
+        ages, numbers = np.unique(version - trajectory.versions[trajectory.policy_mask], return_counts=True)
+        staleness.update(dict(zip(ages.tolist(), numbers.tolist(), strict=True)))
+    if valid and not advantages.any():
+        counts["groups_without_signal"] += 1
+        return Prepared([], policy_tokens, counts, sorted(staleness.items()))
+    sequences = [_sequence(t, float(a)) for t, a in zip(valid, advantages, strict=True)]
+    return Prepared(sequences, policy_tokens, counts, sorted(staleness.items()))
+
+
+def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequence]:
+    """Sequences to imitate on their policy tokens. Log-probabilities and rewards are not read.
+
+    Raises LearnerError for a demonstration without policy tokens.
+    """
+    for trajectory in trajectories:
+        if not trajectory.policy_mask.any() or trajectory.policy_mask[0]:
+            raise LearnerError(
+                f"demonstration {trajectory.episode_id} has no policy tokens after a prompt: nothing to imitate"
+            )
+    return [_sequence(trajectory, 1.0) for trajectory in trajectories]
+
+
+def find_fault(trajectory: Trajectory) -> str | None:
+    """Why a trajectory cannot be trained on, or None."""
+    if not trajectory.policy_mask.any():
+        return "no_policy_tokens"
+    if trajectory.policy_mask[0]:
+        return "no_prompt"
+    if not np.isfinite(trajectory.reward):
+        return "reward_not_finite"
+    logprobs = trajectory.logprobs[trajectory.policy_mask]
+    if not np.isfinite(logprobs).all():
+        return "logprobs_not_finite"
+    return None
+
+
+def _sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
+    return TrainSequence(
+        token_ids=trajectory.token_ids,
+        policy_mask=trajectory.policy_mask,
+        behavior_logprobs=trajectory.logprobs.astype(np.float32),
+        versions=trajectory.versions,
+        advantages=np.full(len(trajectory.token_ids), advantage, np.float32),
+    )

@@ -1,0 +1,82 @@
+"""What adds up between the first `accumulate` of a step and its `finish_step`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from roll_flash.learner.diagnostics import off_policy_metrics, staleness_metrics
+from roll_flash.learner.packing import PackedRow
+from roll_flash.learner.rank import RowRecord
+from roll_flash.learner.sequences import Prepared
+
+
+class StepTotals:
+    """Counts, losses and per-token records of one step."""
+
+    def __init__(self) -> None:
+        self.policy_tokens = 0
+        self.rows = 0
+        self.forward_backward_s = 0.0
+        self.staging_s = 0.0
+        self._counts: Counter[str] = Counter()
+        self._ages: Counter[int] = Counter()
+        self._records: list[RowRecord] = []
+        self._computed_tokens = 0
+        self._padded_tokens = 0
+
+    @property
+    def empty(self) -> bool:
+        return self.policy_tokens == 0 and not self._counts
+
+    @property
+    def loss_is_finite(self) -> bool:
+        return all(math.isfinite(record.loss) for record in self._records)
+
+    def add_group(self, prepared: Prepared) -> None:
+        self._counts.update(prepared.counts)
+        self._ages.update(dict(prepared.staleness))
+        self.policy_tokens += prepared.policy_tokens
+
+    def add_policy_tokens(self, number: int) -> None:
+        self.policy_tokens += number
+
+    def add_rows(self, rows: Sequence[PackedRow], records: Sequence[RowRecord]) -> None:
+        self.rows += len(rows)
+        self._records.extend(records)
+        self._computed_tokens += sum(row.num_tokens for row in rows)
+        self._padded_tokens += sum(row.padded_tokens for row in rows)
+
+    def describe(self) -> str:
+        """The counts in words, for an error message."""
+        return ", ".join(f"{name} {number}" for name, number in sorted(self._counts.items())) or "no groups were given"
+
+    def metrics(self) -> dict[str, float]:
+        """All of the step, flat. Diagnostics are over the tokens that were computed."""
+        tokens = [len(record.logprobs) for record in self._records]
+        names = {name for record in self._records for name in record.means}
+        metrics = {
+            "policy_tokens": float(self.policy_tokens),
+            "computed_policy_tokens": float(sum(tokens)),
+            "computed_tokens": float(self._computed_tokens),
+            "shared_tokens_saved": float(self._padded_tokens - self._computed_tokens),
+            "rows": float(self.rows),
+            "loss": sum(record.loss for record in self._records) / max(1, self.policy_tokens),
+            "forward_backward_s": self.forward_backward_s,
+            "staging_s": self.staging_s,
+            **{name: float(number) for name, number in self._counts.items()},
+            **staleness_metrics(sorted(self._ages.items())),
+        }
+        for name in names:
+            total = sum(r.means[name] * n for r, n in zip(self._records, tokens, strict=True) if name in r.means)
+            metrics[name] = total / max(1, sum(tokens))
+        if self._records:
+            metrics |= off_policy_metrics(
+                np.concatenate([record.logprobs for record in self._records]),
+                np.concatenate([record.behavior_logprobs for record in self._records]),
+                np.concatenate([record.entropies for record in self._records]),
+            )
+        return metrics

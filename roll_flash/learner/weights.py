@@ -1,0 +1,105 @@
+"""Weights on their way to the servers: a safetensors image in anonymous shared memory.
+
+The memory is a memfd, reachable for other processes of the same user as `/proc/<pid>/fd/<n>` and as fast as a file in
+/dev/shm. It has no name in any file system, so that the kernel frees it when the learner ends, however it ends, and
+the size limit of /dev/shm (64 MiB in a container) does not apply.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import struct
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from roll_flash.errors import LearnerError
+from roll_flash.inference.engine import StagedWeights
+
+_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+class WeightStage:
+    """Holds the staged versions of one learner. The memory of a released version is used again for the next."""
+
+    def __init__(self, model: nn.Module, tied: Iterable[str], dtype: torch.dtype, run: str) -> None:
+        """`tied`: names that share their tensor with another name, and that a checkpoint does not store."""
+        skipped = frozenset(tied)
+        self._parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
+        self._dtype = dtype
+        self._run = run
+        self._header, self._offsets, self._size = _layout(self._parameters, dtype)
+        self._in_use: dict[str, tuple[int, mmap.mmap]] = {}
+        self._spare: list[tuple[int, mmap.mmap]] = []
+
+    def stage(self, version: int) -> StagedWeights:
+        """Copy the weights; the copy is complete, and unaffected by later steps, when this returns."""
+        descriptor, memory = self._spare.pop() if self._spare else self._allocate(version)
+        buffer = torch.frombuffer(memory, dtype=torch.uint8)
+        for name, tensor in self._parameters.items():
+            start, end = self._offsets[name]
+            target = buffer[start:end].view(self._dtype).view(tensor.shape)
+            target.copy_(_whole(tensor))
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+        self._in_use[path] = (descriptor, memory)
+        return StagedWeights(version=version, path=path, num_bytes=self._size)
+
+    def gather(self) -> None:
+        """The part of ranks other than the first: takes part in the collectives of `stage`."""
+        for tensor in self._parameters.values():
+            _whole(tensor)
+
+    def release(self, weights: StagedWeights) -> None:
+        """Give a version's memory back. Raises LearnerError for weights that are not staged (any more)."""
+        entry = self._in_use.pop(weights.path, None)
+        if entry is None:
+            raise LearnerError(f"{weights.path}: version {weights.version} is not staged here, or was released before")
+        if self._spare:
+            _free(entry)
+        else:
+            self._spare.append(entry)
+
+    def close(self) -> None:
+        for entry in (*self._in_use.values(), *self._spare):
+            _free(entry)
+        self._in_use.clear()
+        self._spare.clear()
+
+    def _allocate(self, version: int) -> tuple[int, mmap.mmap]:
+        descriptor = os.memfd_create(f"roll-flash-{self._run}-{version}")
+        os.truncate(descriptor, self._size)
+        memory = mmap.mmap(descriptor, self._size)
+        memory[: len(self._header)] = self._header
+        return descriptor, memory
+
+
+def _layout(parameters: dict[str, Tensor], dtype: torch.dtype) -> tuple[bytes, dict[str, tuple[int, int]], int]:
+    """Header, byte range of each tensor in the file, size of the file, in the safetensors format."""
+    entries: dict[str, dict[str, object]] = {}
+    ranges: dict[str, tuple[int, int]] = {}
+    position = 0
+    for name, tensor in parameters.items():
+        end = position + tensor.numel() * dtype.itemsize
+        entries[name] = {"dtype": _DTYPE_NAMES[dtype], "shape": list(tensor.shape), "data_offsets": [position, end]}
+        ranges[name] = (position, end)
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header = struct.pack("<Q", len(text)) + text
+    first = len(header)
+    return header, {name: (first + a, first + b) for name, (a, b) in ranges.items()}, first + position
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    detached = tensor.detach()
+    return detached.full_tensor() if isinstance(detached, DTensor) else detached
+
+
+def _free(entry: tuple[int, mmap.mmap]) -> None:
+    descriptor, memory = entry
+    memory.close()
+    os.close(descriptor)
