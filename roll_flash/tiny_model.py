@@ -1,0 +1,79 @@
+"""The tiny model: a random-weight Qwen3 of 0.6 M parameters with one token per character.
+
+It knows nothing, but it goes the way of every real model through servers, learner and files, in milliseconds. Its
+weights are the same on every machine with the same torch.
+"""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+
+CHARACTERS = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace))) + " "
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
+VOCABULARY_MULTIPLE = 64
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def write(folder: Path) -> None:
+    """Write model and tokenizer into an empty folder."""
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokens = _vocabulary()
+    config = Qwen3Config(
+        vocab_size=len(tokens),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=32768,
+        tie_word_embeddings=True,
+        # Wide enough that the distribution over the next token is far from uniform: differences show in logprobs.
+        initializer_range=0.1,
+        bos_token_id=None,
+        eos_token_id=tokens.index("<|im_end|>"),
+        pad_token_id=tokens.index("<|endoftext|>"),
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Qwen3ForCausalLM(config)
+    model.save_pretrained(folder)
+    _write_tokenizer(folder, tokens)
+
+
+def _vocabulary() -> list[str]:
+    """Special tokens, characters, and reserved tokens up to a multiple of 64, so that every id can be decoded."""
+    tokens = [*SPECIAL_TOKENS, *CHARACTERS]
+    padding = -len(tokens) % VOCABULARY_MULTIPLE
+    return tokens + [f"<|reserved_{number}|>" for number in range(padding)]
+
+
+def _write_tokenizer(folder: Path, tokens: list[str]) -> None:
+    from tokenizers import AddedToken, Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|unknown|>"))
+    tokenizer.decoder = decoders.Fuse()
+    special = [token for token in tokens if len(token) > 1]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="<|unknown|>",
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        clean_up_tokenization_spaces=False,
+        model_max_length=32768,
+    )
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
