@@ -1,0 +1,40 @@
+"""Chooses the learner engine that a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from roll_flash.config import Config
+from roll_flash.errors import ConfigError
+from roll_flash.learner.engine import LearnerEngine
+
+ENTRY_POINTS = "roll_flash.learner_engines"
+"""Plug-ins: each entry point is a function of (config, model_folder) that returns a LearnerEngine."""
+
+
+def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
+    """The engine `config.learner.engine`, not started. Raises ConfigError for a name nobody provides."""
+    name = config.learner.engine
+    if name == "fsdp":
+        return _open_fsdp(config, model_folder)
+    plugins = entry_points(group=ENTRY_POINTS)
+    if name not in plugins.names:
+        known = ", ".join(["fsdp", *sorted(plugins.names)])
+        raise ConfigError(f"learner.engine: nobody provides {name!r}; known here: {known}")
+    factory: Callable[[Config, Path], LearnerEngine] = plugins[name].load()
+    return factory(config, model_folder)
+
+
+def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
+    from roll_flash.learner.fsdp import FsdpLearner
+
+    return FsdpLearner(
+        model_folder,
+        config.learner,
+        async_ratio=config.async_ratio,
+        seed=config.seed,
+        temperature=config.rollout.temperature,
+        run=config.name,
+    )
