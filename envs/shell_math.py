@@ -29,7 +29,10 @@ _SYSTEM = (
     "Use the shell to compute. First reply only with <sh>COMMAND</sh>. "
     "When you see the output, reply only with <answer>NUMBER</answer>."
 )
-_EXAMPLES = (((23, "+", 45), 68), ((7, "*", 12), 84))
+_EXAMPLES = (
+    ("What is 23 plus 45?", "echo $((23+45))", "68"),
+    ("How many letters are in banana?", "printf banana | wc -c", "6"),
+)
 
 
 class ShellMath(SandboxEnv):
@@ -45,6 +48,7 @@ class ShellMath(SandboxEnv):
         self._largest = largest
         self._operators = operators
         self._command_timeout_s = command_timeout_s
+        self._expression = ""
         self._result = 0
         self._tool_output: str | None = None
 
@@ -52,9 +56,10 @@ class ShellMath(SandboxEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
         terms = self._draw(random.randrange(HELD_OUT_SEEDS) if seed is None else seed)
+        self._expression = _formula(terms)
         self._result = _evaluate(terms)
         self._tool_output = None
-        return _prompt(terms), {"expression": _expression(terms), "result": self._result}
+        return _prompt(terms), {"expression": self._expression, "result": self._result}
 
     async def step(self, action: str) -> StepResult:
         if self._tool_output is None:
@@ -64,7 +69,7 @@ class ShellMath(SandboxEnv):
     async def oracle(self) -> str:
         """The right action now, for checks and demonstrations."""
         if self._tool_output is None:
-            return f"<sh>echo $(({self._terms_text}))</sh>"
+            return f"<sh>echo $(({self._expression}))</sh>"
         return f"<answer>{self._result}</answer>"
 
     async def _run_command(self, action: str) -> StepResult:
@@ -91,8 +96,7 @@ class ShellMath(SandboxEnv):
             terms: list[Any] = [generator.randint(2, self._largest)]
             for _ in range(self._operands - 1):
                 terms += [generator.choice(self._operators), generator.randint(2, self._largest)]
-            self._terms_text = "".join(map(str, terms))
-            if (zlib.crc32(self._terms_text.encode()) % 8 == 0) == (seed >= HELD_OUT_SEEDS):
+            if (zlib.crc32(_formula(terms).encode()) % 8 == 0) == (seed >= HELD_OUT_SEEDS):
                 return terms
 
 
@@ -107,17 +111,21 @@ def _evaluate(terms: list[Any]) -> int:
     return total + sign * product
 
 
-def _expression(terms: list[Any]) -> str:
+def _formula(terms: list[Any]) -> str:
+    return "".join(map(str, terms))
+
+
+def _in_words(terms: list[Any]) -> str:
     return " ".join(_WORDS.get(term, str(term)) for term in terms)
 
 
 def _prompt(terms: list[Any]) -> list[Message]:
     messages: list[Message] = [{"role": "system", "content": _SYSTEM}]
-    for (left, operator, right), result in _EXAMPLES:
+    for question, command, output in _EXAMPLES:
         messages += [
-            {"role": "user", "content": f"What is {_expression([left, operator, right])}?"},
-            {"role": "assistant", "content": f"<sh>echo $(({left}{operator}{right}))</sh>"},
-            {"role": "user", "content": f"Output: {result}"},
-            {"role": "assistant", "content": f"<answer>{result}</answer>"},
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": f"<sh>{command}</sh>"},
+            {"role": "user", "content": f"Output: {output}"},
+            {"role": "assistant", "content": f"<answer>{output}</answer>"},
         ]
-    return [*messages, {"role": "user", "content": f"What is {_expression(terms)}?"}]
+    return [*messages, {"role": "user", "content": f"What is {_in_words(terms)}?"}]

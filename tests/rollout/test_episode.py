@@ -1,0 +1,265 @@
+"""Episodes against environments that misbehave in every way, with a scripted policy in place of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+
+from roll_flash.envs import Env, register_env
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.rollout.environments import AsyncEnvironment, check_environment, open_environment
+from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.policy import Action, ContextFullError, TokenArrays
+from roll_flash.sandboxes import SandboxError
+from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
+
+DEADLINES = Deadlines(generate_s=0.2, step_s=0.2, episode_s=5.0)
+
+
+class ScriptedPolicy:
+    """A stand-in for a model: says the given texts, or raises the given errors, one token each."""
+
+    def __init__(self, *script: str | BaseException, delay_s: float = 0.0) -> None:
+        self._script = list(script)
+        self._delay_s = delay_s
+        self._messages: list[Message] = []
+        self._said = 0
+
+    def begin(self, messages: Sequence[Message]) -> None:
+        self._messages = list(messages)
+
+    async def act(self, timeout_s: float) -> Action:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.sleep(self._delay_s)
+        item = self._script.pop(0)
+        if isinstance(item, BaseException):
+            raise item
+        self._messages.append({"role": "assistant", "content": item})
+        self._said += 1
+        return Action(item, self._said, self._said + 1, "stop", self._delay_s)
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        self._messages.extend(messages)
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self._messages)
+
+    def arrays(self) -> TokenArrays:
+        count = self._said + 1
+        mask = np.arange(count) > 0
+        return TokenArrays(
+            np.arange(count, dtype=np.int32),
+            mask,
+            np.zeros(count, np.float32),
+            np.where(mask, 0, -1).astype(np.int32),
+            prompt_length=1,
+        )
+
+
+class Echo(Env):
+    """Counts to `turns`; misbehaves in the way `fault` names."""
+
+    closed = 0
+
+    def __init__(self, turns: int = 2, fault: str = "") -> None:
+        self._turns = turns
+        self._fault = fault
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        await self._misbehave("reset")
+        return f"seed {seed}", {}
+
+    async def step(self, action: str) -> Any:
+        await self._misbehave("step")
+        self._turns -= 1
+        done = self._turns == 0
+        reward: Any = {"nan": float("nan"), "inf": float("inf"), "no number": "much"}.get(self._fault, 0.5)
+        observation: Any = 7 if self._fault == "observation" else f"you said {action}"
+        return observation, reward, done, False, {"success": done}
+
+    async def close(self) -> None:
+        Echo.closed += 1
+        await self._misbehave("close")
+
+    async def _misbehave(self, where: str) -> None:
+        if self._fault == f"{where} hangs":
+            await asyncio.sleep(60)
+        if self._fault == f"{where} raises":
+            raise RuntimeError("boom")
+        if self._fault == f"{where} loses its sandbox":
+            raise SandboxError("the container is gone")
+
+
+class Blocking(gymnasium.Env[str, str]):
+    """A plain gymnasium environment that blocks its thread."""
+
+    observation_space = gymnasium.spaces.Text(100)
+    action_space = gymnasium.spaces.Text(100)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        super().reset(seed=seed)
+        return "hello", {}
+
+    def step(self, action: str) -> Any:
+        time.sleep(0.1)
+        return "bye", 1.0, True, False, {"success": True}
+
+
+def make_spec(max_turns: int = 5) -> EpisodeSpec:
+    return EpisodeSpec("e", "g", 0, Task("t", "Echo", 3), SamplingParams(), max_turns)
+
+
+def play(
+    env: gymnasium.Env[Any, Any], policy: ScriptedPolicy, deadlines: Deadlines = DEADLINES, max_turns: int = 5
+) -> Trajectory | EpisodeFailure:
+    async def open_env() -> AsyncEnvironment:
+        return AsyncEnvironment(env, threads)
+
+    with ThreadPoolExecutor(2) as threads:
+        return asyncio.run(run_episode(make_spec(max_turns), open_env, policy, deadlines, Progress()))
+
+
+def test_an_episode_becomes_a_trajectory_with_every_turn() -> None:
+    outcome = play(Echo(turns=2), ScriptedPolicy("a", "b"))
+    assert isinstance(outcome, Trajectory)
+    assert [(t.action, t.observation, t.reward) for t in outcome.turns] == [
+        ("a", "you said a", 0.5),
+        ("b", "you said b", 0.5),
+    ]
+    assert outcome.reward == 1.0
+    assert outcome.success is True
+    assert outcome.end == "terminated"
+    assert [m["content"] for m in outcome.messages] == ["seed 3", "a", "you said a", "b"]
+
+
+def test_a_blocking_environment_runs_in_a_thread_and_others_go_on() -> None:
+    async def both() -> float:
+        with ThreadPoolExecutor(4) as threads:
+
+            async def open_env() -> AsyncEnvironment:
+                return AsyncEnvironment(Blocking(), threads)
+
+            started = time.monotonic()
+            runs = [run_episode(make_spec(), open_env, ScriptedPolicy("x"), DEADLINES, Progress()) for _ in range(4)]
+            outcomes = await asyncio.gather(*runs)
+            assert all(isinstance(outcome, Trajectory) for outcome in outcomes)
+            return time.monotonic() - started
+
+    assert asyncio.run(both()) < 0.35
+
+
+def test_an_episode_ends_at_its_turn_limit() -> None:
+    outcome = play(Echo(turns=9), ScriptedPolicy("a", "b", "c"), max_turns=2)
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.end, len(outcome.turns)) == ("max_turns", 2)
+
+
+def test_a_full_context_ends_the_episode_but_keeps_what_was_played() -> None:
+    outcome = play(Echo(turns=9), ScriptedPolicy("a", ContextFullError("full")))
+    assert isinstance(outcome, Trajectory)
+    assert (outcome.end, len(outcome.turns)) == ("context_limit", 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "cause", "says"),
+    [
+        ("reset raises", "env_error", "reset raised RuntimeError: boom"),
+        ("step raises", "env_error", "step raised RuntimeError: boom"),
+        ("reset hangs", "env_timeout", "reset took longer than 0.2 s"),
+        ("step hangs", "env_timeout", "step took longer than 0.2 s"),
+        ("nan", "bad_reward", "nan"),
+        ("inf", "bad_reward", "inf"),
+        ("no number", "bad_reward", "'much'"),
+        ("observation", "env_error", "must be a str or a list of messages"),
+        ("step loses its sandbox", "sandbox_error", "the container is gone"),
+    ],
+)
+def test_what_an_environment_does_wrong_is_a_failure_with_its_cause(fault: str, cause: str, says: str) -> None:
+    closed = Echo.closed
+    outcome = play(Echo(fault=fault), ScriptedPolicy("a", "b"))
+    assert isinstance(outcome, EpisodeFailure)
+    assert outcome.cause == cause
+    assert says in outcome.message
+    assert Echo.closed == closed + 1
+
+
+@pytest.mark.parametrize("fault", ["close raises", "close hangs"])
+def test_an_environment_that_cannot_close_keeps_its_trajectory(fault: str) -> None:
+    outcome = play(Echo(fault=fault), ScriptedPolicy("a", "b"))
+    assert isinstance(outcome, Trajectory)
+    assert outcome.reward == 1.0
+    assert "close" in outcome.info["close_error"]
+
+
+@pytest.mark.parametrize(
+    ("policy", "cause"),
+    [
+        (ScriptedPolicy(InferenceError("server gone")), "generate_error"),
+        (ScriptedPolicy("a", delay_s=1.0), "generate_timeout"),
+        (ScriptedPolicy(ContextFullError("600 tokens")), "prompt_too_long"),
+    ],
+)
+def test_what_goes_wrong_with_the_model_is_a_failure_with_its_cause(policy: ScriptedPolicy, cause: str) -> None:
+    outcome = play(Echo(), policy)
+    assert isinstance(outcome, EpisodeFailure)
+    assert outcome.cause == cause
+
+
+def test_an_episode_over_its_deadline_says_what_it_waited_for() -> None:
+    outcome = play(Echo(fault="step hangs"), ScriptedPolicy("a"), Deadlines(1.0, 60.0, 0.2))
+    assert isinstance(outcome, EpisodeFailure)
+    assert outcome.cause == "episode_timeout"
+    assert "the environment's step" in outcome.message
+
+
+def test_a_cancelled_episode_closes_its_environment() -> None:
+    async def cancel() -> None:
+        with ThreadPoolExecutor(1) as threads:
+
+            async def open_env() -> AsyncEnvironment:
+                return AsyncEnvironment(Echo(fault="step hangs"), threads)
+
+            deadlines = Deadlines(60.0, 60.0, 60.0)
+            task = asyncio.create_task(run_episode(make_spec(), open_env, ScriptedPolicy("a"), deadlines, Progress()))
+            await asyncio.sleep(0.05)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+            assert task.cancelled()
+
+    closed = Echo.closed
+    asyncio.run(cancel())
+    assert Echo.closed == closed + 1
+
+
+def test_a_registered_async_environment_is_made_by_gymnasium() -> None:
+    register_env("EchoForTest-v0", Echo, kwargs={"turns": 1})
+
+    async def reset() -> Any:
+        with ThreadPoolExecutor(1) as threads:
+            env = await open_environment(Task("t", "EchoForTest-v0", 5), threads)
+            return await env.reset(5)
+
+    assert asyncio.run(reset())[0] == [{"role": "user", "content": "seed 5"}]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "says"),
+    [
+        ("Nobody-v0", {}, "is not registered"),
+        ("ShelMath-v0", {}, "ShellMath"),
+        ("no_such_module:Env-v0", {}, "no_such_module"),
+        ("ShellMath-v0", {"operands": 1}, "operands >= 2"),
+        ("ShellMath-v0", {"colour": 1}, "colour"),
+    ],
+)
+def test_an_environment_that_cannot_be_made_is_one_clear_line(env_id: str, kwargs: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says) as caught:
+        check_environment(env_id, kwargs)
+    assert "\n" not in str(caught.value)
