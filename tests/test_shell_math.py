@@ -7,7 +7,6 @@ from typing import Any
 
 import gymnasium
 import pytest
-
 from roll_flash.envs.shell_math import HELD_OUT_SEEDS, ShellMath
 from roll_flash.sandboxes import SandboxSpec, open_sandbox
 

@@ -11,13 +11,13 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-
 from roll_flash.envs import Env, register_env
+from roll_flash.sandboxes import SandboxError
+
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.rollout.environments import AsyncEnvironment, check_environment, open_environment
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.policy import Action, ContextFullError, TokenArrays
-from roll_flash.sandboxes import SandboxError
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
 
 DEADLINES = Deadlines(generate_s=0.2, step_s=0.2, episode_s=5.0)
