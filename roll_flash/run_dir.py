@@ -73,7 +73,7 @@ class RunDir:
             for name in FOLDERS:
                 (folder / name).mkdir(exist_ok=True)
             run._save_config(config)
-            run._remove_partial_checkpoints()
+            run._repair_checkpoints()
         except BaseException:
             run.close()
             if not resume:
@@ -177,9 +177,15 @@ class RunDir:
         if not path.exists():
             path.write_text(text)
 
-    def _remove_partial_checkpoints(self) -> None:
+    def _repair_checkpoints(self) -> None:
+        """Clear up after a process that was killed while it wrote or replaced a checkpoint."""
         for path in self.checkpoints_folder.glob("step_*.partial"):
             shutil.rmtree(path)
+        for path in self.checkpoints_folder.glob("step_*.old"):
+            if path.with_suffix("").exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(path.with_suffix(""))
 
 
 def list_checkpoints(run_folder: Path) -> list[Checkpoint]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from roll_flash.config import Config, load_config
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.evaluation import eval_sampling, evaluate
+from roll_flash.evaluate.evaluation import eval_sampling, evaluate, evaluation_plan
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.inference.openai_client import api_key_from
 from roll_flash.run_dir import find_checkpoint, find_run
@@ -58,7 +59,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     if plan.endpoint is not None:
         endpoint = ChatEndpoint(plan.endpoint, plan.model, request.api_key_env)
     else:
-        model_folder = Path(resolve_model(plan.model))
+        model_folder = resolve_model(plan.model)
     logs = plan.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     async with open_rollout(config, model_folder, endpoint=endpoint, logs=logs) as runner:
@@ -107,17 +108,23 @@ def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | Non
         return request.model, {"model": request.model, "endpoint": request.endpoint}, None
     folder = Path(request.model).expanduser()
     if (folder / "config.json").is_file():
-        return str(folder), {"model": str(folder)}, None
+        return str(folder), {"model": str(folder), **_weights(folder)}, None
     if _names_a_run(request.model):
         checkpoint = find_checkpoint(request.model)
         run = checkpoint.folder.parent.parent
         if not (checkpoint.hf / "config.json").is_file():
             raise ConfigError(f"{checkpoint.folder}: the checkpoint has no model folder hf/; evaluate another step")
-        return str(checkpoint.hf), {"model": f"{run.name}@{checkpoint.step}"}, run / "config.yaml"
+        about = {"model": f"{run.name}@{checkpoint.step}", **_weights(checkpoint.hf)}
+        return str(checkpoint.hf), about, run / "config.yaml"
     return request.model, {"model": request.model}, None
 
 
 def _names_a_run(name: str) -> bool:
+    """A model's own name wins over a run that is called the same; that run is reached as `NAME@step` or `runs/NAME`."""
+    from roll_flash.models import RECIPES
+
+    if name in RECIPES:
+        return False
     try:
         find_run(name.partition("@")[0])
     except ConfigError:
@@ -150,21 +157,28 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
     else:
         source = {"name": "eval", "model": {"path": model}, "env": {"id": request.env}}
     if request.env is not None and not isinstance(source, dict):
-        overrides.append(f"env.id={request.env}")
+        overrides.append(f"env.id={json.dumps(request.env)}")
     if model is not None and not isinstance(source, dict):
-        overrides.append(f"model.path={model}")
+        overrides.append(f"model.path={json.dumps(model)}")
     return load_config(source, overrides)
 
 
 def _default_folder(config: Config, about: Mapping[str, Any]) -> Path:
-    """One folder per environment, model and temperature, so that the same command resumes and another does not mix."""
-    model = _slug(str(about["model"]))
-    parts = [_slug(config.env.id), model, f"t{config.eval.temperature:g}"]
-    return Path(config.runs) / "eval" / "-".join(parts)
+    """One folder for each plan, so that the same command resumes and a different one never mixes with it."""
+    plan = evaluation_plan(config.env, config.eval, eval_sampling(config), about)
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return Path(config.runs) / "eval" / "-".join([_slug(config.env.id), _slug(str(about["model"])), digest])
 
 
 def _slug(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9.@]+", "-", text).strip("-.") or time.strftime("%Y%m%d-%H%M%S")
+    return re.sub(r"[^A-Za-z0-9.@]+", "-", text).strip("-.")[-60:]
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    """A fingerprint of a model folder, so that results of weights that were replaced since are not taken for its."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return {"weights": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]}
 
 
 def report(result: EvalResult, folder: Path) -> str:

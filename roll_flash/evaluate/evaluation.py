@@ -49,7 +49,7 @@ async def evaluate(
     Ctrl-C or `kill -9` loses only what was in flight. Raises ConfigError when the folder holds another evaluation.
     """
     started = time.monotonic()
-    plan = _plan(env, eval, sampling, about or {})
+    plan = evaluation_plan(env, eval, sampling, about or {})
     specs = build_episodes(env, eval, sampling, label)
     journal = Journal(folder, plan)
     try:
@@ -110,7 +110,9 @@ def _own_seed(sampling: SamplingParams, number: int) -> SamplingParams:
     return sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + number)
 
 
-def _plan(env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, about: Mapping[str, Any]) -> dict[str, Any]:
+def evaluation_plan(
+    env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, about: Mapping[str, Any]
+) -> dict[str, Any]:
     """What must agree for two evaluations to share a folder; more tasks or attempts may be added to one."""
     return {
         "env_id": env.id,
@@ -138,8 +140,10 @@ class Journal:
         try:
             for record in read_lines(folder / EPISODES_FILE):
                 self.records[record["episode_id"]] = record
-        except (ValueError, KeyError) as error:
+        except ValueError as error:
             raise ConfigError(f"{error}; or evaluate into another folder") from None
+        except KeyError as error:
+            raise ConfigError(f"{folder / EPISODES_FILE}: a record has no {error}; choose another folder") from None
         self._file = JsonLinesFile(folder / EPISODES_FILE)
 
     def scored(self) -> set[str]:

@@ -45,7 +45,8 @@ def wilson_interval(successes: int, trials: int, confidence: float = 0.95) -> tu
     rate, z2 = successes / trials, z * z
     centre = (rate + z2 / (2 * trials)) / (1 + z2 / trials)
     half = z / (1 + z2 / trials) * math.sqrt(rate * (1 - rate) / trials + z2 / (4 * trials * trials))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    # Rounding may put a bound on the wrong side of a rate of exactly 0 or 1.
+    return max(0.0, min(rate, centre - half)), min(1.0, max(rate, centre + half))
 
 
 def bootstrap_interval(task_means: Sequence[float], confidence: float = 0.95, seed: int = 0) -> tuple[float, float]:

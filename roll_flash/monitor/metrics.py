@@ -1,6 +1,6 @@
 """The metrics of a run: one JSON line per call of `log`, and TensorBoard scalars.
 
-Values may nest (`{"staleness": {"mean": 0.4}}`); everywhere a nested name reads `staleness/mean`. The names that the
+Values may nest (`{"idle": {"learner": 0.4}}`); everywhere a nested name reads `idle/learner`. The names that the
 progress line, the plot and the summary look for are the constants below.
 """
 
@@ -16,12 +16,12 @@ from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
 
 REWARD = "reward"
 SUCCESS = "success"
-STALENESS_MEAN = "staleness/mean"
-STALENESS_MAX = "staleness/max"
+STALENESS_MEAN = "staleness_mean"
+STALENESS_MAX = "staleness_max"
 TOKENS_PER_S = "tokens_per_s"
 STEP_S = "step_s"
-KL_K1 = "kl/k1"
-KL_K3 = "kl/k3"
+KL_K1 = "kl_k1"
+KL_K3 = "kl_k3"
 LEARNER_IDLE = "idle/learner"
 """Fraction of the step in which the learner waited for episodes."""
 SERVERS_IDLE = "idle/servers"

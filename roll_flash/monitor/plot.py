@@ -46,6 +46,7 @@ def plot_run(run_dir: Path) -> Path:
     for panel in (learning, policy, speed):
         panel.grid(alpha=0.25)
         panel.spines["top"].set_visible(False)
+    learning.spines["right"].set_visible(False)
     speed.set_xlabel("optimizer step")
     speed.xaxis.get_major_locator().set_params(integer=True)
     path = run_dir / "plots" / "reward.png"
@@ -80,9 +81,16 @@ def _held_out(panel: Any, rows: Rows) -> None:
     panel.errorbar(
         steps, values, yerr=errors, label="success (held out, 95 %)", color=ORANGE, fmt="D", markersize=6, capsize=4
     )
-    for step, value in ((steps[0], values[0]), (steps[-1], values[-1])):
+    ends = ((steps[0], values[0], 9, "left"), (steps[-1], values[-1], -9, "right"))
+    for step, value, offset, side in ends[: len(steps)]:
         panel.annotate(
-            f"{value:.2f}", (step, value), xytext=(9, -3), textcoords="offset points", color=ORANGE, fontweight="bold"
+            f"{value:.2f}",
+            (step, value),
+            xytext=(offset, -11),
+            textcoords="offset points",
+            ha=side,
+            color=ORANGE,
+            fontweight="bold",
         )
 
 
@@ -99,6 +107,8 @@ def _policy_panel(panel: Any, rows: Rows) -> None:
         return
     twin = _twin(panel, "KL sampler ‖ learner (k3)", RED)
     twin.plot(steps, values, label="KL (k3)", color=RED, linewidth=1.3)
+    twin.set_ylim(bottom=0)
+    twin.ticklabel_format(axis="y", scilimits=(-3, 3))
     _legend(panel, twin)
 
 
@@ -126,7 +136,6 @@ _IDLE = ((LEARNER_IDLE, "learner idle", ORANGE), (SERVERS_IDLE, "servers idle", 
 def _twin(panel: Any, label: str, colour: str) -> Any:
     twin = panel.twinx()
     twin.set_ylabel(label, color=colour)
-    twin.set_ylim(bottom=0)
     twin.spines["top"].set_visible(False)
     return twin
 

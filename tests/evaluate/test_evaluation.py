@@ -1,0 +1,180 @@
+"""An evaluation scores what the model did, masks what it did not, and continues where it stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_runner import Script, ScriptedRunner
+
+from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.errors import ConfigError
+from roll_flash.evaluate.evaluation import build_episodes, evaluate
+from roll_flash.evaluate.result import EvalResult
+from roll_flash.types import EpisodeSpec, SamplingParams
+
+ENV = EnvConfig(id="Maze-v0", kwargs={"size": 3}, max_turns=5)
+
+
+def run(
+    runner: ScriptedRunner, folder: Path | None = None, *, tasks: int = 4, attempts: int = 2, **options: Any
+) -> EvalResult:
+    settings: dict[str, Any] = {"env": ENV, "sampling": SamplingParams(temperature=0.5), "label": "test", **options}
+    plan = EvalConfig(tasks=tasks, attempts=attempts, seeds_from=1000)
+    return asyncio.run(evaluate(runner, eval=plan, max_concurrent=3, folder=folder, **settings))
+
+
+def every_second_attempt(spec: EpisodeSpec) -> bool:
+    return spec.replica == 1
+
+
+def test_tasks_are_held_out_seeds_and_ids_depend_on_seed_and_attempt_only() -> None:
+    specs = build_episodes(ENV, EvalConfig(tasks=3, attempts=2, seeds_from=1000), SamplingParams(seed=7), "test")
+    assert [spec.task.seed for spec in specs] == [1000, 1001, 1002, 1000, 1001, 1002]
+    assert specs[4].task.task_id == "Maze-v0:1001"
+    assert specs[4].episode_id == "test:1001:1"
+    assert specs[4].max_turns == 5
+    assert len({spec.sampling.seed for spec in specs}) == len({spec.episode_id for spec in specs}) == 6
+
+
+def test_the_figures_are_those_of_the_script() -> None:
+    result = run(ScriptedRunner(every_second_attempt))
+    assert result.scored == 8
+    assert result.success is not None
+    assert result.success.value == 0.5
+    assert result.reward is not None
+    assert result.reward.value == 0.5
+    assert {k: estimate.value for k, estimate in result.pass_at_k.items()} == {1: 0.5, 2: 1.0}
+    assert (result.policy_tokens, result.turns) == (24, 8)
+    assert result.metrics()["eval/success"] == 0.5
+
+
+def test_infrastructure_failures_are_shown_and_never_scored_zero() -> None:
+    def script(spec: EpisodeSpec) -> Any:
+        return "sandbox_error" if spec.task.seed == 1000 else True
+
+    result = run(ScriptedRunner(script))
+    assert result.success is not None
+    assert result.success.value == 1.0
+    assert result.success.count == 3
+    assert result.failures == {"sandbox_error": 2}
+    assert "sandbox_error 2" in result.table()
+
+
+def test_when_everything_fails_nothing_is_claimed() -> None:
+    result = run(ScriptedRunner(lambda spec: "generate_error"))
+    assert (result.scored, result.success, result.reward, result.pass_at_k) == (0, None, None, {})
+    assert "nothing was scored" in result.table()
+    assert result.metrics() == {"eval/failed": 8.0}
+
+
+def test_an_environment_that_reports_no_success_still_has_its_reward() -> None:
+    result = run(ScriptedRunner(lambda spec: None))
+    assert result.success is None
+    assert result.reward is not None
+    assert "not reported by the environment" in result.table()
+
+
+def test_ctrl_c_loses_nothing_that_had_finished_and_the_next_call_does_the_rest(tmp_path: Path) -> None:
+    first = ScriptedRunner(every_second_attempt, stop_after=3)
+    with pytest.raises(KeyboardInterrupt):
+        run(first, tmp_path)
+    assert first.closed
+    second = ScriptedRunner(every_second_attempt)
+    result = run(second, tmp_path)
+    assert len(second.ran) == 5
+    assert not {spec.episode_id for spec in first.ran} & {spec.episode_id for spec in second.ran}
+    fresh = run(ScriptedRunner(every_second_attempt))
+    assert (result.success, result.pass_at_k, result.reward) == (fresh.success, fresh.pass_at_k, fresh.reward)
+
+
+def test_a_finished_evaluation_is_read_and_not_run_again(tmp_path: Path) -> None:
+    run(ScriptedRunner(every_second_attempt), tmp_path)
+    again = ScriptedRunner(every_second_attempt)
+    assert run(again, tmp_path).scored == 8
+    assert again.ran == []
+
+
+def test_failures_are_tried_again_on_resume_and_the_last_outcome_counts(tmp_path: Path) -> None:
+    def broken(spec: EpisodeSpec) -> Any:
+        return "worker_died" if spec.replica == 0 else True
+
+    assert run(ScriptedRunner(broken), tmp_path).failures == {"worker_died": 4}
+    repaired = ScriptedRunner(lambda spec: True)
+    result = run(repaired, tmp_path)
+    assert len(repaired.ran) == 4
+    assert (result.failures, result.scored) == ({}, 8)
+
+
+def test_more_tasks_and_attempts_can_be_added_later(tmp_path: Path) -> None:
+    run(ScriptedRunner(every_second_attempt), tmp_path, tasks=2, attempts=1)
+    more = ScriptedRunner(every_second_attempt)
+    assert run(more, tmp_path, tasks=3, attempts=2).scored == 6
+    assert len(more.ran) == 4
+
+
+def test_a_half_written_record_is_run_again(tmp_path: Path) -> None:
+    run(ScriptedRunner(every_second_attempt), tmp_path)
+    file = tmp_path / "episodes.jsonl"
+    file.write_bytes(file.read_bytes()[:-20])
+    again = ScriptedRunner(every_second_attempt)
+    assert run(again, tmp_path).scored == 8
+    assert len(again.ran) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampling": SamplingParams(temperature=0.0)},
+        {"about": {"model": "another"}},
+        {"env": EnvConfig(id="Maze-v0", kwargs={"size": 4}, max_turns=5)},
+    ],
+)
+def test_a_folder_of_another_evaluation_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    run(ScriptedRunner(every_second_attempt), tmp_path)
+    with pytest.raises(ConfigError, match="choose another folder"):
+        run(ScriptedRunner(every_second_attempt), tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("episodes.jsonl", "garbage\n"), ("plan.json", "{"), ("episodes.jsonl", "{}\n")]
+)
+def test_a_damaged_folder_is_one_clear_error(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=str(tmp_path)):
+        run(ScriptedRunner(every_second_attempt), tmp_path)
+
+
+def test_results_and_transcripts_can_be_read_by_scripts_and_people(tmp_path: Path) -> None:
+    def script(spec: EpisodeSpec) -> Any:
+        return "env_timeout" if spec.episode_id == "test:1000:0" else True
+
+    run(ScriptedRunner(script), tmp_path, about={"model": "tiny"})
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["about"] == {"model": "tiny"}
+    assert results["pass_at_k"]["2"]["count"] == 3
+    assert len(list((tmp_path / "transcripts").iterdir())) == 8
+    text = (tmp_path / "transcripts" / "seed_1001_attempt_0.md").read_text()
+    assert "6 * 7?" in text
+    assert "success yes" in text
+    assert "env_timeout" in (tmp_path / "transcripts" / "seed_1000_attempt_0.md").read_text()
+
+
+def test_episodes_that_the_runner_never_reported_are_counted() -> None:
+    class Forgetful(ScriptedRunner):
+        async def run(self, episodes: Any, *, max_concurrent: int) -> Any:
+            async for outcome in super().run(episodes[:5], max_concurrent=max_concurrent):
+                yield outcome
+
+    assert run(Forgetful(every_second_attempt)).failures == {"not_run": 3}
+
+
+def test_the_table_lines_up() -> None:
+    script: Script = every_second_attempt
+    lines = run(ScriptedRunner(script)).table().splitlines()
+    assert lines[0] == "test"
+    assert lines[1] == "  tasks x attempts  4 x 2, 8 scored"
+    assert lines[4].startswith("  pass@1            0.500 [")

@@ -1,0 +1,229 @@
+"""The chat client against a real HTTP server on this machine that behaves well, badly, slowly and not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.inference.openai_client import ChatReply, OpenAIChatClient, api_key_from
+from roll_flash.types import SamplingParams
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+COMPLETION = {
+    "choices": [{"message": {"role": "assistant", "content": "42"}, "finish_reason": "stop"}],
+    "usage": {"prompt_tokens": 7, "completion_tokens": 2},
+}
+
+
+@asynccontextmanager
+async def serving(answer: Answer) -> AsyncIterator[str]:
+    app = web.Application()
+
+    async def handler(request: web.Request) -> web.StreamResponse:
+        return await answer(request)
+
+    app.router.add_post("/v1/chat/completions", handler)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+    finally:
+        await runner.cleanup()
+
+
+def ask(answer: Answer, *, timeout_s: float = 10, sampling: SamplingParams | None = None, **options: Any) -> ChatReply:
+    async def chat() -> ChatReply:
+        async with serving(answer) as url:
+            client = OpenAIChatClient(url, "small", **{"backoff_s": 0.01, **options})
+            try:
+                messages = [{"role": "user", "content": "6 * 7?"}]
+                return await client.chat(messages, sampling or SamplingParams(), timeout_s=timeout_s)
+            finally:
+                await client.close()
+
+    return asyncio.run(chat())
+
+
+class Script:
+    """Answers with one response after the other and remembers the requests."""
+
+    def __init__(self, *responses: tuple[int, Any, dict[str, str]]) -> None:
+        self.responses = list(responses)
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[Any] = []
+        self.times: list[float] = []
+
+    async def __call__(self, request: web.Request) -> web.StreamResponse:
+        self.times.append(time.monotonic())
+        self.headers.append(request.headers)
+        self.bodies.append(await request.json())
+        status, body, headers = self.responses[min(len(self.bodies), len(self.responses)) - 1]
+        if isinstance(body, str):
+            return web.Response(status=status, text=body, headers=headers)
+        return web.json_response(body, status=status, headers=headers)
+
+
+def test_a_reply_comes_with_its_token_counts() -> None:
+    script = Script((200, COMPLETION, {}))
+    reply = ask(script, api_key="secret", sampling=SamplingParams(temperature=0.5, stop=("</a>",), seed=3, top_p=0.9))
+    assert (reply.text, reply.finish_reason, reply.prompt_tokens, reply.completion_tokens) == ("42", "stop", 7, 2)
+    (body,) = script.bodies
+    assert body == {
+        "model": "small",
+        "messages": [{"role": "user", "content": "6 * 7?"}],
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_tokens": 64,
+        "stop": ["</a>"],
+        "seed": 3,
+    }
+    assert script.headers[0]["Authorization"] == "Bearer secret"
+
+
+def test_no_key_is_sent_where_none_is_given() -> None:
+    script = Script((200, COMPLETION, {}))
+    ask(script)
+    assert "Authorization" not in script.headers[0]
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503])
+def test_what_may_pass_is_tried_again(status: int) -> None:
+    script = Script((status, "busy", {}), (status, "busy", {}), (200, COMPLETION, {}))
+    assert ask(script).text == "42"
+    assert len(script.bodies) == 3
+
+
+def test_retry_after_is_respected() -> None:
+    script = Script((429, "slow down", {"Retry-After": "0.5"}), (200, COMPLETION, {}))
+    ask(script)
+    assert script.times[1] - script.times[0] >= 0.5
+
+
+def test_retries_are_bounded_and_the_error_tells_what_the_server_said() -> None:
+    script = Script((503, {"error": {"message": "overloaded"}}, {}))
+    with pytest.raises(InferenceError, match="gave up after 3 attempts: HTTP 503: overloaded"):
+        ask(script, max_attempts=3)
+    assert len(script.bodies) == 3
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "words"),
+    [
+        (401, {"error": {"message": "bad key"}}, "HTTP 401: bad key; give a key with --api-key-env"),
+        (404, {"error": {"message": "no model small"}}, "HTTP 404: no model small; check that the URL ends with /v1"),
+        (400, "context too long", "HTTP 400: context too long"),
+        (200, "<html>hello</html>", "the answer is not JSON but '<html>hello</html>'"),
+        (200, {"choices": []}, "not a chat completion"),
+        (200, [1], "not a chat completion"),
+        (200, {"choices": [{"message": "hi"}]}, "not a chat completion"),
+    ],
+)
+def test_what_does_not_pass_is_one_clear_error_at_once(status: int, body: Any, words: str) -> None:
+    script = Script((status, body, {}))
+    with pytest.raises(InferenceError, match=words):
+        ask(script)
+    assert len(script.bodies) == 1
+
+
+def test_a_reply_without_text_or_usage_is_empty_and_not_an_error() -> None:
+    reply = ask(Script((200, {"choices": [{"message": {"content": None}, "finish_reason": "length"}]}, {})))
+    assert (reply.text, reply.finish_reason, reply.completion_tokens) == ("", "length", 0)
+
+
+def test_a_server_that_never_answers_ends_at_the_deadline() -> None:
+    async def hang(request: web.Request) -> web.StreamResponse:
+        await asyncio.sleep(60)
+        return web.Response()
+
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        ask(hang, timeout_s=0.3)
+    assert time.monotonic() - started < 3
+
+
+def test_the_deadline_holds_for_waits_between_retries_too() -> None:
+    started = time.monotonic()
+    with pytest.raises(TimeoutError):
+        ask(Script((429, "later", {"Retry-After": "3600"})), timeout_s=0.3)
+    assert time.monotonic() - started < 3
+
+
+def test_a_connection_that_breaks_off_is_tried_again() -> None:
+    calls = 0
+
+    async def break_once(request: web.Request) -> web.StreamResponse:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            assert request.transport is not None
+            request.transport.close()
+        return web.json_response(COMPLETION)
+
+    assert ask(break_once).text == "42"
+    assert calls == 2
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    async def chat() -> None:
+        client = OpenAIChatClient("http://127.0.0.1:9/v1", "small", max_attempts=2, backoff_s=0.01)
+        try:
+            await client.chat([], SamplingParams(), timeout_s=10)
+        finally:
+            await client.close()
+
+    with pytest.raises(
+        InferenceError, match=r"127.0.0.1:9/v1.*gave up after 2 attempts: ConnectError.*is the server up"
+    ):
+        asyncio.run(chat())
+
+
+@pytest.mark.parametrize("url", ["localhost:8000/v1", "ftp://host/v1", "http://host:port/v1"])
+def test_something_that_is_no_endpoint_is_refused(url: str) -> None:
+    async def chat() -> None:
+        client = OpenAIChatClient(url, "small", max_attempts=1)
+        try:
+            await client.chat([], SamplingParams(), timeout_s=10)
+        finally:
+            await client.close()
+
+    with pytest.raises(InferenceError, match="endpoint"):
+        asyncio.run(chat())
+
+
+def test_no_more_requests_are_in_flight_than_connections() -> None:
+    running = most = 0
+
+    async def slow(request: web.Request) -> web.StreamResponse:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return web.json_response(COMPLETION)
+
+    async def chat() -> None:
+        async with serving(slow) as url:
+            client = OpenAIChatClient(url, "small", max_connections=3)
+            await asyncio.gather(*(client.chat([], SamplingParams(), timeout_s=10) for _ in range(12)))
+            await client.close()
+
+    asyncio.run(chat())
+    assert most == 3
+
+
+def test_a_key_is_read_from_the_environment_and_a_missing_one_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_KEY", "secret")
+    assert api_key_from("SOME_KEY") == "secret"
+    assert api_key_from(None) is None
+    with pytest.raises(ConfigError, match="OTHER_KEY is not set"):
+        api_key_from("OTHER_KEY")

@@ -1,0 +1,80 @@
+"""Files of JSON lines: always valid JSON, and never in the way after a crash."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_flash.monitor.json_lines import JsonLinesFile, cut_half_line, encode, read_lines
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8")),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+def with_nulls(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, list):
+        return [with_nulls(item) for item in value]
+    if isinstance(value, dict):
+        return {key: with_nulls(item) for key, item in value.items()}
+    return value
+
+
+@given(st.dictionaries(st.text(max_size=5), VALUES, max_size=5))
+def test_any_record_comes_back_with_null_for_what_is_not_finite(record: dict[str, Any]) -> None:
+    line, _ = encode(record)
+    assert "\n" not in line
+    assert json.loads(line, parse_constant=pytest.fail) == with_nulls(record)
+
+
+def test_numbers_that_are_not_finite_are_counted() -> None:
+    array = np.array([1.0, np.nan, -np.inf], np.float32)
+    assert encode({"a": math.inf, "b": [1.0, math.nan], "c": array})[1] == 4
+
+
+def test_text_that_is_no_unicode_does_not_stop_a_run() -> None:
+    assert json.loads(encode({"output": "a\udcffb"})[0]) == {"output": "a?b"}
+
+
+@given(whole=st.lists(st.binary(max_size=8).filter(lambda b: b"\n" not in b), max_size=5), half=st.binary(max_size=8))
+def test_cutting_removes_exactly_what_follows_the_last_newline(
+    tmp_path_factory: pytest.TempPathFactory, whole: list[bytes], half: bytes
+) -> None:
+    half = half.replace(b"\n", b"")
+    path = tmp_path_factory.mktemp("cut") / "file"
+    kept = b"".join(line + b"\n" for line in whole)
+    path.write_bytes(kept + half)
+    assert cut_half_line(path) == len(half)
+    assert path.read_bytes() == kept
+
+
+def test_a_half_line_longer_than_a_block_is_cut_too(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"{}\n" + b"x" * 200_000)
+    cut_half_line(path)
+    assert path.read_bytes() == b"{}\n"
+
+
+def test_each_line_is_on_disk_before_write_returns(tmp_path: Path) -> None:
+    file = JsonLinesFile(tmp_path / "deep" / "file.jsonl")
+    file.write({"a": 1})
+    assert list(read_lines(tmp_path / "deep" / "file.jsonl")) == [{"a": 1}]
+    file.close()
+
+
+def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file.jsonl"
+    path.write_text("{}\n[1]\n")
+    with pytest.raises(ValueError, match="line 2: not a record but a list"):
+        list(read_lines(path))

@@ -1,0 +1,296 @@
+"""The run folder: who may use it, what survives a crash, and which checkpoints count."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll_flash.config import Config, load_config
+from roll_flash.errors import CheckpointError, ConfigError, RunError
+from roll_flash.export import export_checkpoint
+from roll_flash.run_dir import RunDir, find_checkpoint, find_run, list_checkpoints, read_episodes
+from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
+
+TASK = Task("Maze-v0:7", "Maze-v0", 7, {"size": 3})
+
+
+def config(runs: Path, **changes: Any) -> Config:
+    tree: dict[str, Any] = {"name": "first", "runs": str(runs), "model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
+    return load_config({**tree, **changes})
+
+
+def trajectory(episode_id: str = "e1", reward: float = 0.5) -> Trajectory:
+    return Trajectory(
+        episode_id=episode_id,
+        group_id="g1",
+        task=TASK,
+        token_ids=np.array([5, 6, 7, 8, 9], np.int32),
+        policy_mask=np.array([0, 0, 1, 1, 0], np.bool_),
+        logprobs=np.array([0, 0, -0.3, -1.25, 0], np.float32),
+        versions=np.array([-1, -1, 3, 4, -1], np.int32),
+        turns=(Turn(2, 4, "go left", "a wall", 0.5, "stop", 0.2, 0.1),),
+        messages=({"role": "user", "content": "where?"}, {"role": "assistant", "content": "go left"}),
+        reward=reward,
+        success=True,
+        end="terminated",
+        prompt_length=2,
+        started_s=100.0,
+        finished_s=101.5,
+        info={"walls": np.int64(2)},
+    )
+
+
+def failure(episode_id: str = "e2") -> EpisodeFailure:
+    return EpisodeFailure(episode_id, "g1", TASK, "sandbox_error", "the sandbox died", turn=1, attempt=0)
+
+
+def test_a_new_run_gets_its_folders_and_a_config_that_can_be_run_again(tmp_path: Path) -> None:
+    settings = config(tmp_path, steps=7)
+    with RunDir.create(settings, resume=False) as run:
+        assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {
+            *("episodes", "checkpoints", "logs", "eval", "plots", "model")
+        }
+        assert load_config(run.folder / "config.yaml") == settings
+
+
+def test_a_name_that_exists_is_refused_with_both_ways_out(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path), resume=False).close()
+    with pytest.raises(ConfigError, match=r"--resume .*name=OTHER"):
+        RunDir.create(config(tmp_path), resume=False)
+
+
+def test_resume_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no run to resume"):
+        RunDir.create(config(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"model": {"path": "smollm2-135m"}}, "model.path"),
+        ({"env": {"id": "Other-v0"}}, "env.id"),
+        ({"env": {"id": "Maze-v0", "kwargs": {"size": 9}}}, "env.kwargs"),
+        ({"learner": {"advantage": "rloo"}}, "learner.advantage"),
+        ({"learner": {"loss": {"name": "ppo"}}}, "learner.loss.name"),
+    ],
+)
+def test_resume_with_another_model_environment_or_algorithm_is_refused(
+    tmp_path: Path, changes: dict[str, Any], key: str
+) -> None:
+    RunDir.create(config(tmp_path), resume=False).close()
+    with pytest.raises(ConfigError, match=f"^{key}: the run in .* was started with"):
+        RunDir.create(config(tmp_path, **changes), resume=True)
+
+
+def test_resume_may_change_the_number_of_steps_and_keeps_the_old_config(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path, steps=5), resume=False).close()
+    with RunDir.create(config(tmp_path, steps=9), resume=True) as run:
+        assert load_config(run.folder / "config.yaml").steps == 9
+        assert load_config(run.folder / "config.yaml.bak").steps == 5
+
+
+def test_two_processes_cannot_share_a_run_folder(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path), resume=False).close()
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom roll_flash.config import load_config\n"
+        "from roll_flash.run_dir import RunDir\n"
+        "run = RunDir.create(load_config(Path(sys.argv[1])), resume=True)\nprint('held', flush=True)\nsys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "first" / "config.yaml")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ConfigError, match=f"in use by process {holder.pid}"):
+            RunDir.create(config(tmp_path), resume=True)
+    finally:
+        holder.kill()
+        holder.communicate(timeout=30)
+    RunDir.create(config(tmp_path), resume=True).close()
+
+
+def test_a_full_disk_is_noticed_before_anything_starts_and_leaves_the_name_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roll_flash.run_dir.MIN_FREE_BYTES", 1 << 60)
+    with pytest.raises(RunError, match="GiB are needed"):
+        RunDir.create(config(tmp_path), resume=False)
+    monkeypatch.undo()
+    RunDir.create(config(tmp_path), resume=False).close()
+
+
+def test_episodes_are_a_table_with_every_token_and_turn(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+        writer.write(12, trajectory(), advantage=0.25)
+        writer.write(12, failure())
+        writer.write(13, trajectory("e3"))
+    lines = (run.episodes / "step_000012.jsonl").read_text().splitlines()
+    good, failed = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert set(good) - set(failed) == {"advantage"}
+    assert good["kind"] == "trajectory"
+    assert good["token_ids"] == [5, 6, 7, 8, 9]
+    assert good["policy_mask"] == [0, 0, 1, 1, 0]
+    assert good["versions"] == [-1, -1, 3, 4, -1]
+    assert good["turns"][0]["observation"] == "a wall"
+    assert good["advantage"] == 0.25
+    assert failed["kind"] == "failure"
+    assert failed["cause"] == "sandbox_error"
+    assert [record["step"] for record in read_episodes(run.episodes)] == [12, 12, 13]
+
+
+def test_logprobs_come_back_bit_by_bit(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
+    episode = trajectory()
+    object.__setattr__(episode, "logprobs", values)
+    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+        writer.write(1, episode)
+    (record,) = read_episodes(run.episodes)
+    assert np.array_equal(np.array(record["logprobs"], np.float32), values)
+
+
+def test_a_half_written_episode_is_no_obstacle_to_reading_or_going_on(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+        writer.write(1, trajectory("e1"))
+        path = run.episodes / "step_000001.jsonl"
+    with path.open("a") as file:
+        file.write('{"episode_id": "e2", "tok')
+    assert [record["episode_id"] for record in read_episodes(path)] == ["e1"]
+    with RunDir.create(config(tmp_path), resume=True) as run, run.episodes_writer() as writer:
+        writer.write(1, trajectory("e3"))
+    assert [record["episode_id"] for record in read_episodes(path)] == ["e1", "e3"]
+
+
+def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "step_000001.jsonl"
+    path.write_text('{"a": 1}\nnot json\n{"a": 2}\n')
+    with pytest.raises(ValueError, match=r"step_000001.jsonl, line 2"):
+        read_episodes(path)
+
+
+def write_checkpoint(run: RunDir, step: int, text: str = "weights", error: OSError | None = None) -> None:
+    with run.writing_checkpoint(step) as folder:
+        (folder / "state").mkdir()
+        if error is not None:
+            raise error
+        (folder / "hf").mkdir()
+        (folder / "hf" / "config.json").write_text(json.dumps({"text": text}))
+        (folder / "trainer.json").write_text("{}")
+
+
+def test_the_latest_checkpoint_is_the_highest_step_that_is_complete(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        assert run.latest_checkpoint() is None
+        for step in (9, 10, 2):
+            write_checkpoint(run, step)
+        (run.checkpoint_folder(99) / "state").mkdir(parents=True)
+        latest = run.latest_checkpoint()
+        assert latest is not None
+        assert latest.step == 10
+        assert latest.trainer.read_text() == "{}"
+
+
+def test_a_checkpoint_that_fails_half_way_leaves_the_one_before(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 4, "old")
+        with pytest.raises(CheckpointError, match="No space left"):
+            write_checkpoint(run, 4, "new", error=OSError(28, "No space left on device"))
+        assert [path.name for path in run.checkpoints_folder.iterdir()] == ["step_4"]
+        latest = run.latest_checkpoint()
+        assert latest is not None
+        assert json.loads((latest.hf / "config.json").read_text()) == {"text": "old"}
+
+
+def test_kill_9_while_a_checkpoint_is_written_costs_only_that_checkpoint(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 4)
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom roll_flash.config import load_config\n"
+        "from roll_flash.run_dir import RunDir\n"
+        "run = RunDir.create(load_config(Path(sys.argv[1])), resume=True)\n"
+        "with run.writing_checkpoint(5) as folder:\n"
+        "    (folder / 'hf').mkdir()\n    os.kill(os.getpid(), 9)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(run.folder / "config.yaml")], check=False, timeout=60)
+    assert (run.checkpoints_folder / "step_5.partial").exists()
+    with RunDir.create(config(tmp_path), resume=True) as run:
+        assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [4]
+        assert [path.name for path in run.checkpoints_folder.iterdir()] == ["step_4"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 4, "old")
+        write_checkpoint(run, 4, "new")
+        assert json.loads((run.checkpoint_folder(4) / "hf" / "config.json").read_text()) == {"text": "new"}
+
+
+def test_kill_9_between_the_renames_of_a_replacement_loses_no_checkpoint(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 4, "old")
+        run.checkpoint_folder(4).rename(run.checkpoints_folder / "step_4.old")
+    with RunDir.create(config(tmp_path), resume=True) as run:
+        assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [4]
+
+
+def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        for step in (1, 2, 3, 10):
+            write_checkpoint(run, step)
+        removed = run.prune_checkpoints(keep=2)
+        assert [path.name for path in removed] == ["step_1", "step_2"]
+        assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [3, 10]
+
+
+def test_rewinding_sets_later_steps_aside_and_keeps_them(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+        for step in (3, 4, 5):
+            writer.write(step, trajectory())
+        (run.eval / "step_5").mkdir()
+        (run.eval / "before").mkdir()
+        assert run.rewind(4) == 2
+        assert sorted(path.name for path in run.episodes.iterdir()) == [
+            *("step_000003.jsonl", "step_000004.jsonl", "step_000005.jsonl.bak")
+        ]
+        assert sorted(path.name for path in run.eval.iterdir()) == ["before", "step_5.bak"]
+        assert run.rewind(4) == 0
+
+
+def test_a_run_is_found_by_name_or_folder_and_its_checkpoint_by_step(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 3)
+        write_checkpoint(run, 8)
+    runs = str(tmp_path)
+    assert find_run("first", runs) == find_run(str(run.folder), runs) == run.folder
+    assert find_checkpoint("first", runs).step == 8
+    assert find_checkpoint("first@3", runs).step == 3
+    with pytest.raises(ConfigError, match="has: 3, 8"):
+        find_checkpoint("first@5", runs)
+    with pytest.raises(ConfigError, match=r"did you mean first\?"):
+        find_run("fist", runs)
+
+
+def test_a_run_without_a_checkpoint_says_so(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path), resume=False).close()
+    with pytest.raises(ConfigError, match="no complete checkpoint yet"):
+        find_checkpoint("first", str(tmp_path))
+
+
+def test_export_copies_the_model_and_never_writes_into_a_folder_with_something_in_it(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 3)
+    target = tmp_path / "exported"
+    checkpoint, folder = export_checkpoint(str(run.folder), str(target))
+    assert checkpoint.step == 3
+    assert json.loads((folder / "config.json").read_text()) == {"text": "weights"}
+    with pytest.raises(ConfigError, match="not empty"):
+        export_checkpoint(str(run.folder), str(target))
