@@ -99,7 +99,7 @@ def check_torch() -> Check:
         return Check("torch", False, "not installed", "make setup")
     cuda_libraries = any((found.name or "").startswith("nvidia-") for found in metadata.distributions())
     if cuda_libraries and not _gpu_names():
-        fix = "it works, but is gigabytes larger; point pip at CPU wheels of torch in pip's own settings, then: make clean setup"
+        fix = "works, but is gigabytes larger; point pip at CPU wheels in pip's own settings, then: make clean setup"
         return Check("torch", True, f"{version}, a CUDA build on a machine without a GPU", fix)
     return Check("torch", True, version)
 

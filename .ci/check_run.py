@@ -1,0 +1,86 @@
+"""Did a short run do what a run must do? `python .ci/check_run.py RUN_FOLDER` prints what it found, or fails.
+
+Looked for: every step was trained, each publication of weights passed the parity probe, an episode lived through a
+weight update (its tokens carry more than one version), no token was staler than allowed, and the books balance.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config import Config, load_config
+from roll_flash.monitor.episodes import read_episodes
+from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
+from roll_flash.monitor.summary import read_books
+from roll_flash.publication import parity_threshold
+
+Rows = list[dict[str, Any]]
+
+
+def steps_trained(config: Config, steps: Rows, episodes: Rows) -> str:
+    assert len(steps) == config.steps, f"{len(steps)} of {config.steps} steps were trained"
+    return f"{len(steps)} steps, {len(episodes)} episodes"
+
+
+def parity_probed(config: Config, steps: Rows, episodes: Rows) -> str:
+    found = [row["weights/parity"] for row in steps if row.get("weights/parity") is not None]
+    assert found, "no publication of weights was probed"
+    threshold = parity_threshold(config.weights, "float32")
+    assert max(found) <= threshold, f"parity {max(found):.2g} is above {threshold:g}"
+    return f"parity probe after {len(found)} updates, largest difference {max(found):.2g} (at most {threshold:g})"
+
+
+def updated_in_flight(config: Config, steps: Rows, episodes: Rows) -> str:
+    across_episode = across_turn = 0
+    for episode in episodes:
+        versions = episode["versions"]
+        spans = [set(versions[turn["start"] : turn["end"]]) for turn in episode["turns"]]
+        across_episode += len(set().union(*spans)) > 1
+        across_turn += any(len(span) > 1 for span in spans)
+    assert across_episode, "no episode was in flight while weights were updated"
+    return f"weight update in flight: {across_episode} episodes, {across_turn} of them in the middle of a turn"
+
+
+def staleness_bounded(config: Config, steps: Rows, episodes: Rows) -> str:
+    oldest = max(row[STALENESS_MAX] for row in steps)
+    assert oldest <= config.async_ratio, f"a token of staleness {oldest:g} was trained; allowed: {config.async_ratio:g}"
+    return f"staleness at most {oldest:g} (allowed {config.async_ratio:g})"
+
+
+def books_balance(config: Config, steps: Rows, episodes: Rows) -> str:
+    last = {name.removeprefix("books/"): value for name, value in steps[-1].items() if name.startswith("books/")}
+    books = read_books(last)
+    assert books["balance"], f"produced is not trained + dropped + waiting: {last}"
+    return f"books balance: {books}"
+
+
+CHECKS: tuple[Callable[[Config, Rows, Rows], str], ...] = (
+    steps_trained,
+    parity_probed,
+    updated_in_flight,
+    staleness_bounded,
+    books_balance,
+)
+
+
+def main(folder: Path) -> int:
+    config = load_config(folder / "config.yaml")
+    steps = [row for row in read_metrics(folder) if row.get(STEP_S) is not None]
+    episodes = [row for row in read_episodes(folder) if row["kind"] == "trajectory"]
+    failed = 0
+    for check in CHECKS:
+        try:
+            print(f"ok    {check(config, steps, episodes)}")
+        except AssertionError as reason:
+            failed += 1
+            print(f"FAIL  {reason}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python .ci/check_run.py RUN_FOLDER")
+    sys.exit(main(Path(sys.argv[1])))

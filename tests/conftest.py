@@ -1,0 +1,83 @@
+"""What all tests share: what they need, checked; Ray; and a guard that nothing outlives the session.
+
+A test marked `docker` or `vllm` skips on a machine that lacks it, naming what is missing, and fails in CI.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import cache
+
+import hypothesis
+import pytest
+from leaks import Session
+
+from roll_flash.doctor import Check, check_bubblewrap, check_docker, check_vllm
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+SESSION = pytest.StashKey[Session]()
+
+# No deadline: on a shared machine one slow example says nothing about the code. In CI the same examples every time.
+hypothesis.settings.register_profile("here", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if IN_CI else "here")
+
+NEEDS = {"docker": cache(check_docker), "vllm": cache(check_vllm)}
+
+
+def require(check: Check) -> None:
+    """Skip the test that needs this, saying what is missing; in CI fail it."""
+    if check.ok:
+        return
+    missing = f"{check.name}: {check.detail}; {check.fix}"
+    if IN_CI:
+        pytest.fail(f"CI must have what this test needs: {missing}", pytrace=False)
+    pytest.skip(missing)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker, look in NEEDS.items():
+        if item.get_closest_marker(marker):
+            require(look())
+
+
+@pytest.fixture
+def require_docker() -> None:
+    """For tests that need an engine only in some of their cases; else mark them `docker`."""
+    require(NEEDS["docker"]())
+
+
+@pytest.fixture
+def require_bubblewrap() -> None:
+    require(check_bubblewrap())
+
+
+@pytest.fixture(scope="session")
+def ray_local() -> Iterator[None]:
+    """Ray on this machine, without a dashboard, for all tests that need it; shut down with the session."""
+    import ray
+
+    if ray.is_initialized():
+        yield
+        return
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SESSION] = Session.begin(os.environ)  # type: ignore[arg-type]
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fail the session, green or not, for what it left behind. All fixtures have been torn down by now."""
+    leaks = session.config.stash[SESSION].leaks()
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    for leak in leaks:
+        if reporter is not None:
+            reporter.write_line(f"LEAK: {leak}", red=True)
+    if leaks and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
