@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -67,6 +68,11 @@ class System:
             tasks = [{"seed": task.seed} for task in self.rollout.scheduler.unfinished_tasks()]
             state = {"version": version, "cursor": self.tasks.cursor, "unfinished": tasks}
             (folder / "trainer.json").write_text(json.dumps(state))
+
+    async def export_model(self) -> None:
+        """The model folder of the finished run; replaces that of an earlier end."""
+        shutil.rmtree(self.run_dir.model, ignore_errors=True)
+        await self.learner.export_hf(self.run_dir.model)
 
     def _model_bytes(self) -> int:
         folder = Path(resolve_model(self.config.model.path))

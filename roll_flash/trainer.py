@@ -52,7 +52,7 @@ class Trainer:
         await self._settle()
         after = await self._evaluate("after")
         await self.checkpoint()
-        await system.learner.export_hf(system.run_dir.model)
+        await system.export_model()
         return summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
 
     async def checkpoint(self) -> None:
