@@ -1,0 +1,19 @@
+"""Our part inside vLLM's processes: a weight-transfer engine that reads a safetensors file in shared memory.
+
+vLLM loads `register` in each of its processes (entry point group `vllm.general_plugins`); all it does is tell the
+factory where the engine would be found. The engine itself is `roll_flash.inference.shm_weights`.
+"""
+
+from __future__ import annotations
+
+BACKEND = "shm"
+
+
+def register() -> None:
+    """Make the backend `shm` known to vLLM. Safe to call more than once, and where no weights are transferred."""
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+
+    if BACKEND not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(
+            BACKEND, "roll_flash.inference.shm_weights", "SharedMemoryWeightTransferEngine"
+        )
