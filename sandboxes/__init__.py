@@ -1,0 +1,41 @@
+"""Sandboxes for untrusted code: hardened, fast to lease, impossible to leak. Usable without any training."""
+
+from roll_flash.sandboxes.errors import (
+    SandboxDied,
+    SandboxError,
+    SandboxFileError,
+    SandboxImageError,
+    SandboxSpecError,
+    SandboxStartError,
+    SandboxUnavailable,
+    SandboxUnreachable,
+)
+from roll_flash.sandboxes.opening import open_sandbox
+from roll_flash.sandboxes.pool import PoolStats, SandboxPool
+from roll_flash.sandboxes.protocol import Provider, Sandbox
+from roll_flash.sandboxes.reaper import SandboxEntry, list_sandboxes, reap
+from roll_flash.sandboxes.result import ExecResult, OutputChunk, SandboxStats
+from roll_flash.sandboxes.spec import SandboxSpec
+
+__all__ = [
+    "ExecResult",
+    "OutputChunk",
+    "PoolStats",
+    "Provider",
+    "Sandbox",
+    "SandboxDied",
+    "SandboxEntry",
+    "SandboxError",
+    "SandboxFileError",
+    "SandboxImageError",
+    "SandboxPool",
+    "SandboxSpec",
+    "SandboxSpecError",
+    "SandboxStartError",
+    "SandboxStats",
+    "SandboxUnavailable",
+    "SandboxUnreachable",
+    "list_sandboxes",
+    "open_sandbox",
+    "reap",
+]

@@ -1,0 +1,108 @@
+/* The resident agent: runs commands and moves files for a controller that speaks frames on stdin and stdout.
+ *
+ * Frame: u8 type, u32 channel, u32 length (little endian), then `length` bytes. The controller names the channels.
+ * The agent is process 1 of its sandbox: code inside can neither signal nor trace it. It ends at end-of-file on stdin,
+ * and the kernel then ends everything else. See docs/sandboxes.md for the protocol.
+ */
+#ifndef ROLL_FLASH_AGENT_H
+#define ROLL_FLASH_AGENT_H
+
+#include <poll.h>
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <sys/types.h>
+
+enum {
+    PROTOCOL_VERSION = 1,
+    HEADER_BYTES = 9,
+    MAX_PAYLOAD = 1 << 20,
+    CHUNK = 1 << 16,
+    WINDOW = 1 << 18,
+    MAX_CHANNELS = 256,
+    MAX_CAP = 1 << 24,
+    OUTPUT_SOFT_LIMIT = 1 << 20,
+    OUTPUT_HARD_LIMIT = 1 << 26,
+};
+
+/* Controller to agent. */
+enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYMLINK, REMOVE, SIGNAL };
+/* Agent to controller. */
+enum { READY = 64, OUT, ERR, EXIT, DONE, ERROR, PONG, GRANT, ENTRY };
+
+enum { EXEC_STDIN = 1, EXEC_MERGE = 2 };
+enum { EXIT_TIMED_OUT = 1, EXIT_CANCELLED = 2, EXIT_NOT_STARTED = 4 };
+
+struct reader {
+    const unsigned char *at;
+    size_t left;
+    bool bad;
+};
+
+/* wire.c: frames in, frames out, both without blocking. */
+void wire_start(void);
+void wire_read(void);
+bool wire_next(uint8_t *type, uint32_t *channel, struct reader *payload);
+void wire_send(uint8_t type, uint32_t channel, const void *data, size_t length);
+void wire_flush(void);
+size_t wire_backlog(void);
+uint32_t take_u32(struct reader *reader);
+uint64_t take_u64(struct reader *reader);
+char *take_string(struct reader *reader);
+void put_u32(unsigned char **at, uint32_t value);
+void put_u64(unsigned char **at, uint64_t value);
+void send_error(uint32_t channel, int error, const char *what);
+void send_done(uint32_t channel, uint64_t value);
+void die(const char *what) __attribute__((noreturn));
+int64_t now_us(void);
+
+/* command.c: the commands that run. */
+void command_start(uint32_t channel, struct reader *payload);
+bool command_data(uint32_t channel, const unsigned char *data, size_t length);
+bool command_end(uint32_t channel);
+bool command_credit(uint32_t channel, uint32_t bytes);
+bool command_cancel(uint32_t channel);
+bool command_signal(uint32_t channel, int number);
+void commands_reap(void);
+void commands_tick(void);
+size_t commands_poll(struct pollfd *entries, size_t capacity);
+void commands_ready(const struct pollfd *entries, size_t count);
+int64_t commands_deadline(void);
+uint32_t commands_alive(void);
+
+/* tree.c: who descends from whom, read from /proc. */
+struct process {
+    pid_t pid, parent;
+    char state;
+    unsigned long long started;
+};
+struct tree {
+    struct process *members;
+    size_t count, capacity;
+};
+void tree_grow(struct tree *tree, pid_t top);
+void tree_freeze(struct tree *tree, pid_t top);
+void tree_signal(const struct tree *tree, int number);
+void tree_kill(struct tree *tree, pid_t top);
+void tree_free(struct tree *tree);
+
+/* files.c: regular files only, as the sandbox's user. */
+void file_read(uint32_t channel, struct reader *payload);
+void file_write(uint32_t channel, struct reader *payload);
+bool file_data(uint32_t channel, const unsigned char *data, size_t length);
+bool file_end(uint32_t channel);
+bool file_credit(uint32_t channel, uint32_t bytes);
+bool file_cancel(uint32_t channel);
+void files_pump(void);
+bool files_waiting(void);
+void file_mkdir(uint32_t channel, struct reader *payload);
+void file_symlink(uint32_t channel, struct reader *payload);
+void file_remove(uint32_t channel, struct reader *payload);
+
+/* walk.c: the contents of a directory tree. */
+void walk_list(uint32_t channel, struct reader *payload);
+
+/* confine.c: what the sandbox's kernel interface is cut down to. */
+void confine(void);
+
+#endif

@@ -1,0 +1,116 @@
+/* A system call filter on top of whatever the container engine sets. It covers the agent and all it starts. */
+#include "agent.h"
+
+#include <errno.h>
+#include <linux/audit.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <stddef.h>
+#include <sys/prctl.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+
+#if defined(__x86_64__)
+enum { NATIVE = AUDIT_ARCH_X86_64 };
+#elif defined(__aarch64__)
+enum { NATIVE = AUDIT_ARCH_AARCH64 };
+#else
+#error "this processor is not supported"
+#endif
+
+enum { CLONE_NAMESPACES = 0x7e020000, MAX_RULES = 256 };
+
+static const int refused[] = {
+    SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev, SYS_kcmp, SYS_pidfd_getfd,
+    SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register,
+    SYS_bpf, SYS_perf_event_open, SYS_userfaultfd, SYS_fanotify_init,
+    SYS_keyctl, SYS_add_key, SYS_request_key,
+    SYS_unshare, SYS_setns, SYS_mount, SYS_umount2, SYS_pivot_root, SYS_chroot, SYS_move_mount, SYS_open_tree,
+    SYS_fsopen, SYS_fsmount, SYS_fsconfig, SYS_fspick, SYS_mount_setattr,
+    SYS_open_by_handle_at, SYS_name_to_handle_at, SYS_quotactl, SYS_acct, SYS_swapon, SYS_swapoff, SYS_reboot,
+    SYS_init_module, SYS_finit_module, SYS_delete_module, SYS_kexec_load, SYS_kexec_file_load, SYS_syslog,
+    SYS_settimeofday, SYS_clock_settime, SYS_clock_adjtime, SYS_adjtimex, SYS_sethostname, SYS_setdomainname,
+    SYS_lookup_dcookie, SYS_vhangup, SYS_nfsservctl, SYS_move_pages,
+#if defined(__x86_64__)
+    SYS_iopl, SYS_ioperm, SYS_modify_ldt, SYS_uselib, SYS_ustat, SYS_sysfs,
+#endif
+};
+
+static const int families[] = {AF_UNIX, AF_INET, AF_INET6};
+
+static struct sock_filter rules[MAX_RULES];
+static unsigned short rule_count;
+
+static void rule(unsigned short code, uint32_t value, unsigned char when_true, unsigned char when_false) {
+    if (rule_count == MAX_RULES) die("too many filter rules");
+    rules[rule_count++] = (struct sock_filter){code, when_true, when_false, value};
+}
+
+static void load(size_t offset) { rule(BPF_LD | BPF_W | BPF_ABS, (uint32_t)offset, 0, 0); }
+static void give(uint32_t verdict) { rule(BPF_RET | BPF_K, verdict, 0, 0); }
+static void if_equal(uint32_t value, unsigned char skip_otherwise) { rule(BPF_JMP | BPF_JEQ | BPF_K, value, 0, skip_otherwise); }
+
+static uint32_t fail_with(int error) { return SECCOMP_RET_ERRNO | (uint32_t)error; }
+
+static void refuse_foreign_calls(void) {
+    load(offsetof(struct seccomp_data, arch));
+    rule(BPF_JMP | BPF_JEQ | BPF_K, NATIVE, 1, 0);
+    give(fail_with(ENOSYS));
+    load(offsetof(struct seccomp_data, nr));
+#if defined(__x86_64__)
+    rule(BPF_JMP | BPF_JGE | BPF_K, 0x40000000, 0, 1); /* the x32 numbers of the same calls */
+    give(fail_with(ENOSYS));
+#endif
+}
+
+static void allow_families(void) {
+    const unsigned char count = sizeof families / sizeof *families;
+    const int calls[] = {SYS_socket, SYS_socketpair};
+    for (int call = 0; call < 2; call++) {
+        if_equal((uint32_t)calls[call], (unsigned char)(2 * count + 3));
+        load(offsetof(struct seccomp_data, args[0]));
+        for (unsigned char i = 0; i < count; i++) {
+            if_equal((uint32_t)families[i], 1);
+            give(SECCOMP_RET_ALLOW);
+        }
+        give(fail_with(EAFNOSUPPORT));
+        load(offsetof(struct seccomp_data, nr));
+    }
+}
+
+/* New namespaces are refused. clone3 hides its flags in memory: the C library then falls back to clone. */
+static void refuse_namespaces(void) {
+    if_equal(SYS_clone3, 1);
+    give(fail_with(ENOSYS));
+    if_equal(SYS_clone, 4);
+    load(offsetof(struct seccomp_data, args[0]));
+    rule(BPF_JMP | BPF_JSET | BPF_K, CLONE_NAMESPACES, 0, 1);
+    give(fail_with(EPERM));
+    give(SECCOMP_RET_ALLOW);
+}
+
+/* A command must not give up being the reaper of its orphans: its tree could no longer be found. */
+static void keep_subreaper(void) {
+    if_equal(SYS_prctl, 6);
+    load(offsetof(struct seccomp_data, args[0]));
+    if_equal(PR_SET_CHILD_SUBREAPER, 3);
+    load(offsetof(struct seccomp_data, args[1]));
+    if_equal(0, 1);
+    give(fail_with(EPERM));
+    give(SECCOMP_RET_ALLOW);
+}
+
+void confine(void) {
+    refuse_foreign_calls();
+    for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
+        if_equal((uint32_t)refused[i], 1);
+        give(fail_with(EPERM));
+    }
+    allow_families();
+    refuse_namespaces();
+    keep_subreaper();
+    give(SECCOMP_RET_ALLOW);
+    struct sock_fprog program = {rule_count, rules};
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) < 0)
+        die("the system call filter cannot be installed");
+}

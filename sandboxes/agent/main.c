@@ -1,0 +1,123 @@
+#include "agent.h"
+
+#include <errno.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/signalfd.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+static void forward(uint8_t type, uint32_t channel, struct reader *payload) {
+    if (type == DATA) {
+        if (!command_data(channel, payload->at, payload->left)) file_data(channel, payload->at, payload->left);
+    } else if (type == END) {
+        if (!command_end(channel)) file_end(channel);
+    } else if (type == CANCEL) {
+        if (!command_cancel(channel)) file_cancel(channel);
+    } else if (type == CREDIT) {
+        uint32_t bytes = take_u32(payload);
+        if (!command_credit(channel, bytes)) file_credit(channel, bytes);
+    } else if (type == SIGNAL) {
+        command_signal(channel, (int)take_u32(payload));
+    } else {
+        die("the controller sent a frame of a kind that is not known");
+    }
+}
+
+static void send_pong(uint32_t channel) {
+    unsigned char frame[8], *at = frame;
+    put_u32(&at, commands_alive());
+    put_u32(&at, (uint32_t)wire_backlog());
+    wire_send(PONG, channel, frame, sizeof frame);
+}
+
+static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
+    switch (type) {
+        case EXEC: command_start(channel, payload); break;
+        case READ: file_read(channel, payload); break;
+        case WRITE: file_write(channel, payload); break;
+        case PING: send_pong(channel); break;
+        case LIST: walk_list(channel, payload); break;
+        case MKDIR: file_mkdir(channel, payload); break;
+        case SYMLINK: file_symlink(channel, payload); break;
+        case REMOVE: file_remove(channel, payload); break;
+        default: forward(type, channel, payload);
+    }
+}
+
+static void greet(void) {
+    unsigned char frame[32], *at = frame;
+    put_u32(&at, PROTOCOL_VERSION);
+    put_u32(&at, (uint32_t)getpid());
+    memcpy(at, "c", 1);
+    wire_send(READY, 0, frame, 9);
+}
+
+static int prepare(void) {
+    sigset_t mask;
+    sigemptyset(&mask);
+    sigaddset(&mask, SIGCHLD);
+    signal(SIGPIPE, SIG_IGN);
+    sigprocmask(SIG_BLOCK, &mask, NULL);
+    int signals = signalfd(-1, &mask, SFD_NONBLOCK | SFD_CLOEXEC);
+    if (signals < 0) die("signalfd is not available");
+    struct rlimit none = {0, 0};
+    setrlimit(RLIMIT_CORE, &none);
+    umask(022);
+    if (prctl(PR_SET_DUMPABLE, 0) < 0) die("the agent cannot be protected from being traced");
+    confine();
+    wire_start();
+    return signals;
+}
+
+static int wait_ms(void) {
+    int64_t deadline = commands_deadline();
+    if (files_waiting()) return 0;
+    if (!deadline) return -1;
+    int64_t left = deadline - now_us();
+    return left <= 0 ? 0 : (int)(left / 1000 > 60000 ? 60000 : left / 1000 + 1);
+}
+
+static void loop(int signals) {
+    static struct pollfd entries[2 + 4 * MAX_CHANNELS];
+    for (;;) {
+        entries[0] = (struct pollfd){0, POLLIN, 0};
+        entries[1] = (struct pollfd){signals, POLLIN, 0};
+        size_t count = 2 + commands_poll(entries + 3, sizeof entries / sizeof *entries - 3);
+        entries[2] = (struct pollfd){wire_backlog() ? 1 : -1, POLLOUT, 0};
+        if (poll(entries, count + 1, wait_ms()) < 0 && errno != EINTR) die("poll failed");
+        if (entries[2].revents & (POLLERR | POLLNVAL)) _exit(0);
+        commands_ready(entries + 3, count - 2);
+        if (entries[1].revents) {
+            struct signalfd_siginfo information;
+            while (read(signals, &information, sizeof information) > 0) {
+            }
+            commands_reap();
+        }
+        if (entries[0].revents) {
+            uint8_t type;
+            uint32_t channel;
+            struct reader payload;
+            wire_read();
+            while (wire_next(&type, &channel, &payload)) dispatch(type, channel, &payload);
+        }
+        commands_tick();
+        files_pump();
+        wire_flush();
+    }
+}
+
+int main(int count, char **words) {
+    if (count > 1 && !strcmp(words[1], "--version")) {
+        printf("roll-flash agent, protocol %d\n", PROTOCOL_VERSION);
+        return 0;
+    }
+    int signals = prepare();
+    greet();
+    wire_flush();
+    loop(signals);
+}

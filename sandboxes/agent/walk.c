@@ -1,0 +1,123 @@
+/* The contents of a directory tree, and its removal; never through a symbolic link. */
+#include "agent.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+enum { DEEPEST = 200 };
+
+struct walk {
+    uint32_t channel;
+    uint64_t count, limit;
+    char path[8192];
+    int error;
+};
+
+/* u32 mode, u64 size, i64 mtime, u32 length and path (relative), u32 length and link target. */
+static void send_entry(struct walk *walk, int folder, const char *name, const struct stat *status, size_t prefix) {
+    unsigned char frame[32 + 8192 + 4096], *at = frame;
+    char target[4096];
+    ssize_t length = S_ISLNK(status->st_mode) ? readlinkat(folder, name, target, sizeof target) : 0;
+    if (length < 0) length = 0;
+    const char *path = walk->path + prefix;
+    put_u32(&at, status->st_mode);
+    put_u64(&at, (uint64_t)status->st_size);
+    put_u64(&at, (uint64_t)status->st_mtime);
+    put_u32(&at, (uint32_t)strlen(path));
+    memcpy(at, path, strlen(path));
+    at += strlen(path);
+    put_u32(&at, (uint32_t)length);
+    memcpy(at, target, (size_t)length);
+    at += length;
+    wire_send(ENTRY, walk->channel, frame, (size_t)(at - frame));
+}
+
+static void visit(struct walk *walk, int folder, size_t prefix, int depth) {
+    DIR *directory = fdopendir(folder);
+    if (!directory) {
+        close(folder);
+        walk->error = errno;
+        return;
+    }
+    size_t end = strlen(walk->path);
+    for (struct dirent *entry; !walk->error && (entry = readdir(directory));) {
+        struct stat status;
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        if (end + strlen(entry->d_name) + 2 > sizeof walk->path) walk->error = ENAMETOOLONG;
+        else if (++walk->count > walk->limit) walk->error = E2BIG;
+        if (walk->error) break;
+        snprintf(walk->path + end, sizeof walk->path - end, end > prefix ? "/%s" : "%s", entry->d_name);
+        if (fstatat(dirfd(directory), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
+            send_entry(walk, dirfd(directory), entry->d_name, &status, prefix);
+            if (S_ISDIR(status.st_mode)) {
+                int inner = depth < DEEPEST ? openat(dirfd(directory), entry->d_name,
+                                                     O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC) : -1;
+                if (inner >= 0) visit(walk, inner, prefix, depth + 1);
+                else walk->error = depth < DEEPEST ? errno : ELOOP;
+            }
+        }
+        walk->path[end] = 0;
+    }
+    closedir(directory);
+}
+
+void walk_list(uint32_t channel, struct reader *payload) {
+    struct walk *walk = calloc(1, sizeof *walk);
+    if (!walk) die("out of memory");
+    walk->channel = channel;
+    walk->limit = take_u64(payload);
+    char *path = take_string(payload);
+    if (payload->bad) die("the controller sent a malformed request");
+    int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0) walk->error = errno;
+    else visit(walk, folder, 0, 0);
+    if (walk->error) send_error(channel, walk->error, path);
+    else send_done(channel, walk->count);
+    free(path);
+    free(walk);
+}
+
+static int remove_at(int parent, const char *name, int depth) {
+    if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
+    if (errno != EISDIR && errno != EPERM && errno != ENOTEMPTY) return errno;
+    if (depth > DEEPEST) return ELOOP;
+    int folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (folder < 0 && errno == EACCES && fchmodat(parent, name, 0700, 0) == 0)
+        folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (folder < 0) return errno;
+    DIR *directory = fdopendir(folder);
+    if (!directory) return errno;
+    int error = 0;
+    for (struct dirent *entry; !error && (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) error = remove_at(folder, entry->d_name, depth + 1);
+    closedir(directory);
+    if (!error && unlinkat(parent, name, AT_REMOVEDIR) < 0 && errno != ENOENT) error = errno;
+    return error;
+}
+
+/* The path itself goes as well, unless it ends in a slash: then only what it holds. */
+void file_remove(uint32_t channel, struct reader *payload) {
+    char *path = take_string(payload);
+    if (payload->bad) die("the controller sent a malformed request");
+    size_t length = strlen(path);
+    int error = 0;
+    if (length && path[length - 1] == '/') {
+        int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        DIR *directory = folder < 0 ? NULL : fdopendir(folder);
+        if (!directory) error = errno;
+        for (struct dirent *entry; directory && !error && (entry = readdir(directory));)
+            if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) error = remove_at(folder, entry->d_name, 0);
+        if (directory) closedir(directory);
+    } else {
+        error = remove_at(AT_FDCWD, path, 0);
+    }
+    if (error) send_error(channel, error, path);
+    else send_done(channel, 0);
+    free(path);
+}

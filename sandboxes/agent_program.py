@@ -1,0 +1,107 @@
+"""The agent as bytes: the static C program for a processor, or the standard-library Python one where there is none.
+
+The C program comes with the wheel. In a source checkout it is built once, with the `ziglang` package or the machine's C
+compiler, into the user's cache folder under the hash of its sources.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from roll_flash.sandboxes.errors import SandboxUnavailable
+
+SOURCES = Path(__file__).parent / "agent"
+BUILD_TIMEOUT_S = 300.0
+FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-Os", "-s", "-static", "-Wall", "-Wextra")
+PROCESSORS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    path: Path
+    digest: str
+    """First 16 hexadecimal digits of the content's SHA-256."""
+    command: tuple[str, ...]
+    """How it is started where it lies in a sandbox (FOLDER/agent)."""
+
+
+FOLDER = "/.roll-flash"
+
+
+def agent_program(processor: str | None = None) -> AgentProgram:
+    """The agent for a processor (this machine's by default), built if need be.
+
+    ROLL_FLASH_AGENT=python takes the fallback.
+    Raises SandboxUnavailable if the C program cannot be built.
+    """
+    if os.environ.get("ROLL_FLASH_AGENT") == "python":
+        return _python_program()
+    machine = processor or platform.machine()
+    known = PROCESSORS.get(machine.lower())
+    return _c_program(known) if known else _python_program()
+
+
+def _python_program() -> AgentProgram:
+    path = SOURCES / "agent.py"
+    return AgentProgram(path, _digest(path), ("python3", "-I", "-S", f"{FOLDER}/agent"))
+
+
+@cache
+def _c_program(processor: str) -> AgentProgram:
+    shipped = SOURCES / f"agent-{processor}"
+    path = shipped if shipped.exists() else _cached_build(processor)
+    return AgentProgram(path, _digest(path), (f"{FOLDER}/agent",))
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+
+
+def _cached_build(processor: str) -> Path:
+    sources = hashlib.sha256()
+    for source in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
+        sources.update(source.name.encode() + b"\0" + source.read_bytes())
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll-flash"
+    root.mkdir(parents=True, exist_ok=True)
+    target = root / f"agent-{processor}-{sources.hexdigest()[:16]}"
+    with open(root / "agent.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            build(processor, target)
+    return target
+
+
+def build(processor: str, target: Path) -> None:
+    """Compile into `target`, which appears whole. Raises SandboxUnavailable."""
+    temporary = target.with_name(target.name + ".new")
+    command = [*_compiler(processor), *FLAGS, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(temporary)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxUnavailable(f"building the sandbox agent: {error}") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        raise SandboxUnavailable(f"building the sandbox agent for {processor} failed: {first[:300]}")
+    temporary.chmod(0o755)
+    temporary.rename(target)
+
+
+def _compiler(processor: str) -> list[str]:
+    if find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc", "-target", f"{processor}-linux-musl"]
+    compiler = shutil.which("musl-gcc") or shutil.which("cc")
+    if compiler and PROCESSORS.get(platform.machine().lower()) == processor:
+        return [compiler]
+    raise SandboxUnavailable(
+        f"the sandbox agent for {processor} is not built and there is no compiler for it: pip install ziglang"
+    )

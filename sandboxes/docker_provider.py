@@ -1,0 +1,203 @@
+"""Sandboxes in hardened Docker containers, each with a resident agent on its attached stdin and stdout.
+
+The agent comes into any image through one read-only volume per agent version and engine. Unlike a bind mount that works
+with remote engines; unlike a derived image it leaves the user's image, and snapshots of it, as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tarfile
+import uuid
+from typing import Any
+
+from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
+from roll_flash.sandboxes.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.connection import AgentConnection
+from roll_flash.sandboxes.engine_api import EngineAddress, EngineApi
+from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError
+from roll_flash.sandboxes.identity import LABEL, labels
+from roll_flash.sandboxes.protocol import Isolation, Sandbox
+from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
+
+REMOVE_TIMEOUT_S = 30.0
+SHM_MB = 16
+
+
+class DockerProvider:
+    """`connect` first. Several sandboxes may be opened at once; at most `max_parallel_starts` start side by side."""
+
+    name = "docker"
+    isolation: Isolation = "strong"
+
+    def __init__(self, host: str | None = None, *, max_parallel_starts: int = 8) -> None:
+        self.engine = EngineApi(EngineAddress.from_environment(host))
+        self._starts = asyncio.Semaphore(max_parallel_starts)
+        self._agent: AgentProgram | None = None
+        self._volume_lock = asyncio.Lock()
+        self._machine_memory_mb = 0
+        self._processor = ""
+
+    async def connect(self) -> None:
+        """Raises SandboxUnavailable."""
+        await self.engine.connect()
+        info = await self.engine.json("GET", "/info")
+        self._machine_memory_mb = int(info.get("MemTotal", 0)) >> 20
+        self._processor = str(info.get("Architecture", ""))
+
+    async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
+        if self._machine_memory_mb and spec.memory_mb > self._machine_memory_mb:
+            raise SandboxSpecError(
+                f"memory_mb={spec.memory_mb}: the machine has {self._machine_memory_mb} MiB; ask for less"
+            )
+        async with self._starts:
+            await self._provide_agent(spec.image or DEFAULT_IMAGE)
+            name = f"roll-flash-{uuid.uuid4().hex[:12]}"
+            connection = AgentConnection(name)
+            creating = asyncio.ensure_future(self._create(name, spec, run))
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await asyncio.shield(creating)
+                    await self.engine.attach(name, connection)
+                    await self.engine.call("POST", f"/containers/{name}/start")
+                    await connection.ready(timeout_s)
+            except TimeoutError:
+                await self._discard(name, connection, creating)
+                raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
+            except BaseException:
+                await asyncio.shield(self._discard(name, connection, creating))
+                raise
+        return AgentSandbox(
+            name=name,
+            provider=self.name,
+            isolation=self.isolation,
+            spec=spec,
+            connection=connection,
+            end=lambda: self.remove(name),
+        )
+
+    async def _create(self, name: str, spec: SandboxSpec, run: str) -> None:
+        assert self._agent is not None
+        body = container_config(spec, self._agent, labels(run, None))
+        await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+
+    async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
+        """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
+        connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
+        await asyncio.wait({creating})
+        if creating.exception() is None:
+            await self.remove(name)
+
+    async def remove(self, name: str) -> None:
+        """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""
+        query = {"force": "1", "v": "1"}
+        answer = await self.engine.call("DELETE", f"/containers/{name}", query=query, accept=(404, 409))
+        if answer.status_code != 409:
+            return
+        await self.engine.call(
+            "POST",
+            f"/containers/{name}/wait",
+            query={"condition": "removed"},
+            accept=(404,),
+            timeout_s=REMOVE_TIMEOUT_S,
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+    async def _provide_agent(self, image: str) -> None:
+        """Fill the engine's agent volume, once per provider; what another process fills in meanwhile is the same."""
+        async with self._volume_lock:
+            if self._agent is not None:
+                return
+            agent = await asyncio.to_thread(agent_program, self._processor)
+            name = f"roll-flash-filler-{uuid.uuid4().hex[:12]}"
+            volume = volume_name(agent)
+            await self.engine.call("POST", "/volumes/create", body={"Name": volume, "Labels": {LABEL: "agent"}})
+            mount = {"Type": "volume", "Source": volume, "Target": FOLDER, "VolumeOptions": {"NoCopy": True}}
+            body = {
+                "Image": image,
+                "Cmd": ["/none"],
+                "Labels": labels("agent", None),
+                "HostConfig": {"Mounts": [mount], "NetworkMode": "none"},
+            }
+            try:
+                await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+                found = await self.engine.call(
+                    "HEAD", f"/containers/{name}/archive", query={"path": f"{FOLDER}/agent"}, accept=(404,)
+                )
+                if found.status_code == 404:
+                    await self.engine.call(
+                        "PUT", f"/containers/{name}/archive", query={"path": FOLDER}, content=_agent_archive(agent)
+                    )
+            finally:
+                await asyncio.shield(self.remove(name))
+            self._agent = agent
+
+
+def volume_name(agent: AgentProgram) -> str:
+    return f"roll-flash-agent-{agent.digest}"
+
+
+def _agent_archive(agent: AgentProgram) -> bytes:
+    content = agent.path.read_bytes()
+    member = tarfile.TarInfo("agent")
+    member.size, member.mode = len(content), 0o755
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        archive.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def container_config(spec: SandboxSpec, agent: AgentProgram, container_labels: dict[str, str]) -> dict[str, Any]:
+    """The whole hardening in one place; docs/security.md says what each line is for."""
+    user, group = spec.user.split(":")
+    tmpfs = f"rw,nosuid,nodev,exec,size={spec.tmpfs_size_mb}m,nr_inodes={spec.tmpfs_inodes},uid={user},gid={group}"
+    return {
+        "Image": spec.image or DEFAULT_IMAGE,
+        "Entrypoint": list(agent.command),
+        "Cmd": [],
+        "User": spec.user,
+        "WorkingDir": spec.workdir,
+        "Env": [f"HOME={spec.workdir}"],
+        "Hostname": "sandbox",
+        "OpenStdin": True,
+        "StdinOnce": True,
+        "AttachStdin": True,
+        "AttachStdout": True,
+        "AttachStderr": True,
+        "Tty": False,
+        "NetworkDisabled": True,
+        "Healthcheck": {"Test": ["NONE"]},
+        "Labels": container_labels,
+        "HostConfig": {
+            "AutoRemove": True,
+            "NetworkMode": "none",
+            "IpcMode": "private",
+            "ReadonlyRootfs": not spec.writable_root,
+            "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"],
+            "Privileged": False,
+            "Memory": spec.memory_mb << 20,
+            "MemorySwap": spec.memory_mb << 20,
+            "NanoCpus": round(spec.cpus * 1e9),
+            "PidsLimit": spec.pids,
+            "Ulimits": [
+                {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
+                {"Name": "core", "Soft": 0, "Hard": 0},
+            ],
+            "ShmSize": SHM_MB << 20,
+            "Tmpfs": {spec.workdir: f"{tmpfs},mode=0750", "/tmp": f"{tmpfs},mode=1777"},
+            "LogConfig": {"Type": "none", "Config": {}},
+            "Mounts": [
+                {
+                    "Type": "volume",
+                    "Source": volume_name(agent),
+                    "Target": FOLDER,
+                    "ReadOnly": True,
+                    "VolumeOptions": {"NoCopy": True},
+                }
+            ],
+        },
+    }

@@ -1,0 +1,223 @@
+"""The wire protocol between controller and agent: pure encoding and decoding, no I/O.
+
+Frame: `u8 type, u32 channel, u32 length` (little endian), then `length` bytes. The controller names the channels.
+A decoder trusts nothing: what comes from inside a sandbox may be hostile. Every limit that is passed raises
+`FrameError`, and the connection is given up.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+PROTOCOL_VERSION = 1
+HEADER = struct.Struct("<BII")
+MAX_REQUEST = 1 << 20
+MAX_REPLY = 1 << 17
+CHUNK = 1 << 16
+WINDOW = 1 << 18
+MAX_CAP = 1 << 24
+
+
+class FrameError(Exception):
+    """Bytes that no honest agent sends."""
+
+
+class Request(enum.IntEnum):
+    EXEC = 1
+    DATA = 2
+    END = 3
+    CANCEL = 4
+    CREDIT = 5
+    READ = 6
+    WRITE = 7
+    PING = 8
+    LIST = 9
+    MKDIR = 10
+    SYMLINK = 11
+    REMOVE = 12
+    SIGNAL = 13
+
+
+class Reply(enum.IntEnum):
+    READY = 64
+    OUT = 65
+    ERR = 66
+    EXIT = 67
+    DONE = 68
+    ERROR = 69
+    PONG = 70
+    GRANT = 71
+    ENTRY = 72
+
+
+class ExecFlag(enum.IntFlag):
+    STDIN = 1
+    MERGE = 2
+
+
+class ExitFlag(enum.IntFlag):
+    TIMED_OUT = 1
+    CANCELLED = 2
+    NOT_STARTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    type: int
+    channel: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """How a command ended, as the agent tells it."""
+
+    flags: int
+    code: int
+    signal: int
+    stdout_bytes: int
+    stderr_bytes: int
+    duration_us: int
+    cpu_us: int
+    peak_memory_kb: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One member of a directory tree."""
+
+    mode: int
+    size: int
+    mtime: int
+    path: bytes
+    target: bytes
+
+
+_EXIT = struct.Struct("<IiIQQQQQ")
+_EXEC = struct.Struct("<IIIIIII")
+_ENTRY = struct.Struct("<IQq")
+_U32 = struct.Struct("<I")
+_U64 = struct.Struct("<Q")
+
+
+def encode(kind: Request | Reply, channel: int, payload: bytes = b"") -> bytes:
+    return HEADER.pack(kind, channel, len(payload)) + payload
+
+
+def text(value: str | bytes) -> bytes:
+    """A length-prefixed string. Raises ValueError for a NUL, which no path, argument or variable can hold."""
+    data = value.encode(errors="surrogateescape") if isinstance(value, str) else value
+    if b"\0" in data:
+        raise ValueError("a NUL byte cannot be part of an argument, a path or a variable")
+    return _U32.pack(len(data)) + data
+
+
+def exec_request(
+    argv: Sequence[str],
+    *,
+    cwd: str,
+    env: Sequence[tuple[str, str]],
+    timeout_ms: int,
+    grace_ms: int,
+    cap: int,
+    window: int,
+    flags: int,
+) -> bytes:
+    """`cap` 0 streams as far as `window` bytes (and later credit) allow; otherwise head and tail come at the end."""
+    parts = [_EXEC.pack(timeout_ms, grace_ms, cap, window, flags, len(argv), len(env)), text(cwd)]
+    parts += [text(word) for word in argv]
+    parts += [text(f"{name}={value}") for name, value in env]
+    payload = b"".join(parts)
+    if len(payload) > MAX_REQUEST:
+        raise ValueError(f"the command line and its variables take {len(payload)} bytes; {MAX_REQUEST} is the limit")
+    return payload
+
+
+def read_request(path: str, limit: int, window: int) -> bytes:
+    return _U32.pack(window) + _U64.pack(limit) + text(path)
+
+
+def mode_and_path(mode: int, path: str) -> bytes:
+    return _U32.pack(mode) + text(path)
+
+
+def list_request(path: str, limit: int) -> bytes:
+    return _U64.pack(limit) + text(path)
+
+
+def u32(value: int) -> bytes:
+    return _U32.pack(value)
+
+
+def parse_exit(payload: bytes) -> Exit:
+    return Exit(*_unpack(_EXIT, payload))
+
+
+def parse_u32(payload: bytes) -> int:
+    return int(_unpack(_U32, payload)[0])
+
+
+def parse_u64(payload: bytes) -> int:
+    return int(_unpack(_U64, payload)[0])
+
+
+def parse_error(payload: bytes) -> tuple[int, str]:
+    if len(payload) < _U32.size:
+        raise FrameError("an ERROR frame is too short")
+    return int(_U32.unpack_from(payload)[0]), payload[_U32.size :].decode(errors="replace")
+
+
+def parse_entry(payload: bytes) -> Entry:
+    if len(payload) < _ENTRY.size:
+        raise FrameError("an ENTRY frame is too short")
+    mode, size, mtime = _ENTRY.unpack_from(payload)
+    path, at = _take_text(payload, _ENTRY.size)
+    target, at = _take_text(payload, at)
+    if at != len(payload):
+        raise FrameError("an ENTRY frame is too long")
+    return Entry(mode, size, mtime, path, target)
+
+
+def _take_text(payload: bytes, at: int) -> tuple[bytes, int]:
+    if at + _U32.size > len(payload):
+        raise FrameError("a string runs over the end of its frame")
+    end = at + _U32.size + int(_U32.unpack_from(payload, at)[0])
+    if end > len(payload):
+        raise FrameError("a string runs over the end of its frame")
+    return payload[at + _U32.size : end], end
+
+
+def _unpack(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
+    if len(payload) != layout.size:
+        raise FrameError(f"a frame holds {len(payload)} bytes where {layout.size} are due")
+    return layout.unpack(payload)
+
+
+class FrameDecoder:
+    """Bytes in, whole frames out. Holds at most one frame's worth of bytes over."""
+
+    def __init__(self, max_payload: int = MAX_REPLY) -> None:
+        self._buffer = bytearray()
+        self._max_payload = max_payload
+
+    def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
+        """Raises FrameError at the first header that is out of bounds."""
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        try:
+            while len(buffer) - at >= HEADER.size:
+                kind, channel, length = HEADER.unpack_from(buffer, at)
+                if length > self._max_payload:
+                    raise FrameError(f"a frame of {length} bytes; {self._max_payload} is the limit")
+                end = at + HEADER.size + length
+                if end > len(buffer):
+                    break
+                payload = bytes(memoryview(buffer)[at + HEADER.size : end])
+                at = end
+                yield Frame(kind, channel, payload)
+        finally:
+            del buffer[:at]

@@ -1,0 +1,74 @@
+"""Who owns a sandbox, in a way that survives the reuse of process ids and a reboot."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+LABEL = "roll-flash.sandbox"
+LABEL_RUN = "roll-flash.run"
+LABEL_OWNER = "roll-flash.owner"
+LABEL_DEADLINE = "roll-flash.deadline"
+LABEL_CREATED = "roll-flash.created"
+
+_STARTED_FIELD = 19
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A process: machine boot, process id, and when it started (clock ticks since boot)."""
+
+    boot: str
+    pid: int
+    started: int
+
+    def __str__(self) -> str:
+        return f"{self.boot}:{self.pid}:{self.started}"
+
+    @classmethod
+    def parse(cls, text: str) -> Owner:
+        """Raises ValueError."""
+        boot, pid, started = text.split(":")
+        return cls(boot, int(pid), int(started))
+
+    @classmethod
+    def current(cls) -> Owner:
+        pid = os.getpid()
+        started = process_started(pid)
+        assert started is not None, "a process can read its own /proc entry"
+        return cls(boot_id(), pid, started)
+
+    def lives(self) -> bool | None:
+        """None if it is a process of another machine (or another process namespace), of which nothing is known."""
+        if self.boot != boot_id():
+            return None
+        return process_started(self.pid) == self.started
+
+
+def boot_id() -> str:
+    """Names this boot of this machine and this process namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def process_started(pid: int) -> int | None:
+    """Clock ticks from boot to the start of a process; None if there is none, or only its zombie."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()
+    return None if fields[0] in "ZX" else int(fields[_STARTED_FIELD])
+
+
+def labels(run: str, deadline: float | None) -> dict[str, str]:
+    """`deadline` in seconds since 1970; None for none."""
+    return {
+        LABEL: "1",
+        LABEL_RUN: run,
+        LABEL_OWNER: str(Owner.current()),
+        LABEL_DEADLINE: "" if deadline is None else f"{deadline:.0f}",
+        LABEL_CREATED: f"{time.time():.0f}",
+    }

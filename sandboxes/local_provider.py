@@ -1,0 +1,157 @@
+"""Sandboxes without a daemon: bubblewrap namespaces around the same agent. Weaker than docker, and it says so.
+
+The machine's own `/usr` is inside, read-only, and nothing else of it; network, processes and users are separate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import socket
+import uuid
+from pathlib import Path
+
+from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
+from roll_flash.sandboxes.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.connection import AgentConnection, StreamProtocol
+from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
+from roll_flash.sandboxes.protocol import Isolation, Sandbox
+from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
+
+END_TIMEOUT_S = 10.0
+NOBODY = 65534
+SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime", "/etc/mime.types")
+SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
+
+
+class LocalProvider:
+    name = "local"
+    isolation: Isolation = "weak"
+
+    def __init__(self, *, max_parallel_starts: int = 8) -> None:
+        self._starts = asyncio.Semaphore(max_parallel_starts)
+        self._agent: AgentProgram | None = None
+        self._readers: set[asyncio.Future[None]] = set()
+
+    async def connect(self) -> None:
+        """Raises SandboxUnavailable."""
+        if shutil.which("bwrap") is None:
+            raise SandboxUnavailable("the local sandbox needs bubblewrap: apt-get install bubblewrap")
+        self._agent = await asyncio.to_thread(agent_program)
+
+    async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
+        if spec.image not in (None, DEFAULT_IMAGE):
+            raise SandboxSpecError(f"image={spec.image}: the local sandbox has no images; use the docker provider")
+        name = f"roll-flash-{uuid.uuid4().hex[:12]}"
+        async with self._starts:
+            connection = AgentConnection(name)
+            process = await self._spawn(name, spec, connection)
+            try:
+                await connection.ready(timeout_s)
+            except BaseException:
+                connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
+                await asyncio.shield(_end(process))
+                raise
+        return AgentSandbox(
+            name=name,
+            provider=self.name,
+            isolation=self.isolation,
+            spec=spec,
+            connection=connection,
+            end=lambda: _end(process),
+        )
+
+    async def _spawn(self, name: str, spec: SandboxSpec, connection: AgentConnection) -> asyncio.subprocess.Process:
+        assert self._agent is not None, "connect() comes first"
+        ours, theirs = socket.socketpair()
+        files = [os.memfd_create("agent"), os.memfd_create("passwd"), os.memfd_create("group")]
+        try:
+            user, group = spec.user.split(":")
+            _fill(files[0], self._agent.path.read_bytes())
+            _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
+            _fill(files[2], f"sandbox:x:{group}:\n".encode())
+            drop = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
+            process = await asyncio.create_subprocess_exec(
+                *bubblewrap_command(spec, self._agent, files),
+                stdin=theirs,
+                stdout=theirs,
+                stderr=asyncio.subprocess.PIPE,
+                pass_fds=files,
+                cwd="/",
+                env={},
+                **drop,  # type: ignore[arg-type]
+            )
+        except OSError as error:
+            ours.close()
+            raise SandboxStartError(f"sandbox {name}: bubblewrap could not be started: {error}") from None
+        finally:
+            theirs.close()
+            for fd in files:
+                os.close(fd)
+        ours.setblocking(False)
+        assert process.stderr is not None
+        reading = asyncio.ensure_future(_read_diagnostics(process.stderr, connection))
+        self._readers.add(reading)
+        reading.add_done_callback(self._readers.discard)
+        await asyncio.get_running_loop().create_connection(lambda: StreamProtocol(connection), sock=ours)
+        return process
+
+    async def close(self) -> None:
+        """Nothing is held beyond the sandboxes."""
+
+
+async def _read_diagnostics(stream: asyncio.StreamReader, connection: AgentConnection) -> None:
+    while piece := await stream.read(4096):
+        connection.receive_diagnostics(piece)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """The agent leaves at end-of-file and its process namespace with it; bubblewrap follows."""
+    try:
+        async with asyncio.timeout(1.0):
+            await process.wait()
+            return
+    except TimeoutError:
+        if process.returncode is None:
+            process.kill()
+    async with asyncio.timeout(END_TIMEOUT_S):
+        await process.wait()
+
+
+def _fill(fd: int, content: bytes) -> None:
+    os.write(fd, content)
+    os.lseek(fd, 0, os.SEEK_SET)
+
+
+def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int]) -> list[str]:
+    """`files`: descriptors of the agent, passwd and group, copied in by bubblewrap."""
+    user, group = spec.user.split(":")
+    size = str(spec.tmpfs_size_mb << 20)
+    command = [
+        shutil.which("bwrap") or "bwrap",
+        "--unshare-all",
+        "--unshare-user",
+        "--die-with-parent",
+        "--new-session",
+    ]
+    command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
+    command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+    for link in SYSTEM_LINKS:
+        if os.path.islink(link):
+            command += ["--symlink", os.readlink(link), link]
+        elif os.path.isdir(link):
+            command += ["--ro-bind", link, link]
+    command += ["--perms", "0755", "--dir", "/etc", "--perms", "0755", "--dir", "/etc/ssl"]
+    for path in SYSTEM_FILES:
+        if Path(path).exists():
+            command += ["--ro-bind", path, path]
+    command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
+    command += ["--perms", "0750", "--size", size, "--tmpfs", spec.workdir]
+    command += ["--perms", "0555", "--ro-bind-data", str(files[0]), f"{FOLDER}/agent"]
+    command += ["--perms", "0444", "--ro-bind-data", str(files[1]), "/etc/passwd"]
+    command += ["--perms", "0444", "--ro-bind-data", str(files[2]), "/etc/group"]
+    command += ["--remount-ro", "/", "--chdir", spec.workdir]
+    command += ["--setenv", "HOME", spec.workdir, "--setenv", "PATH", SEARCH_PATH]
+    return [*command, "--", *agent.command]

@@ -1,0 +1,90 @@
+"""Choose a provider by name and open one sandbox."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib.metadata import entry_points
+from typing import Protocol
+
+from roll_flash.sandboxes.docker_provider import DockerProvider
+from roll_flash.sandboxes.errors import SandboxUnavailable
+from roll_flash.sandboxes.local_provider import LocalProvider
+from roll_flash.sandboxes.protocol import Provider, Sandbox
+from roll_flash.sandboxes.spec import SandboxSpec
+
+ENTRY_POINTS = "roll_flash.sandboxes"
+START_TIMEOUT_S = 30.0
+DEFAULT_PARALLEL_STARTS = 8
+
+_log = logging.getLogger("roll_flash.sandboxes")
+
+
+class ConnectingProvider(Provider, Protocol):
+    async def connect(self) -> None: ...
+
+
+def provider_names() -> list[str]:
+    return ["docker", "local", *sorted(point.name for point in entry_points(group=ENTRY_POINTS))]
+
+
+def make_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARALLEL_STARTS) -> ConnectingProvider:
+    """`docker`, `docker:tcp://host:2375`, `local` or a plug-in. Raises SandboxUnavailable for an unknown name."""
+    if name == "docker" or name.startswith("docker:"):
+        return DockerProvider(name[len("docker:") :] or None, max_parallel_starts=max_parallel_starts)
+    if name == "local":
+        return LocalProvider(max_parallel_starts=max_parallel_starts)
+    for point in entry_points(group=ENTRY_POINTS, name=name):
+        plugged: ConnectingProvider = point.load()()
+        return plugged
+    raise SandboxUnavailable(f"no sandbox provider is called {name!r}; there are: auto, {', '.join(provider_names())}")
+
+
+async def connect_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARALLEL_STARTS) -> Provider:
+    """`auto` takes docker where an engine answers, else local with one warning. Raises SandboxUnavailable."""
+    if name != "auto":
+        provider = make_provider(name, max_parallel_starts=max_parallel_starts)
+        await _connect(provider)
+        return provider
+    try:
+        return await connect_provider("docker", max_parallel_starts=max_parallel_starts)
+    except SandboxUnavailable as no_docker:
+        try:
+            provider = await connect_provider("local", max_parallel_starts=max_parallel_starts)
+        except SandboxUnavailable as no_local:
+            raise SandboxUnavailable(f"no sandbox can be used: {no_docker}; {no_local}") from None
+        _log.warning("using the local sandbox (bubblewrap, weaker isolation than docker): %s", no_docker)
+        return provider
+
+
+async def _connect(provider: ConnectingProvider) -> None:
+    try:
+        await provider.connect()
+    except BaseException:
+        await provider.close()
+        raise
+
+
+@asynccontextmanager
+async def open_sandbox(
+    spec: SandboxSpec | None = None,
+    *,
+    provider: str | Provider = "auto",
+    run: str | None = None,
+    start_timeout: float = START_TIMEOUT_S,
+) -> AsyncIterator[Sandbox]:
+    """One sandbox for the length of an `async with`. Raises SandboxError if it cannot be had.
+
+    For many sandboxes, one after another or side by side, a SandboxPool is faster.
+    """
+    connected = await connect_provider(provider) if isinstance(provider, str) else provider
+    try:
+        sandbox = await connected.open(spec or SandboxSpec(), run=run or "", timeout_s=start_timeout)
+        try:
+            yield sandbox
+        finally:
+            await sandbox.close()
+    finally:
+        if isinstance(provider, str):
+            await connected.close()

@@ -1,0 +1,77 @@
+"""What a sandbox and a provider of sandboxes must do. `roll-flash sandbox check` tells whether one does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+from roll_flash.sandboxes.result import ExecResult
+from roll_flash.sandboxes.spec import SandboxSpec
+
+Isolation = Literal["strong", "weak"]
+
+
+@runtime_checkable
+class Sandbox(Protocol):
+    """One sandbox. Every method but `close` raises `SandboxDied` once it is gone; relative paths start at `workdir`."""
+
+    name: str
+    provider: str
+    isolation: Isolation
+    spec: SandboxSpec
+
+    @property
+    def alive(self) -> bool:
+        """False once the sandbox is known to be gone."""
+        ...
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = 60.0,
+        stdin: bytes | str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        max_output: int = 1 << 17,
+        merge_stderr: bool = False,
+        grace: float = 0.2,
+    ) -> ExecResult:
+        """Run a command (a `str` through `/bin/sh -c`) and wait for its end; its failure is a result.
+
+        It returns when the command's first process ends, even if a background child keeps the pipe. After `timeout`
+        seconds its whole process tree gets SIGTERM and `grace` seconds later SIGKILL; the output so far is returned.
+        Of each stream at most `max_output` bytes are kept, half from the start and half from the end.
+        """
+        ...
+
+    async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
+        """A regular file's content. Raises SandboxFileError."""
+        ...
+
+    async def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+        """Write a regular file: whole or not at all; folders on the way are made. Raises SandboxFileError."""
+        ...
+
+    async def ping(self, *, timeout: float = 10.0) -> None:
+        """Raises a SandboxError if the sandbox does not answer."""
+        ...
+
+    async def close(self) -> None:
+        """End the sandbox and everything in it; may be called more than once, never raises for one that is gone."""
+        ...
+
+
+class Provider(Protocol):
+    """Starts sandboxes. Plug-ins are entry points of the group `roll_flash.sandboxes`: name = "module:factory"."""
+
+    name: str
+    isolation: Isolation
+
+    async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
+        """Start a sandbox that answers. Raises SandboxError; leaves nothing behind then or when cancelled."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the provider itself holds; the sandboxes are closed by whoever opened them."""
+        ...

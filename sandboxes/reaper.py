@@ -1,0 +1,102 @@
+"""Find and remove sandboxes whose owner is gone or whose deadline has passed. Touches only what carries our label."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll_flash.sandboxes.engine_api import EngineAddress, EngineApi
+from roll_flash.sandboxes.errors import SandboxUnavailable
+from roll_flash.sandboxes.identity import LABEL, LABEL_CREATED, LABEL_DEADLINE, LABEL_OWNER, LABEL_RUN, Owner
+
+FOREIGN_AGE_S = 86400.0
+"""A sandbox of another machine's process without a deadline counts as left behind after so long."""
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxEntry:
+    """One sandbox as its engine lists it."""
+
+    name: str
+    run: str
+    owner: str
+    age_s: float
+    state: str
+    leaked: bool
+    """Its owner is dead, or its deadline has passed."""
+
+
+def list_sandboxes(host: str | None = None) -> list[SandboxEntry]:
+    """Every labelled container of the engine (DOCKER_HOST by default); none if no engine answers."""
+    return asyncio.run(_with_engine(host, _list))
+
+
+def reap(host: str | None = None) -> list[SandboxEntry]:
+    """Remove the leaked ones and return them."""
+    return asyncio.run(_with_engine(host, sweep))
+
+
+async def _with_engine(host: str | None, action: Any) -> list[SandboxEntry]:
+    engine = EngineApi(EngineAddress.from_environment(host))
+    try:
+        await engine.connect()
+        entries: list[SandboxEntry] = await action(engine)
+        return entries
+    except SandboxUnavailable:
+        if host is not None:
+            raise
+        return []
+    finally:
+        await engine.close()
+
+
+async def _list(engine: EngineApi) -> list[SandboxEntry]:
+    query = {"all": "1", "filters": json.dumps({"label": [f"{LABEL}=1"]})}
+    listed = await engine.json("GET", "/containers/json", query=query)
+    return [_entry(item) for item in listed]
+
+
+async def sweep(engine: EngineApi) -> list[SandboxEntry]:
+    """Remove what was left behind on this engine."""
+    leaked = [entry for entry in await _list(engine) if entry.leaked]
+    await _remove(engine, leaked)
+    return leaked
+
+
+async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:
+    limit = asyncio.Semaphore(8)
+
+    async def remove(entry: SandboxEntry) -> None:
+        async with limit:
+            query = {"force": "1", "v": "1"}
+            await engine.call("DELETE", f"/containers/{entry.name}", query=query, accept=(404, 409))
+
+    await asyncio.gather(*(remove(entry) for entry in entries))
+
+
+def _entry(item: dict[str, Any]) -> SandboxEntry:
+    marks = item.get("Labels") or {}
+    age_s = max(0.0, time.time() - float(marks.get(LABEL_CREATED) or item.get("Created") or 0))
+    return SandboxEntry(
+        name=str(item["Names"][0]).lstrip("/") if item.get("Names") else str(item["Id"]),
+        run=marks.get(LABEL_RUN, ""),
+        owner=marks.get(LABEL_OWNER, ""),
+        age_s=round(age_s, 1),
+        state=str(item.get("State", "")),
+        leaked=_is_leaked(marks, age_s),
+    )
+
+
+def _is_leaked(marks: dict[str, str], age_s: float) -> bool:
+    deadline = marks.get(LABEL_DEADLINE)
+    if deadline and time.time() > float(deadline):
+        return True
+    try:
+        lives = Owner.parse(marks.get(LABEL_OWNER, "")).lives()
+    except ValueError:
+        return False
+    return not lives if lives is not None else (not deadline and age_s > FOREIGN_AGE_S)

@@ -1,0 +1,62 @@
+"""What a sandbox is asked to be. Frozen and hashable, so that a pool can keep one shelf per spec."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+DEFAULT_IMAGE = "roll-flash-sandbox:latest"
+
+
+def _pairs(value: Any) -> Any:
+    return tuple(sorted(value.items())) if isinstance(value, Mapping) else value
+
+
+Env = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)]
+
+
+class SandboxSpec(BaseModel):
+    """Limits, image and surroundings of one sandbox. `env` may be given as a dict."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+    image: str | None = None
+    """Image name; None is the provider's own (docker: `roll-flash-sandbox:latest`, local: the machine's `/usr`)."""
+    memory_mb: Annotated[int, Field(ge=16)] = 256
+    """Memory of everything inside, tmpfs contents included; there is no swap beside it."""
+    cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
+    pids: Annotated[int, Field(ge=4, le=32768)] = 64
+    """Most processes and threads at a time."""
+    tmpfs_mb: Annotated[int, Field(ge=1)] | None = None
+    """Size of `workdir` and of `/tmp`, each; None is a quarter of the memory, at most 64."""
+    tmpfs_inodes: Annotated[int, Field(ge=64)] = 65536
+    """Most files in `workdir` and in `/tmp`, each."""
+    open_files: Annotated[int, Field(ge=16)] = 1024
+    network: Literal["none"] = "none"
+    """`none`: loopback only."""
+    env: Env = ()
+    """Environment variables of every command."""
+    workdir: Annotated[str, Field(pattern=r"^/[^\x00:,]+$")] = "/sandbox"
+    """Home and working directory, writable, empty at the start."""
+    user: Annotated[str, Field(pattern=r"^\d+:\d+$")] = "1000:1000"
+    """Numeric user and group that everything inside runs as."""
+    writable_root: bool = False
+    """Let the image's own files be changed (in this sandbox only)."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> SandboxSpec:
+        if 2 * self.tmpfs_size_mb > self.memory_mb:
+            raise ValueError(
+                f"tmpfs_mb={self.tmpfs_size_mb} counts twice (workdir and /tmp) against memory_mb={self.memory_mb}; "
+                "lower tmpfs_mb or raise memory_mb"
+            )
+        for name, value in self.env:
+            if not name or "=" in name or "\0" in name + value:
+                raise ValueError(f"env: {name!r} is not a usable variable name, or its value holds a NUL")
+        return self
+
+    @property
+    def tmpfs_size_mb(self) -> int:
+        return self.tmpfs_mb if self.tmpfs_mb is not None else max(1, min(64, self.memory_mb // 4))
