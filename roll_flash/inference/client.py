@@ -59,7 +59,9 @@ class VllmClient:
         with none left it tries again until `timeout_s` is over, because a server may be on its way back."""
         room = self._max_model_len - len(token_ids)
         if not token_ids or room < 1:
-            raise InferenceError(f"request {request_id}: {len(token_ids)} tokens leave no room in {self._max_model_len}")
+            raise InferenceError(
+                f"request {request_id}: {len(token_ids)} tokens leave no room in {self._max_model_len}"
+            )
         new_tokens = min(sampling.max_new_tokens, room)
         body = json.dumps(_request_body(token_ids, sampling, new_tokens, request_id)).encode()
         unreachable = ""

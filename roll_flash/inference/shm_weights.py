@@ -96,7 +96,9 @@ def _check(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
     missing = sorted(expected.keys() - got.keys() - {TIED_HEAD})
     unknown = sorted(got.keys() - expected.keys() - {TIED_HEAD})
     if missing or unknown:
-        raise ValueError(f"the weights do not fit the model: {len(missing)} missing {missing[:2]}, unknown {unknown[:2]}")
+        raise ValueError(
+            f"the weights do not fit the model: {len(missing)} missing {missing[:2]}, unknown {unknown[:2]}"
+        )
     for name, shape in got.items():
         if shape != expected.get(name, shape):
             raise ValueError(f"the weights do not fit the model: {name} is {shape}, not {expected[name]}")

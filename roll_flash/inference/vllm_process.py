@@ -102,10 +102,14 @@ class VllmProcess:
         try:
             response = await self._http.post(path, json=body)
         except httpx.RequestError as error:
-            raise InferenceError(f"{self._name}: {path} failed: {type(error).__name__} {error}; see {self.log}") from None
+            raise InferenceError(
+                f"{self._name}: {path} failed: {type(error).__name__} {error}; see {self.log}"
+            ) from None
         if not response.is_success:
             excerpt = " ".join(response.text.split())[:300]
-            raise InferenceError(f"{self._name}: {path} answered HTTP {response.status_code}: {excerpt}; see {self.log}")
+            raise InferenceError(
+                f"{self._name}: {path} answered HTTP {response.status_code}: {excerpt}; see {self.log}"
+            )
         return response.json()
 
     async def stop(self) -> None:
@@ -128,7 +132,9 @@ class VllmProcess:
         while not await self.is_healthy():
             if self._process.returncode is not None:
                 cause = _cause(self.log, log_start)
-                raise InferenceError(f"{self._name} did not start (exit {self._process.returncode}): {cause}; log: {self.log}")
+                raise InferenceError(
+                    f"{self._name} did not start (exit {self._process.returncode}): {cause}; log: {self.log}"
+                )
             if time.monotonic() > deadline:
                 raise InferenceError(
                     f"{self._name} was not healthy after {self._config.start_timeout_s:g} s "

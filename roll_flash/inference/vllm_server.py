@@ -149,5 +149,7 @@ async def _score(server: VllmProcess, token_ids: Sequence[int]) -> NDArray[np.fl
         positions = answer["prompt_logprobs"][1:]
         scores = [position[str(token)]["logprob"] for position, token in zip(positions, token_ids[1:], strict=True)]
     except (KeyError, TypeError, ValueError) as error:
-        raise InferenceError(f"{server.endpoint}: no log-probabilities of the prompt in the answer: {error!r}") from None
+        raise InferenceError(
+            f"{server.endpoint}: no log-probabilities of the prompt in the answer: {error!r}"
+        ) from None
     return np.asarray(scores, np.float32)

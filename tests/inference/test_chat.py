@@ -1,0 +1,202 @@
+"""Conversations are extended by token deltas, for the three families of chat templates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_flash.errors import ModelError
+from roll_flash.inference.chat import Conversation
+from roll_flash.inference.engine import Generation
+from roll_flash.models import resolve_model
+from roll_flash.types import FinishReason, Message
+
+CHATML = (
+    "{% for message in messages %}"
+    "{% if loop.first and message['role'] != 'system' %}{{ '<|im_start|>system\nBe kind.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA3 = (
+    "{{ '<|begin|>' }}{% for message in messages %}"
+    "{{ '<|header|>' + message['role'] + '<|end_header|>\n\n' + (message['content'] | trim) + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|header|>assistant<|end_header|>\n\n' }}{% endif %}"
+)
+QWEN3 = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% set content = message['content'].split('</think>')[-1].lstrip('\n') %}"
+    "{% set thought = '<think>\n\n</think>\n\n' if loop.last else '' %}"
+    "{{ '<|im_start|>assistant\n' + thought + content + '<|im_end|>\n' }}"
+    "{% elif message['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<|im_start|>user' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + message['content'] + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
+    "{% else %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot|>", "qwen3": "<|im_end|>"}
+TEMPLATES = {"chatml": CHATML, "llama3": LLAMA3, "qwen3": QWEN3}
+
+
+def tokenizer_with(template: str | None) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model("tiny"))
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|begin|>", "<|header|>", "<|end_header|>", "<|eot|>"]}
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+@pytest.fixture(params=list(TEMPLATES))
+def style(request: pytest.FixtureRequest) -> Iterator[str]:
+    yield request.param
+
+
+def sampled(tokenizer: Any, text: str, finish_reason: FinishReason = "stop", version: int = 3) -> Generation:
+    token_ids = np.asarray(tokenizer.encode(text, add_special_tokens=False), np.int32)
+    logprobs = -np.arange(1, len(token_ids) + 1, dtype=np.float32)
+    return Generation(token_ids, logprobs, np.full(len(token_ids), version, np.int32), finish_reason, "server", 0.1)
+
+
+def user(text: str) -> Message:
+    return {"role": "user", "content": text}
+
+
+def rendered(tokenizer: Any, messages: list[Message]) -> list[int]:
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def test_a_conversation_that_goes_well_is_what_the_template_renders(style: str) -> None:
+    tokenizer = tokenizer_with(TEMPLATES[style])
+    conversation = Conversation(tokenizer, [user("2+2?")])
+    for answer, reply in [("<sh>echo 4</sh>", "4"), ("<answer>4</answer>", "thanks")]:
+        conversation.add_generation(sampled(tokenizer, answer + ENDS[style]))
+        conversation.add_observation([user(reply)])
+    assert conversation.token_ids == rendered(tokenizer, conversation.messages)
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant", "user", "assistant", "user"]
+
+
+def test_a_turn_that_was_cut_off_is_closed_with_tokens_that_are_not_the_policys(style: str) -> None:
+    tokenizer = tokenizer_with(TEMPLATES[style])
+    conversation = Conversation(tokenizer, [user("2+2?")])
+    text = conversation.add_generation(sampled(tokenizer, "let me think", "length"))
+    end_of_policy = len(conversation.token_ids)
+    conversation.add_observation([user("go on")])
+    assert text == "let me think"
+    assert conversation.token_ids == rendered(tokenizer, conversation.messages)
+    token_ids, mask, logprobs, versions = conversation.arrays()
+    assert tokenizer.convert_ids_to_tokens(int(token_ids[end_of_policy])) == ENDS[style]
+    assert mask.sum() == len("let me think")
+    assert not mask[end_of_policy:].any()
+    assert (logprobs[~mask] == 0).all()
+    assert (versions[~mask] == -1).all()
+    assert (versions[mask] == 3).all()
+    assert logprobs[mask].tolist() == [-float(i) for i in range(1, 13)]
+    assert conversation.prompt_length == int(np.argmax(mask))
+
+
+def test_the_default_system_prompt_appears_once() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    conversation = Conversation(tokenizer, [user("hi")])
+    conversation.add_generation(sampled(tokenizer, "hello<|im_end|>"))
+    conversation.add_observation([user("bye")])
+    assert tokenizer.decode(conversation.token_ids).count("Be kind.") == 1
+
+
+def test_thinking_stays_in_the_context_it_was_sampled_in() -> None:
+    tokenizer = tokenizer_with(QWEN3)
+    conversation = Conversation(tokenizer, [user("2+2?")])
+    text = conversation.add_generation(sampled(tokenizer, "<think>easy</think>\n\n4<|im_end|>"))
+    conversation.add_observation([{"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}])
+    decoded = tokenizer.decode(conversation.token_ids)
+    assert text == "<think>easy</think>\n\n4"
+    assert decoded.endswith(
+        "<think>easy</think>\n\n4<|im_end|>\n<|im_start|>user\n<tool_response>\na\n</tool_response>"
+        "\n<tool_response>\nb\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+turns = st.lists(
+    st.tuples(
+        st.text(alphabet="ab <>/\n", min_size=1, max_size=12), st.booleans(), st.text(alphabet="xyz\n ", max_size=12)
+    ),
+    max_size=5,
+)
+
+
+@given(turns=turns)
+def test_tokens_are_only_appended_and_samples_are_kept_as_sampled(turns: list[tuple[str, bool, str]]) -> None:
+    for style, template in TEMPLATES.items():
+        tokenizer = _cached(style, template)
+        conversation = Conversation(tokenizer, [user("go")])
+        all_sampled: list[int] = []
+        for answer, is_ended, reply in turns:
+            before = list(conversation.token_ids)
+            generation = sampled(tokenizer, answer + (ENDS[style] if is_ended else ""))
+            conversation.add_generation(generation)
+            conversation.add_observation([user(reply)])
+            all_sampled += generation.token_ids.tolist()
+            assert (
+                conversation.token_ids[: len(before) + len(generation.token_ids)]
+                == before + generation.token_ids.tolist()
+            )
+        token_ids, mask, _, _ = conversation.arrays()
+        assert token_ids[mask].tolist() == all_sampled
+
+
+_tokenizers: dict[str, Any] = {}
+
+
+def _cached(style: str, template: str) -> Any:
+    if style not in _tokenizers:
+        _tokenizers[style] = tokenizer_with(template)
+    return _tokenizers[style]
+
+
+def test_a_template_that_rewrites_earlier_messages_is_refused_with_the_place() -> None:
+    counting = "{{ messages | length }} messages\n" + CHATML
+    with pytest.raises(ModelError, match=r"renders earlier messages differently.*1 messages"):
+        Conversation(tokenizer_with(counting), [user("hi")])
+
+
+def test_a_template_that_hides_the_models_turns_is_refused() -> None:
+    hiding = CHATML.replace("message['content'] +", "(message['content'] if message['role'] != 'assistant' else '') +")
+    tokenizer = tokenizer_with(hiding)
+    conversation = Conversation(tokenizer, [user("hi")])
+    conversation.add_generation(sampled(tokenizer, "hello<|im_end|>"))
+    with pytest.raises(ModelError, match="does not show the model's own earlier turns"):
+        conversation.add_observation([user("bye")])
+
+
+def test_roles_that_the_template_refuses_are_named() -> None:
+    refusing = "{% if messages[-1]['role'] == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}" + CHATML
+    tokenizer = tokenizer_with(refusing)
+    conversation = Conversation(tokenizer, [user("hi")])
+    conversation.add_generation(sampled(tokenizer, "hello<|im_end|>"))
+    with pytest.raises(ModelError, match=r"refuses the roles user, assistant, tool: no tools here"):
+        conversation.add_observation([{"role": "tool", "content": "4"}])
+
+
+def test_a_tokenizer_without_a_template_says_what_to_do() -> None:
+    with pytest.raises(ModelError, match="no chat template; use an instruct model"):
+        Conversation(tokenizer_with(None), [user("hi")])
+
+
+def test_turns_must_alternate() -> None:
+    tokenizer = tokenizer_with(CHATML)
+    conversation = Conversation(tokenizer, [user("hi")])
+    with pytest.raises(ValueError, match="must follow a turn of the model"):
+        conversation.add_observation([user("bye")])
+    conversation.add_generation(sampled(tokenizer, "a"))
+    with pytest.raises(ValueError, match="two turns of the model"):
+        conversation.add_generation(sampled(tokenizer, "b"))
