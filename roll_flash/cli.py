@@ -24,6 +24,7 @@ from roll_flash.errors import ConfigError, RollFlashError
 
 if TYPE_CHECKING:
     from roll_flash.config import Config
+    from roll_flash.sandboxes import SandboxEntry
 
 INTERRUPTED = 130
 Handler = Callable[[argparse.Namespace], int]
@@ -32,6 +33,8 @@ Handler = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Raises SystemExit for `--help`, `--version` and usage errors only."""
     arguments = build_parser().parse_args(argv)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py beside the user
     handler: Handler = arguments.handler
     try:
         with _terminate_like_interrupt():
@@ -154,12 +157,7 @@ def _train(arguments: argparse.Namespace) -> int:
         raise ConfigError("train needs a CONFIG file, for example: roll-flash train configs/quickstart.yaml")
     config = load_config(source, overrides)
     if arguments.dry_run:
-        from roll_flash.trainer import dry_run
-
-        with _standard_output_for_json(arguments.json):
-            dry_run(config)
-        print(json.dumps(config.model_dump(mode="json"), indent=2) if arguments.json else config.to_yaml())
-        return 0
+        return _dry_run(arguments, config)
     from roll_flash.monitor.summary import closing_text
     from roll_flash.trainer import train
 
@@ -172,6 +170,20 @@ def _train(arguments: argparse.Namespace) -> int:
         _print_json(summary)
     else:
         print(closing_text(summary))
+    return 0
+
+
+def _dry_run(arguments: argparse.Namespace, config: Config) -> int:
+    """Prints the resolved tree, itself a config that can be run, with what was checked as comments."""
+    from roll_flash.dry_run import dry_run
+
+    with _standard_output_for_json(arguments.json):
+        checks = dry_run(config, resume=arguments.resume)
+    if arguments.json:
+        _print_json({"checks": checks, "config": config.model_dump(mode="json")})
+    else:
+        print("\n".join(f"# {check}" for check in checks))
+        print(config.to_yaml(), end="")
     return 0
 
 
@@ -267,14 +279,14 @@ def _sandbox_reap(arguments: argparse.Namespace) -> int:
     return _print_sandboxes(arguments, reap(), "nothing to remove")
 
 
-def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[Any], none: str) -> int:
-    rows = [dataclasses.asdict(item) for item in found]
+def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[SandboxEntry], none: str) -> int:
     if arguments.json:
-        _print_json(rows)
+        _print_json([dataclasses.asdict(item) for item in found])
         return 0
-    for row in rows:
-        print("  ".join(f"{name}={value}" for name, value in row.items()))
-    if not rows:
+    for item in found:
+        state = "leaked" if item.leaked else item.state
+        print(f"{item.name}  {state}  {item.age_s:.0f} s old  run {item.run or '-'}  owner {item.owner or '-'}")
+    if not found:
         print(none)
     return 0
 

@@ -76,16 +76,16 @@ async def _play(
 ) -> Trajectory:
     started_s = time.time()
     progress.now("make")
-    async with _environment_errors(deadlines.step_s, "making the environment"):
+    async with _environment_errors(deadlines.step_s, "make"):
         env = await open_env()
     try:
         progress.now("reset")
         async with _environment_errors(deadlines.step_s, "reset"):
             messages, info = await env.reset(spec.task.seed)
-            policy.begin(messages)
+        policy.begin(messages)
         turns, end, last_info = await _play_turns(spec, env, policy, deadlines, progress)
-    finally:
         progress.now("close")
+    finally:
         close_error = await _close(env, deadlines.step_s)
     arrays = policy.arrays()
     info = {**info, **last_info, **({"close_error": close_error} if close_error else {})}

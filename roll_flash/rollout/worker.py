@@ -90,9 +90,11 @@ class Worker:
             return
         from transformers import AutoTokenizer
 
+        from roll_flash.inference.chat import Conversation
         from roll_flash.inference.client import open_client
 
         self._tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, str(self._settings.tokenizer_folder))
+        Conversation(self._tokenizer, [{"role": "user", "content": "."}])  # refuses a chat template that cannot work
         self._client = open_client(model)
 
     def submit(self, episodes: list[EpisodeSpec]) -> None:

@@ -1,0 +1,168 @@
+"""Whole runs as a user starts them: real processes, a real server, real sandboxes, the tiny model.
+
+One run goes through its life: started, stopped by Ctrl-C, resumed to the end, evaluated and exported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_flash.monitor.episodes import read_episodes
+from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
+from roll_flash.run_dir import list_checkpoints
+
+ROOT = Path(__file__).parents[1]
+RUN_TIMEOUT_S = 400
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "roll_flash", *arguments],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    """Exit code and everything printed."""
+    process = start(*arguments, **environment)
+    try:
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    finally:
+        process.kill()
+    return process.returncode, output
+
+
+def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + RUN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if (folder / "metrics.jsonl").exists() and any(
+            row["step"] >= step and STEP_S in row for row in read_metrics(folder)
+        ):
+            return
+        assert process.poll() is None, f"the run ended early:\n{process.communicate()[0]}"
+        time.sleep(0.2)
+    raise AssertionError(f"no step {step} within {RUN_TIMEOUT_S} s")
+
+
+def step_rows(folder: Path) -> list[dict[str, Any]]:
+    return [row for row in read_metrics(folder) if STEP_S in row]
+
+
+@pytest.fixture(scope="module")
+def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One run, interrupted after its first step and resumed to its end."""
+    runs = tmp_path_factory.mktemp("runs")
+    arguments = ["train", "configs/ci.yaml", "name=life", f"runs={runs}", "steps=4", "eval.tasks=4"]
+    process = start(*arguments)
+    folder = runs / "life"
+    try:
+        wait_for_step(folder, 1, process)
+        process.send_signal(signal.SIGINT)
+        interrupted, _ = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    stopped_at = [checkpoint.step for checkpoint in list_checkpoints(folder)]
+    code, resumed = run(*arguments, "--resume", "--json")
+    return {
+        "folder": folder,
+        "interrupt_code": process.returncode,
+        "interrupted": interrupted,
+        "stopped_at": stopped_at,
+        "resume_code": code,
+        "resumed": resumed,
+    }
+
+
+@pytest.mark.docker
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+class TestOneRunThroughItsLife:
+    def test_ctrl_c_stops_with_a_checkpoint_and_says_how_to_go_on(self, life: dict[str, Any]) -> None:
+        assert life["interrupt_code"] == 130, life["interrupted"]
+        assert len(life["stopped_at"]) == 1
+        assert "--resume" in life["interrupted"]
+
+    def test_a_resumed_run_trains_the_steps_that_were_left_and_no_other(self, life: dict[str, Any]) -> None:
+        assert life["resume_code"] == 0, life["resumed"]
+        assert [row["step"] for row in step_rows(life["folder"])] == [1, 2, 3, 4]
+
+    def test_server_and_learner_agree_after_every_update(self, life: dict[str, Any]) -> None:
+        parity = [row["weights/parity"] for row in step_rows(life["folder"]) if "weights/parity" in row]
+        assert parity
+        assert max(parity) < 1e-3
+
+    def test_no_token_was_trained_beyond_the_asynchronous_ratio(self, life: dict[str, Any]) -> None:
+        assert max(row[STALENESS_MAX] for row in step_rows(life["folder"])) <= 1
+
+    def test_every_episode_is_on_disk_with_tokens_logprobs_and_versions(self, life: dict[str, Any]) -> None:
+        episodes = read_episodes(life["folder"])
+        assert len(episodes) >= 4 * 16
+        for episode in episodes:
+            assert episode["kind"] == "trajectory", episode
+            sizes = {len(episode[name]) for name in ("token_ids", "policy_mask", "logprobs", "versions")}
+            assert len(sizes) == 1
+            for position, is_policy in enumerate(episode["policy_mask"]):
+                assert is_policy == any(turn["start"] <= position < turn["end"] for turn in episode["turns"])
+                assert (episode["versions"][position] >= 0) == is_policy
+                assert episode["logprobs"][position] <= 0
+
+    def test_the_books_balance(self, life: dict[str, Any]) -> None:
+        summary = json.loads(life["resumed"][life["resumed"].index("\n{\n") :])
+        assert summary["books"]["balance"] is True
+
+    def test_the_exported_model_loads_in_transformers(self, life: dict[str, Any]) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        model = AutoModelForCausalLM.from_pretrained(life["folder"] / "model")
+        tokenizer = AutoTokenizer.from_pretrained(life["folder"] / "model")
+        assert model.config.vocab_size >= len(tokenizer)
+
+    def test_a_plot_was_drawn(self, life: dict[str, Any]) -> None:
+        assert (life["folder"] / "plots" / "reward.png").stat().st_size > 10_000
+
+    def test_the_name_of_a_run_is_not_taken_twice(self, life: dict[str, Any]) -> None:
+        code, output = run("train", "configs/ci.yaml", "name=life", f"runs={life['folder'].parent}")
+        assert code == 2
+        assert "--resume" in output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["rollout.groups_per_stp=4"], 2, "did you mean 'rollout.groups_per_step'"),
+        (["rollout.group_size=-2"], 2, "rollout.group_size"),
+        (["steps=many"], 2, "steps"),
+        (["model.path=/no/such/model"], 2, "/no/such/model: no such model folder"),
+        (["env.id=Nobody-v0"], 2, "Nobody-v0"),
+    ],
+)
+def test_bad_input_is_one_clear_line_before_anything_starts(
+    tmp_path: Path, arguments: list[str], code: int, says: str
+) -> None:
+    found, output = run("train", "configs/ci.yaml", "name=bad", f"runs={tmp_path}", *arguments)
+    assert (found, len(output.strip().splitlines())) == (code, 1), output
+    assert says in output
+
+
+def test_docker_without_an_engine_is_one_clear_line(tmp_path: Path) -> None:
+    nowhere = f"unix://{tmp_path}/docker.sock"
+    code, output = run(
+        "train", "configs/ci.yaml", "name=bad", f"runs={tmp_path}", "sandbox.provider=docker", DOCKER_HOST=nowhere
+    )
+    assert code in (1, 2)
+    assert "docker" in output.lower()
+    assert "Traceback" not in output
