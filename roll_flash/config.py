@@ -126,6 +126,7 @@ class LossConfig(Section):
     correction: Literal["none", "tis", "mask"] = "tis"
     """What is done with the ratio of proximal to behaviour policy: nothing, truncate, or drop outside the bounds."""
     correction_level: Literal["token", "sequence"] = "token"
+    """One ratio for each token, or one for a whole sequence (the product over its tokens)."""
     correction_cap: PositiveFloat = 2.0
     """Upper bound of `tis`; upper end of `mask`."""
     correction_floor: NonNegativeFloat = 0.5
@@ -304,7 +305,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
             raise ConfigError(f"{override!r}: {section} is a value, not a section")
         node[section] = child = dict(child)
         node = child
-    node[last] = _scientific(value)
+    node[last] = _scientific(value) if value == text.strip() else value
 
 
 def _scientific(value: Any) -> Any:

@@ -1,40 +1,79 @@
-"""Everything about a run that can be checked without starting it."""
+"""`roll-flash train CONFIG --dry-run`: everything that can be checked before servers and learner are started."""
 
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any
 
-from roll_flash.config import Config, SandboxConfig
-from roll_flash.errors import ConfigError
+from roll_flash.config import Config
+from roll_flash.errors import ConfigError, EnvError, RollFlashError
 from roll_flash.models import resolve_model
-from roll_flash.rollout.environments import check_environment, open_environment
+from roll_flash.rollout.environments import AsyncEnvironment, check_environment, open_environment
 from roll_flash.rollout.tasks import make_task
-from roll_flash.sandboxes import SandboxPool, SandboxSpec
+from roll_flash.sandboxes import SandboxSpec, open_sandbox
 
 
-def dry_run(config: Config) -> None:
-    """Check the model folder, the run's name, the environment and one sandbox. Raises RollFlashError saying what fails."""
-    if any(config.run_folder.glob("*")):
-        raise ConfigError(f"{config.run_folder} exists; choose another name=OTHER or go on with --resume")
-    resolve_model(config.model.path)
-    needs_sandbox = check_environment(config.env.id, config.env.kwargs)
-    asyncio.run(_reset_once(config, config.sandbox if needs_sandbox else None))
+def dry_run(config: Config, *, resume: bool = False) -> list[str]:
+    """One line for each check that passed. Raises the error that the run would end with for the first that did not.
+
+    A model that is given by name is prepared if it is not yet; nothing else stays behind.
+    """
+    if not resume and config.run_folder.is_dir() and any(config.run_folder.iterdir()):
+        raise ConfigError(f"{config.run_folder}: this run exists; continue it with --resume or choose name=OTHER")
+    model = f"model: {resolve_model(config.model.path)}"
+    check_environment(config.env.id, config.env.kwargs)
+    return [model, *asyncio.run(_try_environment(config)), f"run folder: {config.run_folder}"]
 
 
-async def _reset_once(config: Config, sandbox: SandboxConfig | None) -> None:
-    task = make_task(config.env.id, config.env.train_seeds[0], config.env.kwargs)
-    async with AsyncExitStack() as stack:
-        threads = stack.enter_context(ThreadPoolExecutor(1))
-        env = await open_environment(task, threads)
-        stack.push_async_callback(env.close)
-        if sandbox is not None and env.sandbox_env is not None:
-            pool = await stack.enter_async_context(SandboxPool(provider=sandbox.provider, size=1, run=config.name))
-            spec = env.sandbox_env.sandbox_spec or SandboxSpec(image=sandbox.image)
-            env.sandbox_env.sandbox = await stack.enter_async_context(pool.lease(spec))
-        try:
-            async with asyncio.timeout(config.rollout.step_timeout_s):
-                await env.reset(task.seed)
-        except Exception as error:  # users' code may raise anything
-            raise ConfigError(f"env.id {config.env.id!r}: reset raised {type(error).__name__}: {error}") from None
+async def _try_environment(config: Config) -> list[str]:
+    seed = config.env.train_seeds[0]
+    task = make_task(config.env.id, seed, config.env.kwargs)
+    env = await open_environment(task, _DaemonThreads())
+    try:
+        if env.sandbox_env is None:
+            return [await _reset(config, env, seed)]
+        spec = env.sandbox_env.sandbox_spec or _default_spec(config)
+        provider, limit = config.sandbox.provider, config.sandbox.start_timeout_s
+        async with open_sandbox(spec, provider=provider, start_timeout=limit) as sandbox:
+            env.sandbox_env.sandbox = sandbox
+            return [f"sandbox: {provider} started one ({spec.image})", await _reset(config, env, seed)]
+    finally:
+        await env.close()
+
+
+class _DaemonThreads(Executor):
+    """A thread for each call, which does not keep the process from ending when an environment hangs in it."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=call, name="environment", daemon=True).start()
+        return future
+
+
+def _default_spec(config: Config) -> SandboxSpec:
+    sandbox = config.sandbox
+    return SandboxSpec(image=sandbox.image, memory_mb=sandbox.memory_mb, cpus=sandbox.cpus, pids=sandbox.pids)
+
+
+async def _reset(config: Config, env: AsyncEnvironment, seed: int) -> str:
+    try:
+        async with asyncio.timeout(config.rollout.step_timeout_s):
+            messages, _ = await env.reset(seed)
+    except TimeoutError:
+        limit = config.rollout.step_timeout_s
+        raise EnvError(f"{config.env.id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
+    except RollFlashError:
+        raise
+    except Exception as error:  # users' code may raise anything
+        raise EnvError(f"{config.env.id}: reset(seed={seed}) raised {type(error).__name__}: {error}") from error
+    return f"environment: {config.env.id} resets with {len(messages)} messages"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,12 @@ def test_resuming_after_the_last_step_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_series_holds_the_last_finite_value_of_each_step() -> None:
-    rows = [{"step": 0, "a": 1.0}, {"step": 1, "a": None}, {"step": 2, "b": 3.0}, {"step": 0, "a": 2.0}]
+    rows: list[dict[str, Any]] = [
+        {"step": 0, "a": 1.0},
+        {"step": 1, "a": None},
+        {"step": 2, "b": 3.0},
+        {"step": 0, "a": 2.0},
+    ]
     assert series(rows, "a") == ([0], [2.0])
     assert series(rows, "c") == ([], [])
 

@@ -1,0 +1,404 @@
+"""The `roll-flash` command as a user meets it: exit codes, one-line errors, suggestions, quick help, clean ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from roll_flash.cli import main
+from roll_flash.config import load_config
+from roll_flash.errors import ConfigError, RunError
+from roll_flash.evaluate.result import score
+from roll_flash.run_dir import RunDir
+
+TREE: dict[str, Any] = {"name": "maze", "model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
+
+ENVIRONMENT = '''
+"""Environments of a user."""
+import gymnasium
+
+class Echo(gymnasium.Env):
+    """Repeat what was said."""
+    observation_space = gymnasium.spaces.Text(100)
+    action_space = gymnasium.spaces.Text(100)
+
+    def __init__(self, broken=False):
+        self.broken = broken
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        if self.broken:
+            raise OSError("no maze today")
+        return "say hello", {}
+
+    def step(self, action):
+        return "", float("hello" in action), True, False, {"success": "hello" in action}
+
+gymnasium.register("Echo-v0", Echo)
+'''
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def users_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "users_environments.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def config_file(**changes: Any) -> str:
+    Path("maze.yaml").write_text(yaml.safe_dump({**TREE, **changes}))
+    return "maze.yaml"
+
+
+def finished_run() -> None:
+    with RunDir.create(load_config(TREE), resume=False) as run, run.writing_checkpoint(3) as folder:
+        (folder / "hf").mkdir()
+        (folder / "hf" / "config.json").write_text("{}")
+
+
+def roll_flash(*arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "roll_flash", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, **options)
+
+
+# Help and start
+
+
+def test_help_answers_in_half_a_second_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom roll_flash.cli import main\n"
+        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "heavy = ('torch', 'ray', 'vllm', 'transformers', 'gymnasium', 'pydantic', 'numpy')\n"
+        "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
+    )
+    times = []
+    for _ in range(3):
+        started = time.monotonic()
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        times.append(time.monotonic() - started)
+    assert done.stderr.strip() == "[]"
+    assert min(times) < 0.5
+
+
+def test_help_lists_what_exists() -> None:
+    done = roll_flash("--help")
+    assert done.returncode == 0
+    listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ") and line[4] != " "]
+    assert listed == ["train", "eval", "envs", "sandbox", "export", "doctor"]
+
+
+@pytest.mark.parametrize("command", [["train"], ["eval"], ["envs", "list"], ["sandbox", "ls"], ["export"], ["doctor"]])
+def test_each_command_has_help_and_json(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, "--help"])
+    assert ended.value.code == 0
+    assert "--json" in capsys.readouterr().out
+
+
+# Usage
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["trian"], "unknown command 'trian'; did you mean train?"),
+        (["frobnicate"], "one of: train, eval, envs, sandbox, export, doctor"),
+        ([], "required: COMMAND"),
+        (["train", "--resum", "maze.yaml"], "unknown argument --resum; did you mean --resume?"),
+        (["eval", "--modle=x"], "did you mean --model?"),
+        (["envs", "lst"], "unknown action 'lst'; did you mean list?"),
+        (["export", "maze"], "required: DIR"),
+        (["eval", "-n", "many"], "argument -n/--tasks: invalid int value: 'many'"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert len(captured.err.splitlines()) == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train"], "train needs a CONFIG file"),
+        (["train", "nothing.yaml"], "nothing.yaml: no such config file"),
+        (["train", "maze.yaml", "other.yaml"], "one CONFIG is enough"),
+        (["train", "maze.yaml", "rollout.group_sise=4"], "did you mean 'rollout.group_size'?"),
+        (["train", "maze.yaml", "rollout.group_size=-4"], "rollout.group_size: input should be greater than"),
+        (["train", "maze.yaml", "--resume"], "no run to resume"),
+        (["eval"], "give a CONFIG file, --env ID"),
+        (["eval", "--env", "Maze-v0"], "--env needs --model"),
+        (["export", "nobody", "out"], "nobody: no run of this name"),
+        (["train", "maze.yaml", "--dry-run", "model.path=/no/such"], "/no/such: no such model folder"),
+        (["train", "maze.yaml", "--dry-run", "env.id=NoSuch-v0"], "env.id 'NoSuch-v0' is not registered"),
+    ],
+)
+def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_file()
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert words in captured.err
+    assert captured.err.startswith("roll-flash: ")
+    assert len(captured.err.splitlines()) == 1
+    assert "Traceback" not in captured.err
+
+
+def test_several_mistakes_are_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config_file(), "steps=0", "stepz=1"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "maze.yaml", "steps=7", "--resume", "seed=3"],
+        ["train", "--resume", "steps=7", "maze.yaml", "seed=3"],
+        ["train", "steps=7", "seed=3", "maze.yaml", "--resume"],
+    ],
+)
+def test_words_and_options_come_in_any_order(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr("roll_flash.trainer.train", _trainer(seen))
+    config_file()
+    main(arguments)
+    ((config, resume),) = seen
+    assert (config.steps, config.seed, resume) == (7, 3, True)
+
+
+# Ends of a run
+
+
+def _trainer(seen: list[Any], error: BaseException | None = None) -> Any:
+    """Stands in for a training run of minutes: prints like one, then ends as told."""
+
+    def train(config: Any, *, resume: bool = False) -> dict[str, Any]:
+        seen.append((config, resume))
+        print("step 1/1")
+        if error is not None:
+            raise error
+        return SUMMARY
+
+    return train
+
+
+SUMMARY: dict[str, Any] = {
+    **{
+        "name": "maze",
+        "env_id": "Maze-v0",
+        "steps": 1,
+        "total_steps": 1,
+        "seconds": 2.0,
+        "before": None,
+        "after": None,
+    },
+    **{"tokens": 10, "tokens_per_s": 5.0, "run_folder": "runs/maze", "plot": None, "model_folder": None, "notes": []},
+    "books": {"produced": 1, "trained": 1, "waiting": 0, "dropped": {}, "failed": {}, "balance": True},
+}
+
+
+def test_with_json_standard_output_is_one_object_and_progress_goes_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("roll_flash.trainer.train", _trainer([]))
+    assert main(["train", config_file(), "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == SUMMARY
+    assert "step 1/1" in captured.err
+
+
+def test_a_finished_run_ends_with_its_summary(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("roll_flash.trainer.train", _trainer([]))
+    assert main(["train", config_file()]) == 0
+    assert "Run maze is done" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "words"),
+    [
+        (RunError("all episodes failed"), 1, "roll-flash: all episodes failed"),
+        (ConfigError("that cannot be"), 2, "roll-flash: that cannot be"),
+        (ValueError("two\nlines"), 1, "internal error: ValueError: two lines; run again with --debug"),
+        (KeyboardInterrupt(), 130, "interrupted; no checkpoint was written yet"),
+    ],
+)
+def test_each_end_has_its_exit_code_and_line(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
+    code: int,
+    words: str,
+) -> None:
+    monkeypatch.setattr("roll_flash.trainer.train", _trainer([], error))
+    assert main(["train", config_file()]) == code
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.splitlines()) == 1
+
+
+def test_after_ctrl_c_the_user_is_told_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    finished_run()
+    monkeypatch.setattr("roll_flash.trainer.train", _trainer([], KeyboardInterrupt()))
+    assert main(["train", config_file()]) == 130
+    err = capsys.readouterr().err
+    assert "a checkpoint of step 3 is in runs/maze; go on with the same command and --resume" in err
+
+
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_traceback_is_shown_with_debug_only(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    monkeypatch.setattr("roll_flash.trainer.train", _trainer([], RunError("broken")))
+    words = ["train", config_file()]
+    assert main(["--debug", *words] if place == "before" else [*words, "--debug"]) == 1
+    err = capsys.readouterr().err
+    assert "Traceback" in err
+    assert err.splitlines()[-1] == "roll-flash: broken"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_end_a_command_cleanly_with_130(number: signal.Signals, tmp_path: Path) -> None:
+    """With a command that waits: an evaluation whose environment module takes its time to import."""
+    (tmp_path / "slow_module.py").write_text("import time\nprint('waiting', flush=True)\ntime.sleep(60)\n")
+    Path("maze.yaml").write_text(yaml.safe_dump({**TREE, "env": {"id": "slow_module:Maze-v0"}}))
+    process = subprocess.Popen(
+        [sys.executable, "-m", "roll_flash", "train", "maze.yaml", "--dry-run"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert process.stdout is not None
+    try:
+        assert process.stdout.readline() == "waiting\n"
+        process.send_signal(number)
+        _, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "interrupted" in err
+    assert "Traceback" not in err
+
+
+# Subcommands
+
+
+@pytest.mark.usefixtures("users_module")
+def test_a_dry_run_prints_a_tree_that_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config_file(), "--dry-run", "env.id=users_environments:Echo-v0", "steps=9"]) == 0
+    out = capsys.readouterr().out
+    assert "# environment: users_environments:Echo-v0 resets with 1 messages" in out
+    assert load_config(yaml.safe_load(out)).steps == 9
+    assert not Path("runs").exists()
+
+
+@pytest.mark.usefixtures("users_module")
+def test_a_dry_run_finds_an_environment_that_breaks(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["env.id=users_environments:Echo-v0", "env.kwargs.broken=true"]
+    assert main(["train", config_file(), "--dry-run", *words]) == 1
+    assert "reset(seed=0) raised OSError: no maze today" in capsys.readouterr().err
+
+
+def test_the_environments_that_ship_are_listed_with_what_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["envs", "list", "--json"]) == 0
+    found = {entry["id"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert "tool-use" in found["ShellMath-v0"]["about"]
+    assert "CartPole-v1" not in found
+    assert main(["envs", "list", "--all"]) == 0
+    assert "CartPole-v1" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("users_module")
+def test_an_environment_of_a_user_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    __import__("users_environments")
+    assert main(["envs", "list"]) == 0
+    assert "Repeat what was said." in capsys.readouterr().out
+
+
+def test_export_tells_where_the_model_is(capsys: pytest.CaptureFixture[str]) -> None:
+    finished_run()
+    assert main(["export", "maze@3", "out", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 3
+    assert Path("out/config.json").is_file()
+    assert main(["export", "maze", "out"]) == 2
+    assert "not empty" in capsys.readouterr().err
+
+
+def test_doctor_reports_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["doctor", "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert code == (0 if report["ok"] else 1)
+    assert {"python", "torch", "memory"} <= {check["name"] for check in report["checks"]}
+
+
+def test_sandbox_ls_is_a_list_also_where_no_engine_answers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    assert main(["sandbox", "ls", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+    assert main(["sandbox", "reap"]) == 0
+    assert capsys.readouterr().out == "nothing to remove\n"
+
+
+def test_eval_prints_its_table_and_fails_only_when_nothing_could_be_scored(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    episode = {"kind": "trajectory", "reward": 1.0, "end": "terminated", "policy_tokens": 3, "turns": [1]}
+    failure = {"kind": "failure", "cause": "generate_error"}
+    seen: list[Any] = []
+
+    def evaluation(*records: dict[str, Any]) -> Any:
+        async def run_evaluation(request: Any) -> Any:
+            seen.append(request)
+            return score(records, label="test", tasks=1, attempts=1, seconds=1.0), Path("runs/eval/x")
+
+        return run_evaluation
+
+    command = "roll_flash.evaluate.command.run_evaluation"
+    monkeypatch.setattr(command, evaluation({**episode, "task_id": "a", "success": True}))
+    assert main(["eval", "--env", "Echo-v0", "--model", "m", "-n", "5", "-k", "2", "seed=3", "--out", "o"]) == 0
+    assert "success" in capsys.readouterr().out
+    request = seen[0]
+    assert (request.env, request.model, request.tasks, request.attempts) == ("Echo-v0", "m", 5, 2)
+    assert (request.config, request.overrides, request.out) == (None, ("seed=3",), "o")
+    monkeypatch.setattr(command, evaluation(failure))
+    assert main(["eval", "maze.yaml", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["failures"] == {"generate_error": 1}
+
+
+def test_output_that_nobody_reads_any_more_is_no_crash() -> None:
+    done = subprocess.run(
+        f"{sys.executable} -m roll_flash envs list --all | head -n 1",
+        shell=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert "Traceback" not in done.stderr
+    assert "BrokenPipe" not in done.stderr
