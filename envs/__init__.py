@@ -4,3 +4,6 @@ from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.registration import register, register_env
 
 __all__ = ["Env", "Observation", "SandboxEnv", "StepResult", "register", "register_env"]
+
+# gymnasium 1.x loads no plug-ins by itself: importing this package is what makes the ids known.
+register()
