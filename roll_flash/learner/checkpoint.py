@@ -2,7 +2,7 @@
 
 A checkpoint is a folder: torch.distributed.checkpoint files (weights and optimizer, sharded), the random state of each
 rank, and `learner.json`, written last, which names every file with its size. A folder without it, or whose files
-differ from it, is incomplete.
+differ from it, is incomplete. Folders are written beside their place and renamed into it.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from roll_flash.errors import CheckpointError
@@ -25,35 +29,38 @@ _MANIFEST = "learner.json"
 _FORMAT = 1
 
 
-def begin(folder: Path) -> Path:
-    """An empty sibling folder to write into. Raises CheckpointError if `folder` exists or cannot be made."""
-    if folder.exists():
-        raise CheckpointError(f"{folder}: exists already; a checkpoint is written to a new folder")
-    partial = folder.with_name(folder.name + ".partial")
+@contextmanager
+def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """Gives a sibling folder to write into, which takes the name `folder` at once and durably when the block ends.
+
+    After an error nothing is left of it. Raises CheckpointError if `folder` exists (unless it `replaces` it) or the
+    disk says no.
+    """
+    if folder.exists() and not replaces:
+        raise CheckpointError(f"{folder}: exists already; choose a new folder")
+    partial = folder.with_name(f".{folder.name}.partial")
     try:
-        if partial.exists():
+        if partial.exists():  # of a process that was killed while writing
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
+        yield partial
+        for path in (*partial.rglob("*"), partial):
+            _fsync(path)
+        if folder.exists():
+            shutil.rmtree(folder)
+        partial.rename(folder)
+        _fsync(folder.parent)
     except OSError as error:
-        raise CheckpointError(f"{partial}: cannot be made: {error}") from error
-    return partial
+        raise CheckpointError(f"{folder}: cannot be written: {error}") from error
+    finally:
+        if partial.exists():
+            shutil.rmtree(partial)
 
 
-def commit(partial: Path, folder: Path, metadata: dict[str, Any]) -> None:
-    """Make the checkpoint durable and visible at once: manifest, fsync, rename."""
-    files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-    manifest = {"format": _FORMAT, **metadata, "files": files}
-    (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1))
-    for path in (*partial.rglob("*"), partial):
-        _fsync(path)
-    partial.rename(folder)
-    _fsync(folder.parent)
-
-
-def discard(partial: Path) -> None:
-    """Remove what a failed save has left."""
-    if partial.exists():
-        shutil.rmtree(partial)
+def write_manifest(folder: Path, metadata: dict[str, Any]) -> None:
+    """List the files that are there, with their sizes. The last thing to be written."""
+    files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
+    (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **metadata, "files": files}, indent=1))
 
 
 def read_manifest(folder: Path, model_fingerprint: str) -> dict[str, Any]:
@@ -86,23 +93,34 @@ def fingerprint(model: nn.Module) -> str:
 def write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     """This rank's shard of weights, optimizer and random state. A collective."""
     weights, moments = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-    random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    torch.save(random_state, folder / f"random-{rank}.pt")
+    try:
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
+        random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
+        torch.save(random_state, folder / f"random-{rank}.pt")
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
 
 
 def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     """Read what `write_state` wrote, at any world size; a rank that did not exist then keeps its random state."""
     weights, moments = get_state_dict(model, optimizer)
-    state = {"model": weights, "optimizer": moments}
-    dcp.load(state, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    state: dict[str, Any] = {"model": weights, "optimizer": moments}
     random_file = folder / f"random-{rank}.pt"
-    if random_file.exists():
-        random_state = torch.load(random_file, weights_only=True)
+    try:
+        dcp.load(state, checkpoint_id=folder)
+        random_state = torch.load(random_file, weights_only=True) if random_file.exists() else None
+    except (CheckpointException, OSError, RuntimeError, UnpicklingError) as error:
+        raise CheckpointError(f"{folder}: cannot be read: {_last_line(error)}; use an older checkpoint") from None
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if random_state is not None:
         torch.set_rng_state(random_state["cpu"])
         if torch.cuda.is_available() and random_state["cuda"]:
             torch.cuda.set_rng_state_all(random_state["cuda"])
+
+
+def _last_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[-1] if text else type(error).__name__
 
 
 def _fsync(path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.inference.engine import StagedWeights
-from roll_flash.types import Group
+from roll_flash.types import Group, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,13 @@ class LearnerEngine(Protocol):
 
     async def finish_step(self) -> StepResult:
         """Normalise, clip, step. Raises LearnerError when nothing was accumulated."""
+        ...
+
+    async def sft_step(self, trajectories: Sequence[Trajectory], learning_rate: float | None = None) -> StepResult:
+        """One supervised step: cross-entropy on the policy tokens of demonstrations. Counts as a version.
+
+        Raises LearnerError between `accumulate` and `finish_step`.
+        """
         ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll_flash.errors import ModelError
-from roll_flash.learner.packing import PackedRow, attention_mask
+from roll_flash.learner import tree_attention
+from roll_flash.learner.packing import PackedRow
 from roll_flash.learner.token_logprobs import token_logprobs
 
 
@@ -28,12 +29,12 @@ class PolicyModel(nn.Module):
     def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logprobs, entropies) [M], float32, of the row's policy tokens at `temperature` (default: the sampler's)."""
         device = self.head.device
-        mask = torch.from_numpy(attention_mask(row.subtree_end)).to(device)
+        tree = tree_attention.tree_layout(row.position_ids, row.subtree_end, device)
         hidden = self.model.base_model(
             input_ids=torch.tensor(row.token_ids, device=device)[None],
             position_ids=torch.tensor(row.position_ids, device=device)[None],
-            attention_mask=mask[None, None],
             use_cache=False,
+            tree=tree,
         ).last_hidden_state[0]
         nodes, source = torch.unique(torch.tensor(row.source, device=device), return_inverse=True)
         return token_logprobs(
@@ -74,11 +75,16 @@ def load_policy_model(folder: Path, temperature: float = 1.0) -> PolicyModel:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: not a Hugging Face model folder (no config.json); check model.path")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation=tree_attention.NAME
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
+    layer_types = getattr(model.config, "layer_types", None) or []
+    if any(kind != "full_attention" for kind in layer_types):
+        raise ModelError(f"{folder}: layers of type {sorted(set(layer_types))}; only full attention can be packed")
     return PolicyModel(model.train(), temperature)
 
 

@@ -1,11 +1,11 @@
 """What one rank of the learner does: FSDP, forward and backward on packed rows, the optimizer.
 
-A plain class without Ray, so that it reads and runs on its own; every method marked as a collective must be called on
-all ranks in the same order.
+Every method marked as a collective must be called on all ranks in the same order.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import ray
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -29,6 +30,8 @@ from roll_flash.learner.losses import policy_loss
 from roll_flash.learner.packing import PackedRow
 from roll_flash.learner.policy_model import load_policy_model
 from roll_flash.learner.weights import WeightStage
+
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,18 +65,29 @@ class LearnerRank:
         self._seed = seed
         self._temperature = temperature
         self._run = run
+        self._store: dist.Store | None = None
         self._device = _device(config.device, rank)
         if self._device.type == "cpu":
             torch.set_num_threads(config.threads)
 
-    def open_store(self) -> tuple[str, int]:
-        """First rank only: the meeting point of all ranks, as host and port."""
-        host = "127.0.0.1"
-        self._store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return host, self._store.port
+    def node_address(self) -> str:
+        """The address under which other ranks reach this one's machine."""
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    def open_store(self, host: str) -> int:
+        """First rank only: opens the meeting point of all ranks at `host`, returns its port; 0 where one is alone."""
+        if self._config.ranks == 1:
+            self._store = dist.HashStore()
+            return 0
+        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = store
+        return store.port
 
     def start(self, host: str, port: int) -> str:
         """Join the other ranks, load the model, shard it; returns the model's fingerprint. A collective."""
+        if host == _LOOPBACK:
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = self._store if self._rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         ranks = self._config.ranks

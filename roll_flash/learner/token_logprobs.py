@@ -29,7 +29,7 @@ def token_logprobs(
     `hidden` is [U, D]; `head` is the output head's weight [V, D]; `source` [M] must be sorted. Entropies carry no
     gradient. At most `keep_bytes` of probabilities are kept for the backward pass.
     """
-    logprobs, entropies = _TokenLogprobs.apply(hidden, head, source, target, temperature, keep_bytes)
+    logprobs, entropies = _TokenLogprobs.apply(hidden, head, source, target, temperature, keep_bytes)  # type: ignore[no-untyped-call]
     return logprobs, entropies
 
 
@@ -66,7 +66,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden, head, source, target, *kept = ctx.saved_tensors
         gradient = gradients[0]
         hidden_gradient = torch.empty_like(hidden)
-        head_gradient = torch.zeros_like(head) if ctx.needs_input_grad[1] else None
+        head_gradient: Tensor | None = None
         chunks = list(_chunks(hidden.shape[0], head.shape[0], source))
         for index, (start, end, first, last) in enumerate(chunks):
             probabilities = (
@@ -78,7 +78,11 @@ class _TokenLogprobs(torch.autograd.Function):
             logits_gradient = probabilities.mul_(-per_row[:, None])
             logits_gradient.index_put_((local, target[first:last]), weight, accumulate=True)
             torch.mm(logits_gradient, head, out=hidden_gradient[start:end])
-            if head_gradient is not None:
+            if not ctx.needs_input_grad[1]:
+                continue
+            if head_gradient is None:
+                head_gradient = torch.mm(logits_gradient.T, hidden[start:end])
+            else:
                 head_gradient.addmm_(logits_gradient.T, hidden[start:end])
         return hidden_gradient, head_gradient, None, None, None, None
 

@@ -1,0 +1,162 @@
+"""Exact attention over a prefix tree, in blocks that skip what no token of a block may see.
+
+A row is a tree written depth first (see `packing`). For any contiguous block [start, end) of it, the tokens before
+`start` that a token of the block may attend to are the ancestors of `start`, and those only: an ancestor of a later
+token of the block that precedes `start` contains `start` in its subtree. So each block attends to a short list of keys
+instead of the whole row. With replicas of one prompt this is several times less work than a dense mask over the row.
+
+Registered with transformers as the attention implementation `prefix_tree`; the model itself is unchanged.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from roll_flash.learner.packing import attention_mask
+
+NAME = "prefix_tree"
+_BLOCK_TOKENS = 64
+"""Blocks end at a branch once they are this long: smaller ones cost more in calls than they save in work."""
+_LONGEST_BLOCK = 128
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Block:
+    """Queries [start, end) with their keys: `keys` int64 [K], ancestors first, then the block itself; `hidden` bool
+    [end - start, K], true where a query may not attend."""
+
+    start: int
+    end: int
+    keys: Tensor
+    hidden: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TreeLayout:
+    """What attention needs to know of a row; made once, used by every layer."""
+
+    blocks: tuple[Block, ...]
+    mask: Tensor | None
+    """Dense mask [N, N] for devices where one fused call beats blocks."""
+
+
+def tree_layout(position_ids: NDArray[np.int64], subtree_end: NDArray[np.int64], device: torch.device) -> TreeLayout:
+    """The layout of a packed row; both arrays are int64 [N]."""
+    if device.type != "cpu":
+        return TreeLayout((), torch.tensor(attention_mask(subtree_end), device=device))
+    bounds = _block_bounds(position_ids)
+    return TreeLayout(tuple(_block(subtree_end, a, b) for a, b in itertools.pairwise(bounds)), None)
+
+
+def tree_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    *,
+    tree: TreeLayout,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [1, H, N, D], key and value [1, H_kv, N, D]; returns [1, N, H, D]."""
+    del module, attention_mask
+    refused = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if refused or dropout:
+        raise NotImplementedError(f"attention with {', '.join(refused) or 'dropout'} cannot be packed")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if tree.mask is not None:
+        out = nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=tree.mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        return out.transpose(1, 2).contiguous(), None
+    attended: Tensor = _TreeAttention.apply(query[0], key[0], value[0], tree.blocks, scale)  # type: ignore[no-untyped-call]
+    return attended[None], None
+
+
+class _TreeAttention(torch.autograd.Function):
+    """query [H, N, D], key and value [H_kv, N, D] -> [N, H, D]. Scores are computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], scale: float) -> Tensor:
+        heads, tokens, size = query.shape
+        out = query.new_empty(tokens, heads, size)
+        log_totals = []
+        for block in blocks:
+            keys, values = key.index_select(1, block.keys), value.index_select(1, block.keys)
+            scores = _scores(query, keys, block, scale)
+            log_total = scores.logsumexp(-1, keepdim=True)
+            attended = torch.bmm(_flat(scores.sub_(log_total).exp_()), values)
+            out[block.start : block.end] = attended.view(heads, -1, size).transpose(0, 1)
+            log_totals.append(log_total)
+        ctx.save_for_backward(query, key, value, out, *log_totals)
+        ctx.blocks, ctx.scale = blocks, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *log_totals = ctx.saved_tensors
+        heads, _, size = query.shape
+        kv_heads = key.shape[0]
+        query_gradient, key_gradient = torch.empty_like(query), torch.zeros_like(key)
+        value_gradient = torch.zeros_like(value)
+        # sum_k p_k dp_k of each query, without the dp_k (FlashAttention, arXiv 2205.14135, appendix B.2).
+        overlaps = (gradients[0] * out).sum(-1).T
+        for block, log_total in zip(ctx.blocks, log_totals, strict=True):
+            span = slice(block.start, block.end)
+            keys, values = key.index_select(1, block.keys), value.index_select(1, block.keys)
+            probabilities = _scores(query, keys, block, ctx.scale).sub_(log_total).exp_()
+            upstream = gradients[0][span].transpose(0, 1).reshape(kv_heads, -1, size)
+            value_gradient.index_add_(1, block.keys, torch.bmm(_flat(probabilities).mT, upstream))
+            score_gradient = torch.bmm(upstream, values.mT).view_as(probabilities)
+            score_gradient.sub_(overlaps[:, span].reshape(log_total.shape)).mul_(probabilities).mul_(ctx.scale)
+            flat = _flat(score_gradient)
+            query_gradient[:, span] = torch.bmm(flat, keys).view(heads, -1, size)
+            key_gradient.index_add_(1, block.keys, torch.bmm(flat.mT, query[:, span].reshape(kv_heads, -1, size)))
+        return query_gradient, key_gradient, value_gradient, None, None
+
+
+def _scores(query: Tensor, keys: Tensor, block: Block, scale: float) -> Tensor:
+    """[H_kv, H / H_kv, queries, keys], minus infinity where hidden."""
+    kv_heads = keys.shape[0]
+    queries = query[:, block.start : block.end].reshape(kv_heads, -1, query.shape[-1])
+    scores = torch.bmm(queries, keys.mT).mul_(scale)
+    return scores.view(kv_heads, -1, *block.hidden.shape).masked_fill_(block.hidden, float("-inf"))
+
+
+def _flat(scores: Tensor) -> Tensor:
+    return scores.flatten(1, 2)
+
+
+def _block_bounds(position_ids: NDArray[np.int64]) -> list[int]:
+    """Block starts and the end of the row: at branches where blocks are long enough, else after `_LONGEST_BLOCK`."""
+    tokens = len(position_ids)
+    branches = np.flatnonzero(np.diff(position_ids) != 1) + 1
+    bounds = [0]
+    for branch in (*branches.tolist(), tokens):
+        while branch - bounds[-1] > _LONGEST_BLOCK:
+            bounds.append(bounds[-1] + _LONGEST_BLOCK)
+        if branch - bounds[-1] >= _BLOCK_TOKENS or branch == tokens:
+            bounds.append(branch)
+    return bounds
+
+
+def _block(subtree_end: NDArray[np.int64], start: int, end: int) -> Block:
+    ancestors = np.flatnonzero(subtree_end[:start] > start)
+    keys = np.concatenate([ancestors, np.arange(start, end)])
+    queries = np.arange(start, end)[:, None]
+    visible = (keys[None, :] <= queries) & (queries < subtree_end[keys][None, :])
+    return Block(start, end, torch.from_numpy(keys), torch.from_numpy(~visible))
+
+
+AttentionInterface.register(NAME, tree_attention)

@@ -1,0 +1,153 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM
+
+from roll_flash.learner.losses import policy_loss
+from roll_flash.learner.packing import PackedRow, TrainSequence, attention_mask, balance, common_prefix_length, pack
+from roll_flash.learner.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.sequences import prepare_group
+from tests.learner.samples import make_group
+
+
+def _sequence(tokens: list[int], first_policy: int = 1) -> TrainSequence:
+    length = len(tokens)
+    mask = np.arange(length) >= first_policy
+    logprobs = np.linspace(-1, -2, length, dtype=np.float32)
+    return TrainSequence(
+        np.asarray(tokens, np.int32), mask, logprobs, np.zeros(length, np.int32), np.ones(length, np.float32)
+    )
+
+
+def _path(row: PackedRow, node: int) -> list[int]:
+    """The tokens that a node attends to, in the order of their positions."""
+    ancestors = np.flatnonzero(attention_mask(row.subtree_end)[node])
+    assert row.position_ids[ancestors].tolist() == list(range(len(ancestors)))
+    return row.token_ids[ancestors].tolist()
+
+
+sequences = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12)
+
+
+@given(sequences, st.integers(2, 40))
+def test_every_policy_token_is_predicted_from_exactly_the_tokens_before_it(data: list[list[int]], limit: int) -> None:
+    rows = pack([_sequence(tokens) for tokens in data], limit)
+    seen = []
+    for row in rows:
+        paths: dict[int, list[tuple[int, int]]] = {}
+        for source, target, sequence in zip(row.source, row.target, row.sequence_ids, strict=True):
+            paths.setdefault(int(sequence), []).append((int(source), int(target)))
+        for predictions in paths.values():
+            last_source, last_target = predictions[-1]
+            whole = [*_path(row, last_source), last_target]
+            assert [_path(row, s) for s, _ in predictions] == [whole[: i + 1] for i in range(len(predictions))]
+            assert [t for _, t in predictions] == whole[1:]
+            seen.append(whole)
+    assert sorted(seen) == sorted(data)
+    assert all(row.num_tokens <= limit or len(set(row.sequence_ids)) == 1 for row in rows)
+    assert sum(row.padded_tokens for row in rows) == sum(map(len, data))
+
+
+@given(sequences)
+def test_one_row_computes_every_distinct_prefix_once(data: list[list[int]]) -> None:
+    (row,) = pack([_sequence(tokens) for tokens in data], 1000)
+    prefixes = {tuple(tokens[: end + 1]) for tokens in data for end in range(len(tokens))}
+    assert row.num_tokens == len(prefixes)
+
+
+@given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), max_size=6))
+def test_common_prefix_length_is_where_sequences_first_differ(first: list[int], second: list[int]) -> None:
+    length = common_prefix_length(np.asarray(first, np.int32), np.asarray(second, np.int32))
+    assert first[:length] == second[:length]
+    assert length == min(len(first), len(second)) or first[length] != second[length]
+
+
+@given(sequences, st.integers(1, 5))
+def test_balance_hands_out_every_row_once_and_evenly(data: list[list[int]], ranks: int) -> None:
+    rows = pack([_sequence(tokens) for tokens in data], 6)
+    shares = balance(rows, ranks)
+    assert sorted(id(row) for share in shares for row in share) == sorted(map(id, rows))
+    tokens = [sum(row.num_tokens for row in share) for share in shares]
+    assert max(tokens) - min(tokens) <= max(row.num_tokens for row in rows)
+
+
+def _padded_loop(model: torch.nn.Module, data: list[TrainSequence]) -> torch.Tensor:
+    """The reference: one plain transformers forward per sequence, full logits."""
+    total = torch.zeros(())
+    for sequence in data:
+        tokens = torch.tensor(sequence.token_ids, dtype=torch.int64)
+        logits = model(tokens[None]).logits[0, :-1]
+        logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        output = policy_loss(
+            "decoupled_ppo",
+            logprobs=logprobs[None],
+            prox_logprobs=logprobs.detach()[None],
+            behavior_logprobs=torch.tensor(sequence.behavior_logprobs[1:])[None],
+            advantages=torch.tensor(sequence.advantages[1:])[None],
+            mask=torch.tensor(sequence.policy_mask[1:])[None],
+            normalizer=1.0,
+        )
+        total = total + output.loss
+    return total
+
+
+def _packed_loss(policy: PolicyModel, row: PackedRow) -> torch.Tensor:
+    logprobs, _ = policy(row)
+    return policy_loss(
+        "decoupled_ppo",
+        logprobs=logprobs,
+        prox_logprobs=logprobs.detach(),
+        behavior_logprobs=torch.tensor(row.behavior_logprobs),
+        advantages=torch.tensor(row.advantages),
+        mask=torch.ones_like(logprobs, dtype=torch.bool),
+        sequence_ids=torch.tensor(row.sequence_ids),
+        normalizer=1.0,
+    ).loss
+
+
+@pytest.mark.parametrize("max_tokens", [60, 150, 10_000])
+def test_packing_gives_the_loss_and_gradients_of_a_loop_over_padded_sequences(
+    tiny_model: Path, max_tokens: int
+) -> None:
+    data = []
+    for seed, prompt, turn in ((0, 12, (3, 8)), (1, 40, (2, 70)), (2, 3, (1, 5))):
+        data += prepare_group(make_group(seed, prompt=prompt, turn=turn, replicas=5), 0, "grpo", True).sequences
+    reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    expected = _padded_loop(reference, data)
+    expected.backward()
+    policy = load_policy_model(tiny_model)
+    rows = pack(data, max_tokens)
+    losses = []
+    for row in rows:
+        loss = _packed_loss(policy, row)
+        loss.backward()
+        losses.append(loss.item())
+    assert sum(losses) == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+    for (name, found), wanted in zip(policy.model.named_parameters(), reference.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        error = (found.grad - wanted.grad).norm() / wanted.grad.norm()
+        assert error < 1e-5, f"{name}: relative gradient error {error}"
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.lists(st.integers(2, 4), min_size=2, max_size=150), min_size=1, max_size=6))
+def test_log_probabilities_of_any_tree_are_those_of_each_sequence_alone(
+    tiny_model: Path, data: list[list[int]]
+) -> None:
+    policy = load_policy_model(tiny_model)
+    (row,) = pack([_sequence(tokens) for tokens in data], 10_000)
+    with torch.no_grad():
+        logprobs, entropies = policy(row)
+        for index, tokens in enumerate(sorted(data)):
+            (alone,) = pack([_sequence(tokens)], 10_000)
+            expected, expected_entropies = policy(alone)
+            chosen = torch.tensor(row.sequence_ids == index)
+            torch.testing.assert_close(logprobs[chosen], expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(entropies[chosen], expected_entropies, atol=1e-4, rtol=1e-4)
