@@ -1,5 +1,6 @@
 """Sandboxes for untrusted code: hardened, fast to lease, impossible to leak. Usable without any training."""
 
+from roll_flash.sandboxes.commands import CommandStream
 from roll_flash.sandboxes.errors import (
     SandboxDied,
     SandboxError,
@@ -15,9 +16,12 @@ from roll_flash.sandboxes.pool import PoolStats, SandboxPool
 from roll_flash.sandboxes.protocol import Provider, Sandbox
 from roll_flash.sandboxes.reaper import SandboxEntry, list_sandboxes, reap
 from roll_flash.sandboxes.result import ExecResult, OutputChunk, SandboxStats
+from roll_flash.sandboxes.shell import Shell
 from roll_flash.sandboxes.spec import SandboxSpec
+from roll_flash.sandboxes.trees import TreeReport
 
 __all__ = [
+    "CommandStream",
     "ExecResult",
     "OutputChunk",
     "PoolStats",
@@ -35,6 +39,8 @@ __all__ = [
     "SandboxStats",
     "SandboxUnavailable",
     "SandboxUnreachable",
+    "Shell",
+    "TreeReport",
     "list_sandboxes",
     "open_sandbox",
     "reap",

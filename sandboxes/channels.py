@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Protocol
 
 from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 from roll_flash.sandboxes.frames import (
@@ -24,138 +23,109 @@ from roll_flash.sandboxes.frames import (
     parse_u64,
 )
 
-
-class Channel(Protocol):
-    def receive(self, frame: Frame) -> bool: ...
-
-    def fail(self, error: SandboxError) -> None: ...
+SLACK_BYTES = 1024
+"""A message of the agent's own (`not found`) may come on top of what was granted."""
 
 
-def _settle(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-class _Waiting:
-    """A channel that is waited for as a whole."""
+class Channel:
+    """One request under way. `window` is how many bytes may still be sent to the agent."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.window = WINDOW
+        self._changed = asyncio.Event()
+
+    def receive(self, frame: Frame) -> bool:
+        raise NotImplementedError
+
+    def settle(self) -> None:
+        if not self.done.done():
+            self.done.set_result(None)
+        self._changed.set()
 
     def fail(self, error: SandboxError) -> None:
         if not self.done.done():
             self.done.set_exception(error)
             self.done.exception()
+        self._changed.set()
 
+    def notify(self) -> None:
+        self._changed.set()
 
-class _Granted:
-    """Bytes that may still be sent to the agent on this channel."""
+    async def changed(self) -> None:
+        """Wait until something has come in."""
+        self._changed.clear()
+        await self._changed.wait()
 
-    def __init__(self) -> None:
-        self.window = WINDOW
-        self.changed = asyncio.Event()
+    async def may_send(self, count: int) -> bool:
+        """Wait until the agent takes `count` bytes more; False if the request has ended."""
+        while self.window < count and not self.done.done():
+            await self.changed()
+        if self.done.done():
+            return False
+        self.window -= count
+        return True
 
-    def grant(self, frame: Frame) -> None:
+    def _granted(self, frame: Frame) -> None:
         self.window += parse_u32(frame.payload)
         if self.window > WINDOW:
             raise FrameError("the agent granted more than it was sent")
-        self.changed.set()
+        self.notify()
 
 
-class ExecChannel(_Waiting, _Granted):
-    """A command whose output comes at its end, at most `cap` bytes of each stream."""
+class CommandChannel(Channel):
+    """A command. With `window` None its output comes at the end, at most `cap` bytes of each stream."""
 
-    def __init__(self, cap: int) -> None:
-        _Waiting.__init__(self)
-        _Granted.__init__(self)
-        self._cap = cap + 1024
-        self.stdout = bytearray()
-        self.stderr = bytearray()
+    def __init__(self, *, cap: int = 0, window: int | None = None) -> None:
+        super().__init__()
+        self._left = {Reply.OUT: cap + SLACK_BYTES, Reply.ERR: cap + SLACK_BYTES}
+        self._credit = None if window is None else window + SLACK_BYTES
+        self.pieces: deque[tuple[Reply, bytes]] = deque()
         self.exit: Exit | None = None
 
     def receive(self, frame: Frame) -> bool:
         if frame.type in (Reply.OUT, Reply.ERR):
-            kept = self.stdout if frame.type == Reply.OUT else self.stderr
-            kept += frame.payload
-            if len(kept) > self._cap:
+            self._take(Reply(frame.type), frame.payload)
+            return False
+        if frame.type == Reply.GRANT:
+            self._granted(frame)
+            return False
+        if frame.type != Reply.EXIT:
+            raise FrameError(f"a frame of type {frame.type} for a command")
+        self.exit = parse_exit(frame.payload)
+        self.settle()
+        return True
+
+    def _take(self, source: Reply, data: bytes) -> None:
+        if self._credit is None:
+            self._left[source] -= len(data)
+            if self._left[source] < 0:
                 raise FrameError("a command's output is longer than its cap")
-            return False
-        if frame.type == Reply.GRANT:
-            self.grant(frame)
-            return False
-        if frame.type != Reply.EXIT:
-            raise FrameError(f"a frame of type {frame.type} for a command")
-        self.exit = parse_exit(frame.payload)
-        self.changed.set()
-        _settle(self.done)
-        return True
-
-
-class StreamChannel(_Waiting, _Granted):
-    """A command whose output is taken piece by piece; the agent never sends more than was granted."""
-
-    def __init__(self, window: int) -> None:
-        _Waiting.__init__(self)
-        _Granted.__init__(self)
-        self._credit = window
-        self._ready = asyncio.Event()
-        self.pieces: deque[tuple[int, bytes]] = deque()
-        self.exit: Exit | None = None
-        self.error: SandboxError | None = None
-
-    def receive(self, frame: Frame) -> bool:
-        if frame.type in (Reply.OUT, Reply.ERR):
-            self._credit -= len(frame.payload)
-            if self._credit < -1024:
+        else:
+            self._credit -= len(data)
+            if self._credit < 0:
                 raise FrameError("the agent sent more than was granted")
-            self.pieces.append((frame.type, frame.payload))
-            self._ready.set()
-            return False
-        if frame.type == Reply.GRANT:
-            self.grant(frame)
-            return False
-        if frame.type != Reply.EXIT:
-            raise FrameError(f"a frame of type {frame.type} for a command")
-        self.exit = parse_exit(frame.payload)
-        self.changed.set()
-        self._ready.set()
-        _settle(self.done)
-        return True
-
-    def fail(self, error: SandboxError) -> None:
-        super().fail(error)
-        self.error = error
-        self.changed.set()
-        self._ready.set()
+        self.pieces.append((source, data))
+        self.notify()
 
     def add_credit(self, count: int) -> None:
+        assert self._credit is not None
         self._credit += count
 
-    async def next(self) -> tuple[int, bytes] | None:
-        """The next piece; None when the command has ended and everything was taken."""
-        while not self.pieces:
-            if self.error is not None:
-                raise self.error
-            if self.exit is not None:
-                return None
-            self._ready.clear()
-            await self._ready.wait()
-        return self.pieces.popleft()
+    def collected(self, source: Reply) -> bytes:
+        return b"".join(data for came_from, data in self.pieces if came_from == source)
 
 
-class FileChannel(_Waiting, _Granted):
+class FileChannel(Channel):
     """A file operation: pieces of a file, entries of a tree, or nothing, then DONE or ERROR."""
 
     def __init__(self, label: str, *, window: int = 0, entries: int = 0) -> None:
-        _Waiting.__init__(self)
-        _Granted.__init__(self)
+        super().__init__()
         self._label = label
         self._credit = window
         self._entries_left = entries
-        self._ready = asyncio.Event()
         self.pieces: deque[bytes] = deque()
         self.entries: list[Entry] = []
-        self.value = 0
 
     def receive(self, frame: Frame) -> bool:
         if frame.type == Reply.OUT:
@@ -163,56 +133,47 @@ class FileChannel(_Waiting, _Granted):
             if self._credit < 0:
                 raise FrameError("the agent sent more than was granted")
             self.pieces.append(frame.payload)
+            self.notify()
         elif frame.type == Reply.ENTRY:
             self._entries_left -= 1
             if self._entries_left < 0:
                 raise FrameError("the agent sent more entries than were asked for")
             self.entries.append(parse_entry(frame.payload))
         elif frame.type == Reply.GRANT:
-            self.grant(frame)
+            self._granted(frame)
         elif frame.type == Reply.DONE:
-            self.value = parse_u64(frame.payload)
-            _settle(self.done)
+            parse_u64(frame.payload)
+            self.settle()
         elif frame.type == Reply.ERROR:
             number, message = parse_error(frame.payload)
             self.fail(SandboxFileError(f"{self._label}: {message}", number))
         else:
             raise FrameError(f"a frame of type {frame.type} for a file")
-        finished = frame.type in (Reply.DONE, Reply.ERROR)
-        self._ready.set()
-        return finished
-
-    def fail(self, error: SandboxError) -> None:
-        super().fail(error)
-        self.changed.set()
-        self._ready.set()
+        return frame.type in (Reply.DONE, Reply.ERROR)
 
     def add_credit(self, count: int) -> None:
         self._credit += count
 
     async def next(self) -> bytes | None:
+        """The next piece; None at the end. Raises SandboxFileError."""
         while not self.pieces:
             if self.done.done():
                 self.done.result()
                 return None
-            self._ready.clear()
-            await self._ready.wait()
+            await self.changed()
         return self.pieces.popleft()
 
 
-class PingChannel(_Waiting):
+class PingChannel(Channel):
     def receive(self, frame: Frame) -> bool:
         if frame.type != Reply.PONG or len(frame.payload) != 8:
             raise FrameError("a wrong answer to a ping")
-        _settle(self.done)
+        self.settle()
         return True
 
 
-class Abandoned:
+class AbandonedChannel(Channel):
     """Takes what is still under way for a request that nobody waits for any more."""
 
     def receive(self, frame: Frame) -> bool:
         return frame.type in (Reply.EXIT, Reply.DONE, Reply.ERROR, Reply.PONG)
-
-    def fail(self, error: SandboxError) -> None:
-        """Nobody is left to be told."""

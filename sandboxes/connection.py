@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
-from roll_flash.sandboxes.channels import Abandoned, Channel
+from roll_flash.sandboxes.channels import AbandonedChannel, Channel
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxStartError, SandboxUnreachable
 from roll_flash.sandboxes.frames import PROTOCOL_VERSION, FrameDecoder, FrameError, Reply, Request, encode, parse_u32
 
@@ -23,7 +24,9 @@ class AgentConnection:
         self.error: SandboxError | None = None
         self.diagnostics = bytearray()
         """The first bytes of the agent's standard error."""
-        self.on_lost: Callable[[], None] | None = None
+        self.explain: Callable[[], Awaitable[tuple[str, str]]] | None = None
+        """Asked for the reason (see SandboxDied) and its text when the stream ends by itself; must not raise."""
+        self._explaining: asyncio.Future[None] | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channels: dict[int, Channel] = {}
         self._last_channel = 0
@@ -31,6 +34,10 @@ class AgentConnection:
         self._transport: asyncio.WriteTransport | None = None
         self._writable = asyncio.Event()
         self._writable.set()
+
+    @property
+    def usable(self) -> bool:
+        return self.error is None and self._explaining is None
 
     def opened(self, transport: asyncio.WriteTransport) -> None:
         self._transport = transport
@@ -74,18 +81,22 @@ class AgentConnection:
         self._writable.set()
         if self._transport is not None:
             self._transport.abort()
-        if self.on_lost is not None:
-            self.on_lost()
 
     def end_of_stream(self) -> None:
-        """The other side closed: what the agent wrote on its standard error is part of the message."""
+        """The other side closed. Why is asked (`explain`) before anybody is told."""
+        if self.error is None and self._explaining is None:
+            self._explaining = asyncio.ensure_future(self._explain())
+
+    async def _explain(self) -> None:
+        reason, why = "agent", "its agent ended"
+        if self.explain is not None:
+            reason, why = await self.explain()
         said = self.diagnostics.decode(errors="replace").strip()
-        if not self._ready.done():
-            self.lost(
-                SandboxStartError(f"sandbox {self.name} ended before it was ready: {said or 'it gave no reason'}")
-            )
+        why = f"{why}: {said}" if said else why
+        if self._ready.done():
+            self.lost(SandboxDied(f"sandbox {self.name} died: {why}", reason))
         else:
-            self.lost(SandboxDied(f"sandbox {self.name} ended: {said or 'it gave no reason'}", "agent"))
+            self.lost(SandboxStartError(f"sandbox {self.name} ended before it was ready: {why}"))
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -128,27 +139,29 @@ class AgentConnection:
     def abandon(self, number: int) -> None:
         """Cancel a request that is under way and forget it; does nothing if it has ended."""
         if self.error is None and number in self._channels:
-            self._channels[number] = Abandoned()
+            self._channels[number] = AbandonedChannel()
             self.send(Request.CANCEL, number)
 
-    async def finished(self, number: int, done: asyncio.Future[None], timeout_s: float) -> None:
-        """Wait for a channel's end. Cancels the request if the waiter is cancelled.
-
-        Raises SandboxUnreachable after `timeout_s`; the connection is given up then.
-        """
+    @asynccontextmanager
+    async def within(self, timeout_s: float) -> AsyncIterator[None]:
+        """Raises SandboxUnreachable after `timeout_s`; the connection is given up then."""
         try:
             async with asyncio.timeout(timeout_s):
-                await asyncio.shield(done)
+                yield
         except TimeoutError:
-            if done.done():
-                return done.result()
             error = SandboxUnreachable(f"sandbox {self.name} did not answer within {timeout_s:g} s")
             self.lost(error)
             raise error from None
-        except asyncio.CancelledError:
+
+    @asynccontextmanager
+    async def finishing(self, number: int, timeout_s: float) -> AsyncIterator[None]:
+        """As `within`, for the whole of one request, which is cancelled if the body does not get to its end."""
+        try:
+            async with self.within(timeout_s):
+                yield
+        except BaseException:
             self.abandon(number)
             raise
-        return None
 
 
 class StreamProtocol(asyncio.Protocol):
@@ -158,7 +171,8 @@ class StreamProtocol(asyncio.Protocol):
         self._connection = connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+        # Not isinstance: the transports of uvloop, which Ray runs, are no subclasses.
+        transport = cast(asyncio.WriteTransport, transport)
         self._connection.opened(transport)
 
     def data_received(self, data: bytes) -> None:

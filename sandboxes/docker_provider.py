@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import io
+import subprocess
+import sys
 import tarfile
 import uuid
+from pathlib import Path
 from typing import Any
 
 from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.engine_api import EngineAddress, EngineApi
+from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError
-from roll_flash.sandboxes.identity import LABEL, labels
+from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
 SHM_MB = 16
+WATCHDOG_TIMEOUT_S = 10.0
 
 
 class DockerProvider:
@@ -36,6 +41,9 @@ class DockerProvider:
         self._starts = asyncio.Semaphore(max_parallel_starts)
         self._agent: AgentProgram | None = None
         self._volume_lock = asyncio.Lock()
+        self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
+        self._watching: asyncio.Task[None] | None = None
+        self._watchdog: subprocess.Popen[bytes] | None = None
         self._machine_memory_mb = 0
         self._processor = ""
 
@@ -45,6 +53,19 @@ class DockerProvider:
         info = await self.engine.json("GET", "/info")
         self._machine_memory_mb = int(info.get("MemTotal", 0)) >> 20
         self._processor = str(info.get("Architecture", ""))
+        if self._watching is None:
+            self._watching = asyncio.create_task(self._events.watch(), name="engine events")
+            self._watchdog = await asyncio.to_thread(self._start_watchdog)
+
+    def _start_watchdog(self) -> subprocess.Popen[bytes]:
+        label = f"{LABEL_OWNER}={Owner.current()}"
+        program = str(Path(__file__).with_name("watchdog.py"))
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", program, self.engine.address.host, self.engine.version, label],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         if self._machine_memory_mb and spec.memory_mb > self._machine_memory_mb:
@@ -55,6 +76,7 @@ class DockerProvider:
             await self._provide_agent(spec.image or DEFAULT_IMAGE)
             name = f"roll-flash-{uuid.uuid4().hex[:12]}"
             connection = AgentConnection(name)
+            connection.explain = lambda: self._events.why(name)
             creating = asyncio.ensure_future(self._create(name, spec, run))
             try:
                 async with asyncio.timeout(timeout_s):
@@ -104,6 +126,12 @@ class DockerProvider:
         )
 
     async def close(self) -> None:
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+        if self._watchdog is not None:
+            watchdog, self._watchdog = self._watchdog, None
+            await asyncio.to_thread(watchdog.communicate, b"q", WATCHDOG_TIMEOUT_S)
         await self.engine.close()
 
     async def _provide_agent(self, image: str) -> None:

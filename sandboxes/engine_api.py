@@ -9,7 +9,7 @@ import ssl
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
@@ -134,7 +134,7 @@ class EngineApi:
         *,
         query: Any = None,
         content: AsyncIterator[bytes] | bytes | None = None,
-        idle_timeout_s: float = REQUEST_TIMEOUT_S,
+        idle_timeout_s: float | None = REQUEST_TIMEOUT_S,
     ) -> AsyncIterator[dict[str, Any]]:
         """A request whose answer is a row of JSON objects. Raises SandboxError; httpx errors pass through."""
         timeout = httpx.Timeout(idle_timeout_s, pool=None)
@@ -182,7 +182,8 @@ class _AttachProtocol(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.WriteTransport)
+        # Not isinstance: the transports of uvloop, which Ray runs, are no subclasses.
+        transport = cast(asyncio.WriteTransport, transport)
         self._transport = transport
         self._connection.opened(transport)
         transport.write(self._request)

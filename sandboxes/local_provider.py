@@ -75,8 +75,8 @@ class LocalProvider:
             drop = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
             process = await asyncio.create_subprocess_exec(
                 *bubblewrap_command(spec, self._agent, files),
-                stdin=theirs,
-                stdout=theirs,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=files,
                 cwd="/",

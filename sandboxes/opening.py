@@ -6,7 +6,6 @@ import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
-from typing import Protocol
 
 from roll_flash.sandboxes.docker_provider import DockerProvider
 from roll_flash.sandboxes.errors import SandboxUnavailable
@@ -21,22 +20,18 @@ DEFAULT_PARALLEL_STARTS = 8
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
-class ConnectingProvider(Provider, Protocol):
-    async def connect(self) -> None: ...
-
-
 def provider_names() -> list[str]:
     return ["docker", "local", *sorted(point.name for point in entry_points(group=ENTRY_POINTS))]
 
 
-def make_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARALLEL_STARTS) -> ConnectingProvider:
+def make_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARALLEL_STARTS) -> Provider:
     """`docker`, `docker:tcp://host:2375`, `local` or a plug-in. Raises SandboxUnavailable for an unknown name."""
     if name == "docker" or name.startswith("docker:"):
         return DockerProvider(name[len("docker:") :] or None, max_parallel_starts=max_parallel_starts)
     if name == "local":
         return LocalProvider(max_parallel_starts=max_parallel_starts)
     for point in entry_points(group=ENTRY_POINTS, name=name):
-        plugged: ConnectingProvider = point.load()()
+        plugged: Provider = point.load()()
         return plugged
     raise SandboxUnavailable(f"no sandbox provider is called {name!r}; there are: auto, {', '.join(provider_names())}")
 
@@ -58,7 +53,7 @@ async def connect_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARA
         return provider
 
 
-async def _connect(provider: ConnectingProvider) -> None:
+async def _connect(provider: Provider) -> None:
     try:
         await provider.connect()
     except BaseException:

@@ -95,7 +95,15 @@ class SandboxPool:
         """Connect and fill the shelf of `spec`; returns with the first sandbox. Raises SandboxError if it fails."""
         wanted = spec or SandboxSpec()
         await self._connect()
-        self._put(wanted, await self._acquire(wanted))
+        shelf = self._shelves.setdefault(wanted, _Shelf())
+        self._refill(wanted)
+        if any(sandbox.alive for sandbox in shelf.ready):
+            return
+        future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
+        shelf.waiting.append(future)
+        if not shelf.starting:
+            self._refill(wanted)
+        self._put(wanted, await future)
 
     @asynccontextmanager
     async def lease(self, spec: SandboxSpec | None = None, *, timeout: float | None = None) -> AsyncIterator[Sandbox]:
@@ -242,17 +250,17 @@ class SandboxPool:
     def _expire(self, sandbox: Sandbox, limit_s: float) -> None:
         self._counts.leases_expired += 1
         _log.warning("sandbox %s was leased for more than %g s and is closed", sandbox.name, limit_s)
-        self._retire(sandbox)
+        self._retire(sandbox, "lease")
 
-    def _retire(self, sandbox: Sandbox) -> None:
+    def _retire(self, sandbox: Sandbox, reason: str = "closed") -> None:
         self._closing += 1
-        task = asyncio.create_task(self._end(sandbox), name="sandbox end")
+        task = asyncio.create_task(self._end(sandbox, reason), name="sandbox end")
         self._ends.add(task)
         task.add_done_callback(self._ends.discard)
 
-    async def _end(self, sandbox: Sandbox) -> None:
+    async def _end(self, sandbox: Sandbox, reason: str) -> None:
         try:
-            await sandbox.close()
+            await sandbox.close(reason=reason)
         except SandboxError as error:
             self._counts.close_failures += 1
             _log.warning("sandbox %s could not be removed, the reaper will: %s", sandbox.name, error)

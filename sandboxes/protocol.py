@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
-from roll_flash.sandboxes.result import ExecResult
+from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.spec import SandboxSpec
+
+if TYPE_CHECKING:
+    from roll_flash.sandboxes.commands import CommandStream
+    from roll_flash.sandboxes.shell import Shell
+    from roll_flash.sandboxes.trees import TreeReport
 
 Isolation = Literal["strong", "weak"]
 
@@ -45,6 +51,24 @@ class Sandbox(Protocol):
         """
         ...
 
+    def stream(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = 3600.0,
+        stdin: bool = False,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        merge_stderr: bool = False,
+        grace: float = 0.2,
+    ) -> CommandStream:
+        """A command whose output is read while it runs: `async with sandbox.stream(...) as stream`."""
+        ...
+
+    def shell(self, program: str = "/bin/sh") -> Shell:
+        """A shell that keeps its state: `async with sandbox.shell() as shell: await shell.run("cd x")`."""
+        ...
+
     async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
         """A regular file's content. Raises SandboxFileError."""
         ...
@@ -53,12 +77,29 @@ class Sandbox(Protocol):
         """Write a regular file: whole or not at all; folders on the way are made. Raises SandboxFileError."""
         ...
 
+    async def put_tree(self, source: str | Path | bytes, path: str = ".") -> TreeReport:
+        """Copy a folder of this machine, or a tar archive, into a directory. Raises SandboxFileError."""
+        ...
+
+    async def get_tree(self, path: str, destination: str | Path) -> TreeReport:
+        """Copy a directory out into a new folder. Raises SandboxFileError."""
+        ...
+
+    async def remove(self, path: str) -> None:
+        """Remove a file or a tree. Raises SandboxFileError."""
+        ...
+
+    async def stats(self) -> SandboxStats: ...
+
     async def ping(self, *, timeout: float = 10.0) -> None:
         """Raises a SandboxError if the sandbox does not answer."""
         ...
 
-    async def close(self) -> None:
-        """End the sandbox and everything in it; may be called more than once, never raises for one that is gone."""
+    async def close(self, *, reason: str = "closed") -> None:
+        """End the sandbox and everything in it; may be called more than once, never raises for one that is gone.
+
+        Calls that are under way or come later raise SandboxDied with this `reason`.
+        """
         ...
 
 
@@ -67,6 +108,10 @@ class Provider(Protocol):
 
     name: str
     isolation: Isolation
+
+    async def connect(self) -> None:
+        """Make ready. Raises SandboxUnavailable with what to do."""
+        ...
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         """Start a sandbox that answers. Raises SandboxError; leaves nothing behind then or when cancelled."""

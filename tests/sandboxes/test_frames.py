@@ -1,0 +1,124 @@
+"""The wire protocol: what an honest agent sends is understood, whatever the pieces; the rest is refused, not believed."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxSpec, SandboxStartError
+from roll_flash.sandboxes.commands import Command, run_command
+from roll_flash.sandboxes.connection import AgentConnection
+from roll_flash.sandboxes.frames import HEADER, MAX_REPLY, Frame, FrameDecoder, FrameError, Reply, encode, u32
+from roll_flash.sandboxes.multiplex import Demultiplexer
+
+frames = st.lists(
+    st.tuples(st.sampled_from(list(Reply)), st.integers(0, 2**32 - 1), st.binary(max_size=300)), max_size=8
+)
+
+
+def cut(data: bytes, cuts: list[int]) -> list[bytes]:
+    points = sorted({0, len(data), *(point % (len(data) + 1) for point in cuts)})
+    return [data[start:end] for start, end in zip(points, points[1:], strict=False)]
+
+
+@given(frames, st.lists(st.integers(0, 10_000), max_size=20))
+def test_frames_arrive_whole_however_the_bytes_are_cut(sent: list[tuple[Reply, int, bytes]], cuts: list[int]) -> None:
+    decoder = FrameDecoder()
+    data = b"".join(encode(*one) for one in sent)
+    seen = [frame for piece in cut(data, cuts) for frame in decoder.feed(piece)]
+    assert seen == [Frame(*one) for one in sent]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=300)), max_size=8), st.lists(st.integers(0, 9999))
+)
+def test_the_engines_stream_is_taken_apart_however_it_is_cut(sent: list[tuple[int, bytes]], cuts: list[int]) -> None:
+    data = b"".join(bytes([stream, 0, 0, 0]) + len(body).to_bytes(4, "big") + body for stream, body in sent)
+    seen = {1: b"", 2: b""}
+    demultiplexer = Demultiplexer()
+    for piece in cut(data, cuts):
+        for stream, body in demultiplexer.feed(piece):
+            seen[stream] += bytes(body)
+    assert seen == {stream: b"".join(body for which, body in sent if which == stream) for stream in (1, 2)}
+
+
+def test_a_frame_over_the_limit_is_refused_before_it_is_stored() -> None:
+    with pytest.raises(FrameError):
+        list(FrameDecoder().feed(HEADER.pack(Reply.OUT, 1, MAX_REPLY + 1)))
+
+
+class SilentTransport(asyncio.WriteTransport):
+    """Takes everything and answers nothing: the test plays the agent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aborted = False
+
+    def write(self, data: Any) -> None:
+        pass
+
+    def abort(self) -> None:
+        self.aborted = True
+
+
+async def with_hostile_agent(replies: bytes) -> tuple[AgentConnection, SandboxError | None]:
+    connection = AgentConnection("hostile")
+    connection.opened(SilentTransport())
+    connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+    running = asyncio.ensure_future(run_command(connection, SandboxSpec(), Command("x", 30, max_output=100), None))
+    await asyncio.sleep(0)
+    for piece in cut(replies, [7, 100, 333]):
+        connection.receive(piece)
+    if connection.error is None:
+        running.cancel()
+    await asyncio.wait({running})
+    return connection, connection.error
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.binary(max_size=600) | frames.map(lambda sent: b"".join(encode(*one) for one in sent)))
+def test_garbage_from_inside_is_an_error_of_that_sandbox_and_nothing_else(replies: bytes) -> None:
+    _, error = asyncio.run(with_hostile_agent(replies))
+    assert error is None or (isinstance(error, SandboxDied) and error.reason == "protocol")
+
+
+@pytest.mark.parametrize(
+    "replies",
+    [
+        pytest.param(encode(Reply.OUT, 1, b"x" * 1300), id="more output than the cap"),
+        pytest.param(encode(Reply.OUT, 2, b"x"), id="a channel that nobody opened"),
+        pytest.param(encode(Reply.GRANT, 1, u32(1)), id="a grant for what was never sent"),
+        pytest.param(encode(Reply.EXIT, 1, b"short"), id="a short exit"),
+        pytest.param(encode(Reply.DONE, 1, bytes(8)), id="a file's answer to a command"),
+        pytest.param(encode(Reply.READY, 0, u32(1)), id="a second greeting"),
+        pytest.param(b"\xff" * 64, id="no frame at all"),
+    ],
+)
+def test_an_agent_that_breaks_the_protocol_is_given_up(replies: bytes) -> None:
+    _, error = asyncio.run(with_hostile_agent(replies))
+    assert isinstance(error, SandboxDied)
+    assert error.reason == "protocol"
+
+
+def test_an_agent_of_another_version_is_refused() -> None:
+    async def start() -> None:
+        connection = AgentConnection("other")
+        connection.opened(SilentTransport())
+        connection.receive(encode(Reply.READY, 0, u32(99) + u32(1)))
+        await connection.ready(1.0)
+
+    with pytest.raises(SandboxError, match="protocol 99"):
+        asyncio.run(start())
+
+
+def test_an_agent_that_never_greets_is_a_start_error() -> None:
+    async def start() -> None:
+        connection = AgentConnection("silent")
+        connection.opened(SilentTransport())
+        await connection.ready(0.05)
+
+    with pytest.raises(SandboxStartError, match="did not answer"):
+        asyncio.run(start())

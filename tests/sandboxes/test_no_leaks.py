@@ -1,0 +1,137 @@
+"""However a controller ends, nothing of it stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from roll_flash.sandboxes import list_sandboxes
+
+GONE_WITHIN_S = 2.0
+
+BUSY = """
+import asyncio, sys
+from roll_flash.sandboxes import SandboxPool, SandboxSpec
+async def main():
+    pool = SandboxPool(provider=sys.argv[1], size=4, run=sys.argv[2])
+    async def work():
+        async with pool.lease() as sandbox:
+            await sandbox.exec("echo up; (setsid sleep 600 &); sleep 600", timeout=600)
+    tasks = [asyncio.ensure_future(work()) for _ in range(int(sys.argv[3]))]
+    await pool.start()
+    while pool.stats().leased < int(sys.argv[3]):
+        await asyncio.sleep(0.05)
+    print("ready", flush=True)
+    await asyncio.gather(*tasks)
+asyncio.run(main())
+"""
+
+CHURN = """
+import asyncio, random, sys
+from roll_flash.sandboxes import SandboxPool, SandboxError
+async def main():
+    pool = SandboxPool(provider=sys.argv[1], size=3, run=sys.argv[2])
+    async def work():
+        while True:
+            async with pool.lease() as sandbox:
+                await sandbox.exec("echo x", timeout=5)
+    print("ready", flush=True)
+    await asyncio.gather(*(work() for _ in range(3)))
+asyncio.run(main())
+"""
+
+
+def containers_of(run: str) -> list[str]:
+    return [f"{entry.name} {entry.state}" for entry in list_sandboxes() if entry.run == run]
+
+
+def children_of(pid: int) -> list[int]:
+    """Every living descendant."""
+    parents: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        parents[int(folder.name)] = int(fields[1])
+    found, todo = [], [pid]
+    while todo:
+        parent = todo.pop()
+        below = [child for child, its_parent in parents.items() if its_parent == parent]
+        found += below
+        todo += below
+    return found
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", program, *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def assert_gone(provider: str, run: str, below: list[int], within_s: float) -> None:
+    end = time.monotonic() + within_s
+    while True:
+        left = [str(pid) for pid in below if alive(pid)]
+        if provider == "docker":
+            left += containers_of(run)
+        if not left:
+            return
+        assert time.monotonic() < end, f"left behind after {within_s} s: {left}"
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_a_killed_controller_leaves_nothing(provider: str, how: signal.Signals) -> None:
+    run = f"leak-{os.getpid()}-{how}"
+    process = start(BUSY, provider, run, "20")
+    below = children_of(process.pid)
+    if provider == "docker":
+        assert len(containers_of(run)) >= 20
+    os.kill(process.pid, how)
+    process.wait(timeout=30)
+    sandboxes = [pid for pid in below if "watchdog.py" not in _command(pid)]
+    assert_gone(provider, run, sandboxes, GONE_WITHIN_S + 1.0)
+    assert_gone(provider, run, below, 15.0)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def test_a_controller_killed_while_it_starts_sandboxes_leaves_nothing(provider: str) -> None:
+    chance = random.Random(0)
+    for attempt in range(5):
+        run = f"churn-{os.getpid()}-{attempt}"
+        process = start(CHURN, provider, run)
+        time.sleep(chance.uniform(0.3, 1.5))
+        below = children_of(process.pid)
+        process.kill()
+        process.wait(timeout=10)
+        assert_gone(provider, run, below, 15.0)
+        assert_gone(provider, run, below, 1.0)
+
+
+@pytest.mark.docker
+def test_the_listing_can_be_written_as_json(docker: str) -> None:
+    json.dumps([dataclasses.asdict(entry) for entry in list_sandboxes()])

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, SandboxStartError
+from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.protocol import Provider
+
+
+async def until(condition: object, timeout_s: float = 20.0) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # type: ignore[operator]
+            await asyncio.sleep(0.02)
+
+
+def test_a_lease_is_fresh_and_its_traces_are_gone(provider: str) -> None:
+    async def leases() -> None:
+        async with SandboxPool(provider=provider, size=2) as pool:
+            await pool.start()
+            async with pool.lease() as first:
+                await first.write("/tmp/mine", b"x")
+            async with pool.lease() as second:
+                assert second.name != first.name
+                assert (await second.exec("test -e /tmp/mine")).exit_code == 1
+            with pytest.raises(SandboxDied):
+                await first.exec("true")
+
+    asyncio.run(leases())
+
+
+def test_a_lease_from_a_warm_pool_does_not_wait_for_a_start(provider: str) -> None:
+    async def lease() -> float:
+        async with SandboxPool(provider=provider, size=3) as pool:
+            await pool.start()
+            await until(lambda: pool.stats().ready == 3)
+            began = time.monotonic()
+            async with pool.lease() as sandbox:
+                took = time.monotonic() - began
+                assert (await sandbox.exec("echo ok")).stdout == b"ok\n"
+            return took
+
+    assert asyncio.run(lease()) < 0.05
+
+
+def test_more_leases_than_the_pool_holds_are_served(provider: str) -> None:
+    async def one(pool: SandboxPool, index: int) -> int:
+        async with pool.lease() as sandbox:
+            return int((await sandbox.exec(f"echo {index}")).stdout)
+
+    async def many() -> None:
+        async with SandboxPool(provider=provider, size=2) as pool:
+            assert await asyncio.gather(*(one(pool, index) for index in range(12))) == list(range(12))
+            assert pool.stats().leases == 12
+            assert pool.stats().leased == 0
+
+    asyncio.run(many())
+
+
+def test_a_lease_over_its_time_is_ended_and_counted(provider: str) -> None:
+    async def overrun() -> None:
+        async with SandboxPool(provider=provider, size=0) as pool, pool.lease(timeout=0.3) as sandbox:
+            with pytest.raises(SandboxDied) as caught:
+                await sandbox.exec("sleep 30")
+            assert caught.value.reason == "lease"
+            assert pool.stats().leases_expired == 1
+
+    asyncio.run(overrun())
+
+
+@pytest.mark.docker
+def test_a_spec_that_cannot_start_fails_its_lease_and_not_the_pool(docker: str) -> None:
+    async def broken() -> None:
+        async with SandboxPool(provider=docker, size=1) as pool:
+            with pytest.raises(SandboxError, match="no-such-image"):
+                async with pool.lease(SandboxSpec(image="no-such-image:none")):
+                    pass
+            async with pool.lease() as sandbox:
+                assert (await sandbox.exec("true")).ok
+
+    asyncio.run(broken())
+
+
+def test_a_sandbox_that_dies_on_the_shelf_is_never_handed_out(provider: str) -> None:
+    async def die() -> None:
+        async with SandboxPool(provider=provider, size=1) as pool:
+            await pool.start()
+            shelf = next(iter(pool._shelves.values()))
+            dead = shelf.ready[0]
+            await dead.close()
+            async with pool.lease() as sandbox:
+                assert sandbox is not dead
+                assert (await sandbox.exec("true")).ok
+            assert pool.stats().died_on_shelf == 1
+
+    asyncio.run(die())
+
+
+def test_a_cancelled_wait_gives_its_sandbox_to_the_next(provider: str) -> None:
+    async def cancel() -> None:
+        async with SandboxPool(provider=provider, size=0) as pool:
+            waiting = asyncio.ensure_future(pool._acquire(SandboxSpec())) if await connected(pool) else None
+            assert waiting is not None
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.wait({waiting})
+            async with pool.lease() as sandbox:
+                assert (await sandbox.exec("true")).ok
+
+    async def connected(pool: SandboxPool) -> bool:
+        await pool._connect()
+        return True
+
+    asyncio.run(cancel())
+
+
+class FailingProvider:
+    """Starts nothing."""
+
+    name = "failing"
+    isolation = "weak"
+
+    def __init__(self) -> None:
+        self.starts = 0
+
+    async def connect(self) -> None:
+        pass
+
+    async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
+        self.starts += 1
+        raise SandboxStartError("this provider starts nothing")
+
+    async def close(self) -> None:
+        pass
+
+
+def test_a_pool_whose_starts_fail_does_not_start_for_ever() -> None:
+    async def fail() -> int:
+        provider = FailingProvider()
+        pool = SandboxPool(provider=provider, size=4)  # type: ignore[arg-type]
+        with pytest.raises(SandboxStartError):
+            await pool.start()
+        await asyncio.sleep(0.2)
+        await pool.close()
+        return provider.starts
+
+    assert asyncio.run(fail()) < 20
+
+
+def test_a_provider_of_the_callers_own_is_left_open(provider: str) -> None:
+    async def shared() -> None:
+        own: Provider = await connect_provider(provider)
+        for _ in range(2):
+            async with SandboxPool(provider=own, size=1) as pool, pool.lease() as sandbox:
+                assert (await sandbox.exec("true")).ok
+        await own.close()
+
+    asyncio.run(shared())
