@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import cast
 
 from roll_flash.sandboxes.channels import AbandonedChannel, Channel
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxStartError, SandboxUnreachable

@@ -39,6 +39,8 @@ class LocalProvider:
         """Raises SandboxUnavailable."""
         if shutil.which("bwrap") is None:
             raise SandboxUnavailable("the local sandbox needs bubblewrap: apt-get install bubblewrap")
+        if os.geteuid() == 0 and shutil.which("setpriv") is None:
+            raise SandboxUnavailable("the local sandbox of root needs setpriv: apt-get install util-linux")
         self._agent = await asyncio.to_thread(agent_program)
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
@@ -72,7 +74,6 @@ class LocalProvider:
             _fill(files[0], self._agent.path.read_bytes())
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
-            drop = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if os.geteuid() == 0 else {}
             process = await asyncio.create_subprocess_exec(
                 *bubblewrap_command(spec, self._agent, files),
                 stdin=theirs.fileno(),
@@ -80,8 +81,7 @@ class LocalProvider:
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=files,
                 cwd="/",
-                env={},
-                **drop,  # type: ignore[arg-type]
+                env={"PATH": os.environ.get("PATH", SEARCH_PATH)},
             )
         except OSError as error:
             ours.close()
@@ -123,6 +123,13 @@ async def _end(process: asyncio.subprocess.Process) -> None:
 def _fill(fd: int, content: bytes) -> None:
     os.write(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
+
+
+def _without_root() -> list[str]:
+    """Root's own user id must not be what the sandbox's user is mapped to."""
+    if os.geteuid() != 0:
+        return []
+    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
 
 
 def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int]) -> list[str]:

@@ -1,8 +1,9 @@
-"""The wire protocol: what an honest agent sends is understood, whatever the pieces; the rest is refused, not believed."""
+"""The wire protocol: an honest agent is understood, whatever the pieces; the rest is refused, not believed."""
 
 from __future__ import annotations
 
 import asyncio
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ frames = st.lists(
 
 def cut(data: bytes, cuts: list[int]) -> list[bytes]:
     points = sorted({0, len(data), *(point % (len(data) + 1) for point in cuts)})
-    return [data[start:end] for start, end in zip(points, points[1:], strict=False)]
+    return [data[start:end] for start, end in pairwise(points)]
 
 
 @given(frames, st.lists(st.integers(0, 10_000), max_size=20))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 import pytest
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, SandboxStartError
@@ -9,10 +10,11 @@ from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
 
 
-async def until(condition: object, timeout_s: float = 20.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():  # type: ignore[operator]
-            await asyncio.sleep(0.02)
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "it did not come true in time"
+        await asyncio.sleep(0.02)
 
 
 def test_a_lease_is_fresh_and_its_traces_are_gone(provider: str) -> None:
