@@ -86,6 +86,11 @@ class InferenceClient(Protocol):
 
 
 class InferenceEngine(Protocol):
+    @property
+    def dtype(self) -> str:
+        """What the servers compute in: `float32` or `bfloat16`."""
+        ...
+
     async def start(self) -> None:
         """Start all servers and wait until they are healthy. Raises InferenceError with the end of their log."""
         ...
@@ -97,7 +102,10 @@ class InferenceEngine(Protocol):
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
-        """Log-probabilities [T - 1] of `token_ids[1:]` given what precedes them, one array per server (parity probe)."""
+        """Log-probabilities [T - 1] of `token_ids[1:]` given what precedes them (parity probe).
+
+        One array per server.
+        """
         ...
 
     async def health(self) -> dict[str, bool]:

@@ -27,6 +27,7 @@ from roll_flash.supervise import GuardedProcess
 
 HOST = "127.0.0.1"
 MODEL_NAME = "policy"
+SCHEDULER = "roll_flash.inference.vllm_scheduler.KeepingScheduler"
 HEALTH_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 600.0
@@ -157,7 +158,14 @@ class VllmProcess:
             "disable_uvicorn_access_log": True,
         }
         if self._device == "cpu":
-            options |= {"enforce_eager": True, "kv_cache_memory_bytes": int(self._config.kv_cache_gib * GIB)}
+            options |= {
+                "enforce_eager": True,
+                "kv_cache_memory_bytes": int(self._config.kv_cache_gib * GIB),
+                # The model in the engine's own process: one import (10 s) and one hop for each token less.
+                "distributed_executor_backend": "uni",
+                "scheduler_cls": SCHEDULER,
+                "async_scheduling": False,
+            }
         else:
             options |= {"gpu_memory_utilization": self._config.gpu_memory_utilization}
         options |= self._config.extra_args
@@ -176,7 +184,13 @@ class VllmProcess:
             "PYTHONUNBUFFERED": "1",
         }
         if self._device == "cpu":
-            environment["OMP_NUM_THREADS"] = str(self._config.threads)
+            environment |= {
+                "OMP_NUM_THREADS": str(self._config.threads),
+                # vLLM would pin every server to the same first cores.
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+                # vLLM asks for this beside the executor "uni"; the engine keeps its process.
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            }
         return environment
 
 

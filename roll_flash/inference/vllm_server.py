@@ -126,17 +126,25 @@ async def _update(server: VllmProcess, version: int, path: str) -> ServerUpdate:
     await server.post("/start_weight_update")
     paused = time.monotonic()
     try:
-        await server.post("/pause?mode=keep")
+        await server.post("/pause?mode=keep&clear_cache=false")
         await server.post("/update_weights", {"update_info": {"path": path}})
         await server.post("/finish_weight_update", {"weight_version": str(version)})
-        # Pausing keeps the cache, and a new request must not build on keys and values of the old weights.
-        await server.post("/reset_prefix_cache")
+        await _forget_prefixes(server)
         server.version = version
     finally:
         # Also when the caller gave up: a server left paused would hang every episode.
         await asyncio.shield(asyncio.ensure_future(server.post("/resume")))
     ended = time.monotonic()
     return ServerUpdate(server.endpoint, version, paused_s=ended - paused, total_s=ended - started)
+
+
+async def _forget_prefixes(server: VllmProcess) -> None:
+    """No new request may build on keys and values of the old weights.
+
+    Where the scheduler cannot forget them with requests in flight (GPU), those compute theirs again.
+    """
+    if not (await server.post("/reset_prefix_cache"))["success"]:
+        await server.post("/reset_prefix_cache?reset_running_requests=true")
 
 
 async def _score(server: VllmProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -57,8 +56,8 @@ def tokenizer_with(template: str | None) -> Any:
 
 
 @pytest.fixture(params=list(TEMPLATES))
-def style(request: pytest.FixtureRequest) -> Iterator[str]:
-    yield request.param
+def style(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
 def sampled(tokenizer: Any, text: str, finish_reason: FinishReason = "stop", version: int = 3) -> Generation:
