@@ -51,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(arguments, str(error), error.exit_code)
     except Exception as error:
         hint = "" if arguments.debug else "; run again with --debug for the traceback"
-        return _fail(arguments, f"internal error: {type(error).__name__}: {' '.join(str(error).split())}{hint}", 1)
+        return _fail(arguments, f"internal error: {type(error).__name__}: {_shortened(str(error))}{hint}", 1)
+
+
+def _shortened(text: str) -> str:
+    """One line; of a long one the beginning and the end, where errors that were passed on say what they are about."""
+    line = " ".join(text.split())
+    return line if len(line) <= 400 else f"{line[:100]} ... {line[-290:]}"
 
 
 def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:

@@ -241,6 +241,7 @@ def test_a_finished_run_ends_with_its_summary(
         (RunError("all episodes failed"), 1, "roll-flash: all episodes failed"),
         (ConfigError("that cannot be"), 2, "roll-flash: that cannot be"),
         (ValueError("two\nlines"), 1, "internal error: ValueError: two lines; run again with --debug"),
+        (ValueError("x" * 9000 + " the cause"), 1, "xxx the cause; run again"),
         (KeyboardInterrupt(), 130, "interrupted; no checkpoint was written yet"),
     ],
 )
@@ -256,6 +257,7 @@ def test_each_end_has_its_exit_code_and_line(
     err = capsys.readouterr().err
     assert words in err
     assert len(err.splitlines()) == 1
+    assert len(err) < 600
 
 
 def test_after_ctrl_c_the_user_is_told_how_to_go_on(

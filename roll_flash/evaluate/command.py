@@ -6,13 +6,14 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from roll_flash.config import Config, load_config
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.evaluation import eval_sampling, evaluate, evaluation_plan
+from roll_flash.evaluate.evaluation import EpisodeRunner, eval_sampling, evaluate, evaluation_plan, is_complete
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.inference.openai_client import api_key_from
 from roll_flash.run_dir import find_checkpoint, find_run
@@ -49,31 +50,42 @@ class EvalPlan:
 
 
 async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
-    """Run it; returns the result and its folder. Raises ConfigError before anything is started, else RollFlashError."""
+    """Run what is missing; returns the result and its folder. Nothing is started for one that is already complete.
+
+    Raises ConfigError before anything is started, else RollFlashError.
+    """
     plan = plan_evaluation(request)
+    config, sampling = plan.config, eval_sampling(plan.config)
+    label = f"{config.env.id} with {plan.about['model']}"
+
+    async def scored_by(runner: EpisodeRunner | None) -> EvalResult:
+        return await evaluate(
+            runner,
+            env=config.env,
+            eval=config.eval,
+            sampling=sampling,
+            max_concurrent=config.rollout.max_concurrent,
+            folder=plan.folder,
+            label=label,
+            about=plan.about,
+        )
+
+    if is_complete(plan.folder, config.env, config.eval, sampling, label, plan.about):
+        return await scored_by(None), plan.folder
+    async with _open_runner(plan, request.api_key_env) as runner:
+        return await scored_by(runner), plan.folder
+
+
+def _open_runner(plan: EvalPlan, api_key_env: str | None) -> AbstractAsyncContextManager[EpisodeRunner]:
     from roll_flash.models import resolve_model
     from roll_flash.rollout.worker import ChatEndpoint
     from roll_flash.system import open_rollout
 
-    config, endpoint, model_folder = plan.config, None, None
-    if plan.endpoint is not None:
-        endpoint = ChatEndpoint(plan.endpoint, plan.model, request.api_key_env)
-    else:
-        model_folder = resolve_model(plan.model)
     logs = plan.folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    async with open_rollout(config, model_folder, endpoint=endpoint, logs=logs) as runner:
-        result = await evaluate(
-            runner,
-            env=config.env,
-            eval=config.eval,
-            sampling=eval_sampling(config),
-            max_concurrent=config.rollout.max_concurrent,
-            folder=plan.folder,
-            label=f"{config.env.id} with {plan.about['model']}",
-            about=plan.about,
-        )
-    return result, plan.folder
+    if plan.endpoint is not None:
+        return open_rollout(plan.config, None, endpoint=ChatEndpoint(plan.endpoint, plan.model, api_key_env), logs=logs)
+    return open_rollout(plan.config, resolve_model(plan.model), logs=logs)
 
 
 def plan_evaluation(request: EvalRequest) -> EvalPlan:

@@ -7,6 +7,7 @@ and are tried again when the evaluation is started again on the same folder.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -32,7 +33,7 @@ class EpisodeRunner(Protocol):
 
 
 async def evaluate(
-    runner: EpisodeRunner,
+    runner: EpisodeRunner | None,
     *,
     env: EnvConfig,
     eval: EvalConfig,
@@ -46,16 +47,16 @@ async def evaluate(
 
     `sampling` is used as given, with a seed of its own for each attempt when it has one. `about` (the model, the
     endpoint, ...) is saved with the results. Each finished episode is on disk before the next is awaited, so that
-    Ctrl-C or `kill -9` loses only what was in flight. Raises ConfigError when the folder holds another evaluation.
+    Ctrl-C or `kill -9` loses only what was in flight. Without a runner only what the folder holds is scored.
+    Raises ConfigError when the folder holds another evaluation.
     """
     started = time.monotonic()
     plan = evaluation_plan(env, eval, sampling, about or {})
     specs = build_episodes(env, eval, sampling, label)
     journal = Journal(folder, plan)
     try:
-        done = journal.scored()
-        waiting = [spec for spec in specs if spec.episode_id not in done]
-        if waiting:
+        waiting = journal.unscored(specs)
+        if waiting and runner is not None:
             await _collect(runner.run(waiting, max_concurrent=max_concurrent), journal)
     finally:
         journal.close()
@@ -86,8 +87,20 @@ def eval_sampling(config: Config) -> SamplingParams:
     )
 
 
+def is_complete(
+    folder: Path, env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, label: str, about: Mapping[str, Any]
+) -> bool:
+    """Whether `evaluate` with these arguments has nothing left to run. Raises ConfigError as `evaluate` does."""
+    journal = Journal(folder, evaluation_plan(env, eval, sampling, about))
+    try:
+        return not journal.unscored(build_episodes(env, eval, sampling, label))
+    finally:
+        journal.close()
+
+
 def build_episodes(env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, label: str) -> list[EpisodeSpec]:
     """All attempts, first attempts first. Ids depend on nothing but label, seed and attempt."""
+    name = re.sub(r"[^A-Za-z0-9._@-]+", "-", label)
     specs = []
     for attempt in range(eval.attempts):
         for index in range(eval.tasks):
@@ -95,8 +108,8 @@ def build_episodes(env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, l
             task = Task(f"{env.id}:{seed}", env.id, seed, env.kwargs)
             specs.append(
                 EpisodeSpec(
-                    episode_id=f"{label}:{seed}:{attempt}",
-                    group_id=f"{label}:{seed}",
+                    episode_id=f"{name}:{seed}:{attempt}",
+                    group_id=f"{name}:{seed}",
                     replica=attempt,
                     task=task,
                     sampling=_own_seed(sampling, index * eval.attempts + attempt),
@@ -146,8 +159,10 @@ class Journal:
             raise ConfigError(f"{folder / EPISODES_FILE}: a record has no {error}; choose another folder") from None
         self._file = JsonLinesFile(folder / EPISODES_FILE)
 
-    def scored(self) -> set[str]:
-        return {name for name, record in self.records.items() if record["kind"] == "trajectory"}
+    def unscored(self, specs: Sequence[EpisodeSpec]) -> list[EpisodeSpec]:
+        """What is still to be run: attempts without a record, and those that failed."""
+        done = {name for name, record in self.records.items() if record["kind"] == "trajectory"}
+        return [spec for spec in specs if spec.episode_id not in done]
 
     def add(self, outcome: Outcome) -> None:
         record = episode_record(outcome)

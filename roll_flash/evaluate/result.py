@@ -75,7 +75,8 @@ class EvalResult:
         ]
         rows.append(("ended by", _counts(self.ends)))
         rows.append(("not scored", _counts(self.failures)))
-        rows.append(("tokens, turns", f"{self.policy_tokens:,} sampled in {self.turns:,} turns"))
+        tokens = f"{self.policy_tokens:,} sampled" if self.policy_tokens else "not known (chat endpoint)"
+        rows.append(("tokens, turns", f"{tokens}, {self.turns:,} turns"))
         rows.append(("seconds", f"{self.seconds:.1f}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join([self.label, *(f"  {name:<{width}}  {text}" for name, text in rows)])

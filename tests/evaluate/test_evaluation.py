@@ -12,7 +12,7 @@ from scripted_runner import Script, ScriptedRunner
 
 from roll_flash.config import EnvConfig, EvalConfig
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.evaluation import build_episodes, evaluate
+from roll_flash.evaluate.evaluation import build_episodes, evaluate, is_complete
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.types import EpisodeSpec, SamplingParams
 
@@ -96,6 +96,26 @@ def test_a_finished_evaluation_is_read_and_not_run_again(tmp_path: Path) -> None
     again = ScriptedRunner(every_second_attempt)
     assert run(again, tmp_path).scored == 8
     assert again.ran == []
+
+
+def test_what_is_complete_can_be_scored_without_a_runner(tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"sampling": SamplingParams(), "label": "test"}
+    plan = EvalConfig(tasks=3, attempts=1, seeds_from=1000)
+
+    def complete() -> bool:
+        return is_complete(tmp_path, ENV, plan, about={}, **arguments)
+
+    assert not complete()
+    runner = ScriptedRunner(every_second_attempt)
+    asyncio.run(evaluate(runner, env=ENV, eval=plan, max_concurrent=2, folder=tmp_path, **arguments))
+    assert complete()
+    again = asyncio.run(evaluate(None, env=ENV, eval=plan, max_concurrent=2, folder=tmp_path, **arguments))
+    assert again.scored == 3
+
+
+def test_a_label_with_spaces_gives_ids_without() -> None:
+    (spec,) = build_episodes(ENV, EvalConfig(tasks=1, seeds_from=1000), SamplingParams(), "Maze-v0 with a/b")
+    assert spec.episode_id == "Maze-v0-with-a-b:1000:0"
 
 
 def test_failures_are_tried_again_on_resume_and_the_last_outcome_counts(tmp_path: Path) -> None:
