@@ -1,9 +1,11 @@
-"""Environments that ship with ROLL Flash, and the API that they and a user's own are written against."""
+"""Environments that ship with ROLL Flash, and the API that they and a user's own are written against.
+
+Importing this package registers what ships, so that `gymnasium.make("ShellMath-v0")` works.
+"""
 
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
-from roll_flash.envs.registration import register, register_env
+from roll_flash.envs.registration import register_env, register_shipped
 
-__all__ = ["Env", "Observation", "SandboxEnv", "StepResult", "register", "register_env"]
+__all__ = ["Env", "Observation", "SandboxEnv", "StepResult", "register_env"]
 
-# gymnasium 1.x loads no plug-ins by itself: importing this package is what makes the ids known.
-register()
+register_shipped()

@@ -18,9 +18,8 @@ def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, An
     gymnasium.register(id, entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
 
 
-def register() -> None:
-    """Register what ships here. Called by gymnasium through its plug-in entry point, and when this package is used
-    without being installed."""
+def register_shipped() -> None:
+    """Register what ships here."""
     for id, entry_point in {"ShellMath-v0": "roll_flash.envs.shell_math:ShellMath"}.items():
         if id not in gymnasium.registry:
             register_env(id, entry_point)

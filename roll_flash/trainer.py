@@ -12,9 +12,11 @@ from typing import Any
 from roll_flash.config import Config
 from roll_flash.interrupt import run_until_interrupted
 from roll_flash.learner.engine import StepResult
+from roll_flash.models import resolve_model
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.summary import summarize
 from roll_flash.publication import Publication
+from roll_flash.rollout.environments import check_environment
 from roll_flash.run_dir import RunDir
 from roll_flash.step_metrics import StepRecord
 from roll_flash.system import System, open_system
@@ -25,6 +27,9 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
 
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C or SIGTERM, when a checkpoint has been written.
     """
+    # What is wrong with these must be said before there is a run folder of this name.
+    resolve_model(config.model.path)
+    check_environment(config.env.id, config.env.kwargs)
     with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
         return asyncio.run(_train(config, run_dir, progress, resume))
 
