@@ -21,9 +21,8 @@ class EnvironmentEntry:
 
 def list_environments(*, everything: bool) -> list[EnvironmentEntry]:
     """Environments of this package and of plug-ins, by id; with `everything` those of gymnasium itself too."""
-    import roll_flash.envs
+    import roll_flash.envs  # noqa: F401  registers what ships
 
-    roll_flash.envs.register()
     specs = [spec for spec in gymnasium.registry.values() if everything or not _is_gymnasiums_own(spec)]
     return [
         EnvironmentEntry(spec.id, _entry_point(spec), "" if _is_gymnasiums_own(spec) else _about(spec))
