@@ -21,6 +21,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
     """Initialise Ray, and shut it down. Raises RunError when it does not start or the cluster cannot be reached."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the learner must not yield to the servers
     import ray
 
     if ray.is_initialized():
