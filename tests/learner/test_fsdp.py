@@ -1,0 +1,327 @@
+"""The learner through real Ray actors, real FSDP and real files."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import shutil
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roll_flash.config import LearnerConfig
+from roll_flash.errors import CheckpointError, LearnerError, ModelError
+from roll_flash.learner.engine import StepResult
+from roll_flash.learner.fsdp import FsdpLearner
+from roll_flash.types import Group
+from tests.learner.conftest import make_tiny_model
+from tests.learner.samples import make_group, make_trajectory, replace_trajectory
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
+Result = TypeVar("Result")
+GROUPS = [make_group(seed, prompt=20, turn=(3, 12)) for seed in range(4)]
+
+
+def with_learner(
+    model: Path, use: Callable[[FsdpLearner], Awaitable[Result]], *, async_ratio: float = 10, **settings: Any
+) -> Result:
+    async def run() -> Result:
+        config = LearnerConfig(**{"learning_rate": 1e-3, "start_timeout_s": 120, "step_timeout_s": 60} | settings)
+        learner = FsdpLearner(model, config, async_ratio=async_ratio)
+        try:
+            await learner.start()
+            return await use(learner)
+        finally:
+            await learner.close()
+
+    return asyncio.run(run())
+
+
+async def step(learner: FsdpLearner, *batches: list[Group]) -> StepResult:
+    for batch in batches:
+        await learner.accumulate(batch)
+    return await learner.finish_step()
+
+
+async def staged(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+    weights = await learner.stage_weights()
+    tensors = {name: tensor.clone() for name, tensor in load_file(weights.path).items()}
+    await learner.release_weights(weights)
+    return tensors
+
+
+def assert_same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    torch.testing.assert_close(first, second, atol=2e-5, rtol=1e-4)
+
+
+def plain_loop(model_folder: Path, steps: list[list[Group]], settings: dict[str, float]) -> dict[str, torch.Tensor]:
+    """What a step must be, written down without packing, FSDP and Ray."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0)
+    for groups in steps:
+        tokens = sum(group.policy_tokens for group in groups)
+        for group in groups:
+            rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
+            advantages = (rewards - rewards.mean()) / rewards.std(correction=0)
+            for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
+                ids = torch.tensor(trajectory.token_ids, dtype=torch.int64)
+                mask = torch.tensor(trajectory.policy_mask[1:])
+                logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[mask, 0]
+                behavior = torch.tensor(trajectory.logprobs[1:])[mask]
+                weight = (logprobs.detach() - behavior).exp().clamp(max=2.0)
+                (-(weight * float(advantage) * logprobs).sum() / tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
+
+
+@pytest.mark.parametrize(("ranks", "micro_batch_tokens", "split"), [(1, 4096, False), (1, 90, True), (2, 90, True)])
+def test_ranks_rows_and_accumulation_do_not_change_the_step(
+    tiny_model: Path, ranks: int, micro_batch_tokens: int, split: bool
+) -> None:
+    async def use(learner: FsdpLearner) -> tuple[dict[str, torch.Tensor], StepResult]:
+        batches = [[group] for group in GROUPS[:3]] if split else [GROUPS[:3]]
+        await step(learner, *batches)
+        result = await step(learner, GROUPS[3:])
+        return await staged(learner), result
+
+    weights, result = with_learner(tiny_model, use, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
+    expected = plain_loop(tiny_model, [GROUPS[:3], GROUPS[3:]], {"learning_rate": 1e-3})
+    assert_same_weights(weights, expected)
+    assert result.version == 2
+    assert result.metrics["staleness_max"] == 1
+    assert result.metrics["shared_tokens_saved"] > 0
+
+
+def test_a_step_reports_what_it_did_and_leaves_out_what_is_broken(tiny_model: Path) -> None:
+    nan = dataclasses.replace(GROUPS[0].trajectories[1], reward=float("nan"))
+    batch = [replace_trajectory(GROUPS[0], 1, nan), make_group(9, rewards=[1.0] * 4)]
+    result = with_learner(tiny_model, lambda learner: step(learner, batch))
+    metrics = result.metrics
+    assert result.policy_tokens == sum(g.policy_tokens for g in batch) - nan.policy_tokens
+    assert metrics["dropped_reward_not_finite"] == 1
+    assert metrics["groups_without_signal"] == 1
+    assert metrics["trajectories"] == 8
+    assert 0 < metrics["effective_sample_size"] <= 1
+    assert all(np.isfinite(value) for value in metrics.values())
+    for name in ("loss", "grad_norm", "kl_k1", "kl_k3", "rho_mean", "rho_max", "entropy", "clip_fraction"):
+        assert name in metrics
+    for name in ("correction_fraction", "computed_tokens", "forward_backward_s", "optimizer_s", "staging_s"):
+        assert name in metrics
+
+
+def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) -> None:
+    async def use(learner: FsdpLearner) -> None:
+        with pytest.raises(LearnerError, match="nothing to step on: no groups"):
+            await learner.finish_step()
+        await step(learner, GROUPS[:1])
+        with pytest.raises(LearnerError, match="older than"):
+            await learner.accumulate(GROUPS[:1])
+        with pytest.raises(LearnerError, match="at least two"):
+            await learner.logprobs([1])
+        fresh = make_group(5, version=1)
+        await learner.accumulate([fresh])
+        with pytest.raises(LearnerError, match="between steps"):
+            await learner.save(tmp_path / "state")
+        with pytest.raises(LearnerError, match="supervised step"):
+            await learner.sft_step(fresh.trajectories)
+        assert (await learner.finish_step()).version == 2
+        weights = await learner.stage_weights()
+        await learner.release_weights(weights)
+        with pytest.raises(LearnerError, match="not staged"):
+            await learner.release_weights(weights)
+        assert os.listdir(tmp_path) == []
+
+    with_learner(tiny_model, use, async_ratio=0)
+
+
+def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_when_they_go_on(
+    tiny_model: Path,
+) -> None:
+    group = GROUPS[0]
+    huge = dataclasses.replace(group.trajectories[0], reward=1e200)
+    poisoned = replace_trajectory(group, 0, huge)
+
+    async def use(learner: FsdpLearner) -> None:
+        before = await staged(learner)
+        for _ in range(2):
+            result = await step(learner, [poisoned])
+            assert result.skipped
+            assert result.version == 0
+        assert_same_weights(before, await staged(learner))
+        assert not (await step(learner, [group])).skipped
+        for _ in range(2):
+            await step(learner, [poisoned])
+        with pytest.raises(LearnerError, match="3 steps in a row"):
+            await step(learner, [poisoned])
+
+    with_learner(tiny_model, use, max_skipped_steps=2, normalize_advantage=False)
+
+
+def test_staged_weights_are_a_copy_in_checkpoint_format_that_dies_with_the_learner(tiny_model: Path) -> None:
+    async def use(learner: FsdpLearner) -> str:
+        first = await learner.stage_weights()
+        stored = load_file(tiny_model / "model.safetensors")
+        assert set(load_file(first.path)) == set(stored)
+        torch.testing.assert_close(load_file(first.path), stored, rtol=0, atol=0)
+        await step(learner, GROUPS[:1])
+        second = await learner.stage_weights()
+        assert (first.version, second.version) == (0, 1)
+        assert first.num_bytes == second.num_bytes == os.stat(first.path).st_size
+        torch.testing.assert_close(load_file(first.path), stored, rtol=0, atol=0)
+        assert any(not torch.equal(value, stored[name]) for name, value in load_file(second.path).items())
+        await learner.release_weights(first)
+        os.kill(int(second.path.split("/")[2]), signal.SIGKILL)
+        return second.path
+
+    path = with_learner(tiny_model, use)
+    deadline = time.monotonic() + 10
+    while os.path.exists(path) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not os.path.exists(path)
+    assert not list(Path("/dev/shm").glob("roll-flash*"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_rank_is_a_clear_error_at_once(tiny_model: Path, ranks: int) -> None:
+    async def use(learner: FsdpLearner) -> None:
+        weights = await learner.stage_weights()
+        os.kill(int(weights.path.split("/")[2]), signal.SIGKILL)
+        started = time.monotonic()
+        with pytest.raises(LearnerError, match=r"rank died during|failed on a rank"):
+            await step(learner, GROUPS[:2])
+        assert time.monotonic() - started < 20
+        with pytest.raises(LearnerError, match="cannot be used"):
+            await learner.finish_step()
+
+    with_learner(tiny_model, use, ranks=ranks)
+
+
+def test_a_rank_that_hangs_is_an_error_after_the_deadline(tiny_model: Path) -> None:
+    async def use(learner: FsdpLearner) -> None:
+        weights = await learner.stage_weights()
+        process = int(weights.path.split("/")[2])
+        os.kill(process, signal.SIGSTOP)
+        started = time.monotonic()
+        try:
+            with pytest.raises(LearnerError, match="longer than 5 s"):
+                await learner.accumulate(GROUPS[:1])
+            assert time.monotonic() - started < 10
+        finally:
+            os.kill(process, signal.SIGCONT)
+
+    with_learner(tiny_model, use, step_timeout_s=5)
+
+
+@pytest.mark.parametrize(("written_by", "read_by"), [(1, 2), (2, 1)])
+def test_a_resumed_learner_takes_the_same_next_step(
+    tiny_model: Path, tmp_path: Path, written_by: int, read_by: int
+) -> None:
+    folder = tmp_path / "run" / "state"
+
+    async def write(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+        await step(learner, GROUPS[:2])
+        await learner.save(folder)
+        assert os.listdir(folder.parent) == ["state"]
+        await step(learner, GROUPS[2:])
+        return await staged(learner)
+
+    async def read(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+        await learner.load(folder)
+        assert learner.version == 1
+        assert (await step(learner, GROUPS[2:])).version == 2
+        return await staged(learner)
+
+    expected = with_learner(tiny_model, write, ranks=written_by)
+    assert_same_weights(with_learner(tiny_model, read, ranks=read_by), expected)
+
+
+def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(tiny_model: Path, tmp_path: Path) -> None:
+    other_model = make_tiny_model(tmp_path / "other", hidden_size=32)
+
+    async def write(learner: FsdpLearner) -> None:
+        await learner.save(tmp_path / "good")
+        with pytest.raises(CheckpointError, match="exists already"):
+            await learner.save(tmp_path / "good")
+        (tmp_path / "file").write_text("in the way")
+        with pytest.raises(CheckpointError, match="cannot be written"):
+            await learner.save(tmp_path / "file" / "state")
+        truncated = tmp_path / "truncated"
+        shutil.copytree(tmp_path / "good", truncated)
+        shard = next(truncated.glob("*.distcp"))
+        os.truncate(shard, shard.stat().st_size // 2)
+        with pytest.raises(CheckpointError, match="truncated or missing"):
+            await learner.load(truncated)
+        shard.unlink()
+        with pytest.raises(CheckpointError, match="truncated or missing"):
+            await learner.load(truncated)
+        with pytest.raises(CheckpointError, match="not a complete checkpoint"):
+            await learner.load(tmp_path / "nowhere")
+        await step(learner, GROUPS[:1])
+
+    async def read_other(learner: FsdpLearner) -> None:
+        with pytest.raises(CheckpointError, match="another model"):
+            await learner.load(tmp_path / "good")
+
+    with_learner(tiny_model, write)
+    with_learner(other_model, read_other)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_export_is_a_model_folder_that_transformers_loads(tmp_path: Path, tied: bool) -> None:
+    model_folder = make_tiny_model(tmp_path / "model", tied=tied)
+    text = [5, 9, 17, 4, 90, 33]
+
+    async def use(learner: FsdpLearner) -> np.ndarray:
+        await step(learner, GROUPS[:1])
+        await learner.export_hf(tmp_path / "hf")
+        await learner.export_hf(tmp_path / "hf")
+        with pytest.raises(CheckpointError, match="exists already"):
+            await learner.export_hf(tmp_path)
+        return await learner.logprobs(text)
+
+    logprobs = with_learner(model_folder, use)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ids = torch.tensor(text)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([97, 98]).replace(" ", "") == "ab"
+
+
+def test_supervised_steps_learn_the_demonstrations_and_count_as_versions(tiny_model: Path) -> None:
+    demonstrations = [
+        make_trajectory([10, 11, 12, 20 + i, 50, 51, 52, 53], [False] * 4 + [True] * 4, reward=1.0) for i in range(4)
+    ]
+
+    async def use(learner: FsdpLearner) -> list[StepResult]:
+        return [await learner.sft_step(demonstrations, learning_rate=1e-2) for _ in range(12)]
+
+    results = with_learner(tiny_model, use, warmup_steps=2)
+    losses = [result.metrics["loss"] for result in results]
+    assert losses[-1] < 0.1 * losses[0]
+    assert results[-1].version == 12
+    assert results[0].metrics["learning_rate"] == pytest.approx(0.5e-2)
+    assert results[-1].metrics["learning_rate"] == pytest.approx(1e-2)
+
+
+def test_a_model_folder_that_is_not_there_is_one_clear_line(tmp_path: Path) -> None:
+    async def never(learner: FsdpLearner) -> None:
+        raise AssertionError("started without a model")
+
+    with pytest.raises(ModelError, match="not a Hugging Face model folder"):
+        with_learner(tmp_path / "nothing", never)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ModelError, match="cannot load"):
+        with_learner(tmp_path / "empty", never)

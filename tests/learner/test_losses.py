@@ -1,0 +1,236 @@
+"""Every loss against its closed form and finite differences in float64, and against garbage where masked."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from roll_flash.learner.correction import correct
+from roll_flash.learner.losses import LOSSES, policy_loss
+
+LEVELS = ["token", "sequence", "sequence_mean"]
+VARIANTS: list[tuple[str, dict[str, Any]]] = [
+    ("reinforce", {}),
+    ("supervised", {}),
+    ("ppo", {}),
+    ("ppo", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}),
+    *(
+        ("decoupled_ppo", {"correction": c, "correction_level": level})
+        for c in ("none", "tis", "mask")
+        for level in LEVELS
+    ),
+    ("tis", {}),
+    ("cispo", {"clip_low": 0.3}),
+    ("topr", {}),
+    ("topr", {"level": "sequence"}),
+    ("weighted_topr", {"positive_weight": 0.5, "negative_weight": 2.0}),
+    ("gspo", {"clip_low": 0.1, "clip_high": 0.1}),
+]
+
+
+def tensors(seed: int = 0, shape: tuple[int, int] = (4, 7)) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def uniform(low: float, high: float) -> Tensor:
+        return low + (high - low) * torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    logprobs = uniform(-3, -0.2)
+    return {
+        "logprobs": logprobs,
+        "prox_logprobs": logprobs + uniform(-0.5, 0.5),
+        "behavior_logprobs": logprobs + uniform(-1, 1),
+        "advantages": uniform(-2, 2),
+        "mask": torch.rand(shape, generator=generator) < 0.7,
+    }
+
+
+def scalar(name: str, theta: float, prox: float, behavior: float, advantage: float, **params: Any) -> float:
+    one = {"logprobs": theta, "prox_logprobs": prox, "behavior_logprobs": behavior, "advantages": advantage}
+    values = {key: torch.tensor([[value]], dtype=torch.float64) for key, value in one.items()}
+    return policy_loss(name, **values, mask=torch.ones(1, 1, dtype=torch.bool), **params).loss.item()
+
+
+@pytest.mark.parametrize(("ratio", "advantage"), [(r, a) for r in (0.3, 0.9, 1.1, 4.0) for a in (-1.5, 2.0)])
+def test_single_token_losses_are_their_formulas(ratio: float, advantage: float) -> None:
+    theta = -1.0
+    behavior = theta - math.log(ratio)
+    clipped = min(max(ratio, 0.8), 1.2)
+    surrogate = -min(ratio * advantage, clipped * advantage)
+    assert scalar("ppo", theta, 9.0, behavior, advantage) == pytest.approx(surrogate)
+    capped = min(surrogate, -1.5 * advantage) if advantage < 0 else surrogate
+    assert scalar("ppo", theta, 9.0, behavior, advantage, dual_clip=1.5) == pytest.approx(capped)
+    prox = theta - 0.05
+    near = -min(math.exp(0.05) * advantage, min(math.exp(0.05), 1.2) * advantage)
+    rho = math.exp(prox - behavior)
+    weights = {"none": 1.0, "tis": min(rho, 2.0), "mask": rho if 0.5 <= rho <= 2.0 else 0.0}
+    for correction, weight in weights.items():
+        found = scalar("decoupled_ppo", theta, prox, behavior, advantage, correction=correction)
+        assert found == pytest.approx(weight * near)
+    plain = -advantage * theta
+    assert scalar("reinforce", theta, prox, behavior, advantage) == pytest.approx(plain)
+    assert scalar("tis", theta, prox, behavior, advantage) == pytest.approx(min(ratio, 1.0) * plain)
+    assert scalar("cispo", theta, prox, behavior, advantage) == pytest.approx(min(ratio, 1.2) * plain)
+    tapered = 1.0 if advantage > 0 else min(ratio, 1.0)
+    assert scalar("topr", theta, prox, behavior, advantage) == pytest.approx(tapered * plain)
+    weight = 3.0 if advantage > 0 else 0.5 * min(ratio, 1.0)
+    found = scalar("weighted_topr", theta, prox, behavior, advantage, positive_weight=3.0, negative_weight=0.5)
+    assert found == pytest.approx(weight * plain)
+    assert scalar("supervised", theta, prox, behavior, advantage) == pytest.approx(-theta)
+
+
+def test_gspo_uses_the_geometric_mean_over_the_sequence() -> None:
+    data = tensors()
+    mask = data["mask"]
+    ratio = torch.stack(
+        [((t - b)[m].mean()).exp() for t, b, m in zip(data["logprobs"], data["behavior_logprobs"], mask, strict=True)]
+    )[:, None]
+    advantages = data["advantages"]
+    expected = -torch.minimum(ratio * advantages, ratio.clamp(0.9, 1.1) * advantages)[mask].mean()
+    assert policy_loss("gspo", **data, clip_low=0.1, clip_high=0.1).loss.item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_corrections_bound_the_ratio_itself_at_every_level(level: str) -> None:
+    data = tensors(3)
+    mask = data["mask"]
+    difference = data["prox_logprobs"] - data["behavior_logprobs"]
+    rows = [d[m].sum() if level == "sequence" else d[m].mean() for d, m in zip(difference, mask, strict=True)]
+    log_ratio = difference if level == "token" else torch.stack(rows)[:, None].expand_as(difference)
+    ratio = log_ratio.exp()
+    arguments: dict[str, Any] = {
+        "prox_logprobs": data["prox_logprobs"],
+        "behavior_logprobs": data["behavior_logprobs"],
+        "mask": mask,
+        "level": level,
+        "cap": 1.3,
+        "floor": 0.8,
+    }
+    truncated = correct("tis", **arguments)
+    torch.testing.assert_close(truncated.weights, torch.where(mask, ratio.clamp(max=1.3), 0.0))
+    assert torch.equal(truncated.changed, mask & (ratio > 1.3))
+    inside = (ratio >= 0.8) & (ratio <= 1.3)
+    dropped = correct("mask", **arguments)
+    torch.testing.assert_close(dropped.weights, torch.where(mask & inside, ratio, 0.0))
+    assert torch.equal(dropped.changed, mask & ~inside)
+    assert torch.equal(correct("none", **arguments).weights, mask.double())
+
+
+STOPPED = ("tis", "cispo", "topr", "weighted_topr")
+"""Losses whose weight is a function of pi_theta that is not differentiated."""
+
+
+@pytest.mark.parametrize(("name", "params"), [variant for variant in VARIANTS if variant[0] not in STOPPED])
+def test_gradients_match_finite_differences(name: str, params: dict[str, Any]) -> None:
+    data = tensors(1)
+
+    def loss(logprobs: Tensor) -> Tensor:
+        return policy_loss(name, **{**data, "logprobs": logprobs}, **params).loss
+
+    logprobs = data["logprobs"].clone().requires_grad_()
+    (found,) = torch.autograd.grad(loss(logprobs), logprobs)
+    step = 1e-6
+    for index in range(found.numel()):
+        shift = torch.zeros_like(found)
+        shift.view(-1)[index] = step
+        numeric = (loss(data["logprobs"] + shift) - loss(data["logprobs"] - shift)) / (2 * step)
+        assert found.view(-1)[index].item() == pytest.approx(numeric.item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", STOPPED)
+def test_stopped_weights_scale_the_score_function(name: str) -> None:
+    """d loss / d log pi of a token is -weight A / n, with no term from the weight's own derivative."""
+    data = tensors(2)
+    ratio = (data["logprobs"] - data["behavior_logprobs"]).exp()
+    positive = data["advantages"] > 0
+    weight = {
+        "tis": ratio.clamp(max=1.0),
+        "cispo": ratio.clamp(max=1.2),
+        "topr": torch.where(positive, 1.0, ratio.clamp(max=1.0)),
+        "weighted_topr": torch.where(positive, 3.0, 0.5 * ratio.clamp(max=1.0)),
+    }[name]
+    params = {"positive_weight": 3.0, "negative_weight": 0.5} if name == "weighted_topr" else {}
+    logprobs = data["logprobs"].clone().requires_grad_()
+    policy_loss(name, **{**data, "logprobs": logprobs}, **params).loss.backward()
+    expected = torch.where(data["mask"], -weight * data["advantages"] / data["mask"].sum(), 0.0)
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
+@pytest.mark.parametrize(("name", "params"), VARIANTS)
+@pytest.mark.parametrize("normalizer", [None, 5.0])
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e30])
+def test_garbage_in_masked_positions_changes_nothing(
+    name: str, params: dict[str, Any], normalizer: float | None, garbage: float
+) -> None:
+    clean = tensors(4)
+    dirty = {key: value.clone() for key, value in clean.items()}
+    for key in ("logprobs", "prox_logprobs", "behavior_logprobs", "advantages"):
+        dirty[key][~clean["mask"]] = garbage
+    results = []
+    for data in (clean, dirty):
+        logprobs = data["logprobs"].requires_grad_()
+        output = policy_loss(name, **data, normalizer=normalizer, **params)
+        (gradient,) = torch.autograd.grad(output.loss, logprobs)
+        results.append((output.loss, gradient, output.metrics))
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=0, atol=0)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=0, atol=0)
+    assert results[0][2] == results[1][2]
+    assert not results[1][1][~clean["mask"]].any()
+
+
+@pytest.mark.parametrize(("name", "params"), VARIANTS)
+def test_packing_and_splitting_do_not_change_the_loss(name: str, params: dict[str, Any]) -> None:
+    data = tensors(5)
+    count = float(data["mask"].sum())
+    whole = policy_loss(name, **data, **params).loss
+    packed = {key: value.reshape(-1) for key, value in data.items()}
+    ids = torch.arange(4).repeat_interleave(7)
+    assert policy_loss(name, **packed, sequence_ids=ids, **params).loss.item() == pytest.approx(whole.item())
+    kept = packed["mask"]
+    dense = {key: value[kept] for key, value in packed.items()}
+    assert policy_loss(name, **dense, sequence_ids=ids[kept], **params).loss.item() == pytest.approx(whole.item())
+    parts = [{key: value[rows] for key, value in data.items()} for rows in ([2, 0], [1], [3])]
+    total = sum(policy_loss(name, **part, normalizer=count, **params).loss.item() for part in parts)
+    assert total == pytest.approx(whole.item())
+
+
+def test_clip_and_correction_fractions_count_policy_tokens_only() -> None:
+    zeros = torch.zeros(1, 4, dtype=torch.float64)
+    rho = torch.tensor([[math.log(3.0), math.log(3.0), 0.0, math.log(3.0)]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False]])
+    output = policy_loss(
+        "decoupled_ppo", logprobs=zeros, prox_logprobs=zeros, behavior_logprobs=-rho, advantages=zeros + 1, mask=mask
+    )
+    assert output.metrics["correction_fraction"].item() == pytest.approx(2 / 3)
+    assert output.metrics["correction_weight"].item() == pytest.approx((2 + 2 + 1) / 3)
+    assert output.metrics["clip_fraction"].item() == 0
+
+
+def test_a_step_at_its_start_is_the_corrected_policy_gradient() -> None:
+    """With one update per step r is 1 in value, and the gradient is -w(rho) A: the correction is what acts."""
+    data = tensors(6)
+    logprobs = data["logprobs"].clone().requires_grad_()
+    output = policy_loss("decoupled_ppo", **{**data, "logprobs": logprobs, "prox_logprobs": logprobs.detach()})
+    output.loss.backward()
+    rho = (data["logprobs"] - data["behavior_logprobs"]).exp().clamp(max=2.0)
+    expected = torch.where(data["mask"], -rho * data["advantages"] / data["mask"].sum(), 0.0)
+    torch.testing.assert_close(logprobs.grad, expected)
+
+
+def test_unknown_names_and_parameters_are_errors() -> None:
+    with pytest.raises(ValueError, match="unknown loss 'pp0'"):
+        policy_loss("pp0", **tensors())
+    with pytest.raises(TypeError):
+        policy_loss("ppo", **tensors(), clip=0.1)
+    with pytest.raises(ValueError, match="unknown correction"):
+        policy_loss("decoupled_ppo", **tensors(), correction="tiss")
+    packed = {key: value.reshape(-1) for key, value in tensors().items()}
+    with pytest.raises(ValueError, match="sequence_ids"):
+        policy_loss("gspo", **packed)
+
+
+def test_every_loss_is_covered_here() -> None:
+    assert {name for name, _ in VARIANTS} == set(LOSSES)

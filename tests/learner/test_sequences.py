@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from roll_flash.errors import LearnerError
+from roll_flash.learner.diagnostics import off_policy_metrics, staleness_metrics
+from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.types import Trajectory
+from tests.learner.samples import make_group, make_trajectory, replace_trajectory
+
+
+def broken(trajectory: Trajectory, fault: str) -> Trajectory:
+    match fault:
+        case "reward_not_finite":
+            return dataclasses.replace(trajectory, reward=float("nan"))
+        case "logprobs_not_finite":
+            logprobs = trajectory.logprobs.copy()
+            logprobs[trajectory.policy_mask.argmax()] = np.nan
+            return dataclasses.replace(trajectory, logprobs=logprobs)
+        case "no_policy_tokens":
+            return dataclasses.replace(trajectory, policy_mask=np.zeros_like(trajectory.policy_mask))
+        case "no_prompt":
+            return dataclasses.replace(trajectory, policy_mask=np.ones_like(trajectory.policy_mask))
+    raise AssertionError(fault)
+
+
+@pytest.mark.parametrize("fault", ["reward_not_finite", "logprobs_not_finite", "no_policy_tokens", "no_prompt"])
+def test_a_broken_trajectory_is_left_out_and_counted_and_the_rest_trains(fault: str) -> None:
+    group = make_group(0, replicas=4, rewards=[0.0, 1.0, 0.0, 1.0])
+    without = dataclasses.replace(group, trajectories=group.trajectories[:3])
+    group = replace_trajectory(group, 3, broken(group.trajectories[3], fault))
+    prepared = prepare_group(group, 0, "grpo", True)
+    expected = prepare_group(without, 0, "grpo", True)
+    assert prepared.counts[f"dropped_{fault}"] == 1
+    assert prepared.policy_tokens == expected.policy_tokens
+    for found, wanted in zip(prepared.sequences, expected.sequences, strict=True):
+        np.testing.assert_array_equal(found.advantages, wanted.advantages)
+
+
+def test_a_group_whose_replicas_earned_the_same_counts_into_the_mean_but_is_not_computed() -> None:
+    group = make_group(0, rewards=[0.5] * 4)
+    prepared = prepare_group(group, 0, "grpo", True)
+    assert prepared.sequences == []
+    assert prepared.policy_tokens == group.policy_tokens
+    assert prepared.counts["groups_without_signal"] == 1
+
+
+def test_garbage_outside_the_policy_tokens_is_never_read() -> None:
+    group = make_group(0)
+    first = group.trajectories[0]
+    dirty = dataclasses.replace(first, logprobs=np.where(first.policy_mask, first.logprobs, np.nan))
+    prepared = prepare_group(replace_trajectory(group, 0, dirty), 0, "grpo", True)
+    assert len(prepared.sequences) == 4
+
+
+@pytest.mark.parametrize(("ratio", "version", "allowed"), [(0, 3, True), (0, 4, False), (1, 4, True), (1.5, 5, False)])
+def test_no_token_older_than_the_asynchronous_ratio_allows_is_trained(
+    ratio: float, version: int, allowed: bool
+) -> None:
+    group = make_group(0, version=3)
+    if allowed:
+        check_staleness([group], version, ratio)
+        return
+    with pytest.raises(LearnerError, match=r"version 3, older than version \d - async_ratio"):
+        check_staleness([group], version, ratio)
+
+
+def test_one_old_token_in_a_trajectory_is_enough_to_refuse_it() -> None:
+    group = make_group(0, version=3)
+    last = group.trajectories[-1]
+    versions = last.versions.copy()
+    versions[np.flatnonzero(last.policy_mask)[-1]] = 1
+    stale = replace_trajectory(group, 3, dataclasses.replace(last, versions=versions))
+    with pytest.raises(LearnerError, match="version 1"):
+        check_staleness([stale], 3, 1)
+
+
+def test_a_token_from_the_future_is_refused() -> None:
+    with pytest.raises(LearnerError, match="another run"):
+        check_staleness([make_group(0, version=3)], 2, 1)
+
+
+def test_a_demonstration_without_anything_to_imitate_is_an_error() -> None:
+    with pytest.raises(LearnerError, match="nothing to imitate"):
+        prepare_demonstrations([make_trajectory([1, 2, 3], [False] * 3, reward=1.0)])
+
+
+def test_diagnostics_of_on_policy_tokens_are_neutral() -> None:
+    logprobs = np.linspace(-3, -0.1, 50, dtype=np.float32)
+    metrics = off_policy_metrics(logprobs, logprobs, np.full(50, 1.5, np.float32))
+    assert metrics["kl_k1"] == metrics["kl_k3"] == metrics["logprob_gap_max"] == 0
+    assert metrics["effective_sample_size"] == metrics["rho_mean"] == metrics["rho_max"] == 1
+    assert metrics["entropy"] == 1.5
+
+
+def test_diagnostics_are_their_formulas() -> None:
+    rho = np.array([0.5, 1.0, 3.0])
+    metrics = off_policy_metrics(np.log(rho).astype(np.float32), np.zeros(3, np.float32), np.zeros(3, np.float32))
+    assert metrics["kl_k1"] == pytest.approx(-np.log(rho).mean(), abs=1e-6)
+    assert metrics["kl_k3"] == pytest.approx((rho - 1 - np.log(rho)).mean(), abs=1e-6)
+    assert metrics["effective_sample_size"] == pytest.approx(rho.sum() ** 2 / (3 * (rho**2).sum()), abs=1e-6)
+
+
+def test_staleness_is_a_histogram_of_tokens() -> None:
+    metrics = staleness_metrics([(0, 6), (1, 3), (9, 1)])
+    assert metrics["staleness_mean"] == pytest.approx(1.2)
+    assert metrics["staleness_max"] == 9
+    assert (metrics["staleness_0"], metrics["staleness_1"], metrics["staleness_4_or_more"]) == (0.6, 0.3, 0.1)
