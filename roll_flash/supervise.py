@@ -2,7 +2,8 @@
 
 `GuardedProcess.start` runs `python -m roll_flash.supervise ... -- COMMAND`. The guard holds the reading end of a pipe
 from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes, whatever closed it (`stop`, an
-exit, `kill -9`), it terminates all descendants, those in sessions of their own too, and removes the scratch folder.
+exit, `kill -9`), it terminates all descendants, those in sessions of their own too, and removes the scratch folder and
+what they left in /dev/shm (Python's own cleaning misses semaphores of a process that was terminated).
 When the guard itself is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group.
 
 This file is also run as the guard, so it imports the standard library only.
@@ -30,6 +31,7 @@ TRACKER_GRACE_S = 2.0
 """How long processes that clean up after the others (multiprocessing's resource tracker) may still run."""
 GUARD_MARGIN_S = 5.0
 POLL_S = 0.05
+SHARED_MEMORY_EVERY_S = 10.0
 
 
 class GuardedProcess:
@@ -91,9 +93,12 @@ def main(arguments: Sequence[str]) -> int:
     guard = os.getpid()
     command = subprocess.Popen(options.command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _die_with(guard))
     children = _Children(command.pid)
+    shared_memory = _SharedMemory()
     while children.exit_status() is None and not stopping.seen and not _owner_is_gone():
-        pass
+        shared_memory.look(at_most_every_s=SHARED_MEMORY_EVERY_S)
+    shared_memory.look()
     _end_descendants()
+    shared_memory.remove()
     if options.scratch is not None:
         shutil.rmtree(options.scratch, ignore_errors=True)
     status = children.exit_status()
@@ -113,6 +118,37 @@ class _Children:
                 if ended[0] == self._command:
                     self._status = os.waitstatus_to_exitcode(ended[1])
         return self._status
+
+
+class _SharedMemory:
+    """Files in /dev/shm that the descendants have mapped, seen while they live and removed when they are gone."""
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+        self._looked_s = time.monotonic()
+
+    def look(self, at_most_every_s: float = 0.0) -> None:
+        if time.monotonic() - self._looked_s >= at_most_every_s:
+            self._looked_s = time.monotonic()
+            self._paths.update(*(_mapped_shared_memory(pid) for pid in _descendants()))
+
+    def remove(self) -> None:
+        """All but what some other process still uses."""
+        left = {path for path in self._paths if os.path.exists(path)}
+        if not left:
+            return
+        in_use = set().union(*(_mapped_shared_memory(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()))
+        for path in left - in_use:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _mapped_shared_memory(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    return {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
 
 
 class _StopSignals:
