@@ -144,7 +144,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
         (["train", "maze.yaml", "other.yaml"], "one CONFIG is enough"),
         (["train", "maze.yaml", "rollout.group_sise=4"], "did you mean 'rollout.group_size'?"),
         (["train", "maze.yaml", "rollout.group_size=-4"], "rollout.group_size: input should be greater than"),
-        (["train", "maze.yaml", "--resume"], "no run to resume"),
+        (["train", "maze.yaml", "--resume", "env.id=ShellMath-v0"], "no run to resume"),
         (["eval"], "give a CONFIG file, --env ID"),
         (["eval", "--env", "Maze-v0"], "--env needs --model"),
         (["export", "nobody", "out"], "nobody: no run of this name"),
@@ -282,13 +282,17 @@ def test_a_traceback_is_shown_with_debug_only(
     assert err.splitlines()[-1] == "roll-flash: broken"
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_and_sigterm_end_a_command_cleanly_with_130(number: signal.Signals, tmp_path: Path) -> None:
-    """With a command that waits: an evaluation whose environment module takes its time to import."""
+@pytest.mark.parametrize(
+    ("shell", "number"),
+    [('exec "$@"', signal.SIGINT), ('exec "$@"', signal.SIGTERM), ('trap "" INT; exec "$@"', signal.SIGTERM)],
+    ids=["ctrl-c", "sigterm", "sigterm in the background of a script"],
+)
+def test_ctrl_c_and_sigterm_end_a_command_cleanly_with_130(shell: str, number: signal.Signals, tmp_path: Path) -> None:
+    """With a command that waits: its environment's module takes its time to import."""
     (tmp_path / "slow_module.py").write_text("import time\nprint('waiting', flush=True)\ntime.sleep(60)\n")
     Path("maze.yaml").write_text(yaml.safe_dump({**TREE, "env": {"id": "slow_module:Maze-v0"}}))
     process = subprocess.Popen(
-        [sys.executable, "-m", "roll_flash", "train", "maze.yaml", "--dry-run"],
+        ["sh", "-c", shell, "sh", sys.executable, "-m", "roll_flash", "train", "maze.yaml", "--dry-run"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
