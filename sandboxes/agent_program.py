@@ -13,6 +13,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -82,16 +83,21 @@ def _cached_build(processor: str) -> Path:
 
 
 def build(processor: str, target: Path) -> None:
-    """Compile into `target`, which appears whole. Raises SandboxUnavailable."""
-    temporary = target.with_name(target.name + ".new")
-    command = [*_compiler(processor), *FLAGS, *map(str, sorted(SOURCES.glob("*.c"))), "-o", str(temporary)]
+    """Compile the agent into `target`, which appears whole. Raises SandboxUnavailable."""
+    compile_static(processor, sorted(SOURCES.glob("*.c")), target)
+
+
+def compile_static(processor: str, sources: Sequence[Path], target: Path) -> None:
+    """A static Linux program of C sources. Raises SandboxUnavailable."""
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
+    command = [*_compiler(processor), *FLAGS, *map(str, sources), "-o", str(temporary)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise SandboxUnavailable(f"building the sandbox agent: {error}") from None
+        raise SandboxUnavailable(f"building {target.name}: {error}") from None
     if done.returncode:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-        raise SandboxUnavailable(f"building the sandbox agent for {processor} failed: {first[:300]}")
+        raise SandboxUnavailable(f"building {target.name} for {processor} failed: {first[:300]}")
     temporary.chmod(0o755)
     temporary.rename(target)
 

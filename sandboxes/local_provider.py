@@ -137,7 +137,8 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
     user, group = spec.user.split(":")
     size = str(spec.tmpfs_size_mb << 20)
     command = [
-        shutil.which("bwrap") or "bwrap",
+        *_without_root(),
+        "bwrap",
         "--unshare-all",
         "--unshare-user",
         "--die-with-parent",

@@ -77,11 +77,15 @@ class Sandbox(Protocol):
         """Write a regular file: whole or not at all; folders on the way are made. Raises SandboxFileError."""
         ...
 
-    async def put_tree(self, source: str | Path | bytes, path: str = ".") -> TreeReport:
+    async def put_tree(
+        self, source: str | Path | bytes, path: str = ".", *, max_bytes: int = 1 << 28, max_entries: int = 20_000
+    ) -> TreeReport:
         """Copy a folder of this machine, or a tar archive, into a directory. Raises SandboxFileError."""
         ...
 
-    async def get_tree(self, path: str, destination: str | Path) -> TreeReport:
+    async def get_tree(
+        self, path: str, destination: str | Path, *, max_bytes: int = 1 << 28, max_entries: int = 20_000
+    ) -> TreeReport:
         """Copy a directory out into a new folder. Raises SandboxFileError."""
         ...
 

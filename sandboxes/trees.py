@@ -8,8 +8,10 @@ import os
 import stat
 import tarfile
 import tempfile
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from roll_flash.sandboxes import files
 from roll_flash.sandboxes.connection import AgentConnection
@@ -69,7 +71,7 @@ async def _fetch_files(
     limit = asyncio.Semaphore(PARALLEL_FILES)
     moved = 0
 
-    async def fetch(entry: Entry, name: str) -> None:
+    async def fetch(entry: Entry, name: str) -> int:
         nonlocal moved
         async with limit:
             data = await files.read_file(connection, f"{path.rstrip('/')}/{name}", min(max_bytes, entry.size + 4096))
@@ -77,12 +79,21 @@ async def _fetch_files(
             if moved > max_bytes:
                 raise SandboxFileError(f"sandbox {connection.name}: {path} grew past {max_bytes} bytes", EFBIG)
             await asyncio.to_thread(_write_new, destination / name, data, entry.mode & 0o777 | 0o600)
+            return len(data)
 
-    async with asyncio.TaskGroup() as group:
-        for entry, name in entries:
-            if stat.S_ISREG(entry.mode):
-                group.create_task(fetch(entry, name))
+    await _together([fetch(entry, name) for entry, name in entries if stat.S_ISREG(entry.mode)])
     return moved
+
+
+async def _together(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
+    """All of them, or the first error, after the rest has been cancelled."""
+    tasks = [asyncio.ensure_future(move) for move in moves]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def put_tree(
@@ -111,14 +122,13 @@ async def put_tree(
     for member, mode in members:
         if stat.S_ISDIR(mode):
             await files.make_directory(connection, f"{path.rstrip('/')}/{member.relative_to(source)}", 0o755)
-    async with asyncio.TaskGroup() as group:
-        sent = [group.create_task(send(member, mode)) for member, mode in members if stat.S_ISREG(mode)]
+    sent = await _together([send(member, mode) for member, mode in members if stat.S_ISREG(mode)])
     for member, mode in members:
         if stat.S_ISLNK(mode):
             name = member.relative_to(source)
             await files.make_symlink(connection, os.readlink(member), f"{path.rstrip('/')}/{name}")
     special = [str(member) for member, mode in members if stat.S_IFMT(mode) not in _CARRIED]
-    return TreeReport(len(sent), sum(task.result() for task in sent), special)
+    return TreeReport(len(sent), sum(sent), special)
 
 
 _CARRIED = (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK)

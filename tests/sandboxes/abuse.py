@@ -1,0 +1,68 @@
+"""How the abuse tests run an attack: in a sandbox of its own, which must be alive afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from functools import cache
+from pathlib import Path
+from tempfile import gettempdir
+from typing import Any
+
+from roll_flash.sandboxes import ExecResult, Sandbox, SandboxSpec
+from roll_flash.sandboxes.agent_program import compile_static
+from roll_flash.sandboxes.opening import connect_provider
+
+SOURCE = Path(__file__).with_name("attack.c")
+
+
+@cache
+def attack_program() -> bytes:
+    target = Path(gettempdir()) / "roll-flash-attack"
+    compile_static("x86_64", [SOURCE], target)
+    content = target.read_bytes()
+    target.unlink()
+    return content
+
+
+def within(
+    provider: str,
+    action: Callable[[Sandbox], Awaitable[Any]],
+    spec: SandboxSpec | None = None,
+    *,
+    must_live: bool = True,
+) -> Any:
+    """Run `action` on a fresh sandbox; afterwards the sandbox must still serve commands and files."""
+
+    async def run() -> Any:
+        connected = await connect_provider(provider)
+        sandbox = await connected.open(spec or SandboxSpec(), run="abuse", timeout_s=30)
+        try:
+            result = await action(sandbox)
+            if must_live:
+                assert (await sandbox.exec("echo still here", timeout=10)).stdout == b"still here\n"
+            return result
+        finally:
+            await sandbox.close()
+            await connected.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 100))
+
+
+def shell(provider: str, line: str, spec: SandboxSpec | None = None, *, timeout: float = 20.0) -> ExecResult:
+    async def action(sandbox: Sandbox) -> ExecResult:
+        return await sandbox.exec(line, timeout=timeout)
+
+    result: ExecResult = within(provider, action, spec)
+    return result
+
+
+def attempt(provider: str, *words: str, spec: SandboxSpec | None = None, timeout: float = 20.0) -> ExecResult:
+    """Run one attempt of attack.c."""
+
+    async def action(sandbox: Sandbox) -> ExecResult:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        return await sandbox.exec(["/tmp/attack", *words], timeout=timeout)
+
+    result: ExecResult = within(provider, action, spec)
+    return result

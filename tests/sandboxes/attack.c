@@ -1,0 +1,118 @@
+/* What a hostile program tries with the kernel, one attempt per call; prints `0` or the name of the error. */
+#define _GNU_SOURCE
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/sched.h>
+#include <sched.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/ptrace.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/time.h>
+#include <sys/uio.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+static int told(long result) {
+    printf("%s\n", result >= 0 ? "0" : strerror(errno));
+    return 0;
+}
+
+static long read_memory(int pid) {
+    char byte;
+    struct iovec here = {&byte, 1}, there = {(void *)0x400000, 1};
+    return process_vm_readv(pid, &here, 1, &there, 1, 0);
+}
+
+static long forks(void) {
+    int count = 0;
+    for (;;) {
+        pid_t pid = fork();
+        if (pid < 0) break;
+        if (pid == 0) pause();
+        count++;
+    }
+    printf("%d forks\n", count);
+    return 0;
+}
+
+static long fill_memory(void) {
+    for (size_t megabytes = 0;; megabytes++) {
+        volatile char *block = malloc(1 << 20);
+        if (!block) return -1;
+        for (size_t at = 0; at < 1 << 20; at += 4096) block[at] = 1;
+    }
+}
+
+static long escape_subreaper(void) {
+    if (prctl(PR_SET_CHILD_SUBREAPER, 0) == 0) {
+        printf("gave up being the subreaper\n");
+        return 0;
+    }
+    return -1;
+}
+
+static long run_setuid(const char *path) {
+    struct stat status;
+    if (stat(path, &status) < 0) return -1;
+    execl(path, path, "-c", "id -u", (char *)NULL);
+    return -1;
+}
+
+int main(int count, char **words) {
+    const char *what = count > 1 ? words[1] : "";
+    long number = count > 2 ? atol(words[2]) : 0;
+    if (!strcmp(what, "socket")) return told(socket((int)number, SOCK_DGRAM, 0));
+    if (!strcmp(what, "stream-socket")) return told(socket((int)number, SOCK_STREAM, 0));
+    if (!strcmp(what, "raw-socket")) return told(socket(AF_INET, SOCK_RAW, 1));
+    if (!strcmp(what, "io_uring")) return told(syscall(SYS_io_uring_setup, 4, malloc(256)));
+    if (!strcmp(what, "bpf")) return told(syscall(SYS_bpf, 0, calloc(1, 256), 72));
+    if (!strcmp(what, "keyctl")) return told(syscall(SYS_keyctl, 0, -3, 1));
+    if (!strcmp(what, "userfaultfd")) return told(syscall(SYS_userfaultfd, 1));
+    if (!strcmp(what, "perf")) return told(syscall(SYS_perf_event_open, calloc(1, 256), 0, -1, -1, 0));
+    if (!strcmp(what, "unshare")) return told(unshare((int)number));
+    if (!strcmp(what, "clone-user")) return told(syscall(SYS_clone, CLONE_NEWUSER | SIGCHLD, 0, 0, 0, 0));
+    if (!strcmp(what, "clone3")) return told(syscall(SYS_clone3, calloc(1, 88), 88));
+    if (!strcmp(what, "setns")) return told(setns(open("/proc/self/ns/net", O_RDONLY), 0));
+    if (!strcmp(what, "mount")) return told(mount("none", "/tmp", "tmpfs", 0, NULL));
+    if (!strcmp(what, "mknod")) return told(mknod("/tmp/device", S_IFBLK | 0666, makedev(8, 0)));
+    if (!strcmp(what, "chroot")) return told(chroot("/tmp"));
+    if (!strcmp(what, "ptrace")) return told(ptrace(PTRACE_ATTACH, (int)number, 0, 0));
+    if (!strcmp(what, "seize")) return told(ptrace(PTRACE_SEIZE, (int)number, 0, 0));
+    if (!strcmp(what, "read-memory")) return told(read_memory((int)number));
+    if (!strcmp(what, "set-clock")) return told(settimeofday(&(struct timeval){1, 0}, NULL));
+    if (!strcmp(what, "set-hostname")) return told(sethostname("evil", 4));
+    if (!strcmp(what, "handle")) return told(syscall(SYS_open_by_handle_at, AT_FDCWD, calloc(1, 64), 0));
+    if (!strcmp(what, "module")) return told(syscall(SYS_init_module, "", 0, ""));
+    if (!strcmp(what, "reboot")) return told(syscall(SYS_reboot, 0xfee1dead, 672274793, 0, NULL));
+    if (!strcmp(what, "setuid")) return told(setuid(0));
+    if (!strcmp(what, "pidfd_getfd")) return told(syscall(SYS_pidfd_getfd, syscall(SYS_pidfd_open, number, 0), 0, 0));
+#if defined(__x86_64__)
+    if (!strcmp(what, "x32")) return told(syscall(0x40000000 | 39));
+    if (!strcmp(what, "int80")) {
+        long result;
+        __asm__ volatile("int $0x80" : "=a"(result) : "a"(20) : "memory");
+        errno = (int)-result;
+        return told(result < 0 ? -1 : 0);
+    }
+#endif
+    if (!strcmp(what, "run-setuid")) return told(run_setuid(words[2]));
+    if (!strcmp(what, "subreaper")) return told(escape_subreaper());
+    if (!strcmp(what, "forks")) return told(forks());
+    if (!strcmp(what, "memory")) return told(fill_memory());
+    if (!strcmp(what, "descriptors")) {
+        int opened = 0;
+        while (open("/dev/null", O_RDONLY) >= 0) opened++;
+        printf("%d\n", opened);
+        return 0;
+    }
+    fprintf(stderr, "unknown attack %s\n", what);
+    return 64;
+}

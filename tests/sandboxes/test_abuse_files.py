@@ -1,0 +1,183 @@
+"""Attacks through files, links, names and archives, in both directions. Each runs for real and names its outcome."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+from abuse import within
+from roll_flash.sandboxes import Sandbox, SandboxFileError
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.write_text("treasure")
+    return path
+
+
+def test_a_link_to_a_secret_of_the_machine_reads_only_the_sandboxs_own(provider: str, secret: Path) -> None:
+    async def read(sandbox: Sandbox) -> None:
+        await sandbox.exec(f"ln -s {secret} secret; ln -s /etc/shadow shadow; mkdir d; ln -s / d/root")
+        for path in ("secret", "shadow", f"d/root{secret}", f"../../../..{secret}", "/proc/1/root" + str(secret)):
+            with pytest.raises(SandboxFileError):
+                await sandbox.read(path)
+
+    within(provider, read)
+
+
+def test_a_write_through_a_link_replaces_the_link(provider: str) -> None:
+    async def write(sandbox: Sandbox) -> None:
+        await sandbox.exec("echo old > target; ln -s target link; ln -s /etc/passwd passwd")
+        await sandbox.write("link", b"new")
+        await sandbox.write("passwd", b"new")
+        assert await sandbox.read("target") == b"old\n"
+        assert (await sandbox.exec("test -L link || test -L passwd")).exit_code == 1
+
+    within(provider, write)
+
+
+def test_a_write_that_cannot_be_finished_leaves_the_old_file(provider: str) -> None:
+    async def write(sandbox: Sandbox) -> None:
+        await sandbox.write("file", b"old")
+        with pytest.raises(SandboxFileError, match="No space"):
+            await sandbox.write("file", b"x" * (80 << 20))
+        assert await sandbox.read("file") == b"old"
+        assert (await sandbox.exec("ls -A")).stdout == b"file\n"
+
+    within(provider, write)
+
+
+def test_a_fifo_or_a_device_does_not_block_a_read(provider: str) -> None:
+    async def read(sandbox: Sandbox) -> None:
+        await sandbox.exec("mkfifo pipe; ln -s pipe link; ln -s /dev/zero zero; ln -s /dev/stdin stdin")
+        for path in ("pipe", "link", "zero", "stdin", "/dev/random"):
+            with pytest.raises(SandboxFileError):
+                await sandbox.read(path)
+
+    within(provider, read)
+
+
+def test_a_hard_link_to_a_file_of_root_is_refused(provider: str) -> None:
+    async def link(sandbox: Sandbox) -> None:
+        assert not (await sandbox.exec("ln /etc/passwd linked || ln /usr/bin/env linked")).ok
+
+    within(provider, link)
+
+
+def test_absurd_names_come_out_as_they_are(provider: str, tmp_path: Path) -> None:
+    names = [b"new\nline", b"x" * 255, b"\xff\xfe", b" ", b"-rf", b"a\\b", "späße".encode(), b"$(reboot)"]
+
+    async def name(sandbox: Sandbox) -> None:
+        for number, raw in enumerate(names):
+            await sandbox.write("d/" + os.fsdecode(raw), str(number))
+        await sandbox.get_tree("d", tmp_path / "out")
+
+    within(provider, name)
+    found = {os.fsencode(path.name): path.read_text() for path in (tmp_path / "out").iterdir()}
+    assert found == {raw: str(number) for number, raw in enumerate(names)}
+
+
+def test_a_tree_with_links_out_of_it_comes_out_without_them(provider: str, tmp_path: Path, secret: Path) -> None:
+    async def fetch(sandbox: Sandbox) -> list[str]:
+        line = f"mkdir -p d/e; ln -s {secret} d/a; ln -s ../../../x d/b; ln -s .. d/e/up; ln -s e d/fine; mkfifo d/p; "
+        line += "echo x > d/e/f"
+        await sandbox.exec(line)
+        return sorted((await sandbox.get_tree("d", tmp_path / "out")).left_out)
+
+    assert within(provider, fetch) == ["a", "b", "p"]
+    assert not (tmp_path / "out/a").exists()
+    assert (tmp_path / "out/fine/f").read_text() == "x\n"
+
+
+def test_a_tree_that_is_swapped_for_a_link_while_it_is_read_writes_nothing_outside(
+    provider: str, tmp_path: Path
+) -> None:
+    async def swap(sandbox: Sandbox) -> None:
+        line = "mkdir -p d/s; echo x > d/s/f; while :; do mv d/s d/t; ln -s /etc d/s; rm d/s; mv d/t d/s; done"
+        async with sandbox.stream(line, timeout=30):
+            for number in range(10):
+                try:
+                    await sandbox.get_tree("d", tmp_path / str(number))
+                except SandboxFileError:
+                    continue
+
+    within(provider, swap)
+    outside = {path.name for path in tmp_path.iterdir()}
+    assert outside <= {str(number) for number in range(10)}
+
+
+def test_a_tree_over_the_limits_is_refused_before_anything_is_written(provider: str, tmp_path: Path) -> None:
+    async def fetch(sandbox: Sandbox) -> None:
+        await sandbox.exec("mkdir d; truncate -s 100G d/big; mkdir many; cd many; for i in $(seq 50); do : > $i; done")
+        with pytest.raises(SandboxFileError):
+            await sandbox.get_tree("d", tmp_path / "big")
+        with pytest.raises(SandboxFileError):
+            await sandbox.get_tree("many", tmp_path / "many", max_entries=49)
+
+    within(provider, fetch)
+    assert list(tmp_path.iterdir()) == []
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+        for member, content in members:
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return packed.getvalue()
+
+
+def member(name: str, **fields: object) -> tarfile.TarInfo:
+    made = tarfile.TarInfo(name)
+    for key, value in fields.items():
+        setattr(made, key, value)
+    return made
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        pytest.param(archive((member("../../escaped"), b"x")), id="a path that leads up"),
+        pytest.param(archive((member("link", type=tarfile.SYMTYPE, linkname="/etc"), b"")), id="a link to the outside"),
+        pytest.param(
+            archive((member("a", type=tarfile.SYMTYPE, linkname="../.."), b""), (member("a/escaped"), b"x")),
+            id="a file through a link",
+        ),
+        pytest.param(
+            archive((member("hard", type=tarfile.LNKTYPE, linkname="/etc/passwd"), b"")), id="a hard link out"
+        ),
+        pytest.param(archive((member("disk", type=tarfile.BLKTYPE, devmajor=8), b"")), id="a device"),
+        pytest.param(archive((member("bomb"), bytes(300 << 20))), id="a bomb"),
+        pytest.param(b"no archive at all", id="garbage"),
+        pytest.param(archive((member("f"), b"x" * 1000))[:-20], id="an archive cut short"),
+    ],
+)
+def test_a_hostile_archive_is_refused(provider: str, packed: bytes) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError):
+            await sandbox.put_tree(packed, "d")
+        assert (await sandbox.exec("ls -A")).stdout in (b"", b"d\n")
+
+    within(provider, put)
+
+
+def test_an_absolute_name_in_an_archive_stays_inside_the_target(provider: str) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        await sandbox.put_tree(archive((member("/etc/x"), b"x")), "d")
+        assert await sandbox.read("d/etc/x") == b"x"
+
+    within(provider, put)
+
+
+def test_an_honest_archive_arrives(provider: str) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        await sandbox.put_tree(archive((member("bin/run", mode=0o4755), b"#!/bin/sh\necho ran\n")), "d")
+        assert (await sandbox.exec("d/bin/run; stat -c %a d/bin/run")).stdout == b"ran\n755\n"
+
+    within(provider, put)

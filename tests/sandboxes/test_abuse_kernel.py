@@ -1,0 +1,208 @@
+"""Attacks on the kernel's interfaces, the agent and other sandboxes. Each runs for real and names its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from abuse import attack_program, attempt, shell, within
+from roll_flash.sandboxes import Sandbox
+from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.spec import SandboxSpec
+
+pytestmark = pytest.mark.docker
+REFUSED = (
+    b"not permitted",
+    b"Invalid argument",
+    b"Permission denied",
+    b"not implemented",
+    b"not supported",
+    b"No such process",
+)
+
+
+def assert_refused(output: bytes) -> None:
+    assert any(word in output for word in REFUSED), output
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("io_uring",),
+        ("bpf",),
+        ("keyctl",),
+        ("userfaultfd",),
+        ("perf",),
+        ("unshare", str(0x10000000)),
+        ("unshare", str(0x40000000)),
+        ("unshare", str(0x20000)),
+        ("clone-user",),
+        ("clone3",),
+        ("setns",),
+        ("mount",),
+        ("mknod",),
+        ("chroot",),
+        ("set-clock",),
+        ("set-hostname",),
+        ("handle",),
+        ("module",),
+        ("reboot",),
+        ("setuid",),
+        ("raw-socket",),
+        ("x32",),
+        ("int80",),
+    ],
+    ids="-".join,
+)
+def test_the_kernel_refuses(provider: str, words: tuple[str, ...]) -> None:
+    result = attempt(provider, *words)
+    assert result.signal in (None, 11, 31)
+    if result.signal is None:
+        assert_refused(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [
+        ("netlink", 16),
+        ("packet", 17),
+        ("vsock", 40),
+        ("alg", 38),
+        ("bluetooth", 31),
+        ("can", 29),
+        ("tipc", 30),
+        ("rds", 21),
+    ],
+)
+def test_a_socket_of_another_family_is_refused(provider: str, name: str, family: int) -> None:
+    assert_refused(attempt(provider, "socket", str(family)).stdout)
+
+
+@pytest.mark.parametrize("family", [1, 2, 10], ids=["unix", "ipv4", "ipv6"])
+def test_a_socket_of_a_harmless_family_is_allowed(provider: str, family: int) -> None:
+    assert attempt(provider, "stream-socket", str(family)).stdout == b"0\n"
+
+
+def test_a_listener_on_this_machine_cannot_be_reached(provider: str) -> None:
+    with socket.create_server(("0.0.0.0", 0)) as server:
+        port = server.getsockname()[1]
+        code = f"import socket; s = socket.socket(); s.settimeout(2); print(s.connect_ex(('127.0.0.1', {port})))"
+        result = shell(provider, f'python3 -c "{code}"')
+        assert result.stdout.strip() not in (b"0", b""), result
+        server.settimeout(0.2)
+        with pytest.raises(TimeoutError):
+            server.accept()
+
+
+def test_there_is_no_route_out(provider: str) -> None:
+    result = shell(
+        provider, "tail -n +2 /proc/net/route; cat /proc/net/ipv6_route | grep -v ' lo$'; tail -n +3 /proc/net/dev"
+    )
+    assert [line.split(":")[0].strip() for line in result.stdout_text.splitlines()] == ["lo"]
+
+
+def test_a_server_inside_can_be_used_inside(provider: str) -> None:
+    code = (
+        "import socket; s = socket.create_server(('127.0.0.1', 0)); c = socket.create_connection(s.getsockname()); "
+        "c.send(b'x'); print(s.accept()[0].recv(1))"
+    )
+    assert shell(provider, f'python3 -c "{code}"').stdout == b"b'x'\n"
+
+
+@pytest.mark.parametrize(
+    "line", ["kill -9 1", "kill -TERM 1", "kill -STOP 1", "kill -9 -1; true", "kill -STOP -1; true"]
+)
+def test_signals_do_not_reach_the_agent(provider: str, line: str) -> None:
+    async def send(sandbox: Sandbox) -> None:
+        await sandbox.exec(line, timeout=2)
+        assert (await sandbox.exec("echo lives")).stdout == b"lives\n"
+
+    within(provider, send)
+
+
+@pytest.mark.parametrize(
+    "words", [("ptrace", "1"), ("seize", "1"), ("read-memory", "1"), ("pidfd_getfd", "1")], ids="-".join
+)
+def test_the_agent_cannot_be_traced(provider: str, words: tuple[str, ...]) -> None:
+    assert_refused(attempt(provider, *words).stdout)
+
+
+@pytest.mark.parametrize("path", ["mem", "environ", "fd/0", "fd/1", "maps", "cwd", "root", "exe", "auxv", "stack"])
+def test_the_agents_proc_entries_are_closed(provider: str, path: str) -> None:
+    result = shell(provider, f"ls -d /proc/1/{path}/ 2>&1; cat /proc/1/{path} 2>&1; echo x 2>&1 > /proc/1/{path}; true")
+    assert b"ermission denied" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/proc/sysrq-trigger",
+        "/proc/sys/kernel/core_pattern",
+        "/proc/sys/kernel/hostname",
+        "/proc/sys/vm/drop_caches",
+        "/proc/sys/kernel/modprobe",
+        "/sys/fs/cgroup/cgroup.procs",
+        "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+        "/sys/fs/cgroup/pids/pids.max",
+        "/sys/fs/cgroup/memory/release_agent",
+        "/sys/kernel/uevent_helper",
+        "/sys/power/state",
+    ],
+)
+def test_kernel_settings_cannot_be_written(provider: str, path: str) -> None:
+    result = shell(provider, f"true >> {path} && echo OPENED")
+    assert b"OPENED" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    "path", ["/proc/kcore", "/proc/kmsg", "/dev/mem", "/dev/kmsg", "/dev/vda", "/dev/sda", "/etc/shadow"]
+)
+def test_secrets_of_the_machine_cannot_be_read(provider: str, path: str) -> None:
+    assert shell(provider, f"head -c 1 {path} | wc -c").stdout.strip() == b"0"
+
+
+def test_a_setuid_file_gives_no_rights(provider: str) -> None:
+    async def run(sandbox: Sandbox) -> None:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        await sandbox.exec("cp /tmp/attack /tmp/raised; chmod 6755 /tmp/raised")
+        assert_refused((await sandbox.exec(["/tmp/raised", "setuid"])).stdout)
+        result = await sandbox.exec("echo | su root -c 'id -u' 2>&1; grep NoNewPrivs /proc/self/status", timeout=10)
+        assert b"\n0\n" not in b"\n" + result.stdout
+        assert b"NoNewPrivs:\t1" in result.stdout
+
+    within(provider, run)
+
+
+def test_there_are_no_capabilities(provider: str) -> None:
+    lines = shell(provider, "grep Cap /proc/self/status").stdout_text.splitlines()
+    assert len(lines) == 5
+    assert all(line.split()[1] == "0" * 16 for line in lines)
+
+
+def test_the_clock_and_the_hostname_of_the_machine_stay(provider: str) -> None:
+    name = socket.gethostname()
+    shell(provider, "hostname evil; date -s 2000-01-01")
+    assert socket.gethostname() == name
+
+
+def test_another_sandboxs_files_and_processes_are_out_of_sight(provider: str) -> None:
+    async def look() -> None:
+        connected = await connect_provider(provider)
+        first, second = [await connected.open(SandboxSpec(), run="abuse", timeout_s=30) for _ in range(2)]
+        try:
+            await first.write("/sandbox/secret", b"treasure")
+            hidden = asyncio.ensure_future(first.exec("sleep 4441", timeout=3))
+            await asyncio.sleep(0.2)
+            line = (
+                "grep -rs treasure /sandbox /tmp /dev/shm /proc/*/root/sandbox; cat /proc/[0-9]*/cmdline | tr '\\0' ' '"
+            )
+            seen = (await second.exec(line)).stdout
+            assert b"4441" not in seen
+            assert seen.count(b"treasure") == seen.count(b"grep -rs treasure")
+            await hidden
+        finally:
+            await asyncio.gather(first.close(), second.close())
+            await connected.close()
+
+    asyncio.run(look())

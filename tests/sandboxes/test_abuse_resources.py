@@ -1,0 +1,138 @@
+"""Attacks on memory, processes, disk, output and time. Each runs for real and names its outcome."""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import time
+from pathlib import Path
+
+import pytest
+from abuse import attack_program, attempt, shell, within
+from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
+
+pytestmark = pytest.mark.docker
+MIB = 1 << 20
+
+
+def test_a_fork_bomb_stops_at_the_process_limit_and_is_killed(docker: str) -> None:
+    before = len(list(Path("/proc").glob("[0-9]*")))
+    result = attempt(docker, "forks", spec=SandboxSpec(pids=32), timeout=2)
+    assert 20 <= int(result.stdout.split()[0]) <= 32
+    result = shell(docker, "f() { f | f & f; }; f", SandboxSpec(pids=32), timeout=2)
+    assert len(list(Path("/proc").glob("[0-9]*"))) < before + 50
+
+
+def test_a_memory_bomb_is_killed_and_the_sandbox_lives(docker: str) -> None:
+    async def bomb(sandbox: Sandbox) -> None:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        result = await sandbox.exec(["/tmp/attack", "memory"], timeout=30)
+        assert result.signal == 9
+        stats = await sandbox.stats()
+        assert stats.oom_kills
+        assert stats.peak_memory_bytes is not None
+        assert stats.peak_memory_bytes <= 128 * MIB
+
+    within(docker, bomb, SandboxSpec(memory_mb=128))
+
+
+@pytest.mark.parametrize("folder", ["/tmp", "/sandbox", "/dev/shm"])
+def test_filling_a_tmpfs_ends_at_its_size(docker: str, folder: str) -> None:
+    result = shell(docker, f"head -c 500000000 /dev/zero > {folder}/fill; wc -c < {folder}/fill; rm {folder}/fill")
+    assert b"No space left" in result.stderr
+    assert int(result.stdout) <= 64 * MIB
+
+
+def test_filling_the_inodes_ends_at_their_limit(docker: str) -> None:
+    line = "i=0; while [ $i -lt 2000 ]; do true > f$i || break; i=$((i+1)); done; ls | wc -l; rm f*"
+    result = shell(docker, line, SandboxSpec(tmpfs_inodes=1000))
+    assert int(result.stdout) < 1000
+    assert b"No space left" in result.stderr
+
+
+def test_the_root_file_system_cannot_be_written(provider: str) -> None:
+    for path in ("/x", "/usr/x", "/etc/x", "/.roll-flash/x", "/var/x"):
+        assert b"Read-only" in shell(provider, f"touch {path}").stderr or path == "/var/x"
+
+
+@pytest.mark.parametrize("target", ["/dev/stdout", "/dev/stderr"])
+def test_a_gigabyte_of_output_is_counted_and_not_kept(provider: str, target: str) -> None:
+    async def flood(sandbox: Sandbox) -> None:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        began = time.monotonic()
+        redirect = ">&2" if target == "/dev/stderr" else ""
+        result = await sandbox.exec(f"head -c 1000000000 /dev/zero {redirect}", timeout=60, max_output=65536)
+        assert result.stdout_bytes + result.stderr_bytes == 1_000_000_000
+        assert len(result.stdout) + len(result.stderr) < 66_000
+        assert time.monotonic() - began < 30
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
+
+    within(provider, flood)
+
+
+def test_a_huge_file_is_not_read_beyond_the_limit(provider: str) -> None:
+    async def read(sandbox: Sandbox) -> None:
+        await sandbox.exec("truncate -s 1000000000000 huge; head -c 30000000 /dev/zero > big")
+        for path in ("huge", "big"):
+            with pytest.raises(SandboxFileError):
+                await sandbox.read(path, max_bytes=1_000_000)
+
+    within(provider, read)
+
+
+def test_a_loop_that_ignores_term_is_killed_in_time(provider: str) -> None:
+    async def loop(sandbox: Sandbox) -> None:
+        began = time.monotonic()
+        result = await sandbox.exec("trap '' TERM INT HUP; while :; do :; done", timeout=0.5, grace=0.3)
+        assert result.timed_out
+        assert time.monotonic() - began < 0.5 + 0.3 + 1.0
+
+    within(provider, loop)
+
+
+def test_a_setsid_daemon_is_killed_with_its_command(provider: str) -> None:
+    async def daemon(sandbox: Sandbox) -> None:
+        line = "(setsid sh -c '(setsid sleep 6661 &) ; sleep 6662' &) ; sleep 6663"
+        assert (await sandbox.exec(line, timeout=0.5)).timed_out
+        left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "666" not in left.stdout_text
+
+    within(provider, daemon)
+
+
+def test_giving_up_the_subreaper_mark_to_escape_a_timeout_is_refused(provider: str) -> None:
+    assert b"not permitted" in attempt(provider, "subreaper").stdout
+
+
+def test_stdin_that_is_never_closed_does_not_hang_a_command_past_its_timeout(provider: str) -> None:
+    async def wait(sandbox: Sandbox) -> None:
+        began = time.monotonic()
+        async with sandbox.stream("cat", stdin=True, timeout=0.5) as stream:
+            assert (await stream.wait()).timed_out
+        assert time.monotonic() - began < 2.0
+
+    within(provider, wait)
+
+
+def test_using_up_the_file_descriptors_hurts_only_the_command(provider: str) -> None:
+    assert int(attempt(provider, "descriptors").stdout) <= 1024 * 1024
+
+
+def test_ten_thousand_short_commands_leave_no_growth(docker: str) -> None:
+    async def many(sandbox: Sandbox) -> None:
+        async def burst(count: int) -> None:
+            for _ in range(count // 20):
+                results = await asyncio.gather(*(sandbox.exec(["/bin/true"]) for _ in range(20)))
+                assert all(result.exit_code == 0 for result in results)
+
+        await burst(1000)
+        before = await sandbox.stats()
+        await burst(9000)
+        after = await sandbox.stats()
+        assert after.commands == 10_000
+        assert after.pids == before.pids
+        assert before.memory_bytes is not None
+        assert after.memory_bytes is not None
+        assert after.memory_bytes - before.memory_bytes < 2 * MIB
+
+    within(docker, many, SandboxSpec(pids=128))
