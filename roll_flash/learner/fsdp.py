@@ -189,9 +189,8 @@ class FsdpLearner:
         """Stop all ranks. Safe to call twice, and after a failure."""
         if self._ranks and self._failure is None:
             try:
-                await asyncio.wait_for(
-                    asyncio.gather(*(rank.close.remote() for rank in self._ranks)), timeout=_CLOSE_TIMEOUT_S
-                )
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
             except (TimeoutError, ray.exceptions.RayError) as error:
                 self._failure = f"a rank did not close in order: {_first_line(error)}"
         self._kill(self._failure or "the learner is closed")
@@ -260,7 +259,8 @@ class FsdpLearner:
     async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
         """Results of all ranks, or one clear error; ranks that are left after a failure are ended."""
         try:
-            return list(await asyncio.wait_for(asyncio.gather(*calls), timeout_s))
+            async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
+                return list(await asyncio.gather(*calls))
         except TimeoutError:
             self._kill(f"{method} took longer than {timeout_s:g} s; a rank hangs, or the time-out is too short")
         except ray.exceptions.RayTaskError as error:

@@ -178,7 +178,8 @@ class WorkerFleet:
         while outcomes.empty():
             self._raise_error()
             with contextlib.suppress(TimeoutError):
-                return [await asyncio.wait_for(outcomes.get(), POLL_S)]
+                async with asyncio.timeout(POLL_S):
+                    return [await outcomes.get()]
         return [outcomes.get_nowait() for _ in range(outcomes.qsize())]
 
     def _raise_error(self) -> None:
@@ -191,7 +192,9 @@ async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
     from ray.exceptions import RayTaskError
 
     try:
-        return await asyncio.wait_for(reference, timeout_s)
+        # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that meets a finished call.
+        async with asyncio.timeout(timeout_s):
+            return await reference
     except TimeoutError:
         raise RunError(f"a rollout worker did not answer {what!r} within {timeout_s:g} s") from None
     except RayTaskError as error:
