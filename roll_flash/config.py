@@ -79,6 +79,20 @@ class RolloutConfig(Section):
     """Replicas of one task, each its own episode."""
     extra_groups: NonNegativeInt = 0
     """Groups in flight beyond what the asynchronous ratio needs: redundancy against stragglers."""
+    extra_replicas: NonNegativeInt = 0
+    """Episodes of a group beyond `group_size`; the group is complete with the first `group_size` that finish."""
+    surplus: Literal["keep", "cancel"] = "keep"
+    """What redundancy leaves over: `cancel` stops it at once, `keep` uses it while it is fresh."""
+    scheduling: Literal["queue", "batch"] = "queue"
+    """`queue`: a free slot takes the next episode; `batch`: a step's episodes start together and end together."""
+    replicate: bool = True
+    """Schedule the replicas of a group on their own; `false` starts them together."""
+    fair: bool = False
+    """Train groups in the order of submission, so that what is trained is distributed as what was submitted."""
+    drop_groups_without_signal: bool = False
+    """Drop groups whose replicas all got the same reward and play others (at most 4 x groups_per_step in a step)."""
+    on_failure: Literal["smaller", "refill"] = "smaller"
+    """When an episode failed for good: its group is trained without it, or another replica takes its place."""
     max_concurrent: PositiveInt = 64
     """Episodes in flight, over all workers."""
     workers: PositiveInt = 1
@@ -96,6 +110,21 @@ class RolloutConfig(Section):
     """How often an episode that failed is started again before its group goes on without it."""
     max_failures_in_a_row: PositiveInt = 64
     """Episodes that may fail one after another before the run stops and says why."""
+
+    @model_validator(mode="after")
+    def _redundancy(self) -> RolloutConfig:
+        redundant = self.groups_per_step * self.extra_replicas
+        redundant += self.extra_groups * (self.group_size + self.extra_replicas)
+        if redundant and redundant >= self.max_concurrent:
+            raise ValueError(
+                f"extra_groups and extra_replicas make {redundant} redundant episodes, which alone fill "
+                f"max_concurrent={self.max_concurrent}; lower them or raise max_concurrent"
+            )
+        if self.fair and redundant:
+            raise ValueError("fair trains every group in order: set extra_groups and extra_replicas to 0")
+        if not self.replicate and self.group_size + self.extra_replicas > self.max_concurrent:
+            raise ValueError("replicate: false starts a whole group at once: max_concurrent must hold its replicas")
+        return self
 
 
 class InferenceConfig(Section):

@@ -15,7 +15,8 @@ from typing import Protocol
 from roll_flash.config import Config
 from roll_flash.errors import RunError
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.scheduler import DroppedGroup, Scheduler
+from roll_flash.rollout.scheduler import Scheduler
+from roll_flash.rollout.scheduling_policy import SchedulingPolicy, has_signal
 from roll_flash.rollout.staleness import StalenessRule
 from roll_flash.rollout.tasks import TaskSource
 from roll_flash.rollout.worker import Outcome
@@ -51,11 +52,9 @@ class Rollout:
         rule = StalenessRule(config.async_ratio, rollout.groups_per_step, rollout.extra_groups)
         self.scheduler = Scheduler(
             rule,
-            group_size=rollout.group_size,
+            scheduling_policy(config),
             max_turns=config.env.max_turns,
             sampling=training_sampling(config),
-            retries=rollout.retries,
-            on_stale=config.on_stale,
             version=version,
         )
         self.scheduler.requeued_tasks.extend(unfinished or ())
@@ -88,18 +87,18 @@ class Rollout:
         while self.scheduler.groups_wanted() > 0:
             self._group_ready.clear()
             if groups := self.scheduler.take_ready():
+                self._changed.set()  # a full step cancels what no later one may train
                 yield groups
                 self._last_progress = time.monotonic()
                 continue
             report(f"{self.scheduler.groups_wanted()} groups to go, {self.scheduler.running} episodes running")
             await self._wait_for_group()
 
-    async def version_advanced(self, version: int) -> list[DroppedGroup]:
+    async def version_advanced(self, version: int) -> None:
         """The learner finished a step: what is too old now is cancelled and dropped."""
-        cancelled, dropped = self.scheduler.version_advanced(version)
-        await self._fleet.cancel(cancelled)
+        self.scheduler.version_advanced(version)
+        await self._fleet.cancel(self.scheduler.take_cancelled())
         self._changed.set()
-        return dropped
 
     def published(self, version: int) -> None:
         """All servers have `version`."""
@@ -125,6 +124,8 @@ class Rollout:
         try:
             while True:
                 self._changed.clear()
+                if cancelled := self.scheduler.take_cancelled():
+                    await self._fleet.cancel(cancelled)
                 self._admit()
                 free = self._max_concurrent - self.scheduler.running
                 if episodes := self.scheduler.next_episodes(free):
@@ -158,6 +159,7 @@ class Rollout:
             self._failures_in_a_row = 0
             self._last_causes.clear()
         self.scheduler.finished(outcome)
+        self.scheduler.take_dropped()
         self._changed.set()
         self._group_ready.set()
 
@@ -185,6 +187,23 @@ class Rollout:
         return (
             f"no episode ended for {self._stall_timeout_s:g} s (monitor.stall_timeout_s); {names or 'none is running'}"
         )
+
+
+def scheduling_policy(config: Config) -> SchedulingPolicy:
+    rollout = config.rollout
+    return SchedulingPolicy(
+        group_size=rollout.group_size,
+        mode=rollout.scheduling,
+        replicate=rollout.replicate,
+        extra_replicas=rollout.extra_replicas,
+        surplus=rollout.surplus,
+        on_stale=config.on_stale,
+        retries=rollout.retries,
+        on_failure=rollout.on_failure,
+        fair=rollout.fair,
+        group_filter=has_signal if rollout.drop_groups_without_signal else None,
+        most_filtered_per_step=4 * rollout.groups_per_step,
+    )
 
 
 def training_sampling(config: Config) -> SamplingParams:

@@ -1,95 +1,78 @@
 """Queue scheduling with prompt replication, as a state machine: no asyncio, no clock, no I/O.
 
 Every replica of every task is an episode of its own in one queue, and a free slot takes the next. Groups complete in
-any order. The owner feeds in what happened (`admit`, `started`, `finished`, `version_advanced`, ...) and asks what to
-do (`room`, `next_episodes`, `take_ready`).
+any order. The owner feeds in what happened (`admit`, `finished`, `published`, `version_advanced`) and asks what to do
+(`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulingPolicy` says how it behaves.
 
 Invariants, checked by the property tests:
 - every admitted group leaves exactly once: taken by the learner or dropped with a reason;
 - every started episode ends exactly once: with a trajectory, with a failure, or cancelled;
 - `admitted == taken + dropped + waiting`, and a group holds replicas of its own task only;
-- no group is handed out that holds a token older than the staleness rule allows.
+- no group is handed out that holds a token older than the staleness rule allows;
+- no group begins that the rule could not train in time, and nothing else keeps a slot idle while work is queued.
+
+Each event costs time in proportion to the group it is about, not to what runs or waits.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from dataclasses import replace
 
+from roll_flash.rollout.group_queues import DeadlineBuckets, SubmissionOrder
+from roll_flash.rollout.open_group import DroppedGroup, DropReason, OpenGroup
+from roll_flash.rollout.scheduling_policy import SMALLEST_GROUP, SchedulingPolicy
+from roll_flash.rollout.selection_bias import SelectionBias
 from roll_flash.rollout.staleness import StalenessRule
+from roll_flash.rollout.waves import Waves
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory
-
-DropReason = Literal["stale", "too_few_trajectories"]
-
-SMALLEST_GROUP = 2
-"""An advantage compares replicas: a group of one says nothing."""
-
-
-@dataclass(slots=True)
-class _OpenGroup:
-    """A group on its way: what it still waits for and what it has."""
-
-    group_id: str
-    task: Task
-    waiting_for: int
-    start_version: int | None = None
-    """The version at which its first episode was started: no token of it is older."""
-    trajectories: list[Trajectory] = field(default_factory=list)
-    failures: list[EpisodeFailure] = field(default_factory=list)
-
-    def closed(self) -> Group:
-        return Group(self.group_id, self.task, tuple(self.trajectories), tuple(self.failures))
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedGroup:
-    group_id: str
-    task: Task
-    reason: DropReason
-    episodes_lost: int
-    """Finished trajectories that went with it."""
 
 
 class Scheduler:
-    """Decides which episode starts next, which are cancelled, and which groups the learner may have.
-
-    `on_stale`: `evict` drops what can no longer be trained in time; `requeue` drops it and puts its task back in front;
-    `wait` lets no step finish without it.
-    """
+    """Decides which episode starts next, which are cancelled, and which groups the learner may have."""
 
     def __init__(
         self,
         rule: StalenessRule,
+        policy: SchedulingPolicy,
         *,
-        group_size: int,
         max_turns: int,
         sampling: SamplingParams,
-        retries: int = 0,
-        on_stale: Literal["evict", "requeue", "wait"] = "evict",
         version: int = 0,
         first_group: int = 0,
     ) -> None:
+        if policy.fair and rule.extra_groups:
+            raise ValueError("fair training takes no extra_groups: a group that is overtaken would never be trained")
         self._rule = rule
-        self._group_size = group_size
+        self._policy = policy
         self._max_turns = max_turns
         self._sampling = sampling
-        self._retries = retries
-        self._on_stale = on_stale
         self._next_group = first_group
-        self._open: dict[str, _OpenGroup] = {}
+        self._groups: dict[str, OpenGroup] = {}
+        """All that were admitted and not yet taken or dropped."""
+        self._running: dict[str, OpenGroup] = {}
         self._queue: deque[EpisodeSpec] = deque()
-        self._running: dict[str, EpisodeSpec] = {}
-        self._ready: deque[Group] = deque()
-        self._in_step: list[Group] = []
+        """Episodes to start; those cancelled meanwhile stay in it until they reach the front."""
+        self._queued = 0
+        self._begun = DeadlineBuckets()
+        """Groups that have begun and may not be handed out yet."""
+        self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.fair else DeadlineBuckets()
+        self._waves = Waves() if policy.mode == "batch" else None
+        self._in_step: list[tuple[OpenGroup, Group]] = []
+        self._filtered_in_step = 0
+        self._cancelled: list[str] = []
+        self._dropped: list[DroppedGroup] = []
         self.learner_version = version
         self.server_version = version
         self.requeued_tasks: deque[Task] = deque()
         """Tasks that want to be admitted again, oldest first."""
+        self.bias = SelectionBias()
         self.dropped_groups: Counter[str] = Counter()
         self.trajectories: Counter[str] = Counter()
-        """`produced` == `trained` + `dropped_stale` + `dropped_too_few_trajectories` + `waiting_trajectories()`."""
+        """`produced` == `trained` + every `dropped_*` + `waiting_trajectories()`."""
         self.failures: Counter[str] = Counter()
+        self.cancelled_episodes = 0
+        self.started_episodes = 0
         self.admitted = 0
         self.trained_groups = 0
 
@@ -97,18 +80,20 @@ class Scheduler:
 
     def room(self) -> int:
         """How many tasks may be admitted now."""
-        held = len(self._open) + len(self._ready) + len(self._in_step)
+        held = len(self._groups) + len(self._in_step)
         return max(0, self._rule.capacity(self.server_version, self.learner_version) - held)
 
     def next_episodes(self, free_slots: int) -> list[EpisodeSpec]:
-        """The episodes to start now, at most `free_slots`, first come first served. They count as started."""
-        count = min(free_slots, len(self._queue))
-        starting = [self._queue.popleft() for _ in range(count)]
-        for episode in starting:
-            self._running[episode.episode_id] = episode
-            group = self._open[episode.group_id]
-            if group.start_version is None:
-                group.start_version = self.server_version
+        """The episodes to start now, at most `free_slots`, first come first served. They count as started.
+
+        With `replicate=False` the replicas of a group come one after the other and belong on one server.
+        """
+        starting: list[EpisodeSpec] = []
+        while len(starting) < free_slots and (episode := self._front()) is not None:
+            group = self._groups[episode.group_id]
+            if not group.has_begun and not self._may_begin(group, free_slots - len(starting)):
+                break
+            starting.append(self._start(group, episode))
         return starting
 
     def groups_wanted(self) -> int:
@@ -116,23 +101,31 @@ class Scheduler:
 
         With `on_stale="wait"` also those that would go stale if it finished without them.
         """
-        return max(self._rule.groups_per_step - len(self._in_step), len(self._urgent()))
+        return max(self._rule.groups_per_step - len(self._in_step), self._due())
 
     def take_ready(self) -> list[Group]:
-        """Complete, fresh groups for the step in progress, the oldest versions first; at most what it needs."""
-        urgent = self._urgent()
-        places = self._rule.groups_per_step - len(self._in_step) - len(urgent)
+        """Complete, fresh groups for the step in progress, the oldest versions first; at most what it needs.
+
+        When the step is full, what cannot be trained by a later one is dropped and cancelled at once.
+        """
         taken = []
-        for group in sorted(self._ready, key=lambda g: g.oldest_version):
-            if group.group_id in urgent:
-                taken.append(group)
-            elif places > 0:
-                places -= 1
-                taken.append(group)
-        gone = {group.group_id for group in taken}
-        self._ready = deque(group for group in self._ready if group.group_id not in gone)
-        self._in_step.extend(taken)
+        while (group := self._ready.first()) is not None and self._has_place_for(group):
+            taken.append(self._hand_out(group))
+        if self.groups_wanted() == 0:
+            self._drop_all(self._stale_after(self.learner_version), "stale")
+            if self._policy.surplus == "cancel":
+                self._drop_all(self._surplus_groups(), "surplus")
         return taken
+
+    def take_cancelled(self) -> list[str]:
+        """Running episodes to stop, each named once."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
+    def take_dropped(self) -> list[DroppedGroup]:
+        """Groups that were dropped since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
 
     @property
     def running(self) -> int:
@@ -140,7 +133,17 @@ class Scheduler:
 
     @property
     def queued(self) -> int:
-        return len(self._queue)
+        return self._queued
+
+    @property
+    def startable(self) -> int:
+        """Queued episodes that lack nothing but a slot: the rest may not begin before the version allows it."""
+        front = self._front()
+        if front is None:
+            return 0
+        group = self._groups[front.group_id]
+        may_start = group.has_begun or self._may_begin(group, self._policy.replicas)
+        return len(group.queued) if may_start else 0
 
     @property
     def ready(self) -> int:
@@ -148,104 +151,246 @@ class Scheduler:
 
     def waiting_trajectories(self) -> int:
         """Trajectories that were produced and neither trained nor dropped yet."""
-        return sum(len(group.trajectories) for group in (*self._in_step, *self._ready, *self._open.values()))
+        waiting = sum(len(group.trajectories) for group in self._groups.values())
+        return waiting + sum(len(group.trajectories) for _, group in self._in_step)
 
     def unfinished_tasks(self) -> list[Task]:
         """Tasks whose groups no finished step has seen, oldest first: what a checkpoint must bring back."""
-        waiting = [*self._in_step, *self._ready, *self._open.values()]
-        return [*self.requeued_tasks, *(group.task for group in sorted(waiting, key=lambda g: g.group_id))]
+        waiting = [*(group for group, _ in self._in_step), *self._groups.values()]
+        return [*self.requeued_tasks, *(group.task for group in sorted(waiting, key=lambda g: g.number))]
 
     # What the owner reports
 
     def admit(self, task: Task) -> None:
         """Take in a task and queue its replicas."""
-        group_id = f"g{self._next_group:08d}"
+        group = OpenGroup(self._next_group, f"g{self._next_group:08d}", task)
         self._next_group += 1
         self.admitted += 1
-        self._open[group_id] = _OpenGroup(group_id, task, waiting_for=self._group_size)
-        self._queue.extend(
-            EpisodeSpec(
-                episode_id=f"{group_id}-r{replica}",
-                group_id=group_id,
-                replica=replica,
-                task=task,
-                sampling=self._sampling,
-                max_turns=self._max_turns,
-            )
-            for replica in range(self._group_size)
-        )
+        self._groups[group.group_id] = group
+        for replica in range(self._policy.replicas):
+            self._enqueue(group, self._episode(group, replica))
 
-    def finished(self, outcome: Trajectory | EpisodeFailure) -> list[DroppedGroup]:
+    def finished(self, outcome: Trajectory | EpisodeFailure) -> None:
         """An episode ended by itself. Unknown ones (cancelled meanwhile) are ignored: they are already counted."""
-        episode = self._running.pop(outcome.episode_id, None)
-        if episode is None:
-            return []
-        group = self._open[episode.group_id]
+        group = self._running.pop(outcome.episode_id, None)
+        if group is None:
+            return
+        episode = group.running.pop(outcome.episode_id)
         if isinstance(outcome, EpisodeFailure):
             self.failures[outcome.cause] += 1
-            if episode.attempt < self._retries:
-                self._queue.appendleft(replace(episode, attempt=episode.attempt + 1))
-                return []
-            group.failures.append(outcome)
+            self._take_failure(group, episode, outcome)
         else:
             self.trajectories["produced"] += 1
-            group.trajectories.append(outcome)
-        group.waiting_for -= 1
-        return self._complete(group) if group.waiting_for == 0 else []
+            self._take_trajectory(group, outcome)
+        if not group.is_complete and (len(group.trajectories) >= self._policy.group_size or not group.is_waiting):
+            self._complete(group)
 
     def published(self, version: int) -> None:
         """All servers sample with `version` from now on."""
         self.server_version = version
 
-    def version_advanced(self, version: int) -> tuple[list[str], list[DroppedGroup]]:
-        """A step finished. Returns the running episodes to cancel and the groups that are dropped as stale."""
+    def version_advanced(self, version: int) -> None:
+        """A step finished: what it trained is counted, and what is too old now is dropped."""
         self.learner_version = version
+        self._filtered_in_step = 0
         self.trained_groups += len(self._in_step)
-        self.trajectories["trained"] += sum(len(group.trajectories) for group in self._in_step)
+        self.trajectories["trained"] += sum(len(group.trajectories) for _, group in self._in_step)
+        for group, _ in self._in_step:
+            self.bias.trained(group)
         self._in_step.clear()
-        return self._drop_stale()
+        self._drop_all(self._stale_after(version - 1), "stale")
 
-    # How
+    def set_async_ratio(self, async_ratio: float) -> None:
+        """From now on. Groups that have begun keep the bound they began with, so lowering it throws nothing away."""
+        self._rule = replace(self._rule, async_ratio=async_ratio)
 
-    def _complete(self, group: _OpenGroup) -> list[DroppedGroup]:
-        del self._open[group.group_id]
+    # Starting
+
+    def _episode(self, group: OpenGroup, replica: int) -> EpisodeSpec:
+        episode_id = f"{group.group_id}-r{replica}"
+        return EpisodeSpec(episode_id, group.group_id, replica, group.task, self._sampling, self._max_turns)
+
+    def _enqueue(self, group: OpenGroup, episode: EpisodeSpec, *, first: bool = False) -> None:
+        group.queued[episode.episode_id] = episode
+        self._queued += 1
+        if first:
+            self._queue.appendleft(episode)
+        else:
+            self._queue.append(episode)
+
+    def _front(self) -> EpisodeSpec | None:
+        while self._queue:
+            group = self._groups.get(self._queue[0].group_id)
+            if group is not None and self._queue[0].episode_id in group.queued:
+                return self._queue[0]
+            self._queue.popleft()
+        return None
+
+    def _may_begin(self, group: OpenGroup, free_slots: int) -> bool:
+        if not self._policy.replicate and len(group.queued) > free_slots:
+            return False
+        if self._waves is not None and not self._is_in_wave(self._waves, group):
+            return False
+        is_full = self.groups_wanted() == 0
+        held = len(self._begun) + len(self._ready) + (0 if is_full else len(self._in_step))
+        open_step = self.learner_version + is_full
+        return held < self._rule.startable(self.server_version, open_step)
+
+    def _is_in_wave(self, waves: Waves, group: OpenGroup) -> bool:
+        if waves.is_over:
+            size = self._rule.groups_per_step + self._rule.extra_groups
+            not_begun = [g.group_id for g in self._groups.values() if not g.has_begun]
+            waves.begin(not_begun[:size])
+        return waves.may_begin(group)
+
+    def _start(self, group: OpenGroup, episode: EpisodeSpec) -> EpisodeSpec:
+        self._queue.popleft()
+        del group.queued[episode.episode_id]
+        self._queued -= 1
+        group.running[episode.episode_id] = episode
+        self._running[episode.episode_id] = group
+        self.started_episodes += 1
+        if not group.has_begun:
+            group.last_step = self._rule.last_step(self.server_version)
+            group.oldest_age = self._rule.oldest_age
+            self._begun.add(group)
+        return episode
+
+    # Ending
+
+    def _take_trajectory(self, group: OpenGroup, trajectory: Trajectory) -> None:
+        if not group.is_complete:
+            group.trajectories.append(trajectory)
+            return
+        assert group.last_step is not None
+        if trajectory.oldest_version + group.oldest_age >= group.last_step:
+            group.trajectories.append(trajectory)
+        else:  # it would make its group go stale earlier
+            self.trajectories["dropped_surplus"] += 1
+
+    def _take_failure(self, group: OpenGroup, episode: EpisodeSpec, failure: EpisodeFailure) -> None:
+        if group.is_complete:
+            group.failures.append(failure)
+        elif episode.attempt < self._policy.retries:
+            self._enqueue(group, replace(episode, attempt=episode.attempt + 1), first=True)
+        elif self._policy.on_failure == "refill" and group.refills < self._policy.group_size:
+            group.failures.append(failure)
+            self._enqueue(group, self._episode(group, self._policy.replicas + group.refills), first=True)
+            group.refills += 1
+        else:
+            group.failures.append(failure)
+
+    def _complete(self, group: OpenGroup) -> None:
+        """It has all that it will wait for: judge it by what is in it."""
+        group.is_complete = True
+        self._cancel_surplus(group)
         if len(group.trajectories) < SMALLEST_GROUP:
-            return [self._drop(group.closed(), "too_few_trajectories")]
-        closed = group.closed()
-        if not self._rule.is_fresh(closed.oldest_version, self.learner_version):
-            return [self._drop(closed, "stale")]
-        self._ready.append(closed)
-        return []
+            return self._drop(group, "too_few_trajectories")
+        self._begun.remove(group)
+        last_step = group.judge_by_tokens()
+        self._begun.add(group)
+        if last_step < self.learner_version + (self.groups_wanted() == 0):
+            return self._drop(group, "stale")
+        if self._is_refused(group):
+            self._filtered_in_step += 1
+            return self._drop(group, "no_signal")
+        if self._waves is None:
+            return self._make_ready(group)
+        self._waves.hold_back(group)
+        self._settle_in_wave(group)
 
-    def _urgent(self) -> set[str]:
+    def _is_refused(self, group: OpenGroup) -> bool:
+        accepts = self._policy.group_filter
+        if accepts is None or self._filtered_in_step >= self._policy.most_filtered_per_step:
+            return False
+        return not accepts(group.closed())
+
+    def _make_ready(self, group: OpenGroup) -> None:
+        self._begun.remove(group)
+        self._ready.add(group)
+
+    def _settle_in_wave(self, group: OpenGroup) -> None:
+        assert self._waves is not None
+        for held_back in self._waves.settle(group):
+            self._make_ready(held_back)
+
+    def _cancel_surplus(self, group: OpenGroup) -> None:
+        """Queued surplus has cost nothing yet and is never started; running surplus goes by policy."""
+        self._unqueue(group)
+        if self._policy.surplus == "cancel":
+            self._stop(group)
+
+    # Handing out
+
+    def _due(self) -> int:
         """Groups that this step must take because the next may not, where the policy is to wait for them."""
-        if self._on_stale != "wait":
-            return set()
-        after = self.learner_version + 1
-        waiting = {g.group_id for g in self._open.values() if self._is_stale_at(g.start_version, after)}
-        return waiting | {g.group_id for g in self._ready if not self._rule.is_fresh(g.oldest_version, after)}
+        if self._policy.on_stale != "wait":
+            return 0
+        return self._begun.due_by(self.learner_version) + self._ready.due_by(self.learner_version)
 
-    def _is_stale_at(self, start_version: int | None, learner_version: int) -> bool:
-        return start_version is not None and not self._rule.is_fresh(start_version, learner_version)
+    def _has_place_for(self, group: OpenGroup) -> bool:
+        assert group.last_step is not None
+        if self._policy.on_stale == "wait" and group.last_step <= self.learner_version:
+            return True
+        return len(self._in_step) + self._due() < self._rule.groups_per_step
 
-    def _drop_stale(self) -> tuple[list[str], list[DroppedGroup]]:
-        """Drop what the rule forbids: ready groups by their tokens, open ones by the version they began with."""
-        stale_open = [g for g in self._open.values() if self._is_stale_at(g.start_version, self.learner_version)]
-        gone = {group.group_id for group in stale_open}
-        cancelled = [key for key, episode in self._running.items() if episode.group_id in gone]
-        for key in cancelled:
-            del self._running[key]
-        self._queue = deque(episode for episode in self._queue if episode.group_id not in gone)
-        for group in stale_open:
-            del self._open[group.group_id]
-        stale_ready = [g for g in self._ready if not self._rule.is_fresh(g.oldest_version, self.learner_version)]
-        self._ready = deque(g for g in self._ready if self._rule.is_fresh(g.oldest_version, self.learner_version))
-        dropped = [self._drop(group, "stale") for group in (*(g.closed() for g in stale_open), *stale_ready)]
-        return cancelled, dropped
+    def _hand_out(self, group: OpenGroup) -> Group:
+        self._ready.remove(group)
+        self._leave(group)
+        closed = group.closed()
+        self._in_step.append((group, closed))
+        return closed
 
-    def _drop(self, group: Group, reason: DropReason) -> DroppedGroup:
+    # Dropping
+
+    def _stale_after(self, version: int) -> list[OpenGroup]:
+        """Groups no step after that of `version` may train: ready ones by their tokens, others by their start."""
+        return [*self._begun.list_due_by(version), *self._ready.list_due_by(version)]
+
+    def _surplus_groups(self) -> list[OpenGroup]:
+        """When the step is full: the longest under way of what is beyond the places of the steps to come."""
+        places = self._rule.oldest_age * self._rule.groups_per_step
+        excess = len(self._begun) + len(self._ready) - places
+        return list(self._begun)[: max(0, excess)]
+
+    def _drop_all(self, groups: list[OpenGroup], reason: DropReason) -> None:
+        for group in groups:
+            self._drop(group, reason)
+
+    def _drop(self, group: OpenGroup, reason: DropReason) -> None:
+        if self._ready.holds(group):
+            self._ready.remove(group)
+        else:
+            self._begun.remove(group)
+        self._leave(group)
         self.dropped_groups[reason] += 1
         self.trajectories[f"dropped_{reason}"] += len(group.trajectories)
-        if reason == "stale" and self._on_stale == "requeue":
+        self.bias.dropped(group)
+        tokens = sum(trajectory.policy_tokens for trajectory in group.trajectories)
+        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, len(group.trajectories), tokens))
+        if reason == "stale" and self._policy.on_stale == "requeue":
             self.requeued_tasks.append(group.task)
-        return DroppedGroup(group.group_id, group.task, reason, len(group.trajectories))
+        if self._waves is not None:
+            self._waves.forget(group)
+            self._settle_in_wave(group)
+
+    def _leave(self, group: OpenGroup) -> None:
+        """The group is taken or dropped: whatever of it still runs or waits is stopped."""
+        del self._groups[group.group_id]
+        group.is_complete = True
+        self._unqueue(group)
+        self._stop(group)
+        if isinstance(self._ready, SubmissionOrder):
+            self._ready.settle(group.number)
+
+    def _unqueue(self, group: OpenGroup) -> None:
+        self._queued -= len(group.queued)
+        group.queued.clear()
+
+    def _stop(self, group: OpenGroup) -> None:
+        for episode_id in group.running:
+            del self._running[episode_id]
+            self._cancelled.append(episode_id)
+            self.cancelled_episodes += 1
+            self.bias.cancelled()
+        group.running.clear()
