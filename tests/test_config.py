@@ -272,7 +272,7 @@ def test_a_home_folder_is_expanded_and_a_config_cannot_be_changed() -> None:
     config = load_config(SMALLEST, ["model.path=~/model"])
     assert config.model.path == str(Path.home() / "model")
     with pytest.raises(ValueError, match="frozen"):
-        config.steps = 3  # type: ignore[misc]
+        config.steps = 3
 
 
 # The tree itself
