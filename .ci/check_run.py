@@ -69,7 +69,7 @@ CHECKS: tuple[Callable[[Config, Rows, Rows], str], ...] = (
 def main(folder: Path) -> int:
     config = load_config(folder / "config.yaml")
     steps = [row for row in read_metrics(folder) if row.get(STEP_S) is not None]
-    episodes = [row for row in read_episodes(folder) if row["kind"] == "trajectory"]
+    episodes = [row for row in read_episodes(folder / "episodes") if row["kind"] == "trajectory"]
     failed = 0
     for check in CHECKS:
         try:
