@@ -158,6 +158,8 @@ class Rollout:
         else:
             self._failures_in_a_row = 0
             self._last_causes.clear()
+            score = outcome.reward if outcome.success is None else float(outcome.success)
+            self._tasks.report(outcome.task, score)
         self.scheduler.finished(outcome)
         self.scheduler.take_dropped()
         self._changed.set()

@@ -11,10 +11,16 @@ from roll_flash.types import Task
 
 
 class TaskSource(Protocol):
-    cursor: int
-    """Tasks drawn so far; setting it moves the source."""
-
     def next(self) -> Task: ...
+
+    def report(self, task: Task, score: float) -> None:
+        """A replica of `task` ended with `score`, from 0 (failure) to 1 (success)."""
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. Raises ValueError if it belongs to other sources."""
 
 
 def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any]) -> Task:
@@ -36,11 +42,21 @@ class SeedTasks:
         self._offset = generator.randrange(self._count)
         self._stride = _coprime(self._count, generator)
         self.cursor = 0
+        """Tasks drawn so far; setting it moves the source."""
 
     def next(self) -> Task:
         index = (self._offset + self.cursor * self._stride) % self._count
         self.cursor += 1
         return self.task_of(self._first + index)
+
+    def report(self, task: Task, score: float) -> None:
+        """Seeds come in their order whatever the scores."""
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": self.cursor}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.cursor = int(state["cursor"])
 
     def task_of(self, seed: int) -> Task:
         """The task of a seed, wherever the cursor is."""

@@ -1,0 +1,109 @@
+"""`async_ratio: auto`: raise or lower alpha by what one step measured. Pure: no clock, no I/O.
+
+Data as fresh as possible is best for learning, so alpha starts low. It is raised while the learner or the servers stand
+idle for want of work ahead, and lowered when the off-policy correction throws too much away (effective sample size) or
+when a lower alpha would cost no time. Only whole steps change what may be trained (see `staleness.py`), so alpha moves
+by one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StepMeasurement:
+    """Fractions between 0 and 1 of one training step."""
+
+    learner_idle: float
+    """Time the learner waited for groups."""
+    server_idle: float
+    """Time the servers, or the slots for episodes, had no work."""
+    effective_sample_size: float
+    """(sum w)^2 / (n sum w^2) of the importance weights: 1 on-policy."""
+
+    def __post_init__(self) -> None:
+        for name in ("learner_idle", "server_idle", "effective_sample_size"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; it is a fraction between 0 and 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    async_ratio: int
+    changed: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerSettings:
+    lowest: int = 0
+    highest: int = 4
+    enough_idle: float = 0.1
+    """More idle time than this is worth a larger alpha."""
+    little_idle: float = 0.03
+    """With less than this on both sides a smaller alpha is tried."""
+    smallest_sample_size: float = 0.6
+    patience: int = 2
+    """Steps that must agree before alpha moves for time's sake; a small sample size acts at once."""
+    retreat_for: int = 20
+    """Steps for which an alpha that did not pay, or that cost too much, is not tried again."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.lowest <= self.highest:
+            raise ValueError(f"async_ratio bounds {self.lowest}..{self.highest}: need 0 <= lowest <= highest")
+
+
+class AsyncRatioController:
+    """Call `update` once after each step with what it measured."""
+
+    def __init__(self, settings: ControllerSettings | None = None, *, start: int | None = None) -> None:
+        self._settings = settings or ControllerSettings()
+        first = self._settings.lowest if start is None else start
+        self.async_ratio = min(self._settings.highest, max(self._settings.lowest, first))
+        self._wants_up = self._wants_down = 0
+        self._step = 0
+        self._avoid: dict[int, int] = {}
+        """Until which step an alpha is not tried again."""
+        self._idle_before_raise: float | None = None
+
+    def update(self, measured: StepMeasurement) -> Decision:
+        self._step += 1
+        settings, idle = self._settings, max(measured.learner_idle, measured.server_idle)
+        if measured.effective_sample_size < settings.smallest_sample_size:
+            text = f"effective sample size {measured.effective_sample_size:.2f} < {settings.smallest_sample_size:g}"
+            return self._move(-1, text, avoid=self.async_ratio)
+        self._wants_up = self._wants_up + 1 if idle > settings.enough_idle else 0
+        self._wants_down = self._wants_down + 1 if idle < settings.little_idle else 0
+        idle_text = f"learner idle {measured.learner_idle:.0%}, servers idle {measured.server_idle:.0%}"
+        if self._wants_up >= settings.patience:
+            return self._raise(idle, idle_text)
+        if self._wants_down >= 4 * settings.patience:
+            return self._move(-1, f"{idle_text}: fresher data may cost nothing")
+        return self._stay(idle_text)
+
+    def _raise(self, idle: float, text: str) -> Decision:
+        before, self._idle_before_raise = self._idle_before_raise, None
+        if before is not None and idle > 0.9 * before:
+            return self._move(-1, f"{text}: raising it brought nothing", avoid=self.async_ratio)
+        decision = self._move(+1, f"{text}: more work ahead may fill it")
+        if decision.changed:
+            self._idle_before_raise = idle
+        return decision
+
+    def _move(self, by: int, reason: str, *, avoid: int | None = None) -> Decision:
+        self._wants_up = self._wants_down = 0
+        if avoid is not None:
+            self._avoid[avoid] = self._step + self._settings.retreat_for
+        target = self.async_ratio + by
+        if not self._settings.lowest <= target <= self._settings.highest:
+            return self._stay(f"{reason}, but {self.async_ratio} is the bound")
+        if by > 0 and self._avoid.get(target, 0) > self._step:
+            return self._stay(f"{reason}, but {target} did not pay lately")
+        if by < 0:
+            self._idle_before_raise = None
+        self.async_ratio = target
+        return Decision(target, True, reason)
+
+    def _stay(self, reason: str) -> Decision:
+        return Decision(self.async_ratio, False, reason)

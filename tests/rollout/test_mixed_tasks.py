@@ -1,0 +1,81 @@
+"""Several sources as one: exact proportions, a curriculum that finds what there is to learn, and saved state."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_flash.rollout.mixed_tasks import CurriculumTasks, MixedTasks
+from roll_flash.rollout.tasks import SeedTasks
+
+
+def source(name: str, **kwargs: int) -> SeedTasks:
+    return SeedTasks(name, kwargs, (0, 1000), seed=1)
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=5), st.integers(1, 300))
+def test_every_environment_gets_its_share_at_any_time(weights: list[float], draws: int) -> None:
+    tasks = MixedTasks([source(f"Env{i}-v0") for i in range(len(weights))], weights)
+    drawn = Counter(tasks.next().env_id for _ in range(draws))
+    for index, weight in enumerate(weights):
+        assert abs(drawn[f"Env{index}-v0"] - draws * weight / sum(weights)) < len(weights)
+
+
+def curriculum(seed: int = 3) -> CurriculumTasks:
+    return CurriculumTasks([source("Maze-v0", size=size) for size in (2, 4, 8)], seed=seed)
+
+
+def test_a_curriculum_draws_what_the_model_solves_half_the_time() -> None:
+    tasks, skill, generator = curriculum(), {2: 1.0, 4: 0.5, 8: 0.0}, random.Random(0)
+    for _ in range(300):
+        task = tasks.next()
+        tasks.report(task, float(generator.random() < skill[task.kwargs["size"]]))
+    easy, middle, hard = tasks.probabilities()
+    assert middle > 0.7
+    assert min(easy, hard) > 0.03, "no level is lost for good"
+    assert sum((easy, middle, hard)) == pytest.approx(1)
+
+
+def test_a_curriculum_moves_on_when_the_model_does() -> None:
+    tasks = curriculum()
+    for _ in range(400):
+        task = tasks.next()
+        tasks.report(task, float(task.kwargs["size"] == 2))
+    for draw in range(800):
+        task = tasks.next()
+        tasks.report(task, 1.0 if task.kwargs["size"] < 8 else float(draw % 2))
+    assert tasks.probabilities()[2] > 0.6
+
+
+@given(st.integers(0, 60), st.integers(0, 10**6))
+def test_a_resumed_run_draws_what_it_would_have_drawn(draws: int, seed: int) -> None:
+    def make() -> MixedTasks:
+        return MixedTasks([curriculum(seed), source("Other-v0")], [2, 1])
+
+    tasks = make()
+    for draw in range(draws):
+        tasks.report(tasks.next(), float(draw % 3 == 0))
+    resumed = make()
+    resumed.restore(json.loads(json.dumps(tasks.state())))
+    for draw in range(20):
+        expected = tasks.next()
+        assert resumed.next() == expected
+        tasks.report(expected, float(draw % 2))
+        resumed.report(expected, float(draw % 2))
+
+
+def test_the_state_of_another_mixture_is_refused() -> None:
+    state = MixedTasks([source("A-v0")], [1]).state()
+    with pytest.raises(ValueError, match="1 task sources, this run has 2"):
+        MixedTasks([source("A-v0"), source("B-v0")], [1, 1]).restore(state)
+
+
+@pytest.mark.parametrize("weights", [[1.0], [1.0, 0.0], [1.0, -1.0]])
+def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="weights"):
+        MixedTasks([source("A-v0"), source("B-v0")], weights)
