@@ -23,7 +23,7 @@ from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
 
 __all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes"]
 
-FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots", "model")
+FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
 MIN_FREE_BYTES = 1 << 30
 _STEP = re.compile(r"step_(\d+)")
@@ -231,12 +231,18 @@ def _make_new(folder: Path) -> None:
     except FileExistsError:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: is a file; choose another with name=OTHER or runs=FOLDER") from None
-        if any(path.name != ".lock" for path in folder.iterdir()):
+        if any(path.name != ".lock" for path in folder.iterdir()) and not _never_began(folder):
             raise ConfigError(
                 f"{folder}: this run exists; continue it with --resume or choose another name with name=OTHER"
             ) from None
     except OSError as error:
         raise ConfigError(f"{folder}: the run folder cannot be made: {error.strerror}; set `runs`") from None
+
+
+def _never_began(folder: Path) -> bool:
+    """Whether this is the folder of a run that failed while it started: its name is free."""
+    played = (path for name in ("episodes", "eval", "checkpoints") for path in (folder / name).glob("*"))
+    return (folder / "config.yaml").is_file() and not any(played)
 
 
 def _check_same_run(config: Config, folder: Path) -> None:

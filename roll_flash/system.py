@@ -14,7 +14,7 @@ from typing import Any
 
 from roll_flash.config import Config
 from roll_flash.errors import CheckpointError
-from roll_flash.evaluate.evaluation import evaluate
+from roll_flash.evaluate.evaluation import eval_sampling, evaluate
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.inference.engine import InferenceEngine
 from roll_flash.inference.open import open_engine
@@ -32,7 +32,7 @@ from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.tasks import SeedTasks
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run_dir import Checkpoint, RunDir
-from roll_flash.types import SamplingParams, Task
+from roll_flash.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,9 +49,18 @@ class System:
     tasks: SeedTasks
     metrics: MetricsLog
 
-    async def evaluate(self, label: str) -> EvalResult:
-        """The held-out tasks with the weights that the servers have."""
-        result = await evaluate_fleet(self.fleet, self.config, self.run_dir.eval / label, label)
+    async def evaluate(self) -> EvalResult:
+        """The held-out tasks with the weights of the newest version, which the servers must have."""
+        label = f"step_{self.learner.version}"
+        result = await evaluate(
+            self.fleet,
+            env=self.config.env,
+            eval=self.config.eval,
+            sampling=eval_sampling(self.config),
+            max_concurrent=self.config.rollout.max_concurrent,
+            folder=self.run_dir.eval / label,
+            label=label,
+        )
         self.metrics.log(self.learner.version, result.metrics())
         return result
 
@@ -157,24 +166,6 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
         deadlines=Deadlines(rollout.generate_timeout_s, rollout.step_timeout_s, rollout.episode_timeout_s),
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",
-    )
-
-
-async def evaluate_fleet(fleet: WorkerFleet, config: Config, folder: Path | None, label: str) -> EvalResult:
-    sampling = SamplingParams(
-        temperature=config.eval.temperature,
-        max_new_tokens=config.rollout.max_new_tokens,
-        stop=config.rollout.stop,
-        seed=config.seed,
-    )
-    return await evaluate(
-        fleet,
-        env=config.env,
-        eval=config.eval,
-        sampling=sampling,
-        max_concurrent=config.rollout.max_concurrent,
-        folder=folder,
-        label=label,
     )
 
 

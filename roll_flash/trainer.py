@@ -10,6 +10,7 @@ import asyncio
 from typing import Any
 
 from roll_flash.config import Config
+from roll_flash.evaluate.result import EvalResult
 from roll_flash.interrupt import run_until_interrupted
 from roll_flash.learner.engine import StepResult
 from roll_flash.models import resolve_model
@@ -50,12 +51,12 @@ class Trainer:
 
     async def run(self) -> dict[str, Any]:
         system = self._system
-        before = await self._evaluate("before")
+        before = await self._evaluate()
         async with system.rollout:
             while system.learner.version < self._config.steps:
                 await self._step()
         await self._settle()
-        after = await self._evaluate("after")
+        after = await self._evaluate()
         await self.checkpoint()
         await system.export_model()
         return summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
@@ -87,11 +88,11 @@ class Trainer:
         """Until every server has the weights of the step before."""
         return await self._system.publisher.settled()
 
-    async def _evaluate(self, label: str) -> Any:
+    async def _evaluate(self) -> EvalResult | None:
         if not self._config.eval.before_and_after:
             return None
         self._progress.status(f"evaluating {self._config.eval.tasks} held-out tasks")
-        return await self._system.evaluate(label)
+        return await self._system.evaluate()
 
     def _report(self, record: StepRecord, result: StepResult, publication: Publication | None) -> None:
         rollout = self._system.rollout

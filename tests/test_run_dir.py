@@ -54,15 +54,22 @@ def test_a_new_run_gets_its_folders_and_a_config_that_can_be_run_again(tmp_path:
     settings = config(tmp_path, steps=7)
     with RunDir.create(settings, resume=False) as run:
         assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {
-            *("episodes", "checkpoints", "logs", "eval", "plots", "model")
+            *("episodes", "checkpoints", "logs", "eval", "plots")
         }
         assert load_config(run.folder / "config.yaml") == settings
 
 
 def test_a_name_that_exists_is_refused_with_both_ways_out(tmp_path: Path) -> None:
-    RunDir.create(config(tmp_path), resume=False).close()
+    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as episodes:
+        episodes.write(0, trajectory())
     with pytest.raises(ConfigError, match=r"--resume .*name=OTHER"):
         RunDir.create(config(tmp_path), resume=False)
+
+
+def test_the_name_of_a_run_that_failed_while_it_started_is_free(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path, steps=3), resume=False).close()
+    with RunDir.create(config(tmp_path, steps=5), resume=False) as run:
+        assert load_config(run.folder / "config.yaml").steps == 5
 
 
 def test_resume_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
