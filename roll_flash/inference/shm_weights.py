@@ -31,7 +31,7 @@ class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     """A safetensors file with every tensor of the checkpoint, under the names of the model folder."""
 
 
-class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):  # type: ignore[misc]
+class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
     """Layerwise reload, as vLLM's own checkpoint-format engines do it, and the repair of tied heads on CPU."""
 
     init_info_cls = SharedMemoryInitInfo
@@ -48,7 +48,8 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         with safe_open(update_info.path, framework="pt", device="cpu") as file:
-            _check(_shapes(file), self._shapes)
+            is_tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+            _check(_shapes(file), self._shapes, is_tied)
             with self.device:
                 initialize_layerwise_reload(self.model)
                 try:
@@ -91,10 +92,11 @@ def _shapes(file: Any) -> dict[str, list[int]]:
     return {name: list(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
 
 
-def _check(got: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
-    """The head may be left out or stored beside the embedding that it is tied to; everything else must match."""
-    missing = sorted(expected.keys() - got.keys() - {TIED_HEAD})
-    unknown = sorted(got.keys() - expected.keys() - {TIED_HEAD})
+def _check(got: dict[str, list[int]], expected: dict[str, list[int]], is_tied: bool) -> None:
+    """A head that is tied to the embedding may be left out or stored beside it; everything else must match."""
+    optional = {TIED_HEAD} if is_tied else set()
+    missing = sorted(expected.keys() - got.keys() - optional)
+    unknown = sorted(got.keys() - expected.keys() - optional)
     if missing or unknown:
         raise ValueError(
             f"the weights do not fit the model: {len(missing)} missing {missing[:2]}, unknown {unknown[:2]}"

