@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import os
 import platform
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -29,7 +31,7 @@ PROCESSORS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm6
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    path: Path
+    content: bytes
     digest: str
     """First 16 hexadecimal digits of the content's SHA-256."""
     command: tuple[str, ...]
@@ -53,19 +55,24 @@ def agent_program(processor: str | None = None) -> AgentProgram:
 
 
 def _python_program() -> AgentProgram:
-    path = SOURCES / "agent.py"
-    return AgentProgram(path, _digest(path), ("python3", "-I", "-S", f"{FOLDER}/agent"))
+    """The Python agent's modules in one file, which `python3` runs as it is."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for module in sorted((SOURCES / "fallback").glob("*.py")):
+            archive.writestr(zipfile.ZipInfo(module.name), module.read_bytes())
+    content = packed.getvalue()
+    return AgentProgram(content, _digest(content), ("python3", "-I", "-S", f"{FOLDER}/agent"))
 
 
 @cache
 def _c_program(processor: str) -> AgentProgram:
     shipped = SOURCES / f"agent-{processor}"
-    path = shipped if shipped.exists() else _cached_build(processor)
-    return AgentProgram(path, _digest(path), (f"{FOLDER}/agent",))
+    content = (shipped if shipped.exists() else _cached_build(processor)).read_bytes()
+    return AgentProgram(content, _digest(content), (f"{FOLDER}/agent",))
 
 
-def _digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _cached_build(processor: str) -> Path:

@@ -169,7 +169,7 @@ def volume_name(agent: AgentProgram) -> str:
 
 
 def _agent_archive(agent: AgentProgram) -> bytes:
-    content = agent.path.read_bytes()
+    content = agent.content
     member = tarfile.TarInfo("agent")
     member.size, member.mode = len(content), 0o755
     packed = io.BytesIO()

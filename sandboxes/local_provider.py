@@ -71,7 +71,7 @@ class LocalProvider:
         files = [os.memfd_create("agent"), os.memfd_create("passwd"), os.memfd_create("group")]
         try:
             user, group = spec.user.split(":")
-            _fill(files[0], self._agent.path.read_bytes())
+            _fill(files[0], self._agent.content)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
             process = await asyncio.create_subprocess_exec(
