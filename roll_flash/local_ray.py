@@ -29,6 +29,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         return
     options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}
     if config.address is None:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default, said here so that it does not say it
         options |= {
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,

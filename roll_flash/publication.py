@@ -109,17 +109,14 @@ class Publisher:
         started = time.monotonic()
         try:
             updates = await self._engine.publish(weights)
+            parity = self._largest_difference(expected, await self._scores())
+            self._on_published(weights.version)
+            total_s = time.monotonic() - started
         finally:
+            # Last, because the learner is already at its next step and answers when it has a moment.
             await self._learner.release_weights(weights)
-        parity = self._largest_difference(expected, await self._scores())
-        self._on_published(weights.version)
-        return Publication(
-            version=weights.version,
-            parity=parity,
-            paused_s=max(update.paused_s for update in updates),
-            total_s=time.monotonic() - started,
-            num_bytes=weights.num_bytes,
-        )
+        paused_s = max(update.paused_s for update in updates)
+        return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes)
 
     def _note_failure(self, task: asyncio.Task[Publication]) -> None:
         """Who waits for episodes of the new version must hear that there will be none."""
