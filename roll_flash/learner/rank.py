@@ -107,6 +107,8 @@ class LearnerRank:
         )
         staged_dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
         self._stage = WeightStage(self._policy.model, tied, staged_dtype, self._run)
+        if self._rank == 0:
+            self._stage.reserve()
         return fingerprint
 
     def accumulate(self, rows: Sequence[PackedRow | None], loss: str) -> list[RowRecord]:

@@ -36,6 +36,13 @@ class WeightStage:
         self._in_use: dict[str, tuple[int, mmap.mmap]] = {}
         self._spare: list[tuple[int, mmap.mmap]] = []
 
+    def reserve(self) -> None:
+        """Touch the memory of one version ahead: the first write of fresh pages takes many times a copy's time."""
+        descriptor, memory = self._allocate(0)
+        os.posix_fallocate(descriptor, 0, self._size)
+        torch.frombuffer(memory, dtype=torch.uint8)[len(self._header) :].zero_()
+        self._spare.append((descriptor, memory))
+
     def stage(self, version: int) -> StagedWeights:
         """Copy the weights; the copy is complete, and unaffected by later steps, when this returns."""
         descriptor, memory = self._spare.pop() if self._spare else self._allocate(version)
