@@ -102,12 +102,10 @@ async def _build_on_registry_image(engine: EngineApi, image: str, report: Report
     report(f"building {image} on {BASE_IMAGE}")
 
     def build() -> None:
-        folder = Path(__file__).resolve().parent.parent / "docker" / "sandbox"
-        dockerfile = folder / "Dockerfile" if folder.is_dir() else Path(__file__).parent / "Dockerfile"
         client = docker.DockerClient(base_url=engine.address.host, version=engine.version, timeout=BUILD_TIMEOUT_S)
         try:
             with tempfile.TemporaryDirectory() as context:
-                shutil.copy(dockerfile, Path(context) / "Dockerfile")
+                shutil.copy(Path(__file__).with_name("Dockerfile"), context)
                 client.images.build(path=context, tag=image, rm=True, forcerm=True)
         except DockerException as error:
             raise SandboxImageError(f"building {image} failed: {str(error)[:300]}") from None
