@@ -49,7 +49,7 @@ def _provide(engine: Check) -> Check:
     if os.environ.get("DOCKER_HOST"):
         raise EngineUnavailable(f"{engine.detail} (DOCKER_HOST); unset it to use an engine of this machine")
     if os.geteuid() != 0:
-        raise EngineUnavailable(f"{engine.detail}, and only root can start one: {engine.fix}")
+        raise EngineUnavailable(f"{engine.detail}; to have one: {engine.fix}")
     if shutil.which("dockerd") is None:
         _apt_install("docker.io")
     return _start_service() or _start_by_hand()
