@@ -23,6 +23,7 @@ from roll_flash.inference.kept_weights import KeptWeights
 from roll_flash.inference.server_process import Launcher, ServerProcess
 
 SUPERVISE_EVERY_S = 0.5
+RESUME_ATTEMPTS = 3
 MAX_RESTARTS = 3
 """Restarts of one server without a publication between them; after that it stays down and `publish` fails."""
 
@@ -72,7 +73,6 @@ class ServerEngine:
 
         Raises InferenceError if a server cannot take the weights; all servers go on generating.
         """
-        await asyncio.to_thread(self._newest.keep, weights)
         updates = []
         for server in self._servers:
             async with self._busy[server]:
@@ -80,6 +80,7 @@ class ServerEngine:
                     await self._restart(server)
                 updates.append(await _update(server, weights.version, weights.path))
                 self._restarts[server] = 0
+        await asyncio.to_thread(self._newest.keep, weights)
         return updates
 
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
@@ -144,9 +145,20 @@ async def _update(server: ServerProcess, version: int, path: str) -> ServerUpdat
         server.version = version
     finally:
         # Also when the caller gave up: a server left paused would hang every episode.
-        await asyncio.shield(asyncio.ensure_future(server.post("/resume")))
+        await asyncio.shield(asyncio.ensure_future(_resume(server)))
     ended = time.monotonic()
     return ServerUpdate(server.endpoint, version, paused_s=ended - paused, total_s=ended - started)
+
+
+async def _resume(server: ServerProcess) -> None:
+    """More than one try: after an error the server drops the connection that the next request would use."""
+    for attempt in range(1, RESUME_ATTEMPTS + 1):
+        try:
+            await server.post("/resume")
+            return
+        except InferenceError:
+            if attempt == RESUME_ATTEMPTS or not server.is_running:
+                raise
 
 
 async def _forget_prefixes(server: ServerProcess) -> None:

@@ -23,6 +23,7 @@ from roll_flash.errors import InferenceError
 from roll_flash.supervise import GuardedProcess
 
 HOST = "127.0.0.1"
+CAUSE_CHARACTERS = 400
 HEALTH_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 600.0
@@ -38,8 +39,8 @@ class Launcher:
 
     name: str
     dtype: str
-    command: Callable[[int], list[str]]
-    """Command line for a port."""
+    command: Callable[[int, int], list[str]]
+    """Command line for the index of a server and its port."""
     environment: Mapping[str, str]
     """What is set beside this process's own environment."""
 
@@ -79,7 +80,7 @@ class ServerProcess:
         log_start = self.log.stat().st_size if self.log.exists() else 0
         scratch = Path(tempfile.mkdtemp(prefix="roll-flash-server-"))
         self._process = GuardedProcess.start(
-            self._launcher.command(self.port), env=self._environment(scratch), log=self.log, scratch=scratch
+            self._launcher.command(self.index, self.port), env=self._environment(scratch), log=self.log, scratch=scratch
         )
         await self._wait_until_healthy(log_start)
         await self.post("/init_weight_transfer_engine", {"init_info": {}})
@@ -171,7 +172,11 @@ def _cause(log: Path, start: int) -> str:
     with log.open("rb") as file:
         file.seek(start)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    errors = [found.group() for line in lines if (found := _ERROR_LINE.search(line))]
-    causes = [line for line in errors if not any(text in line for text in _NO_CAUSE)]
-    found_lines = causes or errors or lines or ["the log is empty"]
-    return found_lines[-1][:400]
+    errors = [(found.group(), number) for number, line in enumerate(lines) if (found := _ERROR_LINE.search(line))]
+    causes = [error for error in errors if not any(text in error[0] for text in _NO_CAUSE)] or errors
+    if not causes:
+        return lines[-1][:CAUSE_CHARACTERS] if lines else "its log is empty"
+    text, number = causes[-1]
+    # pydantic tells what is wrong in the line below.
+    more = lines[number + 1 : number + 2] if "validation error" in text else []
+    return " ".join([text, *more])[:CAUSE_CHARACTERS]

@@ -47,17 +47,18 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         """Raises ValueError, with the model unchanged, if the file's names or shapes are not the model's."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        model: Any = self.model
         with safe_open(update_info.path, framework="pt", device="cpu") as file:
             is_tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
             _check(_shapes(file), self._shapes, is_tied)
             with self.device:
-                initialize_layerwise_reload(self.model)
+                initialize_layerwise_reload(model)
                 try:
-                    self.model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
+                    model.load_weights((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118
                 finally:
-                    finalize_layerwise_reload(self.model, self.model_config)
+                    finalize_layerwise_reload(model, self.model_config)
         if self.device.type == "cpu":
-            repack_tied_heads(self.model)
+            repack_tied_heads(model)
 
     def finish_weight_update(self) -> None:
         """Nothing: `receive_weights` leaves a complete model."""

@@ -22,7 +22,7 @@ class TransformersEngine(ServerEngine):
         if config.dtype == "bfloat16":
             raise ConfigError("inference.dtype: the engine transformers computes in float32; use vllm for bfloat16")
 
-        def command(port: int) -> list[str]:
+        def command(_: int, port: int) -> list[str]:
             module = "roll_flash.inference.transformers_server"
             return [sys.executable, "-m", module, str(model_folder), str(port), str(max_model_len)]
 

@@ -28,10 +28,12 @@ class VllmEngine(ServerEngine):
         device = vllm_device()
         dtype = _dtype(config, device)
 
-        def command(port: int) -> list[str]:
+        def command(index: int, port: int) -> list[str]:
             options = _options(config, device) | {
                 "model": str(model_folder),
                 "port": port,
+                # vLLM's default is the same for all, and servers would sample the same turns.
+                "seed": index,
                 "dtype": dtype,
                 "max_model_len": max_model_len,
             }
