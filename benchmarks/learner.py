@@ -13,6 +13,7 @@ import json
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,7 +66,7 @@ def packed_pass(policy: PolicyModel, rows: list[PackedRow]) -> None:
         _backward(logprobs, row.behavior_logprobs, row.advantages)
 
 
-def padded_pass(model: PreTrainedModel, groups: list[list[TrainSequence]]) -> None:
+def padded_pass(model: Any, groups: list[list[TrainSequence]]) -> None:
     head = model.get_output_embeddings().weight
     for group in groups:
         longest = max(len(sequence.token_ids) for sequence in group)
@@ -108,14 +109,14 @@ def matmul_gflops(device: torch.device) -> float:
     size = 2048
     first, second = torch.randn(size, size, device=device), torch.randn(size, size, device=device)
     torch.mm(first, second)
-    return 2 * size**3 / min(timed(lambda: torch.mm(first, second), device) for _ in range(3)) / 1e9
+    return 2.0 * size**3 / min(timed(lambda: torch.mm(first, second), device) for _ in range(3)) / 1e9
 
 
-def flops(model: PreTrainedModel, tokens: int, pairs: int, heads_applied: int) -> float:
+def flops(model: Any, tokens: int, pairs: int, heads_applied: int) -> float:
     """Forward and backward: 6 per weight and token, 12 per layer, width and (query, key) pair."""
     head = model.get_output_embeddings().weight.numel()
     embedding = model.get_input_embeddings().weight.numel()
-    total = sum(parameter.numel() for parameter in model.parameters())
+    total: int = sum(parameter.numel() for parameter in model.parameters())
     body = total - embedding - (0 if model.config.tie_word_embeddings else head)
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -35,6 +35,7 @@ def _path(row: PackedRow, node: int) -> list[int]:
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12)
 
 
+@settings(deadline=None)
 @given(sequences, st.integers(2, 40))
 def test_every_policy_token_is_predicted_from_exactly_the_tokens_before_it(data: list[list[int]], limit: int) -> None:
     rows = pack([_sequence(tokens) for tokens in data], limit)
@@ -54,6 +55,7 @@ def test_every_policy_token_is_predicted_from_exactly_the_tokens_before_it(data:
     assert sum(row.padded_tokens for row in rows) == sum(map(len, data))
 
 
+@settings(deadline=None)
 @given(sequences)
 def test_one_row_computes_every_distinct_prefix_once(data: list[list[int]]) -> None:
     (row,) = pack([_sequence(tokens) for tokens in data], 1000)
@@ -61,6 +63,7 @@ def test_one_row_computes_every_distinct_prefix_once(data: list[list[int]]) -> N
     assert row.num_tokens == len(prefixes)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), max_size=6))
 def test_common_prefix_length_is_where_sequences_first_differ(first: list[int], second: list[int]) -> None:
     length = common_prefix_length(np.asarray(first, np.int32), np.asarray(second, np.int32))
@@ -68,6 +71,7 @@ def test_common_prefix_length_is_where_sequences_first_differ(first: list[int], 
     assert length == min(len(first), len(second)) or first[length] != second[length]
 
 
+@settings(deadline=None)
 @given(sequences, st.integers(1, 5))
 def test_balance_hands_out_every_row_once_and_evenly(data: list[list[int]], ranks: int) -> None:
     rows = pack([_sequence(tokens) for tokens in data], 6)
