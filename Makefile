@@ -7,7 +7,6 @@ VENV := .venv
 BIN := $(VENV)/bin
 PINS := $(wildcard requirements/*)
 STAMP := $(VENV)/installed-$(SET)
-SOURCES := roll_flash envs sandboxes tests benchmarks docker
 
 .PHONY: help setup engine image model quickstart test lint clean
 .DEFAULT_GOAL := help
@@ -17,7 +16,7 @@ help: ## show this list
 
 setup: $(STAMP) ## make .venv with every pinned package and this one
 
-$(STAMP): $(PINS) pyproject.toml
+$(STAMP): $(PINS) pyproject.toml setup.py
 	@sh requirements/install.sh "$(PYTHON)" "$(VENV)" "$(SET)"
 	@touch $@
 
@@ -41,8 +40,8 @@ test: image model ## set everything up, run the tests
 	@$(BIN)/python -m pytest
 
 lint: setup ## ruff, and mypy --strict on the packages as a wheel installs them
-	@$(BIN)/ruff check $(wildcard $(SOURCES))
-	@$(BIN)/ruff format --check $(wildcard $(SOURCES))
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
 	@sh requirements/check_types.sh "$(BIN)"
 
 clean: ## remove .venv and everything else that was built here
