@@ -1,0 +1,85 @@
+"""Random lengths and latencies. Each draws from the generator it is given, so a seed decides everything."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+class Distribution(Protocol):
+    """Draws numbers >= 0."""
+
+    def sample(self, generator: random.Random) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    value: float
+
+    def sample(self, generator: random.Random) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Truncated at 0: what would be negative is drawn again, so N(10, 10) has a mean of 12.9."""
+
+    mean: float
+    deviation: float
+
+    def sample(self, generator: random.Random) -> float:
+        while (value := generator.gauss(self.mean, self.deviation)) < 0:
+            pass
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """By its mean and the standard deviation of its logarithm."""
+
+    mean: float
+    sigma: float
+
+    def sample(self, generator: random.Random) -> float:
+        return generator.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
+
+
+@dataclass(frozen=True, slots=True)
+class Mixture:
+    """`other` for a share of the draws: bimodal latencies, or environments that fail slow."""
+
+    usual: Distribution
+    other: Distribution
+    share: float
+
+    def sample(self, generator: random.Random) -> float:
+        return (self.other if generator.random() < self.share else self.usual).sample(generator)
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """Another distribution, `factor` times as long."""
+
+    base: Distribution
+    factor: float
+
+    def sample(self, generator: random.Random) -> float:
+        return self.factor * self.base.sample(generator)
+
+
+def fail_slow(base: Distribution, share: float, factor: float) -> Mixture:
+    """A `share` of the draws takes `factor` times as long."""
+    return Mixture(base, Scaled(base, factor), share)
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Draws from what was measured."""
+
+    values: Sequence[float]
+
+    def sample(self, generator: random.Random) -> float:
+        return generator.choice(self.values)

@@ -1,0 +1,82 @@
+"""What a simulated run reports."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal
+
+Fate = Literal["trained", "dropped", "cancelled", "failed", "unsettled"]
+Activity = Literal["generate", "environment", "wait"]
+
+
+@dataclass(slots=True)
+class EpisodeSpan:
+    """One episode on the timeline."""
+
+    episode_id: str
+    group_id: str
+    slot: int
+    started_s: float
+    ended_s: float = 0.0
+    fate: Fate = "unsettled"
+    parts: list[tuple[Activity, float, float]] = field(default_factory=list)
+    """What it did, from and until when."""
+
+
+@dataclass(slots=True)
+class Timeline:
+    """For pictures; recorded on request only."""
+
+    episodes: dict[tuple[str, float], EpisodeSpan] = field(default_factory=dict)
+    learner: list[tuple[float, float]] = field(default_factory=list)
+    publications: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class SimulationResult:
+    """Times are virtual seconds, fractions are of the whole run."""
+
+    elapsed_s: float
+    steps: int
+    step_ends_s: list[float]
+    trained_episodes: int
+    trained_tokens: int
+    staleness: Counter[int]
+    """Trained policy tokens by their age in steps."""
+    discarded_tokens: int
+    """Tokens of dropped, cancelled and failed episodes."""
+    learner_idle: float
+    slots_idle: float
+    servers_idle: float
+    bias: dict[str, float]
+    """The scheduler's own measurement, see `SelectionBias.metrics`."""
+    true_length_ratio: float
+    """Mean length of trained over all submitted and settled episodes, those that were cancelled included."""
+    true_latency_ratio: float
+    """The same for the time an episode takes by itself: its steps, and its tokens at the full rate of a server."""
+    dropped_groups: dict[str, int]
+    cancelled_episodes: int
+    events: int
+    timeline: Timeline | None = None
+
+    @property
+    def step_s(self) -> float:
+        """Mean time of a step, the first quarter (in which the pipeline fills) left out."""
+        skipped = len(self.step_ends_s) // 4
+        started = self.step_ends_s[skipped - 1] if skipped else 0.0
+        return (self.step_ends_s[-1] - started) / (len(self.step_ends_s) - skipped)
+
+    @property
+    def staleness_mean(self) -> float:
+        return sum(age * count for age, count in self.staleness.items()) / max(1, self.staleness.total())
+
+    @property
+    def staleness_max(self) -> int:
+        return max(self.staleness, default=0)
+
+    @property
+    def discarded(self) -> float:
+        """Share of all tokens that were sampled for nothing."""
+        return self.discarded_tokens / max(1, self.discarded_tokens + self.trained_tokens)

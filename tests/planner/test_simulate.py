@@ -1,0 +1,171 @@
+"""Virtual time: the real scheduler against closed forms, the staleness rule, and repeatability."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from roll_flash.planner.distributions import Constant, LogNormal, Normal
+from roll_flash.planner.load import Load, RecordedLoad, SyntheticLoad
+from roll_flash.planner.result import SimulationResult
+from roll_flash.planner.servers import ServerSpec
+from roll_flash.planner.settings import LearnerSpec, SimulationSettings
+from roll_flash.planner.simulate import Simulation
+from roll_flash.rollout.scheduling_policy import SchedulingPolicy
+from roll_flash.rollout.staleness import StalenessRule
+
+
+def simulate(
+    load: Load,
+    *,
+    steps: int = 3,
+    alpha: float = 0.0,
+    groups: int = 4,
+    extra: int = 0,
+    slots: int = 64,
+    servers: ServerSpec | None = None,
+    learner: LearnerSpec | None = None,
+    lockstep: bool = False,
+    record: bool = False,
+    **policy: Any,
+) -> SimulationResult:
+    chosen = SimulationSettings(
+        StalenessRule(alpha, groups, extra),
+        SchedulingPolicy(**{"group_size": 2, **policy}),
+        slots,
+        servers or ServerSpec(1, 1000, 10.0),
+        learner or LearnerSpec(),
+        lockstep,
+        record,
+    )
+    return Simulation(chosen, load).run(steps)
+
+
+def test_an_undisturbed_synchronous_run_takes_what_arithmetic_says() -> None:
+    load = SyntheticLoad(Constant(50), Constant(2.0), turns=3)
+    result = simulate(load, learner=LearnerSpec(group_s=0.0, step_s=4.0, publish_s=1.0))
+    step_s = 3 * (50 / 10 + 2) + 4 + 1
+    assert result.step_ends_s == pytest.approx([step_s - 1, 2 * step_s - 1, 3 * step_s - 1])
+    assert result.staleness == {0: 3 * 4 * 2 * 150}
+    assert result.discarded_tokens == 0
+    assert result.learner_idle == pytest.approx(1 - 12 / (3 * step_s - 1))
+
+
+def test_a_larger_batch_slows_each_sequence_as_the_rate_model_says() -> None:
+    result = simulate(SyntheticLoad(Constant(100)), steps=1, servers=ServerSpec(1, 8, 10.0, half_rate_batch=7.0))
+    assert result.elapsed_s == pytest.approx(100 / (10 / 2)), "8 sequences: half the rate of one alone"
+
+
+def test_slots_limit_what_runs_at_once() -> None:
+    result = simulate(SyntheticLoad(Constant(10)), steps=1, slots=2)
+    assert result.elapsed_s == pytest.approx(4.0), "8 episodes of 1 s on 2 slots"
+    assert result.slots_idle == pytest.approx(0)
+
+
+def test_asynchronous_training_hides_the_learner() -> None:
+    load = SyntheticLoad(Constant(50))
+    learner = LearnerSpec(step_s=5.0)
+    synchronous, asynchronous = (simulate(load, alpha=a, learner=learner, steps=20) for a in (0, 1))
+    assert synchronous.step_s == pytest.approx(10)
+    assert asynchronous.step_s == pytest.approx(5)
+    assert asynchronous.staleness_max == 1
+
+
+def test_environments_in_lockstep_wait_for_the_slowest_at_every_turn() -> None:
+    load = SyntheticLoad(Constant(1), Normal(10, 10), turns=5)
+    together, apart = (simulate(load, lockstep=lockstep, groups=8) for lockstep in (True, False))
+    assert together.elapsed_s > 1.4 * apart.elapsed_s
+    assert together.trained_episodes == apart.trained_episodes
+
+
+def test_tokens_carry_the_version_they_were_sampled_with_across_an_update() -> None:
+    load = SyntheticLoad(Constant(100))
+    result = simulate(load, alpha=4, groups=1, slots=3, steps=12, learner=LearnerSpec(publish_s=0.5))
+    assert len(result.staleness) > 1
+    assert result.staleness.total() == result.trained_tokens
+
+
+def test_the_books_of_a_run_with_failures_and_stragglers_balance() -> None:
+    load = SyntheticLoad(LogNormal(50, 1.0), Normal(1, 1), turns=2, slow_share=0.1, failure_rate=0.2)
+    result = simulate(load, alpha=1, extra=2, steps=10, retries=1, record=True)
+    assert result.timeline is not None
+    fates = [span.fate for span in result.timeline.episodes.values()]
+    assert fates.count("trained") == result.trained_episodes
+    assert fates.count("cancelled") == result.cancelled_episodes
+    assert fates.count("failed") > 0
+    busy: dict[int, float] = {}
+    for span in result.timeline.episodes.values():
+        assert span.started_s >= busy.get(span.slot, 0.0), "two episodes share a slot"
+        busy[span.slot] = span.ended_s or math.inf
+
+
+loads = st.builds(
+    SyntheticLoad,
+    tokens=st.sampled_from([Constant(20), LogNormal(30, 1.0)]),
+    environment_s=st.sampled_from([Constant(1.0), Normal(3, 3)]),
+    turns=st.integers(1, 3),
+    slow_share=st.sampled_from([0.0, 0.1]),
+    failure_rate=st.sampled_from([0.0, 0.2]),
+    signal_rate=st.sampled_from([1.0, 0.5]),
+    seed=st.integers(0, 1000),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    loads,
+    st.sampled_from([0, 0.5, 1, 2, 3]),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.sampled_from(["evict", "requeue", "wait"]),
+    st.booleans(),
+    st.sampled_from([0.0, 2.0]),
+)
+def test_no_simulated_token_is_trained_beyond_alpha(
+    load: SyntheticLoad, alpha: float, groups: int, slots: int, on_stale: str, fair: bool, publish_s: float
+) -> None:
+    learner = LearnerSpec(0.5, 1.0, publish_s)
+    result = simulate(load, alpha=alpha, groups=groups, slots=slots, on_stale=on_stale, fair=fair, learner=learner)
+    assert result.staleness_max <= alpha
+    if fair:
+        assert result.dropped_groups.get("stale", 0) == 0
+
+
+@given(st.integers(0, 1000))
+@settings(max_examples=10, deadline=None)
+def test_the_same_load_gives_the_same_run(seed: int) -> None:
+    load = SyntheticLoad(LogNormal(50, 1.0), Normal(1, 1), turns=2, slow_share=0.1, seed=seed)
+    first, second = simulate(load, alpha=1, extra=1), simulate(load, alpha=1, extra=1)
+    assert first == second
+
+
+def test_a_run_without_redundancy_or_stragglers_wastes_nothing() -> None:
+    """With equal latencies nothing that was admitted is thrown away, whatever alpha, also a fractional one."""
+    for alpha in (0, 0.5, 1, 1.5, 2.25):
+        learner = LearnerSpec(step_s=3.0, publish_s=2.0)
+        result = simulate(SyntheticLoad(Constant(50)), alpha=alpha, learner=learner, steps=12)
+        assert result.discarded_tokens == 0
+
+
+def test_episodes_of_an_earlier_run_are_a_load(tmp_path: Path) -> None:
+    turn = {"start": 5, "end": 25, "step_s": 0.5}
+    lines = [
+        {"kind": "trajectory", "turns": [turn, turn], "reward": 1.0},
+        {"kind": "failure", "turns": [], "reward": None},
+    ]
+    (tmp_path / "episodes").mkdir()
+    (tmp_path / "episodes/step_000000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load = RecordedLoad.of_run(tmp_path)
+    assert load.plan(7, 0, 0).turns == ((20, 0.5), (20, 0.5))
+    assert 0.3 < sum(load.plan(seed, 0, 0).fails for seed in range(300)) / 300 < 0.7
+
+
+def test_a_recording_without_a_finished_episode_is_refused() -> None:
+    with pytest.raises(ValueError, match="no finished episode"):
+        RecordedLoad([{"kind": "failure", "turns": []}])
