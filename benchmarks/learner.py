@@ -121,7 +121,7 @@ def flops(model: Any, tokens: int, pairs: int, heads_applied: int) -> float:
     config = model.config
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     width = config.num_attention_heads * size
-    return 6.0 * body * tokens + 12.0 * config.num_hidden_layers * width * pairs + 6.0 * head * heads_applied
+    return float(6.0 * body * tokens + 12.0 * config.num_hidden_layers * width * pairs + 6.0 * head * heads_applied)
 
 
 def compare(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_flash.learner.advantages import ADVANTAGES, grpo, rloo
@@ -19,7 +19,6 @@ def test_grpo_without_normalisation_only_subtracts_the_mean() -> None:
     np.testing.assert_allclose(grpo([1.0, 2.0, 6.0], normalize=False), [-2, -1, 3])
 
 
-@settings(deadline=None)
 @given(rewards)
 def test_rloo_compares_each_replica_with_the_mean_of_the_others(values: list[float]) -> None:
     if len(values) < 2 or np.ptp(values) < 1e-6:
@@ -35,7 +34,6 @@ def test_a_group_without_variance_has_no_signal(name: str, values: list[float], 
     assert ADVANTAGES[name](values, normalize).tolist() == [0.0] * len(values)
 
 
-@settings(deadline=None)
 @given(rewards, st.floats(-10, 10))
 def test_advantages_sum_to_zero_and_ignore_a_constant(values: list[float], constant: float) -> None:
     for function in (grpo, rloo):

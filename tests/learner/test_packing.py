@@ -35,7 +35,6 @@ def _path(row: PackedRow, node: int) -> list[int]:
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=12)
 
 
-@settings(deadline=None)
 @given(sequences, st.integers(2, 40))
 def test_every_policy_token_is_predicted_from_exactly_the_tokens_before_it(data: list[list[int]], limit: int) -> None:
     rows = pack([_sequence(tokens) for tokens in data], limit)
@@ -55,7 +54,6 @@ def test_every_policy_token_is_predicted_from_exactly_the_tokens_before_it(data:
     assert sum(row.padded_tokens for row in rows) == sum(map(len, data))
 
 
-@settings(deadline=None)
 @given(sequences)
 def test_one_row_computes_every_distinct_prefix_once(data: list[list[int]]) -> None:
     (row,) = pack([_sequence(tokens) for tokens in data], 1000)
@@ -63,7 +61,6 @@ def test_one_row_computes_every_distinct_prefix_once(data: list[list[int]]) -> N
     assert row.num_tokens == len(prefixes)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 1), max_size=6), st.lists(st.integers(0, 1), max_size=6))
 def test_common_prefix_length_is_where_sequences_first_differ(first: list[int], second: list[int]) -> None:
     length = common_prefix_length(np.asarray(first, np.int32), np.asarray(second, np.int32))
@@ -71,7 +68,6 @@ def test_common_prefix_length_is_where_sequences_first_differ(first: list[int], 
     assert length == min(len(first), len(second)) or first[length] != second[length]
 
 
-@settings(deadline=None)
 @given(sequences, st.integers(1, 5))
 def test_balance_hands_out_every_row_once_and_evenly(data: list[list[int]], ranks: int) -> None:
     rows = pack([_sequence(tokens) for tokens in data], 6)
@@ -140,7 +136,7 @@ def test_packing_gives_the_loss_and_gradients_of_a_loop_over_padded_sequences(
         assert error < 1e-5, f"{name}: relative gradient error {error}"
 
 
-@settings(deadline=None, max_examples=15)
+@settings(max_examples=15)
 @given(st.lists(st.lists(st.integers(2, 4), min_size=2, max_size=150), min_size=1, max_size=6))
 def test_log_probabilities_of_any_tree_are_those_of_each_sequence_alone(
     tiny_model: Path, data: list[list[int]]
