@@ -38,7 +38,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
 async def _train(config: Config, run_dir: RunDir, progress: Progress, resume: bool) -> dict[str, Any]:
     async with open_system(config, run_dir, resume=resume, progress=progress) as system:
         trainer = Trainer(system, progress)
-        return await run_until_interrupted(trainer.run(), on_interrupt=trainer.checkpoint)
+        return await run_until_interrupted(trainer.run(), on_interrupt=trainer.stop_early)
 
 
 class Trainer:
@@ -66,6 +66,11 @@ class Trainer:
         self._progress.status("writing a checkpoint")
         await self._system.save_checkpoint()
         self._system.run_dir.prune_checkpoints(self._config.checkpoint.keep)
+
+    async def stop_early(self) -> None:
+        """Leave the step under way and save what the finished ones made."""
+        await self._system.learner.abandon_step()
+        await self.checkpoint()
 
     async def _step(self) -> None:
         learner, rollout = self._system.learner, self._system.rollout

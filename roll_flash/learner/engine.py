@@ -57,6 +57,10 @@ class LearnerEngine(Protocol):
         """
         ...
 
+    async def abandon_step(self) -> None:
+        """Forget what was accumulated since the last step: it will never be finished."""
+        ...
+
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights."""
         ...

@@ -110,6 +110,11 @@ class FsdpLearner:
         """
         return await self._finish(self._config.learning_rate)
 
+    async def abandon_step(self) -> None:
+        """Forget what was accumulated since the last step."""
+        await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
+        self._totals = StepTotals()
+
     async def sft_step(self, trajectories: Sequence[Trajectory], learning_rate: float | None = None) -> StepResult:
         """One supervised step: cross-entropy on the policy tokens of demonstrations.
 

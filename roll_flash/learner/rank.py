@@ -148,6 +148,10 @@ class LearnerRank:
         self._optimizer.zero_grad()
         return UpdateRecord(grad_norm=norm, skipped=skipped, seconds=time.perf_counter() - started)
 
+    def abandon(self) -> None:
+        """Forget the gradient of the step under way."""
+        self._optimizer.zero_grad()
+
     def logprobs(self, row: PackedRow) -> NDArray[np.float32]:
         """Log-probabilities at temperature 1 of the row's policy tokens, in its order. A collective."""
         self._policy.eval()

@@ -33,6 +33,8 @@ T = TypeVar("T")
 class _Member:
     index: int
     actor: Any
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    """Cleared while a dead worker is being replaced."""
     episodes: dict[str, EpisodeSpec] = field(default_factory=dict)
 
 
@@ -53,24 +55,19 @@ class WorkerFleet:
         """Start every worker. Raises what a worker's start raised (SandboxError, RunError, ...)."""
         actors = await asyncio.gather(*(self._start_actor() for _ in range(self._count)))
         self._members = [_Member(index, actor) for index, actor in enumerate(actors)]
+        for member in self._members:
+            member.ready.set()
         self._tasks = [asyncio.create_task(self._collect(member)) for member in self._members]
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receiver: Receiver) -> None:
         """Start episodes on the workers with the fewest; `receiver` gets each outcome once."""
-        self._raise_error()
-        batches: dict[int, list[EpisodeSpec]] = {}
         for episode in episodes:
-            member = min(self._members, key=lambda m: len(m.episodes))
-            member.episodes[episode.episode_id] = episode
             self._receivers[episode.episode_id] = receiver
-            batches.setdefault(member.index, []).append(episode)
-        for index, batch in batches.items():
-            member = self._members[index]
-            try:
-                await _within(member.actor.submit.remote(batch), CALL_TIMEOUT_S, "submit")
-            except (RunError, *_ray_errors()) as error:
-                logger.warning("worker %d did not take %d episodes: %s", index, len(batch), error)
-                self._fail(member, batch, f"worker {index} did not take it: {error}")
+        waiting = list(episodes)
+        while waiting:
+            batches = self._place(waiting, await self._ready_members())
+            unplaced = await asyncio.gather(*(self._hand_over(member, batch) for member, batch in batches))
+            waiting = [episode for batch in unplaced for episode in batch]
 
     async def cancel(self, episode_ids: Iterable[str]) -> None:
         """Stop episodes wherever they are; their receivers hear nothing of them any more."""
@@ -123,6 +120,43 @@ class WorkerFleet:
             ray.kill(member.actor)
         self._members, self._tasks = [], []
 
+    def _place(
+        self, episodes: Iterable[EpisodeSpec], members: Sequence[_Member]
+    ) -> list[tuple[_Member, list[EpisodeSpec]]]:
+        batches: dict[int, list[EpisodeSpec]] = {member.index: [] for member in members}
+        for episode in episodes:
+            member = min(members, key=lambda m: len(m.episodes))
+            member.episodes[episode.episode_id] = episode
+            batches[member.index].append(episode)
+        return [(member, batches[member.index]) for member in members if batches[member.index]]
+
+    async def _hand_over(self, member: _Member, batch: list[EpisodeSpec]) -> list[EpisodeSpec]:
+        """Returns what must be placed elsewhere because the worker is dead: none of it has begun."""
+        try:
+            await _within(member.actor.submit.remote(batch), CALL_TIMEOUT_S, "submit")
+        except RunError as error:
+            self._fail(member, batch, str(error))
+        except _ray_errors():
+            member.ready.clear()
+            return [episode for episode in batch if member.episodes.pop(episode.episode_id, None)]
+        return []
+
+    async def _ready_members(self) -> list[_Member]:
+        """The workers that can take episodes; waits for one if all are being replaced."""
+        self._raise_error()
+        if not any(member.ready.is_set() for member in self._members):
+            waits = [asyncio.ensure_future(member.ready.wait()) for member in self._members]
+            try:
+                await asyncio.wait(waits, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for wait in waits:
+                    wait.cancel()
+            self._raise_error()
+        members = [member for member in self._members if member.ready.is_set()]
+        if not members:
+            raise RunError(f"no rollout worker came back within {START_TIMEOUT_S:g} s")
+        return members
+
     async def _start_actor(self) -> Any:
         import ray
 
@@ -146,7 +180,9 @@ class WorkerFleet:
         import ray
 
         self._deaths += 1
-        logger.warning("worker %d died with %d episodes: %s", member.index, len(member.episodes), _first_line(error))
+        member.ready.clear()
+        self._fail(member, list(member.episodes.values()), f"its worker died: {_first_line(error)}")
+        logger.warning("worker %d died: %s", member.index, _first_line(error))
         with contextlib.suppress(*_ray_errors()):  # it may be hung rather than dead
             ray.kill(member.actor)
         try:
@@ -155,9 +191,9 @@ class WorkerFleet:
             member.actor = await self._start_actor()
         except Exception as failure:
             self._error = failure
+            member.ready.set()  # who waits for it must see the error
             raise
-        finally:
-            self._fail(member, list(member.episodes.values()), f"its worker died: {_first_line(error)}")
+        member.ready.set()
 
     def _fail(self, member: _Member, episodes: Iterable[EpisodeSpec], message: str) -> None:
         for spec in episodes:

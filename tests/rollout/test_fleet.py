@@ -1,0 +1,134 @@
+"""The fleet on real Ray actors: every episode has one outcome, also when a worker is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Thread
+from typing import Any
+
+import pytest
+
+from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.tasks import make_task
+from roll_flash.rollout.worker import ChatEndpoint, Outcome, WorkerSettings
+from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
+
+COUNTING = "tests.counting:Counting-v0"
+ANSWER = b'{"choices": [{"message": {"role": "assistant", "content": "go"}, "finish_reason": "stop"}]}'
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """A stand-in for a model: answers every chat with the same word."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(ANSWER)))
+        self.end_headers()
+        self.wfile.write(ANSWER)
+
+    def log_message(self, *_: Any) -> None:
+        return
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Any:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    thread = Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1"
+    server.shutdown()
+    thread.join(timeout=10)
+    server.server_close()
+
+
+def make_settings(endpoint: str) -> WorkerSettings:
+    return WorkerSettings(
+        model=ChatEndpoint(endpoint, "any"),
+        tokenizer_folder=None,
+        max_length=256,
+        deadlines=Deadlines(10.0, 10.0, 60.0),
+        sandbox=None,
+        run="fleet-test",
+    )
+
+
+def make_episodes(count: int, step_s: float) -> list[EpisodeSpec]:
+    tasks = [make_task(COUNTING, seed, {"turns": 3, "step_s": step_s}) for seed in range(count)]
+    return [EpisodeSpec(f"e{task.seed}", "g", 0, task, SamplingParams(), max_turns=5) for task in tasks]
+
+
+async def play(fleet: WorkerFleet, episodes: Sequence[EpisodeSpec], max_concurrent: int) -> list[Outcome]:
+    return [outcome async for outcome in fleet.run(episodes, max_concurrent=max_concurrent)]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_every_episode_is_played_once_over_several_workers(endpoint: str) -> None:
+    async def run() -> list[Outcome]:
+        fleet = WorkerFleet(make_settings(endpoint), workers=2)
+        try:
+            await fleet.start()
+            return await play(fleet, make_episodes(40, step_s=0.0), max_concurrent=8)
+        finally:
+            await fleet.close()
+
+    outcomes = asyncio.run(run())
+    assert Counter(outcome.episode_id for outcome in outcomes) == {f"e{i}": 1 for i in range(40)}
+    assert all(isinstance(outcome, Trajectory) and outcome.reward == 3.0 for outcome in outcomes)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_killed_worker_loses_only_its_episodes_and_is_replaced(endpoint: str) -> None:
+    async def run() -> list[Outcome]:
+        fleet = WorkerFleet(make_settings(endpoint), workers=2)
+        try:
+            await fleet.start()
+            outcomes = []
+            async for outcome in fleet.run(make_episodes(24, step_s=0.3), max_concurrent=6):
+                if not outcomes:
+                    os.kill(outcome.info["pid"], signal.SIGKILL)  # type: ignore[union-attr]
+                outcomes.append(outcome)
+            return outcomes
+        finally:
+            await fleet.close()
+
+    outcomes = asyncio.run(run())
+    assert Counter(outcome.episode_id for outcome in outcomes) == {f"e{i}": 1 for i in range(24)}
+    lost = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailure)]
+    assert 1 <= len(lost) <= 6
+    assert {outcome.cause for outcome in lost} == {"worker_died"}
+    workers = Counter(outcome.info["pid"] for outcome in outcomes if isinstance(outcome, Trajectory))
+    assert len(workers) == 3
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_cancelled_episode_gives_no_outcome_and_leaves_its_worker(endpoint: str) -> None:
+    async def run() -> tuple[list[str], int]:
+        fleet = WorkerFleet(make_settings(endpoint), workers=1)
+        heard: list[str] = []
+        try:
+            await fleet.start()
+            episodes = make_episodes(2, step_s=0.5)
+            await fleet.submit(episodes, lambda outcome: heard.append(outcome.episode_id))
+            await fleet.cancel(["e0"])
+            for _ in range(200):
+                if heard and not await fleet.status():
+                    break
+                await asyncio.sleep(0.1)
+            return heard, len(await fleet.status())
+        finally:
+            await fleet.close()
+
+    assert asyncio.run(run()) == (["e1"], 0)
