@@ -1,6 +1,7 @@
 """Sandboxes for untrusted code: hardened, fast to lease, impossible to leak. Usable without any training."""
 
 from roll_flash.sandboxes.commands import CommandStream
+from roll_flash.sandboxes.conformance import CheckReport, check_provider
 from roll_flash.sandboxes.errors import (
     SandboxDied,
     SandboxError,
@@ -11,8 +12,10 @@ from roll_flash.sandboxes.errors import (
     SandboxUnavailable,
     SandboxUnreachable,
 )
+from roll_flash.sandboxes.histogram import Histogram
 from roll_flash.sandboxes.opening import open_sandbox
-from roll_flash.sandboxes.pool import PoolStats, SandboxPool
+from roll_flash.sandboxes.pool import SandboxPool
+from roll_flash.sandboxes.pool_stats import PoolStats
 from roll_flash.sandboxes.protocol import Provider, Sandbox
 from roll_flash.sandboxes.reaper import SandboxEntry, list_sandboxes, reap
 from roll_flash.sandboxes.result import ExecResult, OutputChunk, SandboxStats
@@ -21,8 +24,10 @@ from roll_flash.sandboxes.spec import SandboxSpec
 from roll_flash.sandboxes.trees import TreeReport
 
 __all__ = [
+    "CheckReport",
     "CommandStream",
     "ExecResult",
+    "Histogram",
     "OutputChunk",
     "PoolStats",
     "Provider",
@@ -41,6 +46,7 @@ __all__ = [
     "SandboxUnreachable",
     "Shell",
     "TreeReport",
+    "check_provider",
     "list_sandboxes",
     "open_sandbox",
     "reap",

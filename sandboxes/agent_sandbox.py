@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_flash.sandboxes import files, trees
@@ -13,7 +13,9 @@ from roll_flash.sandboxes.commands import Command, CommandStream, inside, run_co
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.sandboxes.frames import Request
+from roll_flash.sandboxes.histogram import Histogram
 from roll_flash.sandboxes.protocol import Isolation
+from roll_flash.sandboxes.reset import reset
 from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.shell import Shell
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -27,11 +29,13 @@ class CommandCounts:
     commands: int = 0
     timeouts: int = 0
     truncations: int = 0
+    exec_s: Histogram = field(default_factory=Histogram)
 
     def add(self, result: ExecResult) -> None:
         self.commands += 1
         self.timeouts += result.timed_out
         self.truncations += result.truncated
+        self.exec_s.add(result.duration_s)
 
 
 class AgentSandbox:
@@ -142,6 +146,7 @@ class AgentSandbox:
             commands=counts.commands,
             timeouts=counts.timeouts,
             truncations=counts.truncations,
+            exec_s=counts.exec_s,
         )
 
     async def ping(self, *, timeout: float = 10.0) -> None:
@@ -149,6 +154,9 @@ class AgentSandbox:
         number = self._connection.open(Request.PING, b"", channel)
         async with self._connection.finishing(number, timeout):
             await channel.done
+
+    async def reset(self) -> bool:
+        return await reset(self, self._connection)
 
     async def close(self, *, reason: str = "closed") -> None:
         if self._ending is None:

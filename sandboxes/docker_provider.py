@@ -23,6 +23,7 @@ from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError
 from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
+from roll_flash.sandboxes.reaper import sweep
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
@@ -124,6 +125,9 @@ class DockerProvider:
             accept=(404,),
             timeout_s=REMOVE_TIMEOUT_S,
         )
+
+    async def sweep(self) -> int:
+        return len(await sweep(self.engine))
 
     async def close(self) -> None:
         if self._watching is not None:

@@ -98,6 +98,10 @@ class LocalProvider:
         await asyncio.get_running_loop().create_connection(lambda: StreamProtocol(connection), sock=ours)
         return process
 
+    async def sweep(self) -> int:
+        """Nothing can stay: the sandboxes die with their controller."""
+        return 0
+
     async def close(self) -> None:
         """Nothing is held beyond the sandboxes."""
 

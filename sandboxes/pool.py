@@ -9,54 +9,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import Any
 
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError
 from roll_flash.sandboxes.opening import DEFAULT_PARALLEL_STARTS, START_TIMEOUT_S, connect_provider
+from roll_flash.sandboxes.pool_stats import PoolStats
 from roll_flash.sandboxes.protocol import Provider, Sandbox
+from roll_flash.sandboxes.shelf import Shelf
 from roll_flash.sandboxes.spec import SandboxSpec
 
 DEFAULT_LEASE_S = 3600.0
-MAX_REFILL_FAILURES = 3
+UPKEEP_S = 5.0
+SWEEP_EVERY = 12
+"""Sweeps for what dead controllers left come at the start and after so many rounds of upkeep."""
+STATS_TIMEOUT_S = 2.0
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
-@dataclass
-class _Shelf:
-    """The ready sandboxes of one spec, and who waits for one."""
-
-    ready: deque[Sandbox] = field(default_factory=deque)
-    waiting: deque[asyncio.Future[Sandbox]] = field(default_factory=deque)
-    starting: int = 0
-    failures_in_a_row: int = 0
-
-
-@dataclass
-class PoolStats:
-    """Counts since the pool was made, and what is there now."""
-
-    ready: int = 0
-    starting: int = 0
-    leased: int = 0
-    closing: int = 0
-    started: int = 0
-    start_failures: int = 0
-    leases: int = 0
-    died_on_shelf: int = 0
-    leases_expired: int = 0
-    close_failures: int = 0
-    start_s: float = 0.0
-    """Mean time of a start."""
-    wait_s: float = 0.0
-    """Mean time from asking for a lease to having it."""
-
-
 class SandboxPool:
-    """Used from one event loop. `start` pre-warms, `lease` hands out, `close` ends everything that is left."""
+    """Used from one event loop. `start` pre-warms, `lease` hands out, `close` ends everything that is left.
+
+    `size` sandboxes are kept ready of each spec that was given to `start`; of others as many as their leases of late
+    call for (arrival rate times start time). `reuse` resets and checks a sandbox after its lease and takes it again.
+    """
 
     def __init__(
         self,
@@ -67,6 +46,7 @@ class SandboxPool:
         max_parallel_starts: int = DEFAULT_PARALLEL_STARTS,
         start_timeout: float = START_TIMEOUT_S,
         lease_timeout: float = DEFAULT_LEASE_S,
+        reuse: bool = False,
     ) -> None:
         self._provider_choice = provider
         self._provider: Provider | None = None if isinstance(provider, str) else provider
@@ -76,18 +56,18 @@ class SandboxPool:
         self._max_parallel_starts = max_parallel_starts
         self._start_timeout_s = start_timeout
         self._lease_timeout_s = lease_timeout
-        self._shelves: dict[SandboxSpec, _Shelf] = {}
+        self._reuse = reuse
+        self._shelves: dict[SandboxSpec, Shelf] = {}
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
+        self._upkeep: asyncio.Task[None] | None = None
         self._leased: set[Sandbox] = set()
         self._closed = False
-        self._counts = PoolStats()
-        self._closing = 0
-        self._start_seconds = 0.0
-        self._wait_seconds = 0.0
+        self._stats = PoolStats()
 
     @property
     def isolation(self) -> str:
+        """`strong` or `weak`; known after `start`."""
         assert self._provider is not None, "start() comes first"
         return self._provider.isolation
 
@@ -95,15 +75,15 @@ class SandboxPool:
         """Connect and fill the shelf of `spec`; returns with the first sandbox. Raises SandboxError if it fails."""
         wanted = spec or SandboxSpec()
         await self._connect()
-        shelf = self._shelves.setdefault(wanted, _Shelf())
-        self._refill(wanted)
+        shelf = self._shelf(wanted)
+        shelf.floor = self._size
+        self._refill(shelf)
         if any(sandbox.alive for sandbox in shelf.ready):
             return
-        future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
-        shelf.waiting.append(future)
+        future = shelf.ask()
         if not shelf.starting:
-            self._refill(wanted)
-        self._put(wanted, await future)
+            self._refill(shelf)
+        self._put(shelf, await future)
 
     @asynccontextmanager
     async def lease(self, spec: SandboxSpec | None = None, *, timeout: float | None = None) -> AsyncIterator[Sandbox]:
@@ -111,48 +91,50 @@ class SandboxPool:
 
         Raises SandboxError if none can be started. After the time it is gone: its calls raise SandboxDied("lease").
         """
-        wanted = spec or SandboxSpec()
         await self._connect()
+        shelf = self._shelf(spec or SandboxSpec())
         asked = time.monotonic()
-        sandbox = await self._acquire(wanted)
-        self._counts.leases += 1
-        self._wait_seconds += time.monotonic() - asked
+        shelf.note_arrival(asked)
+        sandbox = await self._acquire(shelf)
+        self._stats.leases += 1
+        self._stats.wait_s.add(time.monotonic() - asked)
         limit_s = timeout or self._lease_timeout_s
         timer = asyncio.get_running_loop().call_later(limit_s, self._expire, sandbox, limit_s)
         self._leased.add(sandbox)
+        began = time.monotonic()
         try:
             yield sandbox
         finally:
             timer.cancel()
             self._leased.discard(sandbox)
-            self._retire(sandbox)
-            self._refill(wanted)
+            self._stats.lease_s.add(time.monotonic() - began)
+            self._in_background(self._give_back(shelf, sandbox))
 
     def stats(self) -> PoolStats:
-        counts = self._counts
+        """Counts since the pool was made, and what is there now."""
         return replace(
-            counts,
+            self._stats,
             ready=sum(len(shelf.ready) for shelf in self._shelves.values()),
             starting=sum(shelf.starting for shelf in self._shelves.values()),
+            waiting=sum(len(shelf.waiting) for shelf in self._shelves.values()),
             leased=len(self._leased),
-            closing=self._closing,
-            start_s=self._start_seconds / max(1, counts.started),
-            wait_s=self._wait_seconds / max(1, counts.leases),
+            closing=len(self._ends),
         )
 
     async def close(self) -> None:
         """End every sandbox, leased ones too, and wait until they are gone. May be called more than once."""
         self._closed = True
-        for task in self._starts:
+        tasks = [*self._starts, *([self._upkeep] if self._upkeep else [])]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._starts, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for shelf in self._shelves.values():
-            while shelf.waiting:
-                self._fail(shelf, SandboxDied("the sandbox pool is closed", "closed"))
+            while shelf.fail_one(SandboxDied("the sandbox pool is closed", "closed")):
+                pass
             while shelf.ready:
-                self._retire(shelf.ready.popleft())
-        for sandbox in list(self._leased):
-            self._retire(sandbox)
+                self._in_background(self._end(shelf.ready.popleft()))
+        for sandbox in self._leased:
+            self._in_background(self._end(sandbox))
         while self._ends:
             await asyncio.gather(*self._ends, return_exceptions=True)
         if self._provider is not None and isinstance(self._provider_choice, str):
@@ -174,95 +156,104 @@ class SandboxPool:
                 self._provider = await connect_provider(
                     self._provider_choice, max_parallel_starts=self._max_parallel_starts
                 )
+            if self._upkeep is None:
+                self._upkeep = asyncio.create_task(self._keep_up(), name="sandbox pool upkeep")
 
-    async def _acquire(self, spec: SandboxSpec) -> Sandbox:
-        shelf = self._shelves.setdefault(spec, _Shelf())
+    def _shelf(self, spec: SandboxSpec) -> Shelf:
+        return self._shelves.setdefault(spec, Shelf(spec))
+
+    async def _acquire(self, shelf: Shelf) -> Sandbox:
         while shelf.ready:
             sandbox = shelf.ready.popleft()
             if sandbox.alive:
-                self._refill(spec)
+                self._refill(shelf)
                 return sandbox
-            self._counts.died_on_shelf += 1
-            self._retire(sandbox)
-        future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
-        shelf.waiting.append(future)
-        self._refill(spec)
+            self._stats.died_on_shelf += 1
+            self._in_background(self._end(sandbox))
+        future = shelf.ask()
+        self._refill(shelf)
         try:
             return await future
         except asyncio.CancelledError:
-            if future in shelf.waiting:
-                shelf.waiting.remove(future)
-            elif future.done() and not future.cancelled() and future.exception() is None:
-                self._put(spec, future.result())
+            if (sandbox_for_nobody := shelf.withdraw(future)) is not None:
+                self._put(shelf, sandbox_for_nobody)
             raise
 
-    def _put(self, spec: SandboxSpec, sandbox: Sandbox) -> None:
-        shelf = self._shelves[spec]
-        while shelf.waiting:
-            future = shelf.waiting.popleft()
-            if not future.done():
-                future.set_result(sandbox)
-                return
+    def _put(self, shelf: Shelf, sandbox: Sandbox) -> None:
         if self._closed:
-            self._retire(sandbox)
+            self._in_background(self._end(sandbox))
         else:
-            shelf.ready.append(sandbox)
+            shelf.put(sandbox)
 
-    def _refill(self, spec: SandboxSpec) -> None:
-        """Start what is missing. A spec that keeps failing is started only for those who wait for it."""
-        if self._closed:
-            return
-        shelf = self._shelves[spec]
-        spare = self._size if shelf.failures_in_a_row < MAX_REFILL_FAILURES else 0
-        for _ in range(spare + len(shelf.waiting) - len(shelf.ready) - shelf.starting):
+    def _refill(self, shelf: Shelf) -> None:
+        for _ in range(0 if self._closed else shelf.missing(self._size)):
             shelf.starting += 1
-            task = asyncio.create_task(self._start_one(spec, shelf), name="sandbox start")
+            task = asyncio.create_task(self._start_one(shelf), name="sandbox start")
             self._starts.add(task)
             task.add_done_callback(self._starts.discard)
 
-    async def _start_one(self, spec: SandboxSpec, shelf: _Shelf) -> None:
+    async def _start_one(self, shelf: Shelf) -> None:
         assert self._provider is not None
         began = time.monotonic()
         try:
-            sandbox = await self._provider.open(spec, run=self._run, timeout_s=self._start_timeout_s)
-        except Exception as error:
-            self._counts.start_failures += 1
+            sandbox = await self._provider.open(shelf.spec, run=self._run, timeout_s=self._start_timeout_s)
+        except Exception as error:  # whatever it is, it belongs to whoever waits
+            self._stats.start_failures += 1
             shelf.failures_in_a_row += 1
-            if not self._fail(shelf, error):
+            if not shelf.fail_one(error):
                 _log.warning("a sandbox for the pool could not be started: %s", error)
             return
         finally:
             shelf.starting -= 1
-        shelf.failures_in_a_row = 0
-        self._counts.started += 1
-        self._start_seconds += time.monotonic() - began
-        self._put(spec, sandbox)
-
-    @staticmethod
-    def _fail(shelf: _Shelf, error: Exception) -> bool:
-        while shelf.waiting:
-            future = shelf.waiting.popleft()
-            if not future.done():
-                future.set_exception(error)
-                return True
-        return False
+        shelf.note_start(time.monotonic() - began)
+        self._stats.started += 1
+        self._stats.start_s.add(time.monotonic() - began)
+        self._put(shelf, sandbox)
 
     def _expire(self, sandbox: Sandbox, limit_s: float) -> None:
-        self._counts.leases_expired += 1
+        self._stats.leases_expired += 1
         _log.warning("sandbox %s was leased for more than %g s and is closed", sandbox.name, limit_s)
-        self._retire(sandbox, "lease")
+        self._in_background(self._end(sandbox, "lease"))
 
-    def _retire(self, sandbox: Sandbox, reason: str = "closed") -> None:
-        self._closing += 1
-        task = asyncio.create_task(self._end(sandbox, reason), name="sandbox end")
-        self._ends.add(task)
-        task.add_done_callback(self._ends.discard)
+    async def _give_back(self, shelf: Shelf, sandbox: Sandbox) -> None:
+        await self._note_usage(sandbox)
+        if self._reuse and not self._closed and sandbox.alive and await sandbox.reset():
+            self._stats.reused += 1
+            self._put(shelf, sandbox)
+        else:
+            await self._end(sandbox)
+            self._refill(shelf)
 
-    async def _end(self, sandbox: Sandbox, reason: str) -> None:
+    async def _note_usage(self, sandbox: Sandbox) -> None:
+        """What the lease used, as far as the sandbox can still tell."""
+        try:
+            async with asyncio.timeout(STATS_TIMEOUT_S):
+                self._stats.note_usage(await sandbox.stats())
+        except (SandboxError, TimeoutError):
+            self._stats.died_in_lease += 1
+
+    async def _end(self, sandbox: Sandbox, reason: str = "closed") -> None:
         try:
             await sandbox.close(reason=reason)
         except SandboxError as error:
-            self._counts.close_failures += 1
+            self._stats.close_failures += 1
             _log.warning("sandbox %s could not be removed, the reaper will: %s", sandbox.name, error)
-        finally:
-            self._closing -= 1
+
+    def _in_background(self, ending: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(ending, name="sandbox end")
+        self._ends.add(task)
+        task.add_done_callback(self._ends.discard)
+
+    async def _keep_up(self) -> None:
+        """Shrink shelves that nobody asks for any more; remove what dead controllers left."""
+        assert self._provider is not None
+        for turn in range(1 << 62):
+            if turn % SWEEP_EVERY == 0:
+                try:
+                    self._stats.reaped += await self._provider.sweep()
+                except SandboxError as error:
+                    _log.warning("looking for what dead runs left behind failed: %s", error)
+            for shelf in self._shelves.values():
+                for sandbox in shelf.surplus(self._size):
+                    self._in_background(self._end(sandbox))
+            await asyncio.sleep(UPKEEP_S)

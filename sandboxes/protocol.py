@@ -93,7 +93,13 @@ class Sandbox(Protocol):
         """Remove a file or a tree. Raises SandboxFileError."""
         ...
 
-    async def stats(self) -> SandboxStats: ...
+    async def stats(self) -> SandboxStats:
+        """What it uses now and has used; raises SandboxDied if it is gone."""
+        ...
+
+    async def reset(self) -> bool:
+        """Make it as good as new. False: that cannot be promised, close it."""
+        ...
 
     async def ping(self, *, timeout: float = 10.0) -> None:
         """Raises a SandboxError if the sandbox does not answer."""
@@ -119,6 +125,10 @@ class Provider(Protocol):
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         """Start a sandbox that answers. Raises SandboxError; leaves nothing behind then or when cancelled."""
+        ...
+
+    async def sweep(self) -> int:
+        """Remove what controllers that are dead have left behind; how many that were. Raises SandboxError."""
         ...
 
     async def close(self) -> None:

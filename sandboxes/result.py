@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from roll_flash.sandboxes.histogram import Histogram
+
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
@@ -62,3 +64,5 @@ class SandboxStats:
     """Commands started so far."""
     timeouts: int
     truncations: int
+    exec_s: Histogram
+    """How long the commands took."""

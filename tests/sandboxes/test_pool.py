@@ -1,13 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
 import pytest
-from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, SandboxStartError
+from hypothesis import given
+from hypothesis import strategies as st
+from roll_flash.sandboxes import (
+    Histogram,
+    Sandbox,
+    SandboxDied,
+    SandboxError,
+    SandboxPool,
+    SandboxSpec,
+    SandboxStartError,
+)
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
+from roll_flash.sandboxes.shelf import Shelf
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
@@ -102,7 +114,9 @@ def test_a_sandbox_that_dies_on_the_shelf_is_never_handed_out(provider: str) -> 
 def test_a_cancelled_wait_gives_its_sandbox_to_the_next(provider: str) -> None:
     async def cancel() -> None:
         async with SandboxPool(provider=provider, size=0) as pool:
-            waiting = asyncio.ensure_future(pool._acquire(SandboxSpec())) if await connected(pool) else None
+            waiting = (
+                asyncio.ensure_future(pool._acquire(pool._shelf(SandboxSpec()))) if await connected(pool) else None
+            )
             assert waiting is not None
             await asyncio.sleep(0)
             waiting.cancel()
@@ -133,6 +147,9 @@ class FailingProvider:
         self.starts += 1
         raise SandboxStartError("this provider starts nothing")
 
+    async def sweep(self) -> int:
+        return 0
+
     async def close(self) -> None:
         pass
 
@@ -159,3 +176,68 @@ def test_a_provider_of_the_callers_own_is_left_open(provider: str) -> None:
         await own.close()
 
     asyncio.run(shared())
+
+
+def test_what_the_leases_used_is_counted(provider: str) -> None:
+    async def use() -> None:
+        async with SandboxPool(provider=provider, size=1) as pool:
+            async with pool.lease() as sandbox:
+                await sandbox.exec("true")
+                await sandbox.exec("sleep 9", timeout=0.2)
+                await sandbox.exec("seq 1000", max_output=10)
+            await until(lambda: pool.stats().commands == 3)
+            stats = pool.stats()
+            assert (stats.leases, stats.timeouts, stats.truncations) == (1, 1, 1)
+            assert stats.exec_s.count == 3
+            assert 0.2 <= stats.exec_s.largest < 2
+            assert stats.as_metrics()["wait_s.p50"] > 0
+            if provider == "docker":
+                assert stats.cpu_s > 0
+                assert stats.peak_memory_mib.largest > 0
+
+    asyncio.run(use())
+
+
+def test_a_reused_sandbox_holds_nothing_of_the_lease_before(provider: str) -> None:
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease() as first:
+                await first.exec(
+                    "(setsid sleep 900 &); mkdir -p /tmp/a/b; touch /tmp/a/b/c .hidden /dev/shm/x; chmod 0 /tmp/a"
+                )
+            await until(lambda: pool.stats().ready == 1)
+            async with pool.lease() as second:
+                assert second is first
+                left = await second.exec("ls -A /sandbox /dev/shm /tmp | grep -v :; ls -d /proc/[0-9]* | wc -l")
+                assert left.stdout.split() == [b"3"] or left.stdout.split() == [b"4"]
+            assert pool.stats().reused >= 1
+
+    asyncio.run(reuse())
+
+
+def test_a_shelf_grows_with_its_demand_and_is_given_up_when_nobody_asks() -> None:
+    shelf = Shelf(SandboxSpec())
+    assert shelf.target(8) == 0
+    for tick in range(50):
+        shelf.note_arrival(100 + tick * 0.1)
+        shelf.note_start(0.5)
+    assert 7 <= shelf.target(8) <= 9
+    for tick in range(500):
+        shelf.note_arrival(105 + tick * 0.001)
+    assert shelf.target(8) == 32
+    assert shelf.surplus(8, now=105.5 + 61) == []
+    assert shelf.target(8) == 0
+    shelf.floor = 3
+    assert shelf.missing(8) == 3
+
+
+@given(st.lists(st.floats(1e-5, 1e4), min_size=1, max_size=200), st.floats(0, 1))
+def test_a_histograms_quantile_is_near_the_true_one(values: list[float], share: float) -> None:
+    histogram = Histogram()
+    for value in values:
+        histogram.add(value)
+    true = sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
+    assert true / 1.001 <= histogram.quantile(share) <= true * 2**0.5 * 1.001 or histogram.quantile(share) == max(
+        values
+    )
+    assert histogram.count == len(values)

@@ -4,6 +4,8 @@ It runs as process 1 of its sandbox with nothing but the image's `python3`. With
 neither install a system call filter nor hide its memory: the engine's own profile is what protects the kernel then.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import select
@@ -11,9 +13,9 @@ import signal
 import struct
 import time
 
-from command import Command
-from transfers import Transfers
-from wire import (
+from command import Command  # type: ignore[import-not-found]
+from transfers import Transfers  # type: ignore[import-not-found]
+from wire import (  # type: ignore[import-not-found]
     CANCEL,
     CANCELLED,
     CREDIT,
@@ -31,19 +33,20 @@ from wire import (
 )
 
 
-def children_cpu_s():
+def children_cpu_s() -> float:
     """Of all children that were waited for; `os.wait4` would need a module that a small Python lacks."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 class Agent:
-    def __init__(self):
+    def __init__(self) -> None:
         self.wire = Wire()
-        self.commands, self.ignored = {}, []
+        self.commands: dict[int, Command] = {}
+        self.ignored: list[int] = []
         self.transfers = Transfers(self.wire)
 
-    def dispatch(self, kind, channel, data):
+    def dispatch(self, kind: int, channel: int, data: bytes) -> None:
         payload = Payload(data)
         command = self.commands.get(channel)
         if kind == EXEC:
@@ -67,7 +70,7 @@ class Agent:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(command.pid, payload.take("<I"))
 
-    def reap(self):
+    def reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
             while True:
                 before = children_cpu_s()
@@ -78,7 +81,7 @@ class Agent:
                     if command.pid == pid and command.status is None:
                         command.exited(status, children_cpu_s() - before)
 
-    def tick(self):
+    def tick(self) -> None:
         now = time.monotonic()
         for command in self.commands.values():
             if command.pid and command.status is None:
@@ -88,13 +91,13 @@ class Agent:
                     command.kill_tree()
         self.commands = {channel: command for channel, command in self.commands.items() if not command.finish()}
 
-    def wait_ms(self):
+    def wait_ms(self) -> int | None:
         if self.transfers.ready():
             return 0
         due = [at for c in self.commands.values() for at in (c.deadline, c.kill_at) if at is not None]
         return max(0, int((min(due) - time.monotonic()) * 1000) + 1) if due else None
 
-    def poll(self, wakeup):
+    def poll(self, wakeup: int) -> set[int]:
         poll = select.poll()
         poll.register(0, select.POLLIN)
         poll.register(wakeup, select.POLLIN)
@@ -110,14 +113,14 @@ class Agent:
             poll.register(fd, select.POLLIN)
         return {fd for fd, _ in poll.poll(self.wait_ms())}
 
-    def read_ignored(self, ready):
+    def read_ignored(self, ready: set[int]) -> None:
         for fd in [fd for fd in self.ignored if fd in ready]:
             with contextlib.suppress(BlockingIOError):
                 if not os.read(fd, WINDOW):
                     os.close(fd)
                     self.ignored.remove(fd)
 
-    def run(self):
+    def run(self) -> None:
         woken, wakeup = os.pipe()
         os.set_blocking(woken, False)
         os.set_blocking(wakeup, False)

@@ -1,13 +1,17 @@
 """One command: its processes, its pipes, and its end."""
 
+from __future__ import annotations
+
 import contextlib
 import errno
 import os
 import signal
 import struct
 import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NoReturn
 
-from wire import (
+from wire import (  # type: ignore[import-not-found]
     BACKLOG_LIMIT,
     CHUNK,
     ERR,
@@ -20,17 +24,21 @@ from wire import (
     OUT,
     TIMED_OUT,
     WINDOW,
+    Payload,
 )
+
+if TYPE_CHECKING:
+    from __main__ import Agent
 
 
 class Kept:
     """The first and the last bytes of one output, and how many there were."""
 
-    def __init__(self, cap):
+    def __init__(self, cap: int) -> None:
         self.first, self.last_size, self.total = cap // 2, cap - cap // 2, 0
         self.head, self.tail = bytearray(), bytearray()
 
-    def add(self, data):
+    def add(self, data: bytes) -> None:
         self.total += len(data)
         room = self.first - len(self.head)
         self.head += data[:room]
@@ -38,11 +46,11 @@ class Kept:
         if len(self.tail) > self.last_size + WINDOW:
             del self.tail[: -self.last_size]
 
-    def content(self):
+    def content(self) -> bytes:
         return bytes(self.head + self.tail[-self.last_size :])
 
 
-def processes():
+def processes() -> dict[int, tuple[int, str]]:
     """Process id -> (parent, state)."""
     found = {}
     for name in os.listdir("/proc"):
@@ -54,7 +62,7 @@ def processes():
 
 
 class Command:
-    def __init__(self, agent, channel, payload):
+    def __init__(self, agent: Agent, channel: int, payload: Payload) -> None:
         self.agent, self.channel = agent, channel
         timeout_ms, self.grace_ms, self.cap, self.credit, flags, words, settings = (
             payload.take("<I") for _ in range(7)
@@ -65,15 +73,16 @@ class Command:
         self.mark = f"{channel}-{time.monotonic_ns()}"
         self.started = time.monotonic()
         self.deadline = self.started + timeout_ms / 1000 if timeout_ms else None
-        self.kill_at = None
+        self.kill_at: float | None = None
         self.ended = self.pid = 0
-        self.status, self.cpu_s = None, 0.0
+        self.status: int | None = None
+        self.cpu_s = 0.0
         self.kept = [Kept(self.cap or 2), Kept(self.cap or 2)]
-        self.left = [None, None]
+        self.left: list[int | None] = [None, None]
         self.outputs, self.input, self.pending, self.input_ends = [-1, -1], -1, bytearray(), False
         self.start(flags, directory, argv, {**os.environ, **variables, MARK: self.mark})
 
-    def start(self, flags, directory, argv, variables):
+    def start(self, flags: int, directory: str, argv: list[str], variables: dict[str, str]) -> None:
         child = [os.open("/dev/null", os.O_RDONLY), -1, -1]
         if flags & EXEC_STDIN:
             os.close(child[0])
@@ -100,7 +109,7 @@ class Command:
         if why:
             self.not_started(struct.unpack_from("<i", why)[0], os.fsdecode(why[4:]))
 
-    def not_started(self, number, what):
+    def not_started(self, number: int, what: str) -> None:
         if self.pid:
             os.waitpid(self.pid, 0)
         self.pid = 0
@@ -111,19 +120,19 @@ class Command:
         self.send_exit(127 if number in (errno.ENOENT, errno.ENOTDIR) else 126, 0)
         self.close()
 
-    def close(self):
+    def close(self) -> None:
         for fd in (self.input, *self.outputs):
             if fd >= 0:
                 os.close(fd)
         self.input, self.outputs = -1, [-1, -1]
 
-    def send_exit(self, code, number):
+    def send_exit(self, code: int, number: int) -> None:
         took = int((time.monotonic() - self.started) * 1e6)
         totals = (self.kept[0].total, self.kept[1].total)
         frame = struct.pack("<IiIQQQQQ", self.ended, code, number, *totals, took, int(self.cpu_s * 1e6), 0)
         self.agent.wire.send(EXIT, self.channel, frame)
 
-    def members(self):
+    def members(self) -> dict[int, str]:
         """Descendants of the first process, and whoever carries this command's mark in its environment."""
         everyone = processes()
         mark = f"{MARK}={self.mark}".encode()
@@ -139,19 +148,19 @@ class Command:
             grown = bool(more)
         return {pid: everyone[pid][1] for pid in found if pid in everyone}
 
-    def freeze(self):
+    def freeze(self) -> None:
         for _ in range(50):
             running = [pid for pid, state in self.members().items() if state not in "TtZX"]
             if not running:
                 return
             send_signal(running, signal.SIGSTOP)
 
-    def kill_tree(self):
+    def kill_tree(self) -> None:
         self.freeze()
         send_signal([*self.members()], signal.SIGKILL)
         self.kill_at = None
 
-    def time_out(self):
+    def time_out(self) -> None:
         self.ended |= TIMED_OUT
         self.deadline = None
         if not self.grace_ms:
@@ -162,17 +171,17 @@ class Command:
         send_signal([*self.members()], signal.SIGCONT)
         self.kill_at = time.monotonic() + self.grace_ms / 1000
 
-    def exited(self, status, cpu_s):
+    def exited(self, status: int, cpu_s: float) -> None:
         self.status, self.cpu_s = status, cpu_s
         if self.kill_at is not None:
             self.kill_tree()
         for i in (0, 1):
             self.left[i] = 1 << 20 if self.outputs[i] >= 0 else 0
 
-    def may_read(self):
+    def may_read(self) -> bool:
         return bool(self.cap) or (self.credit > 0 and len(self.agent.wire.outbound) < BACKLOG_LIMIT)
 
-    def read(self, i):
+    def read(self, i: int) -> bool:
         """False when there is nothing more for now."""
         if self.outputs[i] < 0 or not self.may_read() or self.left[i] == 0:
             return False
@@ -186,8 +195,8 @@ class Command:
             os.close(self.outputs[i])
             self.outputs[i], self.left[i] = -1, 0
             return False
-        if self.left[i] is not None:
-            self.left[i] -= len(data)
+        if (left := self.left[i]) is not None:
+            self.left[i] = left - len(data)
         if self.cap:
             self.kept[i].add(data)
         else:
@@ -196,7 +205,7 @@ class Command:
             self.agent.wire.send((OUT, ERR)[i], self.channel, data)
         return True
 
-    def write(self):
+    def write(self) -> None:
         sent = 0
         try:
             while sent < len(self.pending):
@@ -215,12 +224,12 @@ class Command:
             os.close(self.input)
             self.input = -1
 
-    def finish(self):
+    def finish(self) -> bool:
         """True once the command has ended and its output is on its way."""
-        if self.pid and self.status is None:
-            return False
         if not self.pid:
             return True
+        if self.status is None:
+            return False
         for i in (0, 1):
             while self.read(i):
                 pass
@@ -239,7 +248,7 @@ class Command:
         return True
 
 
-def become(child, tell, directory, argv, variables):
+def become(child: list[int], tell: int, directory: str, argv: list[str], variables: dict[str, str]) -> NoReturn:
     what = argv[0]
     try:
         os.setsid()
@@ -257,7 +266,7 @@ def become(child, tell, directory, argv, variables):
         os._exit(127)
 
 
-def send_signal(pids, number):
+def send_signal(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

@@ -1,8 +1,11 @@
 """Frames on stdin and stdout, without blocking."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import struct
+from collections.abc import Iterator
 
 PROTOCOL_VERSION = 1
 HEADER = struct.Struct("<BII")
@@ -17,38 +20,38 @@ DEEPEST = 200
 
 
 class Payload:
-    def __init__(self, data):
+    def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
 
-    def take(self, layout):
+    def take(self, layout: str) -> int:
         (value,) = struct.unpack_from(layout, self.data, self.at)
         self.at += struct.calcsize(layout)
-        return value
+        return int(value)
 
-    def text(self):
+    def text(self) -> str:
         length = self.take("<I")
         self.at += length
         return os.fsdecode(self.data[self.at - length : self.at])
 
 
 class Wire:
-    def __init__(self):
+    def __init__(self) -> None:
         self.inbound, self.outbound = bytearray(), bytearray()
         os.set_blocking(0, False)
         os.set_blocking(1, False)
 
-    def send(self, kind, channel, data=b""):
+    def send(self, kind: int, channel: int, data: bytes = b"") -> None:
         self.outbound += HEADER.pack(kind, channel, len(data)) + data
 
-    def send_error(self, channel, number, what):
+    def send_error(self, channel: int, number: int, what: str) -> None:
         self.send(ERROR, channel, struct.pack("<I", number) + os.fsencode(f"{what}: {os.strerror(number)}")[:500])
 
-    def flush(self):
+    def flush(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self.outbound:
                 del self.outbound[: os.write(1, self.outbound[:CHUNK])]
 
-    def frames(self):
+    def frames(self) -> Iterator[tuple[int, int, bytes]]:
         try:
             data = os.read(0, WINDOW)
         except BlockingIOError:

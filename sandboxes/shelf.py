@@ -1,0 +1,92 @@
+"""The ready sandboxes of one spec, who waits for one, and how many should be ready. No tasks, no clock of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+
+from roll_flash.sandboxes.protocol import Sandbox
+from roll_flash.sandboxes.spec import SandboxSpec
+
+MAX_FAILURES_IN_A_ROW = 3
+SMOOTHING = 0.2
+SAFETY = 1.5
+GROWTH = 4
+"""A shelf may grow to so many times the pool's size where its leases come that fast."""
+FORGET_S = 60.0
+"""A shelf that nobody has asked for so long holds only its floor."""
+
+
+class Shelf:
+    def __init__(self, spec: SandboxSpec) -> None:
+        self.spec = spec
+        self.ready: deque[Sandbox] = deque()
+        self.waiting: deque[asyncio.Future[Sandbox]] = deque()
+        self.starting = 0
+        self.failures_in_a_row = 0
+        self.floor = 0
+        self._gap_s: float | None = None
+        self._start_s = 0.5
+        self._last_arrival: float | None = None
+        self._latest = 0.0
+
+    def note_arrival(self, now: float) -> None:
+        if self._last_arrival is not None:
+            gap_s = max(1e-4, now - self._last_arrival)
+            self._gap_s = gap_s if self._gap_s is None else self._gap_s + SMOOTHING * (gap_s - self._gap_s)
+        self._last_arrival = self._latest = now
+
+    def note_start(self, took_s: float) -> None:
+        self.failures_in_a_row = 0
+        self._start_s += SMOOTHING * (took_s - self._start_s)
+
+    def target(self, size: int) -> int:
+        """How many should be ready: what arrives while one is started, with some to spare."""
+        if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            return 0
+        demand = 0 if self._gap_s is None else math.ceil(SAFETY * self._start_s / self._gap_s)
+        return max(self.floor, min(demand, GROWTH * size))
+
+    def missing(self, size: int) -> int:
+        """Starts that are due. A spec that keeps failing is started only for those who wait for it."""
+        return max(0, self.target(size) + len(self.waiting) - len(self.ready) - self.starting)
+
+    def surplus(self, size: int, now: float | None = None) -> list[Sandbox]:
+        """Take off the shelf what is no longer called for."""
+        if now is None:
+            now = asyncio.get_running_loop().time()
+        if now - self._latest > FORGET_S:
+            self._gap_s = None
+        return [self.ready.popleft() for _ in range(len(self.ready) - self.target(size))]
+
+    def ask(self) -> asyncio.Future[Sandbox]:
+        future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
+        self.waiting.append(future)
+        return future
+
+    def withdraw(self, future: asyncio.Future[Sandbox]) -> Sandbox | None:
+        """Nobody waits for `future` any more; returns the sandbox if it had been given one already."""
+        if future in self.waiting:
+            self.waiting.remove(future)
+        elif future.done() and not future.cancelled() and future.exception() is None:
+            return future.result()
+        return None
+
+    def put(self, sandbox: Sandbox) -> None:
+        """To whoever waits longest, else on the shelf."""
+        while self.waiting:
+            future = self.waiting.popleft()
+            if not future.done():
+                future.set_result(sandbox)
+                return
+        self.ready.append(sandbox)
+
+    def fail_one(self, error: Exception) -> bool:
+        """Tell whoever waits longest; False if nobody does."""
+        while self.waiting:
+            future = self.waiting.popleft()
+            if not future.done():
+                future.set_exception(error)
+                return True
+        return False
