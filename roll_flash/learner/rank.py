@@ -176,7 +176,8 @@ class LearnerRank:
         checkpoint.write_state(folder, self._policy, self._optimizer, self._rank)
 
     def load(self, folder: Path) -> None:
-        """A collective."""
+        """Read a checkpoint; a step under way is forgotten. A collective."""
+        self._optimizer.zero_grad()
         checkpoint.read_state(folder, self._policy, self._optimizer, self._rank)
 
     def export(self, folder: Path) -> None:
