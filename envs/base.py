@@ -24,10 +24,23 @@ Observation = str | list[Message]
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 """`(observation, reward, terminated, truncated, info)`; `info["success"]` says whether the task was solved."""
 
+if TYPE_CHECKING:
+
+    class _GymnasiumEnv:
+        """Type checkers see no base class: coroutines in place of functions are no override that they accept."""
+
+        observation_space: gymnasium.Space[Any]
+        action_space: gymnasium.Space[Any]
+
+        @property
+        def unwrapped(self) -> Any: ...
+else:
+    _GymnasiumEnv = gymnasium.Env
+
 _TEXT = gymnasium.spaces.Text(min_length=0, max_length=1 << 20)
 
 
-class Env(gymnasium.Env[Any, str]):
+class Env(_GymnasiumEnv):
     """A gymnasium environment whose methods are coroutines. One instance plays one episode at a time.
 
     An exception from `reset` or `step` fails the episode with the cause `env_error`; it never ends the run.
@@ -36,17 +49,17 @@ class Env(gymnasium.Env[Any, str]):
     observation_space = _TEXT
     action_space = _TEXT
 
-    async def reset(  # type: ignore[override]
+    async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         """Begin an episode. Same seed, same task."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def reset`")
 
-    async def step(self, action: str) -> StepResult:  # type: ignore[override]
+    async def step(self, action: str) -> StepResult:
         """Take the model's text and answer it."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def step`")
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:
         """Give back what the episode holds."""
 
 

@@ -27,12 +27,15 @@ _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 
 _SYSTEM = (
     "Use the shell to compute. First reply only with <sh>COMMAND</sh>. "
-    "When you see the output, reply only with <answer>NUMBER</answer>."
+    "When you see the output, reply only with <answer>NUMBER</answer>.\n"
+    "For 7 times 12: <sh>echo $((7*12))</sh>, Output: 84, <answer>84</answer>."
 )
-_EXAMPLES = (
-    ("What is 23 plus 45?", "echo $((23+45))", "68"),
-    ("How many letters are in banana?", "printf banana | wc -c", "6"),
-)
+_EXAMPLE: list[Message] = [
+    {"role": "user", "content": "What is 23 plus 45?"},
+    {"role": "assistant", "content": "<sh>echo $((23+45))</sh>"},
+    {"role": "user", "content": "Output: 68"},
+    {"role": "assistant", "content": "<answer>68</answer>"},
+]
 
 
 class ShellMath(SandboxEnv):
@@ -120,12 +123,5 @@ def _in_words(terms: list[Any]) -> str:
 
 
 def _prompt(terms: list[Any]) -> list[Message]:
-    messages: list[Message] = [{"role": "system", "content": _SYSTEM}]
-    for question, command, output in _EXAMPLES:
-        messages += [
-            {"role": "user", "content": question},
-            {"role": "assistant", "content": f"<sh>{command}</sh>"},
-            {"role": "user", "content": f"Output: {output}"},
-            {"role": "assistant", "content": f"<answer>{output}</answer>"},
-        ]
-    return [*messages, {"role": "user", "content": f"What is {_in_words(terms)}?"}]
+    question = f"What is {_in_words(terms)}?"
+    return [{"role": "system", "content": _SYSTEM}, *_EXAMPLE, {"role": "user", "content": question}]

@@ -365,11 +365,12 @@ def _explain(item: Mapping[str, Any]) -> str:
 
 
 def _suggest(location: list[str]) -> str:
-    section: type[BaseModel] | None = Config
+    section: type[BaseModel] = Config
     for part in location[:-1]:
-        section = _section_type(section, part)
-        if section is None:
+        child = _section_type(section, part)
+        if child is None:
             return ""
+        section = child
     wrong = location[-1]
     near = difflib.get_close_matches(wrong, list(section.model_fields), n=1, cutoff=0.6)
     if near:

@@ -35,7 +35,8 @@ async def _until(task: asyncio.Future[T], interrupted: asyncio.Event) -> asyncio
     """The finished task, or None when the signal came first (the task is cancelled then)."""
     signalled = asyncio.ensure_future(interrupted.wait())
     try:
-        await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
+        both: set[asyncio.Future[Any]] = {task, signalled}
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
     finally:
         signalled.cancel()
         if not task.done():

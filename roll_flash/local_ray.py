@@ -38,7 +38,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
     else:
         options["address"] = config.address
     try:
-        context = ray.init(**options)
+        context: Any = ray.init(**options)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         where = f"the Ray cluster at {config.address}" if config.address else "Ray on this machine"
         raise RunError(f"{where} is not available: {' '.join(str(error).split())} (ray.address)") from None

@@ -145,6 +145,7 @@ async def open_rollout(
         await stack.enter_async_context(local_ray(config.ray))
         model: Any = endpoint
         if model is None:
+            assert model_folder is not None, "either a model folder or an endpoint"
             engine = open_engine(
                 config.inference, model_folder=model_folder, max_model_len=config.model.max_length, logs=logs
             )

@@ -28,6 +28,7 @@ FailureCause = Literal[
     "bad_reward",
     "prompt_too_long",
     "worker_died",
+    "internal_error",
     "stale",
     "cancelled",
 ]
@@ -72,7 +73,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of the model and the step that followed. `token_ids[start:end]` of the trajectory are its policy tokens."""
+    """One call of the model and the step that followed; `token_ids[start:end]` of the trajectory are its policy tokens."""
 
     start: int
     end: int

@@ -25,7 +25,8 @@ def play(env: ShellMath, seed: int, *actions: str | None) -> list[tuple[str, flo
         async with open_sandbox(SandboxSpec(), provider="local") as env.sandbox:
             await env.reset(seed=seed)
             for action in actions:
-                observation, reward, terminated, _, info = await env.step(await env.oracle() if action is None else action)
+                text = await env.oracle() if action is None else action
+                observation, reward, terminated, _, info = await env.step(text)
                 steps.append((str(observation), reward, terminated, info))
         return steps
 

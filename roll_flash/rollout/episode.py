@@ -7,6 +7,7 @@ Cancelling the coroutine cancels the request in flight and closes the environmen
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -18,6 +19,8 @@ from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
 from roll_flash.rollout.policy import ContextFullError, Policy
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Trajectory, Turn
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,9 @@ async def run_episode(
     except TimeoutError:
         cause = "episode_timeout"
         message = f"not finished after {deadlines.episode_s:g} s; it was waiting for {progress.waits_for}"
+    except Exception as error:  # a defect of ours: its group must not wait for it for ever
+        logger.exception("episode %s", spec.episode_id)
+        cause, message = "internal_error", f"{type(error).__name__}: {error}"
     return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, cause, message, progress.turn, spec.attempt)
 
 

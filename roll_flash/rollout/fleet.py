@@ -13,6 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequen
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
 from roll_flash.errors import RollFlashError, RunError
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.types import EpisodeFailure, EpisodeSpec
@@ -78,7 +81,7 @@ class WorkerFleet:
                 del member.episodes[episode_id]
                 self._receivers.pop(episode_id, None)
             if here:
-                with contextlib.suppress(RunError, *_ray_errors()):  # a dead worker has cancelled everything
+                with contextlib.suppress(RunError, RayActorError):  # a dead worker has cancelled everything
                     await _within(member.actor.cancel.remote(here), CALL_TIMEOUT_S, "cancel")
 
     async def run(self, episodes: Sequence[EpisodeSpec], *, max_concurrent: int) -> AsyncIterator[Outcome]:
@@ -107,15 +110,13 @@ class WorkerFleet:
 
     async def close(self) -> None:
         """Cancel everything, free every sandbox, end the actors. Safe to call twice."""
-        import ray
-
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         for member in self._members:
             try:
                 await _within(member.actor.close.remote(), CALL_TIMEOUT_S, "close")
-            except (RunError, *_ray_errors()) as error:
+            except (RunError, RayActorError) as error:
                 logger.warning("worker %d did not close in order: %s", member.index, error)
             ray.kill(member.actor)
         self._members, self._tasks = [], []
@@ -136,7 +137,7 @@ class WorkerFleet:
             await _within(member.actor.submit.remote(batch), CALL_TIMEOUT_S, "submit")
         except RunError as error:
             self._fail(member, batch, str(error))
-        except _ray_errors():
+        except RayActorError:
             member.ready.clear()
             return [episode for episode in batch if member.episodes.pop(episode.episode_id, None)]
         return []
@@ -158,9 +159,7 @@ class WorkerFleet:
         return members
 
     async def _start_actor(self) -> Any:
-        import ray
-
-        actor = ray.remote(WorkerActor).options(**self._ray_options).remote(self._settings)
+        actor: Any = ray.remote(WorkerActor).options(**self._ray_options).remote(self._settings)
         await _within(actor.start.remote(), START_TIMEOUT_S, "start")
         return actor
 
@@ -169,7 +168,7 @@ class WorkerFleet:
         while True:
             try:
                 outcomes = await _within(member.actor.poll.remote(POLL_S), POLL_S + CALL_TIMEOUT_S, "poll")
-            except (RunError, *_ray_errors()) as error:
+            except (RunError, RayActorError) as error:
                 await self._replace(member, error)
                 continue
             for outcome in outcomes:
@@ -177,13 +176,11 @@ class WorkerFleet:
                 self._deliver(outcome)
 
     async def _replace(self, member: _Member, error: Exception) -> None:
-        import ray
-
         self._deaths += 1
         member.ready.clear()
         self._fail(member, list(member.episodes.values()), f"its worker died: {_first_line(error)}")
         logger.warning("worker %d died: %s", member.index, _first_line(error))
-        with contextlib.suppress(*_ray_errors()):  # it may be hung rather than dead
+        with contextlib.suppress(RayActorError):  # it may be hung rather than dead
             ray.kill(member.actor)
         try:
             if self._deaths > MAX_WORKER_DEATHS:
@@ -225,8 +222,6 @@ class WorkerFleet:
 
 async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
     """Await a call with a deadline, and raise what the worker raised rather than Ray's wrapper around it."""
-    from ray.exceptions import RayTaskError
-
     try:
         # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that meets a finished call.
         async with asyncio.timeout(timeout_s):
@@ -237,12 +232,6 @@ async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
         if isinstance(error.cause, RollFlashError):
             raise error.cause from None
         raise
-
-
-def _ray_errors() -> tuple[type[Exception], ...]:
-    from ray.exceptions import RayActorError
-
-    return (RayActorError,)
 
 
 def _first_line(error: BaseException) -> str:

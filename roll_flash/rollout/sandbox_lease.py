@@ -32,7 +32,7 @@ class LazySandbox:
 
         return call
 
-    async def close(self) -> None:
+    async def close(self, *, reason: str = "closed") -> None:
         await self._stack.aclose()
 
     async def _lease(self) -> Sandbox:

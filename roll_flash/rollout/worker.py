@@ -11,7 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from roll_flash.config import SandboxConfig
 from roll_flash.inference.engine import ClientSpec, InferenceClient
@@ -19,7 +19,7 @@ from roll_flash.rollout.environments import AsyncEnvironment, open_environment
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.sandbox_lease import LazySandbox
-from roll_flash.sandboxes import SandboxPool, SandboxSpec
+from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
 Outcome = Trajectory | EpisodeFailure
@@ -77,9 +77,7 @@ class Worker:
         """Raises SandboxError if sandboxes are needed and cannot be had."""
         if self._settings.sandbox is not None:
             config = self._settings.sandbox
-            self._spec = SandboxSpec(
-                image=config.image, memory_mb=config.memory_mb, cpus=config.cpus, pids=config.pids
-            )
+            self._spec = SandboxSpec(image=config.image, memory_mb=config.memory_mb, cpus=config.cpus, pids=config.pids)
             self._pool = SandboxPool(provider=config.provider, size=config.pool_size, run=self._settings.run)
             await self._pool.start(self._spec)
         model = self._settings.model
@@ -147,7 +145,7 @@ class Worker:
             if env.sandbox_env is not None:
                 assert self._pool is not None, "the environment needs a sandbox and settings.sandbox is None"
                 lease = LazySandbox(self._pool, env.sandbox_env.sandbox_spec or self._spec)
-                env.sandbox_env.sandbox = lease
+                env.sandbox_env.sandbox = cast(Sandbox, lease)
             return env
 
         try:
