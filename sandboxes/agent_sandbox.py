@@ -11,13 +11,14 @@ from roll_flash.sandboxes import files, trees
 from roll_flash.sandboxes.channels import PingChannel
 from roll_flash.sandboxes.commands import Command, CommandStream, inside, run_command
 from roll_flash.sandboxes.connection import AgentConnection
-from roll_flash.sandboxes.errors import SandboxDied
+from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError
 from roll_flash.sandboxes.frames import Request
 from roll_flash.sandboxes.histogram import Histogram
 from roll_flash.sandboxes.protocol import Isolation
 from roll_flash.sandboxes.reset import reset
 from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.shell import Shell
+from roll_flash.sandboxes.snapshot import capture
 from roll_flash.sandboxes.spec import SandboxSpec
 from roll_flash.sandboxes.usage import read_usage
 
@@ -50,6 +51,7 @@ class AgentSandbox:
         spec: SandboxSpec,
         connection: AgentConnection,
         end: Callable[[], Awaitable[None]],
+        commit: Callable[[], Awaitable[str]] | None = None,
     ) -> None:
         self.name = name
         self.provider = provider
@@ -57,6 +59,7 @@ class AgentSandbox:
         self.spec = spec
         self._connection = connection
         self._end = end
+        self._commit = commit
         self._ending: asyncio.Task[None] | None = None
         self._counts = CommandCounts()
 
@@ -154,6 +157,15 @@ class AgentSandbox:
         number = self._connection.open(Request.PING, b"", channel)
         async with self._connection.finishing(number, timeout):
             await channel.done
+
+    async def snapshot(self) -> SandboxSpec:
+        tree = await capture(self._connection, self.spec)
+        changed: dict[str, object] = {"tree": tree, "files": ()}
+        if self.spec.writable_root:
+            if self._commit is None:
+                raise SandboxSpecError(f"sandbox {self.name}: the {self.provider} provider cannot keep a writable root")
+            changed |= {"image": await self._commit(), "dockerfile": None}
+        return self.spec.model_copy(update=changed)
 
     async def reset(self) -> bool:
         return await reset(self, self._connection)

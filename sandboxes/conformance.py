@@ -231,6 +231,23 @@ async def trees_go_in_and_come_out(open: Open) -> None:
 
 
 @check
+async def a_spec_brings_files_and_a_snapshot_forks_them(open: Open) -> None:
+    async with open(SandboxSpec(files=(("given/file", b"given"),))) as sandbox:
+        same(await sandbox.read("given/file"), b"given")
+        await sandbox.exec(
+            "echo one > turn; mkdir -p deep/er; ln -s ../turn deep/link; echo x > /tmp/x; chmod 700 turn"
+        )
+        fork = await sandbox.snapshot()
+        await sandbox.exec("echo two > turn")
+    async with open(fork) as first, open(fork) as second:
+        await first.exec("echo other > turn")
+        same(
+            (await second.exec("cat deep/link /tmp/x given/file; stat -c %a turn; ls -d deep/er")).stdout,
+            b"one\nx\ngiven700\ndeep/er\n",
+        )
+
+
+@check
 async def a_closed_sandbox_says_so(open: Open) -> None:
     async with open(SandboxSpec()) as sandbox:
         await sandbox.ping()

@@ -22,13 +22,17 @@ from roll_flash.sandboxes.engine_api import EngineAddress, EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError
 from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
+from roll_flash.sandboxes.image_build import image_of
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reaper import sweep
-from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
+from roll_flash.sandboxes.snapshot import populate
+from roll_flash.sandboxes.spec import SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
 SHM_MB = 16
 WATCHDOG_TIMEOUT_S = 10.0
+COMMIT_TIMEOUT_S = 120.0
+SNAPSHOTS = "roll-flash-snapshot"
 
 
 class DockerProvider:
@@ -45,6 +49,7 @@ class DockerProvider:
         self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
         self._watching: asyncio.Task[None] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
+        self._snapshots: list[str] = []
         self._machine_memory_mb = 0
         self._processor = ""
 
@@ -74,17 +79,19 @@ class DockerProvider:
                 f"memory_mb={spec.memory_mb}: the machine has {self._machine_memory_mb} MiB; ask for less"
             )
         async with self._starts:
-            await self._provide_agent(spec.image or DEFAULT_IMAGE)
+            image = await image_of(self.engine, spec)
+            await self._provide_agent(image)
             name = f"roll-flash-{uuid.uuid4().hex[:12]}"
             connection = AgentConnection(name)
             connection.explain = lambda: self._events.why(name)
-            creating = asyncio.ensure_future(self._create(name, spec, run))
+            creating = asyncio.ensure_future(self._create(name, image, spec, run))
             try:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.shield(creating)
                     await self.engine.attach(name, connection)
                     await self.engine.call("POST", f"/containers/{name}/start")
                     await connection.ready(timeout_s)
+                    await populate(connection, spec)
             except TimeoutError:
                 await self._discard(name, connection, creating)
                 raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
@@ -98,11 +105,12 @@ class DockerProvider:
             spec=spec,
             connection=connection,
             end=lambda: self.remove(name),
+            commit=lambda: self._commit(name),
         )
 
-    async def _create(self, name: str, spec: SandboxSpec, run: str) -> None:
+    async def _create(self, name: str, image: str, spec: SandboxSpec, run: str) -> None:
         assert self._agent is not None
-        body = container_config(spec, self._agent, labels(run, None))
+        body = container_config(spec, image, self._agent, labels(run, None))
         await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
@@ -111,6 +119,14 @@ class DockerProvider:
         await asyncio.wait({creating})
         if creating.exception() is None:
             await self.remove(name)
+
+    async def _commit(self, name: str) -> str:
+        """Keep a container's writable root as an image until this provider is closed."""
+        tag = f"{name}-{uuid.uuid4().hex[:8]}"
+        query = {"container": name, "repo": SNAPSHOTS, "tag": tag}
+        await self.engine.call("POST", "/commit", query=query, body={}, timeout_s=COMMIT_TIMEOUT_S)
+        self._snapshots.append(f"{SNAPSHOTS}:{tag}")
+        return self._snapshots[-1]
 
     async def remove(self, name: str) -> None:
         """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""
@@ -133,6 +149,8 @@ class DockerProvider:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        for image in self._snapshots:
+            await self.engine.call("DELETE", f"/images/{image}", query={"force": "1"}, accept=(404, 409))
         if self._watchdog is not None:
             watchdog, self._watchdog = self._watchdog, None
             await asyncio.to_thread(watchdog.communicate, b"q", WATCHDOG_TIMEOUT_S)
@@ -182,12 +200,14 @@ def _agent_archive(agent: AgentProgram) -> bytes:
     return packed.getvalue()
 
 
-def container_config(spec: SandboxSpec, agent: AgentProgram, container_labels: dict[str, str]) -> dict[str, Any]:
+def container_config(
+    spec: SandboxSpec, image: str, agent: AgentProgram, container_labels: dict[str, str]
+) -> dict[str, Any]:
     """The whole hardening in one place; docs/security.md says what each line is for."""
     user, group = spec.user.split(":")
     tmpfs = f"rw,nosuid,nodev,exec,size={spec.tmpfs_size_mb}m,nr_inodes={spec.tmpfs_inodes},uid={user},gid={group}"
     return {
-        "Image": spec.image or DEFAULT_IMAGE,
+        "Image": image,
         "Entrypoint": list(agent.command),
         "Cmd": [],
         "User": spec.user,

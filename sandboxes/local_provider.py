@@ -17,6 +17,7 @@ from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
+from roll_flash.sandboxes.snapshot import populate
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 END_TIMEOUT_S = 10.0
@@ -44,14 +45,17 @@ class LocalProvider:
         self._agent = await asyncio.to_thread(agent_program)
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
-        if spec.image not in (None, DEFAULT_IMAGE):
-            raise SandboxSpecError(f"image={spec.image}: the local sandbox has no images; use the docker provider")
+        if spec.image not in (None, DEFAULT_IMAGE) or spec.dockerfile is not None or spec.writable_root:
+            raise SandboxSpecError(
+                "image, dockerfile and writable_root: the local sandbox has no images; use the docker provider"
+            )
         name = f"roll-flash-{uuid.uuid4().hex[:12]}"
         async with self._starts:
             connection = AgentConnection(name)
             process = await self._spawn(name, spec, connection)
             try:
                 await connection.ready(timeout_s)
+                await populate(connection, spec)
             except BaseException:
                 connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
                 await asyncio.shield(_end(process))

@@ -93,6 +93,13 @@ class Sandbox(Protocol):
         """Remove a file or a tree. Raises SandboxFileError."""
         ...
 
+    async def snapshot(self) -> SandboxSpec:
+        """A spec whose sandboxes start with the files as they are here now (`workdir`, `/tmp`, a writable root).
+
+        Processes are not part of it. Raises SandboxFileError if the files are too many or too large.
+        """
+        ...
+
     async def stats(self) -> SandboxStats:
         """What it uses now and has used; raises SandboxDied if it is gone."""
         ...

@@ -7,6 +7,7 @@ from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 from roll_flash.sandboxes.files import list_tree, remove
 from roll_flash.sandboxes.protocol import Sandbox
 from roll_flash.sandboxes.result import ExecResult
+from roll_flash.sandboxes.snapshot import populate
 
 WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
 KILL_ALL = "kill -9 -1"
@@ -31,7 +32,10 @@ async def reset(sandbox: Sandbox, connection: AgentConnection) -> bool:
         left: ExecResult = await sandbox.exec(REMAINS, timeout=5)
     except SandboxError:
         return False
-    return left.exit_code == 0 and not left.stdout.strip() and sandbox.alive
+    if left.exit_code != 0 or left.stdout.strip():
+        return False
+    await populate(connection, sandbox.spec)
+    return sandbox.alive
 
 
 async def _emptied(connection: AgentConnection, folder: str) -> bool:

@@ -17,6 +17,9 @@ def _pairs(value: Any) -> Any:
 Env = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)]
 
 
+Files = Annotated[tuple[tuple[str, bytes], ...], BeforeValidator(_pairs)]
+
+
 class SandboxSpec(BaseModel):
     """Limits, image and surroundings of one sandbox. `env` may be given as a dict."""
 
@@ -24,6 +27,12 @@ class SandboxSpec(BaseModel):
 
     image: str | None = None
     """Image name; None is the provider's own (docker: `roll-flash-sandbox:latest`, local: the machine's `/usr`)."""
+    dockerfile: str | None = None
+    """Text of a Dockerfile without a context (no COPY) that the image is built from, once; instead of `image`."""
+    files: Files = ()
+    """Files that are there at the start, path (from `workdir`) and content; may be given as a dict."""
+    tree: bytes = b""
+    """What `Sandbox.snapshot` captured of `workdir` and `/tmp`."""
     memory_mb: Annotated[int, Field(ge=16)] = 256
     """Memory of everything inside, tmpfs contents included; there is no swap beside it."""
     cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
@@ -52,6 +61,8 @@ class SandboxSpec(BaseModel):
                 f"tmpfs_mb={self.tmpfs_size_mb} counts twice (workdir and /tmp) against memory_mb={self.memory_mb}; "
                 "lower tmpfs_mb or raise memory_mb"
             )
+        if self.image is not None and self.dockerfile is not None:
+            raise ValueError("image and dockerfile: name one of the two")
         for name, value in self.env:
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} is not a usable variable name, or its value holds a NUL")

@@ -177,6 +177,11 @@ def _write_new(target: Path, data: bytes, mode: int) -> None:
         file.write(data)
 
 
+def is_safe_name(raw: bytes) -> bool:
+    """A relative path that leads nowhere but down."""
+    return _safe_name(raw) is not None
+
+
 def _safe_name(raw: bytes) -> str | None:
     name = os.fsdecode(raw)
     parts = PurePosixPath(name).parts

@@ -1,0 +1,85 @@
+"""The files of a sandbox as bytes that go into a spec: new sandboxes start from them. This machine's disk is not used.
+
+Processes are not part of a snapshot, nor are devices, FIFOs and sockets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import stat
+import tarfile
+
+from roll_flash.sandboxes import files
+from roll_flash.sandboxes.connection import AgentConnection
+from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.frames import Entry
+from roll_flash.sandboxes.spec import SandboxSpec
+from roll_flash.sandboxes.trees import EFBIG, MAX_ENTRIES, is_safe_name
+
+MAX_SNAPSHOT_BYTES = 64 << 20
+SHARED_FOLDER = "/tmp"
+PARALLEL_FILES = 16
+
+
+async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
+    """A tar archive of what is in the working directory and in /tmp. Raises SandboxFileError if it is too large."""
+    packed = io.BytesIO()
+    total = 0
+    with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for folder in (spec.workdir, SHARED_FOLDER):
+            for entry in await files.list_tree(connection, folder, MAX_ENTRIES):
+                if not is_safe_name(entry.path):
+                    continue
+                total += entry.size if stat.S_ISREG(entry.mode) else 0
+                if total > MAX_SNAPSHOT_BYTES:
+                    what = f"sandbox {connection.name}: its files take more than {MAX_SNAPSHOT_BYTES >> 20} MiB"
+                    raise SandboxFileError(f"{what}, too much for a snapshot", EFBIG)
+                await _add(archive, connection, folder, entry)
+    return packed.getvalue()
+
+
+async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry) -> None:
+    path = f"{folder}/{os.fsdecode(entry.path)}"
+    member = tarfile.TarInfo(path.lstrip("/"))
+    member.mode = stat.S_IMODE(entry.mode) & 0o777
+    if stat.S_ISDIR(entry.mode):
+        member.type = tarfile.DIRTYPE
+        archive.addfile(member)
+    elif stat.S_ISLNK(entry.mode):
+        member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(entry.target)
+        archive.addfile(member)
+    elif stat.S_ISREG(entry.mode):
+        content = await files.read_file(connection, path, MAX_SNAPSHOT_BYTES)
+        member.size = len(content)
+        archive.addfile(member, io.BytesIO(content))
+
+
+async def restore(connection: AgentConnection, tree: bytes) -> None:
+    """Put the members of a snapshot where they were. Raises SandboxFileError."""
+    limit = asyncio.Semaphore(PARALLEL_FILES)
+
+    async def write(path: str, content: bytes, mode: int) -> None:
+        async with limit:
+            await files.write_file(connection, path, content, mode)
+
+    writes = []
+    with tarfile.open(fileobj=io.BytesIO(tree)) as archive:
+        for member in archive:
+            path = "/" + member.name
+            if member.isdir():
+                await files.make_directory(connection, path, member.mode | 0o700)
+            elif member.issym():
+                await files.make_symlink(connection, member.linkname, path)
+            elif (content := archive.extractfile(member)) is not None:
+                writes.append(write(path, content.read(), member.mode))
+    await asyncio.gather(*writes)
+
+
+async def populate(connection: AgentConnection, spec: SandboxSpec) -> None:
+    """Give a new sandbox the files that its spec names."""
+    if spec.tree:
+        await restore(connection, spec.tree)
+    for path, content in spec.files:
+        await files.write_file(connection, path if path.startswith("/") else f"{spec.workdir}/{path}", content, 0o644)

@@ -1,0 +1,192 @@
+"""When a sandbox cannot be had or dies, the error says which, why and what to do; a command's failure never raises."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import subprocess
+
+import pytest
+from conftest import need
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from roll_flash.sandboxes import (
+    Sandbox,
+    SandboxDied,
+    SandboxError,
+    SandboxImageError,
+    SandboxPool,
+    SandboxSpec,
+    SandboxSpecError,
+    SandboxUnavailable,
+    list_sandboxes,
+    open_sandbox,
+)
+from roll_flash.sandboxes.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.frames import HEADER, MAX_REQUEST, Request
+from roll_flash.sandboxes.opening import connect_provider
+
+LEASES = int(os.environ.get("ROLL_FLASH_SOAK_LEASES", "60"))
+
+
+def opening(spec: SandboxSpec | None = None, provider: str = "docker") -> None:
+    async def run() -> None:
+        async with open_sandbox(spec, provider=provider):
+            pass
+
+    asyncio.run(run())
+
+
+def test_no_engine_is_said_in_one_line_with_what_to_do() -> None:
+    with pytest.raises(SandboxUnavailable, match=r"no Docker engine answers at unix:///no/such\.sock") as caught:
+        opening(provider="docker:unix:///no/such.sock")
+    assert caught.value.exit_code == 2
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_provider_is_said_with_the_known_ones() -> None:
+    with pytest.raises(SandboxUnavailable, match="auto, docker, local"):
+        opening(provider="kubernetes")
+
+
+def test_auto_falls_back_to_local_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    need("local")
+    monkeypatch.setenv("DOCKER_HOST", "unix:///no/such.sock")
+
+    async def run() -> str:
+        async with open_sandbox() as sandbox:
+            return sandbox.isolation
+
+    assert asyncio.run(run()) == "weak"
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert "weaker" in warnings[0]
+    assert "no Docker engine" in warnings[0]
+
+
+@pytest.mark.docker
+def test_a_missing_image_is_an_image_error(docker: str) -> None:
+    with pytest.raises(SandboxImageError, match="no-such-image"):
+        opening(SandboxSpec(image="no-such-image:none"))
+
+
+@pytest.mark.docker
+def test_more_memory_than_the_machine_has_is_refused(docker: str) -> None:
+    with pytest.raises(SandboxSpecError, match="the machine has"):
+        opening(SandboxSpec(memory_mb=1 << 30))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"memory_mb": 64, "tmpfs_mb": 64}, {"workdir": "relative"}, {"user": "root"}, {"env": {"A=B": "c"}}, {"x": 1}],
+)
+def test_a_spec_that_contradicts_itself_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        SandboxSpec.model_validate(fields)
+
+
+async def death_of(spec: SandboxSpec, kill: list[str] | None = None, command: str = "sleep 60") -> SandboxDied:
+    connected = await connect_provider("docker")
+    sandbox = await connected.open(spec, run="test", timeout_s=30)
+    try:
+        running = asyncio.ensure_future(sandbox.exec(command, timeout=50))
+        await asyncio.sleep(0.3)
+        if kill:
+            await asyncio.to_thread(subprocess.run, [*kill, sandbox.name], check=True, capture_output=True)
+        with pytest.raises(SandboxDied) as caught:
+            await running
+        assert not sandbox.alive
+        return caught.value
+    finally:
+        await sandbox.close()
+        await connected.close()
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("kill", [["docker", "kill"], ["docker", "rm", "-f"]], ids=["killed", "removed"])
+def test_a_container_that_is_killed_from_outside_says_so(docker: str, kill: list[str]) -> None:
+    error = asyncio.run(death_of(SandboxSpec(), kill))
+    assert error.reason == "killed", error
+
+
+@pytest.mark.docker
+def test_pings_find_a_paused_container(docker: str) -> None:
+    async def pause() -> None:
+        async with open_sandbox(provider="docker") as sandbox:
+            await sandbox.ping()
+            await asyncio.to_thread(subprocess.run, ["docker", "pause", sandbox.name], check=True, capture_output=True)
+            with pytest.raises(SandboxError, match="did not answer within"):
+                await sandbox.ping(timeout=0.5)
+            await asyncio.to_thread(
+                subprocess.run, ["docker", "unpause", sandbox.name], check=True, capture_output=True
+            )
+
+    asyncio.run(pause())
+
+
+HEADERS = st.builds(
+    lambda kind, channel, body: HEADER.pack(kind, channel, len(body)) + body,
+    st.sampled_from([*Request, 0, 99]),
+    st.integers(0, 5),
+    st.binary(max_size=120),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(HEADERS, max_size=6).map(b"".join) | st.binary(max_size=200))
+def test_an_agent_that_is_sent_garbage_ends_with_a_reason(garbage: bytes) -> None:
+    """The zeros complete whatever frame the garbage began, and are then a frame of no known kind."""
+    need("local")
+
+    async def send() -> SandboxError | None:
+        async with open_sandbox(provider="local") as sandbox:
+            assert isinstance(sandbox, AgentSandbox)
+            sandbox._connection._transport.write(garbage + b"\0" * (MAX_REQUEST + HEADER.size))  # type: ignore[union-attr]
+            with pytest.raises(SandboxDied) as caught:
+                await sandbox.exec("sleep 20")
+            return caught.value
+
+    error = asyncio.run(send())
+    assert isinstance(error, SandboxDied)
+    assert error.reason == "protocol" or "roll-flash agent: " in str(error)
+
+
+@pytest.mark.docker
+def test_leases_with_random_kills_leave_nothing(docker: str) -> None:
+    """ROLL_FLASH_SOAK_LEASES=500 for the long form."""
+    run = f"soak-{os.getpid()}"
+    chance = random.Random(0)
+
+    async def one(pool: SandboxPool, limit: asyncio.Semaphore) -> str:
+        async with limit:
+            try:
+                async with pool.lease(timeout=20) as sandbox:
+                    await ordeal(sandbox, chance)
+                    return "fine"
+            except SandboxDied as error:
+                return error.reason
+
+    async def many() -> list[str]:
+        async with SandboxPool(provider=docker, size=4, run=run) as pool:
+            limit = asyncio.Semaphore(8)
+            return await asyncio.gather(*(one(pool, limit) for _ in range(LEASES)))
+
+    outcomes = asyncio.run(many())
+    assert len(outcomes) == LEASES
+    assert outcomes.count("fine") > LEASES // 4
+    assert set(outcomes) <= {"fine", "killed", "closed"}
+    assert [entry.name for entry in list_sandboxes() if entry.run == run] == []
+
+
+async def ordeal(sandbox: Sandbox, chance: random.Random) -> None:
+    kind = chance.randrange(4)
+    if kind == 0:
+        await asyncio.to_thread(subprocess.run, ["docker", "rm", "-f", sandbox.name], capture_output=True, check=True)
+    elif kind == 1:
+        await sandbox.exec("(setsid sleep 900 &); kill -9 -1", timeout=5)
+    elif kind == 2:
+        await sandbox.exec("sleep 30", timeout=0.1)
+    assert (await sandbox.exec("echo fine")).stdout == b"fine\n"

@@ -1,0 +1,106 @@
+"""Images that specs bring, and forks of a sandbox with a writable root."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import subprocess
+import tarfile
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from abuse import attack_program
+from roll_flash.sandboxes import SandboxImageError, SandboxPool, SandboxSpec, open_sandbox
+from roll_flash.sandboxes.image_build import REPOSITORY, image_key
+from roll_flash.sandboxes.images import ensure_image
+from roll_flash.sandboxes.opening import connect_provider
+
+pytestmark = pytest.mark.docker
+BASE = "FROM roll-flash-sandbox:latest\n"
+
+
+@pytest.fixture
+def dockerfile(docker: str) -> Iterator[str]:
+    text = f"{BASE}USER root\nRUN echo {uuid.uuid4().hex} > /built\n"
+    yield text
+    subprocess.run(["docker", "rmi", "-f", f"{REPOSITORY}:{image_key(text)}"], capture_output=True, check=True)
+
+
+def images(repository: str) -> list[str]:
+    listed = subprocess.run(["docker", "images", "-q", repository], capture_output=True, text=True, check=True)
+    return listed.stdout.split()
+
+
+def test_a_dockerfile_is_built_once_for_all_who_ask_at_once(dockerfile: str) -> None:
+    async def many() -> set[bytes]:
+        async def one() -> bytes:
+            async with open_sandbox(SandboxSpec(dockerfile=dockerfile), provider="docker") as sandbox:
+                return await sandbox.read("/built")
+
+        return set(await asyncio.gather(*(one() for _ in range(4))))
+
+    assert len(asyncio.run(many())) == 1
+
+
+def test_a_dockerfile_that_fails_says_at_what(docker: str) -> None:
+    async def build() -> None:
+        async with open_sandbox(SandboxSpec(dockerfile=BASE + "RUN exit 9\n"), provider="docker"):
+            pass
+
+    with pytest.raises(SandboxImageError, match="exit 9"):
+        asyncio.run(build())
+
+
+def test_a_writable_root_is_forked_and_its_image_is_removed_at_the_end(docker: str) -> None:
+    spec = SandboxSpec(writable_root=True, user="0:0")
+
+    async def fork() -> bytes:
+        async with SandboxPool(provider="docker", size=0) as pool:
+            async with pool.lease(spec) as sandbox:
+                await sandbox.exec("echo kept > /kept")
+                forked = await sandbox.snapshot()
+            async with pool.lease(forked) as sandbox:
+                return await sandbox.read("/kept")
+
+    before = images("roll-flash-snapshot")
+    assert asyncio.run(fork()) == b"kept\n"
+    assert images("roll-flash-snapshot") == before
+
+
+def test_an_image_without_shell_or_python_works_unchanged(docker: str) -> None:
+    """Only one static program in it, and no file of ours."""
+
+    async def run() -> None:
+        name = f"roll-flash-test:{uuid.uuid4().hex[:12]}"
+        await asyncio.to_thread(_import_bare, name, attack_program())
+        try:
+            connected = await connect_provider("docker")
+            sandbox = await connected.open(SandboxSpec(image=name), run="test", timeout_s=30)
+            try:
+                assert (await sandbox.exec(["/attack", "stream-socket", "1"])).stdout == b"0\n"
+                assert (await sandbox.exec("true")).exit_code == 127
+                await sandbox.write("file", b"x")
+                assert await sandbox.read("file") == b"x"
+            finally:
+                await sandbox.close()
+                await connected.close()
+        finally:
+            await asyncio.to_thread(subprocess.run, ["docker", "rmi", "-f", name], capture_output=True, check=True)
+
+    asyncio.run(run())
+
+
+def _import_bare(name: str, program: bytes) -> None:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo("attack")
+        member.size, member.mode = len(program), 0o755
+        archive.addfile(member, io.BytesIO(program))
+    subprocess.run(["docker", "import", "-", name], input=packed.getvalue(), capture_output=True, check=True)
+
+
+def test_ensuring_an_image_that_is_there_does_nothing(docker: str) -> None:
+    said: list[str] = []
+    asyncio.run(ensure_image(report=said.append))
+    assert said == ["sandbox image roll-flash-sandbox:latest is there"]
