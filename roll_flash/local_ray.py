@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import AsyncIterator
@@ -29,7 +30,8 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         return
     options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}
     if config.address is None:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's own default, said here so that it does not say it
+        # A new cluster asks for a token by Ray's own default; that it says so is no news to whoever trains.
+        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         options |= {
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,

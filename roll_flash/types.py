@@ -73,7 +73,7 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of the model and the step that followed; `token_ids[start:end]` of the trajectory are its policy tokens."""
+    """One call of the model and the step that followed. Its tokens are the trajectory's `token_ids[start:end]`."""
 
     start: int
     end: int
