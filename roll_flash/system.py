@@ -94,7 +94,10 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
     checkpoint = _checkpoint_to_resume(run_dir) if resume else None
     model_folder = resolve_model(config.model.path)
     async with AsyncExitStack() as stack:
-        progress.status("starting the learner, the inference servers and the rollout workers")
+        progress.note(
+            f"run folder {run_dir.folder}; starting the learner, {config.inference.servers} inference server(s) "
+            f"and {config.rollout.workers} rollout worker(s)"
+        )
         needs_sandbox = await asyncio.to_thread(check_environment, config.env.id, config.env.kwargs)
         await stack.enter_async_context(local_ray(config.ray))
         engine = open_engine(

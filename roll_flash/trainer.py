@@ -96,8 +96,11 @@ class Trainer:
     async def _evaluate(self) -> EvalResult | None:
         if not self._config.eval.before_and_after:
             return None
-        self._progress.status(f"evaluating {self._config.eval.tasks} held-out tasks")
-        return await self._system.evaluate()
+        version = self._system.learner.version
+        self._progress.note(f"evaluating {self._config.eval.tasks} held-out tasks with the weights of step {version}")
+        result = await self._system.evaluate()
+        self._progress.note(f"held-out success {result.success}, reward {result.reward}, {result.seconds:.0f} s")
+        return result
 
     def _report(self, record: StepRecord, result: StepResult, publication: Publication | None) -> None:
         rollout = self._system.rollout
