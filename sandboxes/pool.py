@@ -254,6 +254,6 @@ class SandboxPool:
                 except SandboxError as error:
                     _log.warning("looking for what dead runs left behind failed: %s", error)
             for shelf in self._shelves.values():
-                for sandbox in shelf.surplus(self._size):
+                for sandbox in shelf.surplus(self._size, time.monotonic()):
                     self._in_background(self._end(sandbox))
             await asyncio.sleep(UPKEEP_S)

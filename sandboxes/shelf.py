@@ -14,8 +14,8 @@ SMOOTHING = 0.2
 SAFETY = 1.5
 GROWTH = 4
 """A shelf may grow to so many times the pool's size where its leases come that fast."""
-FORGET_S = 60.0
-"""A shelf that nobody has asked for so long holds only its floor."""
+WINDOW_S = 10.0
+"""Arrivals of so long are counted; a shelf that nobody has asked in that time holds only its floor."""
 
 
 class Shelf:
@@ -26,16 +26,16 @@ class Shelf:
         self.starting = 0
         self.failures_in_a_row = 0
         self.floor = 0
-        self._gap_s: float | None = None
+        self._arrivals: deque[float] = deque()
         self._start_s = 0.5
-        self._last_arrival: float | None = None
-        self._latest = 0.0
 
     def note_arrival(self, now: float) -> None:
-        if self._last_arrival is not None:
-            gap_s = max(1e-4, now - self._last_arrival)
-            self._gap_s = gap_s if self._gap_s is None else self._gap_s + SMOOTHING * (gap_s - self._gap_s)
-        self._last_arrival = self._latest = now
+        self._arrivals.append(now)
+        self._forget(now)
+
+    def _forget(self, now: float) -> None:
+        while self._arrivals and self._arrivals[0] < now - WINDOW_S:
+            self._arrivals.popleft()
 
     def note_start(self, took_s: float) -> None:
         self.failures_in_a_row = 0
@@ -45,19 +45,16 @@ class Shelf:
         """How many should be ready: what arrives while one is started, with some to spare."""
         if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             return 0
-        demand = 0 if self._gap_s is None else math.ceil(SAFETY * self._start_s / self._gap_s)
+        demand = math.ceil(SAFETY * self._start_s * len(self._arrivals) / WINDOW_S)
         return max(self.floor, min(demand, GROWTH * size))
 
     def missing(self, size: int) -> int:
         """Starts that are due. A spec that keeps failing is started only for those who wait for it."""
         return max(0, self.target(size) + len(self.waiting) - len(self.ready) - self.starting)
 
-    def surplus(self, size: int, now: float | None = None) -> list[Sandbox]:
+    def surplus(self, size: int, now: float) -> list[Sandbox]:
         """Take off the shelf what is no longer called for."""
-        if now is None:
-            now = asyncio.get_running_loop().time()
-        if now - self._latest > FORGET_S:
-            self._gap_s = None
+        self._forget(now)
         return [self.ready.popleft() for _ in range(len(self.ready) - self.target(size))]
 
     def ask(self) -> asyncio.Future[Sandbox]:

@@ -218,14 +218,14 @@ def test_a_reused_sandbox_holds_nothing_of_the_lease_before(provider: str) -> No
 def test_a_shelf_grows_with_its_demand_and_is_given_up_when_nobody_asks() -> None:
     shelf = Shelf(SandboxSpec())
     assert shelf.target(8) == 0
-    for tick in range(50):
+    for tick in range(100):
         shelf.note_arrival(100 + tick * 0.1)
         shelf.note_start(0.5)
     assert 7 <= shelf.target(8) <= 9
     for tick in range(500):
-        shelf.note_arrival(105 + tick * 0.001)
+        shelf.note_arrival(110 + tick * 0.001)
     assert shelf.target(8) == 32
-    assert shelf.surplus(8, now=105.5 + 61) == []
+    assert shelf.surplus(8, now=110.5 + 11) == []
     assert shelf.target(8) == 0
     shelf.floor = 3
     assert shelf.missing(8) == 3
