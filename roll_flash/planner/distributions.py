@@ -37,6 +37,17 @@ class Normal:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedNormal:
+    """What is negative counts as 0, as in `sleep(max(0, x))`: N(10, 10) has a mean of 10.8."""
+
+    mean: float
+    deviation: float
+
+    def sample(self, generator: random.Random) -> float:
+        return max(0.0, generator.gauss(self.mean, self.deviation))
+
+
+@dataclass(frozen=True, slots=True)
 class LogNormal:
     """By its mean and the standard deviation of its logarithm."""
 

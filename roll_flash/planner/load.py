@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll_flash.monitor.episodes import read_episodes
-from roll_flash.planner.distributions import Constant, Distribution
+from roll_flash.planner.distributions import Constant, Distribution, LogNormal
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class SyntheticLoad:
     environment_s: Distribution = NO_TIME
     """Seconds of one step of the environment."""
     turns: int = 1
+    task_sigma: float = 0.0
+    """Standard deviation of the logarithm of a factor that all replicas of a task share: long tasks are long."""
     slow_share: float = 0.0
     """Share of the episodes whose environment fails slow in every step,"""
     slow_factor: float = 10.0
@@ -54,8 +56,9 @@ class SyntheticLoad:
     def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:
         generator = random.Random((self.seed * 1_000_003 + seed) * 1_009 + replica * 31 + attempt)
         factor = self.slow_factor if self.slow_share and generator.random() < self.slow_share else 1.0
+        length = LogNormal(1.0, self.task_sigma).sample(random.Random(self.seed * 7 + seed)) if self.task_sigma else 1.0
         turns = tuple(
-            (max(1, round(self.tokens.sample(generator))), factor * self.environment_s.sample(generator))
+            (max(1, round(length * self.tokens.sample(generator))), factor * self.environment_s.sample(generator))
             for _ in range(self.turns)
         )
         fails = bool(self.failure_rate) and generator.random() < self.failure_rate

@@ -20,6 +20,8 @@ class EpisodeSpan:
     started_s: float
     ended_s: float = 0.0
     fate: Fate = "unsettled"
+    step: int | None = None
+    """The step that trained it."""
     parts: list[tuple[Activity, float, float]] = field(default_factory=list)
     """What it did, from and until when."""
 

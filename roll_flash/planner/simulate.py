@@ -206,7 +206,7 @@ class Simulation:
     def _on_step(self, episode: _Episode) -> None:
         if episode.is_cancelled:
             return
-        self._note(episode, "environment")
+        self._note_step(episode)
         episode.since_s = self._now_s
         episode.turn += 1
         if episode.turn < len(episode.plan.turns):
@@ -228,6 +228,8 @@ class Simulation:
         slowest_s = max(episode.plan.turns[episode.turn][1] for episode in waiting)
         self._at_barrier = []
         for episode in waiting:
+            self._note(episode, "wait")
+            episode.since_s = self._now_s
             self._after(slowest_s, self._on_step, episode)
 
     def _outcome(self, episode: _Episode) -> Trajectory | EpisodeFailure:
@@ -327,7 +329,8 @@ class Simulation:
             self._trained_tokens += trajectory.policy_tokens
             self._trained_episodes += 1
             if self._timeline is not None:
-                self._timeline.episodes[trajectory.episode_id, trajectory.started_s].fate = "trained"
+                span = self._timeline.episodes[trajectory.episode_id, trajectory.started_s]
+                span.fate, span.step = "trained", self._scheduler.learner_version
         self._settle(group.group_id, {trajectory.episode_id for trajectory in group.trajectories})
 
     def _settle(self, group_id: str, trained: Collection[str] = ()) -> None:
@@ -345,6 +348,14 @@ class Simulation:
     def _note(self, episode: _Episode, activity: Activity) -> None:
         if episode.span is not None and self._now_s > episode.since_s:
             episode.span.parts.append((activity, episode.since_s, self._now_s))
+
+    def _note_step(self, episode: _Episode) -> None:
+        """In lockstep an environment waits after its own step for the slowest."""
+        if episode.span is not None:
+            own_end_s = min(self._now_s, episode.since_s + episode.plan.turns[episode.turn][1])
+            episode.span.parts.append(("environment", episode.since_s, own_end_s))
+            if own_end_s < self._now_s:
+                episode.span.parts.append(("wait", own_end_s, self._now_s))
 
     def _result(self) -> SimulationResult:
         elapsed_s = max(self._now_s, 1e-9)

@@ -1,198 +1,15 @@
-"""The scheduler under random schedules: nothing lost, nothing mixed, nothing trained that is too old."""
+"""What the scheduler decides, one situation at a time."""
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from scheduler_world import admit_all, failure, make_scheduler, trajectory
 
-from roll_flash.rollout.scheduler import Scheduler
-from roll_flash.rollout.scheduling_policy import SchedulingPolicy, has_signal
+from roll_flash.rollout.scheduling_policy import has_signal
 from roll_flash.rollout.staleness import StalenessRule
-from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
-
-
-def trajectory(episode: EpisodeSpec, versions: list[int], reward: float = 0.0) -> Trajectory:
-    count = len(versions)
-    return Trajectory(
-        episode_id=episode.episode_id,
-        group_id=episode.group_id,
-        task=episode.task,
-        token_ids=np.arange(count + 1, dtype=np.int32),
-        policy_mask=np.array([False] + [True] * count),
-        logprobs=np.zeros(count + 1, np.float32),
-        versions=np.array([-1, *versions], np.int32),
-        turns=(),
-        messages=(),
-        reward=reward,
-        success=None,
-        end="terminated",
-        prompt_length=1,
-        started_s=0.0,
-        finished_s=1.0,
-    )
-
-
-def failure(episode: EpisodeSpec) -> EpisodeFailure:
-    return EpisodeFailure(episode.episode_id, episode.group_id, episode.task, "env_error", "boom", 0, episode.attempt)
-
-
-def make_scheduler(**changes: Any) -> Scheduler:
-    rule = StalenessRule(changes.pop("async_ratio", 1.0), changes.pop("groups_per_step", 2), changes.pop("extra", 0))
-    policy = SchedulingPolicy(**{"group_size": 2, **changes})
-    return Scheduler(rule, policy, max_turns=4, sampling=SamplingParams())
-
-
-def admit_all(scheduler: Scheduler, first_seed: int = 0) -> int:
-    count = scheduler.room()
-    for index in range(count):
-        scheduler.admit(Task(f"t{first_seed + index}", "Env-v0", first_seed + index))
-    return count
-
-
-class World:
-    """Plays a random schedule against a scheduler: slots, servers that lag behind, a learner, failures."""
-
-    def __init__(self, seed: int, **changes: Any) -> None:
-        self.random = random.Random(seed)
-        self.alpha = changes.get("async_ratio", 1.0)
-        self.scheduler = make_scheduler(**changes)
-        self.replicate = changes.get("replicate", True)
-        self.replicas = changes.get("group_size", 2) + changes.get("extra_replicas", 0)
-        self.slots = self.random.randint(1 if self.replicate else self.replicas, 12)
-        self.failure_rate = self.random.choice([0.0, 0.1, 0.5])
-        self.running: dict[str, tuple[EpisodeSpec, list[int]]] = {}
-        self.outcomes: Counter[str] = Counter()
-        self.trained: list[tuple[int, Any]] = []
-        self.seeds = 0
-
-    def fill(self) -> None:
-        self.seeds += admit_all(self.scheduler, self.seeds)
-        for episode in self.scheduler.next_episodes(self.slots - self.scheduler.running):
-            assert episode.episode_id not in self.running
-            self.running[episode.episode_id] = (episode, [self.scheduler.server_version])
-        assert len(self.running) == self.scheduler.running <= self.slots
-        unit = 1 if self.replicate else self.replicas
-        idle = self.slots - self.scheduler.running
-        assert idle < unit or self.scheduler.startable == 0, "a slot is idle while work is queued"
-
-    def play_one(self) -> None:
-        episode, versions = self.running[self.random.choice(sorted(self.running))]
-        if self.random.random() < 0.5:
-            versions.append(self.scheduler.server_version)
-            return
-        del self.running[episode.episode_id]
-        failed = self.random.random() < self.failure_rate
-        self.outcomes["failed" if failed else "ended"] += 1
-        self.scheduler.finished(failure(episode) if failed else self.trajectory(episode, versions))
-        self.cancel()
-
-    def trajectory(self, episode: EpisodeSpec, versions: list[int]) -> Trajectory:
-        return trajectory(episode, versions, reward=self.random.choice([0.0, 1.0]))
-
-    def train_if_ready(self) -> None:
-        self.trained += [(self.scheduler.learner_version, group) for group in self.scheduler.take_ready()]
-        self.cancel()
-        if self.scheduler.groups_wanted() > 0:
-            return
-        self.scheduler.version_advanced(self.scheduler.learner_version + 1)
-        self.cancel()
-
-    def cancel(self) -> None:
-        for episode_id in self.scheduler.take_cancelled():
-            del self.running[episode_id]
-            self.outcomes["cancelled"] += 1
-
-    def publish(self) -> None:
-        if self.scheduler.server_version < self.scheduler.learner_version:
-            self.scheduler.published(
-                self.random.randint(self.scheduler.server_version + 1, self.scheduler.learner_version)
-            )
-
-    def run(self, events: int) -> None:
-        for _ in range(events):
-            self.fill()
-            if self.running:
-                self.play_one()
-            self.train_if_ready()
-            if not self.running or self.random.random() < 0.3:
-                self.publish()
-
-
-settings_strategy = {
-    "seed": st.integers(0, 10**6),
-    "async_ratio": st.sampled_from([0.0, 0.5, 1.0, 1.5, 2.0, 4.0]),
-    "groups_per_step": st.integers(1, 4),
-    "group_size": st.integers(2, 4),
-    "extra": st.integers(0, 3),
-    "retries": st.integers(0, 2),
-    "on_stale": st.sampled_from(["evict", "requeue", "wait"]),
-    "mode": st.sampled_from(["queue", "queue", "batch"]),
-    "replicate": st.booleans(),
-    "extra_replicas": st.integers(0, 2),
-    "surplus": st.sampled_from(["keep", "cancel"]),
-    "on_failure": st.sampled_from(["smaller", "refill"]),
-    "group_filter": st.sampled_from([None, has_signal]),
-}
-
-
-@given(**settings_strategy)
-def test_no_token_is_trained_beyond_the_asynchronous_ratio(seed: int, **changes: Any) -> None:
-    world = World(seed, **changes)
-    world.run(400)
-    for version, group in world.trained:
-        assert group.oldest_version >= version - world.alpha
-
-
-@given(**settings_strategy)
-def test_every_episode_ends_once_and_the_books_balance(seed: int, **changes: Any) -> None:
-    world = World(seed, **changes)
-    world.run(400)
-    scheduler = world.scheduler
-    books = scheduler.trajectories
-    assert books["produced"] == world.outcomes["ended"]
-    dropped = sum(count for name, count in books.items() if name.startswith("dropped_"))
-    assert books["produced"] == books["trained"] + dropped + scheduler.waiting_trajectories()
-    assert sum(scheduler.failures.values()) == world.outcomes["failed"]
-    held = len(scheduler.unfinished_tasks()) - len(scheduler.requeued_tasks)
-    assert scheduler.admitted == scheduler.trained_groups + sum(scheduler.dropped_groups.values()) + held
-
-
-@given(**settings_strategy)
-def test_groups_hold_replicas_of_their_own_task_only(seed: int, **changes: Any) -> None:
-    world = World(seed, **changes)
-    world.run(300)
-    seen: set[str] = set()
-    for _, group in world.trained:
-        assert {t.task for t in group.trajectories} == {group.task}
-        assert len({t.episode_id for t in group.trajectories}) == len(group.trajectories) >= 2
-        assert group.group_id not in seen
-        seen.add(group.group_id)
-
-
-@given(**{**settings_strategy, "seed": st.integers(0, 10**6)})
-def test_the_learner_always_gets_another_step(seed: int, **changes: Any) -> None:
-    """No deadlock: as long as some episodes succeed, versions advance."""
-    world = World(seed, **changes)
-    world.failure_rate = min(world.failure_rate, 0.1)
-    events = 0
-    while world.scheduler.learner_version < 5:
-        world.run(50)
-        events += 50
-        assert events < 20_000, "no step finished"
-
-
-@given(st.integers(0, 10**6))
-def test_the_same_inputs_give_the_same_decisions(seed: int) -> None:
-    first, second = World(seed), World(seed)
-    first.run(200)
-    second.run(200)
-    assert [(v, g.group_id) for v, g in first.trained] == [(v, g.group_id) for v, g in second.trained]
+from roll_flash.types import EpisodeSpec
 
 
 def test_replicas_are_scheduled_on_their_own_and_a_free_slot_takes_the_next() -> None:
@@ -331,3 +148,125 @@ def test_a_checkpoint_brings_back_every_task_that_was_not_trained() -> None:
 )
 def test_only_what_can_still_be_trained_in_time_may_begin(alpha: float, server: int, learner: int, groups: int) -> None:
     assert StalenessRule(alpha, groups_per_step=8).startable(server, learner) == groups
+
+
+def finish(scheduler_episodes: list[EpisodeSpec], group: int) -> list[EpisodeSpec]:
+    return [episode for episode in scheduler_episodes if episode.group_id == f"g{group:08d}"]
+
+
+def test_batch_scheduling_hands_nothing_out_before_the_whole_batch_is_done() -> None:
+    scheduler = make_scheduler(groups_per_step=2, async_ratio=1.0, mode="batch")
+    admit_all(scheduler)
+    wave = scheduler.next_episodes(100)
+    assert {episode.group_id for episode in wave} == {"g00000000", "g00000001"}, "the next batch has not begun"
+    for episode in wave[:3]:
+        scheduler.finished(trajectory(episode, [0]))
+    assert (scheduler.take_ready(), scheduler.next_episodes(100)) == ([], [])
+    scheduler.finished(trajectory(wave[3], [0]))
+    assert len(scheduler.take_ready()) == 2
+    assert {episode.group_id for episode in scheduler.next_episodes(100)} == {"g00000002", "g00000003"}
+
+
+def test_without_replication_a_group_starts_as_one_unit_or_not_at_all() -> None:
+    scheduler = make_scheduler(group_size=3, groups_per_step=2, async_ratio=0.0, replicate=False)
+    admit_all(scheduler)
+    assert len(scheduler.next_episodes(5)) == 3
+    assert scheduler.next_episodes(2) == []
+    assert len(scheduler.next_episodes(3)) == 3
+
+
+def test_a_group_is_complete_with_the_first_replicas_and_the_surplus_is_cancelled() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, extra_replicas=1, surplus="cancel")
+    admit_all(scheduler)
+    first, second, third = scheduler.next_episodes(10)
+    scheduler.finished(trajectory(third, [0]))
+    scheduler.finished(trajectory(first, [0]))
+    assert scheduler.take_cancelled() == [second.episode_id]
+    (group,) = scheduler.take_ready()
+    assert [t.episode_id for t in group.trajectories] == [third.episode_id, first.episode_id]
+
+
+def test_a_kept_surplus_replica_joins_its_group_if_it_comes_before_the_learner() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, extra_replicas=2, surplus="keep")
+    admit_all(scheduler)
+    first, second, third, fourth = scheduler.next_episodes(10)
+    for episode in (first, second, third):
+        scheduler.finished(trajectory(episode, [0]))
+    (group,) = scheduler.take_ready()
+    assert len(group.trajectories) == 3
+    assert scheduler.take_cancelled() == [fourth.episode_id]
+
+
+def test_surplus_groups_are_cancelled_when_the_step_has_enough() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=1.0, extra=1, surplus="cancel")
+    admit_all(scheduler)
+    started = scheduler.next_episodes(10)
+    for episode in finish(started, 1):
+        scheduler.finished(trajectory(episode, [0]))
+    scheduler.take_ready()
+    assert scheduler.take_cancelled() == [episode.episode_id for episode in finish(started, 0)], "one place is left"
+
+
+def test_a_lost_member_is_refilled_but_not_for_ever() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, on_failure="refill")
+    admit_all(scheduler)
+    running = scheduler.next_episodes(10)
+    scheduler.finished(trajectory(running[0], [0]))
+    episode, attempts = running[1], 1
+    while True:
+        scheduler.finished(failure(episode))
+        if not (again := scheduler.next_episodes(10)):
+            break
+        (episode,), attempts = again, attempts + 1
+    assert attempts == 3, "the replica and as many new ones as the group has members"
+    assert [dropped.reason for dropped in scheduler.take_dropped()] == ["too_few_trajectories"]
+
+
+def test_groups_without_signal_are_replaced_but_a_step_always_ends() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, group_filter=has_signal, most_filtered_per_step=2)
+    for _ in range(3):
+        admit_all(scheduler)
+        for episode in scheduler.next_episodes(10):
+            scheduler.finished(trajectory(episode, [0], reward=1.0))
+    assert scheduler.dropped_groups == {"no_signal": 2}
+    assert len(scheduler.take_ready()) == 1
+
+
+def test_a_fraction_of_alpha_queues_tasks_that_may_not_begin_yet() -> None:
+    scheduler = make_scheduler(groups_per_step=2, async_ratio=1.5)
+    assert admit_all(scheduler) == 5
+    assert len(scheduler.next_episodes(100)) == 2 * 4
+    assert (scheduler.queued, scheduler.startable) == (2, 0)
+
+
+def test_lowering_alpha_throws_nothing_away() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=1.0)
+    admit_all(scheduler)
+    started = scheduler.next_episodes(10)
+    scheduler.set_async_ratio(0)
+    for episode in finish(started, 0):
+        scheduler.finished(trajectory(episode, [0]))
+    scheduler.take_ready()
+    scheduler.version_advanced(1)
+    assert (scheduler.take_cancelled(), scheduler.room()) == ([], 0)
+    for episode in finish(started, 1):
+        scheduler.finished(trajectory(episode, [0]))
+    assert len(scheduler.take_ready()) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"group_size": 0}, "at least 2"),
+        ({"group_size": 1}, "at least 2"),
+        ({"async_ratio": -1.0}, "async_ratio"),
+        ({"async_ratio": float("nan")}, "async_ratio"),
+        ({"groups_per_step": 0}, "groups_per_step"),
+        ({"extra_replicas": -1}, "extra_replicas"),
+        ({"fair": True, "extra_replicas": 1}, "fair"),
+        ({"fair": True, "extra": 1}, "fair"),
+    ],
+)
+def test_policies_that_make_no_sense_are_refused(changes: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make_scheduler(**changes)

@@ -1,0 +1,126 @@
+"""The pictures of docs/scheduling.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
+from scheduling_claims import Claim, Row, servers, simulate
+
+from roll_flash.planner.distributions import LogNormal
+from roll_flash.planner.load import SyntheticLoad
+from roll_flash.planner.result import SimulationResult
+from roll_flash.planner.settings import LearnerSpec
+
+GENERATE, ENVIRONMENT, LOST, LEARNER = "#3b6fb6", "#9cc4e4", "#d9d9d9", "#d1603d"
+COLOURS = {"generate": GENERATE, "environment": ENVIRONMENT, "wait": "#f1e9d2"}
+SLOTS = 16
+STEPS = 4
+
+PANELS: list[tuple[str, dict[str, Any]]] = [
+    ("batch rollout, environments in lockstep, synchronous", {"mode": "batch", "lockstep": True}),
+    ("each environment on its own, synchronous", {"mode": "batch"}),
+    ("queue scheduling + 2 extra groups, first 4 train (alpha 0)", {"extra": 2, "surplus": "cancel"}),
+    ("asynchronous, alpha 1, stale groups evicted", {"alpha": 1}),
+    ("asynchronous, alpha 1, fair (order of submission)", {"alpha": 1, "fair": True}),
+]
+
+
+def draw_gantt(path: Path) -> None:
+    """The same load under each policy: one line for each slot, the learner below."""
+    load = SyntheticLoad(LogNormal(110, 0.7), LogNormal(3, 0.8), turns=3, slow_share=0.03, seed=11)
+    learner = LearnerSpec(group_s=1.2, step_s=1.5, publish_s=0.6)
+    results = [
+        simulate(
+            load, groups=4, size=4, slots=SLOTS, on=servers(2, 16), learner=learner, steps=STEPS, record=True, **how
+        )
+        for _, how in PANELS
+    ]
+    end_s = max(result.step_ends_s[-1] for result in results)
+    figure, axes = plt.subplots(len(PANELS), 1, figsize=(11, 13.5), sharex=True, layout="constrained")
+    for axis, (title, _), result in zip(axes, PANELS, results, strict=True):
+        _draw_run(axis, result, end_s)
+        axis.set_title(
+            f"{title}: {STEPS} steps in {result.step_ends_s[-1]:.0f} s", loc="left", fontsize=11, fontweight="bold"
+        )
+    axes[-1].set_xlabel("virtual seconds")
+    figure.legend(
+        handles=[
+            Patch(color=GENERATE, label="the model writes"),
+            Patch(color=ENVIRONMENT, label="the environment steps"),
+            Patch(color=COLOURS["wait"], label="waits for others"),
+            Patch(color=LOST, label="played, but not trained"),
+            Patch(color=LEARNER, label="the learner works"),
+            Line2D([], [], color="black", linewidth=1.2, label="a step is finished"),
+        ],
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_run(axis: Axes, result: SimulationResult, end_s: float) -> None:
+    timeline = result.timeline
+    assert timeline is not None
+    last_s = result.step_ends_s[-1]
+    for span in timeline.episodes.values():
+        is_lost = span.fate in ("cancelled", "dropped", "failed")
+        for activity, start_s, stop_s in span.parts:
+            colour = LOST if is_lost else COLOURS[activity]
+            axis.barh(span.slot, min(stop_s, last_s) - start_s, left=start_s, height=0.86, color=colour, linewidth=0)
+        if span.parts:
+            start_s, stop_s = span.parts[0][1], min(last_s, span.parts[-1][2])
+            axis.barh(span.slot, stop_s - start_s, left=start_s, height=0.86, fill=False, ec="white", linewidth=0.8)
+    for start_s, stop_s in timeline.learner:
+        axis.barh(-2, min(stop_s, last_s) - start_s, left=start_s, height=1.6, color=LEARNER, linewidth=0)
+    for step_s in result.step_ends_s:
+        axis.axvline(step_s, color="black", linewidth=1.2)
+    axis.set(xlim=(0, end_s * 1.01), ylim=(SLOTS - 0.4, -3.2))
+    axis.set_yticks([-2, (SLOTS - 1) / 2], ["learner ", f"{SLOTS} slots "])
+    axis.tick_params(axis="y", length=0)
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+def draw_alpha(claims: list[Claim], path: Path) -> None:
+    """Throughput, staleness, waste and bias over alpha."""
+    evict, wait = (next(c.rows for c in claims if c.name.endswith(f"({name})")) for name in ("evict", "wait"))
+    figure, (speed, age, price) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
+    _line(speed, evict, "samples/s", GENERATE, "evict", "o-")
+    _line(speed, wait, "samples/s", LEARNER, "wait", "s-")
+    best = max(row["samples/s"] for row in evict)
+    knee = next(row for row in evict if row["samples/s"] >= 0.9 * best)
+    speed.annotate(
+        f"knee: alpha {knee['alpha']:g},\n{knee['samples/s'] / evict[0]['samples/s']:.0f}x synchronous",
+        (knee["alpha"], knee["samples/s"]),
+        xytext=(knee["alpha"] + 1.2, 0.6 * best),
+        arrowprops={"arrowstyle": "->"},
+    )
+    speed.set(title="Throughput (samples/s)", ylim=(0, None))
+    _line(age, evict, "staleness max", GENERATE, "oldest token", "o-")
+    _line(age, evict, "staleness mean", ENVIRONMENT, "mean of all tokens", "o-")
+    age.set(title="Age of trained tokens (steps), evict")
+    _line(price, evict, "discarded", "#888888", "tokens sampled for nothing", "o-")
+    _line(price, evict, "latency of trained/submitted", GENERATE, "mean latency, trained / submitted", "o-")
+    _line(price, evict, "length of trained/submitted", ENVIRONMENT, "mean length, trained / submitted", "o-")
+    price.axhline(1, color="black", linewidth=0.6)
+    price.set(title="The price of evicting", ylim=(0, 1.1))
+    for axis in (speed, age, price):
+        axis.set_xlabel("alpha (async_ratio)")
+        axis.legend(frameon=False, loc="center right" if axis is not age else "upper left")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _line(axis: Axes, rows: list[Row], column: str, colour: str, label: str, style: str) -> None:
+    axis.plot([row["alpha"] for row in rows], [row[column] for row in rows], style, color=colour, label=label)
