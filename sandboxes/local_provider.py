@@ -6,8 +6,10 @@ The machine's own `/usr` is inside, read-only, and nothing else of it; network, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
+import signal
 import socket
 import uuid
 from pathlib import Path
@@ -85,6 +87,7 @@ class LocalProvider:
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=files,
                 cwd="/",
+                start_new_session=True,  # Ctrl-C is the controller's; what it closes ends by end-of-file
                 env={"PATH": os.environ.get("PATH", SEARCH_PATH)},
             )
         except OSError as error:
@@ -118,14 +121,21 @@ async def _read_diagnostics(stream: asyncio.StreamReader, connection: AgentConne
 async def _end(process: asyncio.subprocess.Process) -> None:
     """The agent leaves at end-of-file and its process namespace with it; bubblewrap follows."""
     try:
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(END_TIMEOUT_S):
             await process.wait()
             return
     except TimeoutError:
-        if process.returncode is None:
-            process.kill()
+        await asyncio.to_thread(_kill, process.pid)
     async with asyncio.timeout(END_TIMEOUT_S):
         await process.wait()
+
+
+def _kill(pid: int) -> None:
+    """Inside first: bubblewrap that is killed while it sets up leaves a child that waits for it for ever."""
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    for victim in (*(int(child) for child in children.read_text().split()), pid):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, signal.SIGKILL)
 
 
 def _fill(fd: int, content: bytes) -> None:
@@ -144,12 +154,12 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
     """`files`: descriptors of the agent, passwd and group, copied in by bubblewrap."""
     user, group = spec.user.split(":")
     size = str(spec.tmpfs_size_mb << 20)
+    # No --die-with-parent: killed while it sets up, bubblewrap leaves a child that waits for ever. End-of-file does it.
     command = [
         *_without_root(),
         "bwrap",
         "--unshare-all",
         "--unshare-user",
-        "--die-with-parent",
         "--new-session",
     ]
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -78,6 +79,19 @@ def alive(pid: int) -> bool:
         return False
 
 
+def orphaned_sandboxes() -> list[int]:
+    """Local sandboxes whose controller is gone."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        if ".roll-flash/agent" not in _command(int(folder.name)):
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            if fields[1] == "1" and fields[0] not in "ZX":
+                found.append(int(folder.name))
+    return found
+
+
 def start(program: str, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-c", program, *arguments]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -130,6 +144,10 @@ def test_a_controller_killed_while_it_starts_sandboxes_leaves_nothing(provider: 
         process.wait(timeout=10)
         assert_gone(provider, run, below, 15.0)
         assert_gone(provider, run, below, 1.0)
+    end = time.monotonic() + 5
+    while orphans := orphaned_sandboxes():
+        assert time.monotonic() < end, f"left behind: {orphans}"
+        time.sleep(0.1)
 
 
 @pytest.mark.docker
