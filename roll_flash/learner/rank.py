@@ -157,6 +157,8 @@ class LearnerRank:
         self._policy.eval()
         with torch.no_grad():
             logprobs, _ = self._policy(row, 1.0)
+        # FSDP gathers the root's parameters for a backward pass, and none comes to shard them again.
+        self._policy.reshard()
         result: NDArray[np.float32] = logprobs.cpu().numpy()
         return result
 

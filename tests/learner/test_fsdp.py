@@ -120,6 +120,31 @@ def test_a_step_reports_what_it_did_and_leaves_out_what_is_broken(tiny_model: Pa
         assert name in metrics
 
 
+def test_a_step_without_any_signal_is_taken_also_after_the_parity_probe(tiny_model: Path) -> None:
+    async def use(learner: FsdpLearner) -> list[StepResult]:
+        await learner.logprobs([1, 2, 3])
+        first = await step(learner, [make_group(9, rewards=[1.0] * 4)])
+        await learner.logprobs([1, 2, 3])
+        return [first, await step(learner, [make_group(9, rewards=[1.0] * 4, version=1)])]
+
+    results = with_learner(tiny_model, use)
+    assert [(result.version, result.metrics["grad_norm"], result.skipped) for result in results] == [
+        (1, 0.0, False),
+        (2, 0.0, False),
+    ]
+
+
+def test_an_abandoned_step_leaves_no_trace(tiny_model: Path) -> None:
+    async def use(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+        await learner.accumulate(GROUPS[3:])
+        await learner.abandon_step()
+        await step(learner, GROUPS[:3])
+        return await staged(learner)
+
+    expected = plain_loop(tiny_model, [GROUPS[:3]], {"learning_rate": 1e-3})
+    assert_same_weights(with_learner(tiny_model, use), expected)
+
+
 def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) -> None:
     async def use(learner: FsdpLearner) -> None:
         with pytest.raises(LearnerError, match="nothing to step on: no groups"):
