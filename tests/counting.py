@@ -27,3 +27,15 @@ class Counting(Env):
 
 
 register_env("Counting-v0", Counting)
+
+
+class Failing(Counting):
+    """Raises in reset."""
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        raise RuntimeError("no such level")
+
+
+register_env("Failing-v0", Failing)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from leaks import Session
 
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
@@ -134,6 +135,17 @@ class TestOneRunThroughItsLife:
     def test_a_plot_was_drawn(self, life: dict[str, Any]) -> None:
         assert (life["folder"] / "plots" / "reward.png").stat().st_size > 10_000
 
+    def test_its_checkpoint_is_evaluated_with_several_attempts(self, life: dict[str, Any], tmp_path: Path) -> None:
+        code, output = run(
+            *("eval", "--model", str(life["folder"]), "-n", "3", "-k", "2", "--temperature", "1"),
+            *("--out", str(tmp_path / "eval"), "--json"),
+        )
+        assert code == 0, output
+        result = json.loads(output[output.index("{\n") :])
+        assert (result["tasks"], result["attempts"], result["scored"]) == (3, 2, 6)
+        assert set(result["pass_at_k"]) == {"1", "2"}
+        assert len(list((tmp_path / "eval" / "transcripts").iterdir())) == 6
+
     def test_the_name_of_a_run_is_not_taken_twice(self, life: dict[str, Any]) -> None:
         code, output = run("train", "configs/ci.yaml", "name=life", f"runs={life['folder'].parent}")
         assert code == 2
@@ -156,6 +168,49 @@ def test_bad_input_is_one_clear_line_before_anything_starts(
     found, output = run("train", "configs/ci.yaml", "name=bad", f"runs={tmp_path}", *arguments)
     assert (found, len(output.strip().splitlines())) == (code, 1), output
     assert says in output
+
+
+QUICK = ["inference.engine=transformers", "eval.before_and_after=false", "env.max_turns=3"]
+"""The engine for tiny models, which starts in seconds; everything else is the real thing."""
+
+
+@pytest.mark.ray
+def test_a_run_whose_episodes_all_fail_stops_and_says_why(tmp_path: Path) -> None:
+    code, output = run(
+        *("train", "configs/ci.yaml", "name=fails", f"runs={tmp_path}", *QUICK),
+        *("env.id=tests.counting:Failing-v0", "rollout.max_failures_in_a_row=8"),
+    )
+    assert code == 1, output
+    assert "env_error" in output
+    assert "no such level" in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.ray
+@pytest.mark.docker
+def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path) -> None:
+    arguments = [
+        "train",
+        "configs/ci.yaml",
+        "name=killed",
+        f"runs={tmp_path}",
+        *QUICK,
+        "checkpoint.every=1",
+        "steps=40",
+    ]
+    environment: dict[str, str] = {}
+    session = Session.begin(environment)
+    process = start(*arguments, **environment)
+    try:
+        wait_for_step(tmp_path / "killed", 2, process)
+    finally:
+        process.kill()
+    process.communicate(timeout=30)
+    assert session.leaks() == []
+    newest = list_checkpoints(tmp_path / "killed")[-1].step
+    code, output = run(*arguments[:-1], f"steps={newest + 1}", "--resume")
+    assert code == 0, output
+    assert [row["step"] for row in step_rows(tmp_path / "killed")] == list(range(1, newest + 2))
 
 
 def test_docker_without_an_engine_is_one_clear_line(tmp_path: Path) -> None:
