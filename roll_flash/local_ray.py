@@ -15,6 +15,7 @@ from roll_flash.errors import RunError
 
 OBJECT_STORE_BYTES = 256 << 20
 """Trajectories are small, and weights do not travel through Ray."""
+ATTEMPTS = 3
 
 
 @asynccontextmanager
@@ -39,11 +40,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         }
     else:
         options["address"] = config.address
-    try:
-        context: Any = ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        where = f"the Ray cluster at {config.address}" if config.address else "Ray on this machine"
-        raise RunError(f"{where} is not available: {' '.join(str(error).split())} (ray.address)") from None
+    context = _init(options, config)
     session = Path(context.address_info["session_dir"])
     try:
         yield
@@ -51,3 +48,19 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         ray.shutdown()
         if config.address is None:
             shutil.rmtree(session, ignore_errors=True)
+
+
+def _init(options: dict[str, Any], config: RayConfig) -> Any:
+    """`ray.init`, tried again when this machine was too busy: Ray gives its own processes 30 seconds to come up."""
+    import ray
+
+    for attempt in range(ATTEMPTS):
+        try:
+            return ray.init(**options)
+        except Exception as error:  # Ray raises bare Exceptions here too
+            ray.shutdown()
+            if config.address is None and "timed out" in str(error) and attempt + 1 < ATTEMPTS:
+                continue
+            where = f"the Ray cluster at {config.address}" if config.address else "Ray on this machine"
+            raise RunError(f"{where} is not available: {' '.join(str(error).split())} (ray.address)") from None
+    raise AssertionError("the loop returns or raises")
