@@ -11,6 +11,7 @@ from roll_flash.sandboxes import files, trees
 from roll_flash.sandboxes.channels import PingChannel
 from roll_flash.sandboxes.commands import Command, CommandStream, inside, run_command
 from roll_flash.sandboxes.connection import AgentConnection
+from roll_flash.sandboxes.egress import COMMAND, Egress
 from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError
 from roll_flash.sandboxes.frames import Request
 from roll_flash.sandboxes.histogram import Histogram
@@ -18,7 +19,7 @@ from roll_flash.sandboxes.protocol import Isolation
 from roll_flash.sandboxes.reset import reset
 from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.shell import Shell
-from roll_flash.sandboxes.snapshot import capture
+from roll_flash.sandboxes.snapshot import capture, populate
 from roll_flash.sandboxes.spec import SandboxSpec
 from roll_flash.sandboxes.usage import read_usage
 
@@ -60,8 +61,19 @@ class AgentSandbox:
         self._connection = connection
         self._end = end
         self._commit = commit
+        self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
         self._counts = CommandCounts()
+
+    async def prepare(self) -> None:
+        """What a spec asks for beyond a running agent. Raises SandboxError."""
+        await populate(self._connection, self.spec)
+        if self.spec.network == "allowlist":
+            asked = Command(COMMAND, None, grace=0.0, has_stdin=True)
+            self._egress = Egress(
+                lambda: CommandStream(self._connection, self.spec, asked, lambda result: None), self.spec.allow
+            )
+            await self._egress.start()
 
     @property
     def alive(self) -> bool:
@@ -173,5 +185,10 @@ class AgentSandbox:
     async def close(self, *, reason: str = "closed") -> None:
         if self._ending is None:
             self._connection.lost(SandboxDied(f"sandbox {self.name} is closed ({reason})", reason))
-            self._ending = asyncio.ensure_future(self._end())
+            self._ending = asyncio.ensure_future(self._finish())
         await asyncio.shield(self._ending)
+
+    async def _finish(self) -> None:
+        if self._egress is not None:
+            await self._egress.close()
+        await self._end()

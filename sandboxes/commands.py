@@ -55,7 +55,7 @@ class Command:
         return frames.exec_request(
             argv,
             cwd=inside(spec, self.cwd or "."),
-            env=[*spec.env, *(self.env or {}).items()],
+            env=[*spec.variables, *(self.env or {}).items()],
             timeout_ms=0 if self.timeout is None else max(1, round(self.timeout_s * 1000)),
             grace_ms=round(self.grace * 1000),
             cap=0 if window else self.max_output,

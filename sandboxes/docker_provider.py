@@ -25,7 +25,6 @@ from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.image_build import image_of
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reaper import sweep
-from roll_flash.sandboxes.snapshot import populate
 from roll_flash.sandboxes.spec import SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
@@ -84,6 +83,15 @@ class DockerProvider:
             name = f"roll-flash-{uuid.uuid4().hex[:12]}"
             connection = AgentConnection(name)
             connection.explain = lambda: self._events.why(name)
+            sandbox = AgentSandbox(
+                name=name,
+                provider=self.name,
+                isolation=self.isolation,
+                spec=spec,
+                connection=connection,
+                end=lambda: self.remove(name),
+                commit=lambda: self._commit(name),
+            )
             creating = asyncio.ensure_future(self._create(name, image, spec, run))
             try:
                 async with asyncio.timeout(timeout_s):
@@ -91,22 +99,14 @@ class DockerProvider:
                     await self.engine.attach(name, connection)
                     await self.engine.call("POST", f"/containers/{name}/start")
                     await connection.ready(timeout_s)
-                    await populate(connection, spec)
+                    await sandbox.prepare()
             except TimeoutError:
                 await self._discard(name, connection, creating)
                 raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
             except BaseException:
                 await asyncio.shield(self._discard(name, connection, creating))
                 raise
-        return AgentSandbox(
-            name=name,
-            provider=self.name,
-            isolation=self.isolation,
-            spec=spec,
-            connection=connection,
-            end=lambda: self.remove(name),
-            commit=lambda: self._commit(name),
-        )
+        return sandbox
 
     async def _create(self, name: str, image: str, spec: SandboxSpec, run: str) -> None:
         assert self._agent is not None

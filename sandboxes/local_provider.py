@@ -19,7 +19,6 @@ from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
-from roll_flash.sandboxes.snapshot import populate
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 END_TIMEOUT_S = 10.0
@@ -55,21 +54,22 @@ class LocalProvider:
         async with self._starts:
             connection = AgentConnection(name)
             process = await self._spawn(name, spec, connection)
+            sandbox = AgentSandbox(
+                name=name,
+                provider=self.name,
+                isolation=self.isolation,
+                spec=spec,
+                connection=connection,
+                end=lambda: _end(process),
+            )
             try:
                 await connection.ready(timeout_s)
-                await populate(connection, spec)
+                await sandbox.prepare()
             except BaseException:
                 connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
                 await asyncio.shield(_end(process))
                 raise
-        return AgentSandbox(
-            name=name,
-            provider=self.name,
-            isolation=self.isolation,
-            spec=spec,
-            connection=connection,
-            end=lambda: _end(process),
-        )
+        return sandbox
 
     async def _spawn(self, name: str, spec: SandboxSpec, connection: AgentConnection) -> asyncio.subprocess.Process:
         assert self._agent is not None, "connect() comes first"
@@ -93,6 +93,9 @@ class LocalProvider:
         except OSError as error:
             ours.close()
             raise SandboxStartError(f"sandbox {name}: bubblewrap could not be started: {error}") from None
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
             for fd in files:

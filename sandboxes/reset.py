@@ -20,9 +20,9 @@ REMAINS = (
 async def reset(sandbox: Sandbox, connection: AgentConnection) -> bool:
     """Kill every process, empty every writable place, then look. False: close it.
 
-    A sandbox with a writable root, or whose image lacks a shell, is never taken again.
+    A sandbox with a writable root or a way out, or whose image lacks a shell, is never taken again.
     """
-    if sandbox.spec.writable_root:
+    if sandbox.spec.writable_root or sandbox.spec.network != "none":
         return False
     try:
         await sandbox.exec(KILL_ALL, timeout=5)

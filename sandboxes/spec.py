@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 DEFAULT_IMAGE = "roll-flash-sandbox:latest"
+PROXY_PORT = 3128
+PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
 
 
 def _pairs(value: Any) -> Any:
@@ -43,8 +45,10 @@ class SandboxSpec(BaseModel):
     tmpfs_inodes: Annotated[int, Field(ge=64)] = 65536
     """Most files in `workdir` and in `/tmp`, each."""
     open_files: Annotated[int, Field(ge=16)] = 1024
-    network: Literal["none"] = "none"
-    """`none`: loopback only."""
+    network: Literal["none", "allowlist"] = "none"
+    """`none`: loopback only. `allowlist`: besides, a proxy on loopback that leads to the hosts in `allow`."""
+    allow: tuple[str, ...] = ()
+    """`host:port`, or `*.host:port` for every name below it; for `network="allowlist"`."""
     env: Env = ()
     """Environment variables of every command."""
     workdir: Annotated[str, Field(pattern=r"^/[^\x00:,]+$")] = "/sandbox"
@@ -63,10 +67,22 @@ class SandboxSpec(BaseModel):
             )
         if self.image is not None and self.dockerfile is not None:
             raise ValueError("image and dockerfile: name one of the two")
+        if self.allow and self.network != "allowlist":
+            raise ValueError('allow is for network="allowlist"')
+        for entry in self.allow:
+            name, _, port = entry.rpartition(":")
+            if not name or not port.isdigit() or "*" in name.removeprefix("*."):
+                raise ValueError(f"allow: {entry!r} is not host:port or *.host:port")
         for name, value in self.env:
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} is not a usable variable name, or its value holds a NUL")
         return self
+
+    @property
+    def variables(self) -> tuple[tuple[str, str], ...]:
+        """What every command has in its environment."""
+        proxied = PROXY_VARIABLES if self.network == "allowlist" else ()
+        return (*((name, f"http://127.0.0.1:{PROXY_PORT}") for name in proxied), *self.env)
 
     @property
     def tmpfs_size_mb(self) -> int:

@@ -102,6 +102,9 @@ void file_remove(uint32_t channel, struct reader *payload);
 /* walk.c: the contents of a directory tree. */
 void walk_list(uint32_t channel, struct reader *payload);
 
+/* relay.c: connections on the loopback address as channels. */
+void relay(uint16_t port) __attribute__((noreturn));
+
 /* confine.c: what the sandbox's kernel interface is cut down to. */
 void confine(void);
 
