@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
+import roll_flash.config as config_module
 from roll_flash.config import Config, Section, load_config
 from roll_flash.errors import ConfigError
 
@@ -21,10 +23,10 @@ SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
 
 SELF_EXPLANATORY = {
     *("name", "seed", "steps", "model", "env", "sandbox", "rollout", "inference", "learner", "weights", "checkpoint"),
-    *("monitor", "eval", "ray", "warm_start", "loss", "threads", "ranks", "device", "engine", "servers", "tasks"),
+    *("monitor", "eval", "ray", "loss", "threads", "ranks", "device", "engine", "servers", "tasks"),
     *("memory_mb", "cpus", "pids", "temperature", "learning_rate", "warmup_steps", "weight_decay", "betas"),
     *("max_grad_norm", "tensorboard", "num_cpus", "max_num_seqs", "gpu_memory_utilization", "advantage"),
-    *("clip_low", "clip_high", "parity_text", "demonstrations", "before_and_after"),
+    *("clip_low", "clip_high", "parity_text", "before_and_after"),
 }
 """Names that need no words, beside those that end in `_timeout_s`."""
 
@@ -129,7 +131,7 @@ def test_a_folder_or_a_binary_file_is_no_config(tmp_path: Path) -> None:
         ("env.kwargs.slip=1e-3", ("env", "kwargs"), {"slip": 0.001}),
         ('model.path="1e5"', ("model", "path"), "1e5"),
         ("env.id=my_pkg.envs:Maze-v0", ("env", "id"), "my_pkg.envs:Maze-v0"),
-        ("warm_start.steps=2", ("warm_start", "steps"), 2),
+        ("checkpoint.keep=5", ("checkpoint", "keep"), 5),
         ("monitor.tensorboard=false", ("monitor", "tensorboard"), False),
         ("name=second", ("name",), "second"),
     ],
@@ -173,7 +175,7 @@ def test_an_override_that_cannot_be_meant_is_explained(override: str, words: str
         ("rollout.groupsize=3", "unknown key 'rollout.groupsize'; did you mean 'rollout.group_size'?"),
         ("learner.loss.clip_hihg=0.2", "did you mean 'learner.loss.clip_high'?"),
         ("group_size=3", "did you mean 'rollout.group_size'?"),
-        ("warm_start.step=3", "did you mean 'warm_start.steps'?"),
+        ("checkpoint.evry=3", "did you mean 'checkpoint.every'?"),
         ("monitor.qqqqqq=1", "known keys here: tensorboard, stall_timeout_s"),
     ],
 )
@@ -238,7 +240,7 @@ def test_a_long_wrong_value_is_shortened() -> None:
 
 
 def test_the_saved_tree_runs_again_as_it_is(tmp_path: Path) -> None:
-    overrides = ["warm_start.steps=2", "learner.loss.dual_clip=3", "env.kwargs={size: 3}", "rollout.stop=['</a>']"]
+    overrides = ["checkpoint.keep=5", "learner.loss.dual_clip=3", "env.kwargs={size: 3}", "rollout.stop=['</a>']"]
     config = load_config(SMALLEST, overrides)
     saved = write(tmp_path / "config.yaml", config.to_yaml())
     assert load_config(saved) == config
@@ -318,3 +320,30 @@ def test_reading_a_config_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_auto_adapts_the_asynchronous_ratio_below_a_bound_that_the_learner_checks() -> None:
+    config = load_config({**SMALLEST, "async_ratio": "auto", "async_ratio_bounds": [1, 3]})
+    assert (config.async_ratio, config.highest_async_ratio) == ("auto", 3)
+    assert load_config({**SMALLEST, "async_ratio": 2}).highest_async_ratio == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("async_ratio=automatic", "async_ratio"),
+        ("async_ratio_bounds=[3, 1]", "smallest, largest"),
+        ("rollout.extra_groups=100", "alone fill"),
+    ],
+)
+def test_scheduling_settings_that_make_no_sense_are_refused(override: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(SMALLEST, [override])
+
+
+def test_every_key_is_read_somewhere() -> None:
+    """An option that is documented and never read is a lie."""
+    sources = [path for path in Path(config_module.__file__).parent.rglob("*.py") if path.name != "config.py"]
+    text = "\n".join(path.read_text() for path in sources)
+    keys = [key.rsplit(".", 1)[-1] for key in config_module._all_keys(Config)]
+    assert [key for key in keys if not re.search(rf"\.{key}\b|\b{key}: ", text)] == []
