@@ -53,6 +53,7 @@ class AgentSandbox:
         connection: AgentConnection,
         end: Callable[[], Awaitable[None]],
         commit: Callable[[], Awaitable[str]] | None = None,
+        usage: Callable[[], dict[str, int]] | None = None,
     ) -> None:
         self.name = name
         self.provider = provider
@@ -61,6 +62,7 @@ class AgentSandbox:
         self._connection = connection
         self._end = end
         self._commit = commit
+        self._usage = usage
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
         self._counts = CommandCounts()
@@ -150,7 +152,9 @@ class AgentSandbox:
         await files.remove(self._connection, inside(self.spec, path))
 
     async def stats(self) -> SandboxStats:
-        usage = await read_usage(self._connection) if self.provider != "local" else {}
+        if not self._connection.usable:
+            raise self._connection.error or SandboxDied(f"sandbox {self.name} died", "agent")
+        usage = await self._read_usage()
         counts = self._counts
         return SandboxStats(
             memory_bytes=usage.get("memory_bytes"),
@@ -163,6 +167,11 @@ class AgentSandbox:
             truncations=counts.truncations,
             exec_s=counts.exec_s,
         )
+
+    async def _read_usage(self) -> dict[str, int]:
+        if self._usage is not None:
+            return await asyncio.to_thread(self._usage)
+        return await read_usage(self._connection) if self.provider == "docker" else {}
 
     async def ping(self, *, timeout: float = 10.0) -> None:
         channel = PingChannel()

@@ -18,6 +18,7 @@ from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_progr
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
+from roll_flash.sandboxes.local_cgroup import Cgroup, can_limit, make_cgroup, sweep_cgroups
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
@@ -35,6 +36,8 @@ class LocalProvider:
     def __init__(self, *, max_parallel_starts: int = 8) -> None:
         self._starts = asyncio.Semaphore(max_parallel_starts)
         self._agent: AgentProgram | None = None
+        self.limited = False
+        """Whether sandboxes are held to their limits on memory, processor and processes."""
         self._readers: set[asyncio.Future[None]] = set()
 
     async def connect(self) -> None:
@@ -44,6 +47,7 @@ class LocalProvider:
         if os.geteuid() == 0 and shutil.which("setpriv") is None:
             raise SandboxUnavailable("the local sandbox of root needs setpriv: apt-get install util-linux")
         self._agent = await asyncio.to_thread(agent_program)
+        self.limited = await asyncio.to_thread(can_limit)
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         if spec.image not in (None, DEFAULT_IMAGE) or spec.dockerfile is not None or spec.writable_root:
@@ -53,25 +57,34 @@ class LocalProvider:
         name = f"roll-flash-{uuid.uuid4().hex[:12]}"
         async with self._starts:
             connection = AgentConnection(name)
-            process = await self._spawn(name, spec, connection)
+            cgroup = await asyncio.to_thread(make_cgroup, name, spec) if self.limited else None
+            try:
+                process = await self._spawn(name, spec, connection, cgroup)
+            except BaseException:
+                if cgroup is not None:
+                    cgroup.remove()
+                raise
             sandbox = AgentSandbox(
                 name=name,
                 provider=self.name,
                 isolation=self.isolation,
                 spec=spec,
                 connection=connection,
-                end=lambda: _end(process),
+                end=lambda: _end(process, cgroup),
+                usage=cgroup.usage if cgroup is not None else None,
             )
             try:
                 await connection.ready(timeout_s)
                 await sandbox.prepare()
             except BaseException:
                 connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
-                await asyncio.shield(_end(process))
+                await asyncio.shield(_end(process, cgroup))
                 raise
         return sandbox
 
-    async def _spawn(self, name: str, spec: SandboxSpec, connection: AgentConnection) -> asyncio.subprocess.Process:
+    async def _spawn(
+        self, name: str, spec: SandboxSpec, connection: AgentConnection, cgroup: Cgroup | None
+    ) -> asyncio.subprocess.Process:
         assert self._agent is not None, "connect() comes first"
         ours, theirs = socket.socketpair()
         files = [os.memfd_create("agent"), os.memfd_create("passwd"), os.memfd_create("group")]
@@ -80,8 +93,9 @@ class LocalProvider:
             _fill(files[0], self._agent.content)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
+            command = bubblewrap_command(spec, self._agent, files)
             process = await asyncio.create_subprocess_exec(
-                *bubblewrap_command(spec, self._agent, files),
+                *(cgroup.wrap(command) if cgroup is not None else command),
                 stdin=theirs.fileno(),
                 stdout=theirs.fileno(),
                 stderr=asyncio.subprocess.PIPE,
@@ -109,8 +123,8 @@ class LocalProvider:
         return process
 
     async def sweep(self) -> int:
-        """Nothing can stay: the sandboxes die with their controller."""
-        return 0
+        """The sandboxes die with their controller; only their empty control groups can stay."""
+        return await asyncio.to_thread(sweep_cgroups) if self.limited else 0
 
     async def close(self) -> None:
         """Nothing is held beyond the sandboxes."""
@@ -121,16 +135,17 @@ async def _read_diagnostics(stream: asyncio.StreamReader, connection: AgentConne
         connection.receive_diagnostics(piece)
 
 
-async def _end(process: asyncio.subprocess.Process) -> None:
+async def _end(process: asyncio.subprocess.Process, cgroup: Cgroup | None) -> None:
     """The agent leaves at end-of-file and its process namespace with it; bubblewrap follows."""
     try:
         async with asyncio.timeout(END_TIMEOUT_S):
             await process.wait()
-            return
     except TimeoutError:
         await asyncio.to_thread(_kill, process.pid)
-    async with asyncio.timeout(END_TIMEOUT_S):
-        await process.wait()
+        async with asyncio.timeout(END_TIMEOUT_S):
+            await process.wait()
+    if cgroup is not None:
+        await asyncio.to_thread(cgroup.remove)
 
 
 def _kill(pid: int) -> None:

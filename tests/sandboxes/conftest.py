@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from roll_flash.sandboxes import SandboxUnavailable
+from roll_flash.sandboxes.local_cgroup import can_limit
 from roll_flash.sandboxes.opening import connect_provider
 
 Run = Callable[[Callable[[], Awaitable[Any]]], Any]
@@ -40,6 +41,14 @@ def need(provider: str) -> None:
 def provider(request: pytest.FixtureRequest) -> str:
     need(request.param)
     return str(request.param)
+
+
+@pytest.fixture
+def limited(provider: str) -> str:
+    """A provider that holds sandboxes to their limits: docker, and local where control groups can be made."""
+    if provider == "local" and not can_limit():
+        pytest.skip("this user may not make control groups, local sandboxes have no limits")
+    return provider
 
 
 @pytest.fixture

@@ -11,8 +11,6 @@ import pytest
 from abuse import within
 from roll_flash.sandboxes import Sandbox, SandboxFileError
 
-pytestmark = pytest.mark.docker
-
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:

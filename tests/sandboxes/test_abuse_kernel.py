@@ -11,7 +11,6 @@ from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.spec import SandboxSpec
 
-pytestmark = pytest.mark.docker
 REFUSED = (
     b"not permitted",
     b"Invalid argument",

@@ -11,19 +11,18 @@ import pytest
 from abuse import attack_program, attempt, shell, within
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
 
-pytestmark = pytest.mark.docker
 MIB = 1 << 20
 
 
-def test_a_fork_bomb_stops_at_the_process_limit_and_is_killed(docker: str) -> None:
+def test_a_fork_bomb_stops_at_the_process_limit_and_is_killed(limited: str) -> None:
     before = len(list(Path("/proc").glob("[0-9]*")))
-    result = attempt(docker, "forks", spec=SandboxSpec(pids=32), timeout=2)
+    result = attempt(limited, "forks", spec=SandboxSpec(pids=32), timeout=2)
     assert 20 <= int(result.stdout.split()[0]) <= 32
-    result = shell(docker, "f() { f | f & f; }; f", SandboxSpec(pids=32), timeout=2)
+    result = shell(limited, "f() { f | f & f; }; f", SandboxSpec(pids=32), timeout=2)
     assert len(list(Path("/proc").glob("[0-9]*"))) < before + 50
 
 
-def test_a_memory_bomb_is_killed_and_the_sandbox_lives(docker: str) -> None:
+def test_a_memory_bomb_is_killed_and_the_sandbox_lives(limited: str) -> None:
     async def bomb(sandbox: Sandbox) -> None:
         await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
         result = await sandbox.exec(["/tmp/attack", "memory"], timeout=30)
@@ -33,16 +32,18 @@ def test_a_memory_bomb_is_killed_and_the_sandbox_lives(docker: str) -> None:
         assert stats.peak_memory_bytes is not None
         assert stats.peak_memory_bytes <= 128 * MIB
 
-    within(docker, bomb, SandboxSpec(memory_mb=128))
+    within(limited, bomb, SandboxSpec(memory_mb=128))
 
 
 @pytest.mark.parametrize("folder", ["/tmp", "/sandbox", "/dev/shm"])
+@pytest.mark.docker
 def test_filling_a_tmpfs_ends_at_its_size(docker: str, folder: str) -> None:
     result = shell(docker, f"head -c 500000000 /dev/zero > {folder}/fill; wc -c < {folder}/fill; rm {folder}/fill")
     assert b"No space left" in result.stderr
     assert int(result.stdout) <= 64 * MIB
 
 
+@pytest.mark.docker
 def test_filling_the_inodes_ends_at_their_limit(docker: str) -> None:
     line = "i=0; while [ $i -lt 2000 ]; do true > f$i || break; i=$((i+1)); done; ls | wc -l; rm f*"
     result = shell(docker, line, SandboxSpec(tmpfs_inodes=1000))
@@ -118,6 +119,7 @@ def test_using_up_the_file_descriptors_hurts_only_the_command(provider: str) -> 
     assert int(attempt(provider, "descriptors").stdout) <= 1024 * 1024
 
 
+@pytest.mark.docker
 def test_ten_thousand_short_commands_leave_no_growth(docker: str) -> None:
     async def many(sandbox: Sandbox) -> None:
         async def burst(count: int) -> None:

@@ -1,0 +1,138 @@
+"""Limits on memory, processor and processes for local sandboxes, where this user may make control groups.
+
+Version 1 (one hierarchy per controller) and version 2. Where neither can be written the sandbox runs without limits of
+its own, which `LocalProvider.limited` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from roll_flash.sandboxes.identity import Owner
+from roll_flash.sandboxes.spec import SandboxSpec
+
+ROOT = Path("/sys/fs/cgroup")
+FOLDER = "roll-flash"
+PERIOD_US = 100_000
+REMOVE_TRIES, REMOVE_WAIT_S = 20, 0.02
+ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 70; shift; done; shift; exec "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class Cgroup:
+    """The folders of one sandbox, one per controller (version 1) or one in all (version 2)."""
+
+    folders: tuple[Path, ...]
+    version: int
+
+    def wrap(self, command: list[str]) -> list[str]:
+        """A command line that enters the groups, then becomes `command`."""
+        return [
+            "/bin/sh",
+            "-c",
+            ENTER,
+            "sh",
+            *(str(folder / "cgroup.procs") for folder in self.folders),
+            "--",
+            *command,
+        ]
+
+    def remove(self) -> None:
+        """Fine if it is gone; one that is still in use stays for the sweep."""
+        for folder in self.folders:
+            for _ in range(REMOVE_TRIES):
+                try:
+                    folder.rmdir()
+                    break
+                except FileNotFoundError:
+                    break
+                except OSError:
+                    time.sleep(REMOVE_WAIT_S)
+
+    def usage(self) -> dict[str, int]:
+        found = {}
+        for key, name in (USAGE_V1 if self.version == 1 else USAGE_V2).items():
+            for folder in self.folders:
+                if (folder / name).exists():
+                    found[key] = int((folder / name).read_text().split()[-1])
+        return found
+
+
+USAGE_V1 = {
+    "memory_bytes": "memory.usage_in_bytes",
+    "peak_memory_bytes": "memory.max_usage_in_bytes",
+    "pids": "pids.current",
+    "oom_kills": "memory.oom_control",
+}
+USAGE_V2 = {"memory_bytes": "memory.current", "peak_memory_bytes": "memory.peak", "pids": "pids.current"}
+CONTROLLERS_V1 = ("memory", "pids", "cpu")
+
+
+def can_limit() -> bool:
+    """Whether this user may make groups with limits here."""
+    try:
+        _prepare()
+    except OSError:
+        return False
+    return True
+
+
+def _prepare() -> None:
+    if (ROOT / "cgroup.controllers").exists():
+        parent = ROOT / FOLDER
+        parent.mkdir(exist_ok=True)
+        (ROOT / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+        (parent / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+        return
+    for controller in CONTROLLERS_V1:
+        (ROOT / controller / FOLDER).mkdir(exist_ok=True)
+        if not os.access(ROOT / controller / FOLDER / "cgroup.procs", os.W_OK):
+            raise PermissionError(f"{ROOT / controller}: not writable")
+
+
+def make_cgroup(name: str, spec: SandboxSpec) -> Cgroup:
+    """Raises OSError."""
+    owner = Owner.current()
+    leaf = f"{owner.pid}-{owner.started}-{name}"
+    memory, quota = str(spec.memory_mb << 20), str(round(spec.cpus * PERIOD_US))
+    if (ROOT / "cgroup.controllers").exists():
+        folder = ROOT / FOLDER / leaf
+        settings = {
+            "memory.max": memory,
+            "memory.swap.max": "0",
+            "pids.max": str(spec.pids),
+            "cpu.max": f"{quota} {PERIOD_US}",
+        }
+        return Cgroup((_limited(folder, settings),), 2)
+    by_controller = {
+        "memory": {"memory.limit_in_bytes": memory, "memory.memsw.limit_in_bytes": memory},
+        "pids": {"pids.max": str(spec.pids)},
+        "cpu": {"cpu.cfs_period_us": str(PERIOD_US), "cpu.cfs_quota_us": quota},
+    }
+    return Cgroup(tuple(_limited(ROOT / one / FOLDER / leaf, by_controller[one]) for one in CONTROLLERS_V1), 1)
+
+
+def _limited(folder: Path, settings: dict[str, str]) -> Path:
+    folder.mkdir()
+    for name, value in settings.items():
+        if (folder / name).exists():  # no swap accounting, no file
+            (folder / name).write_text(value)
+    return folder
+
+
+def sweep_cgroups() -> int:
+    """Remove the groups of owners that are dead."""
+    removed = 0
+    boot = Owner.current().boot
+    for parent in (ROOT / FOLDER, *(ROOT / controller / FOLDER for controller in CONTROLLERS_V1)):
+        for folder in parent.glob("*-*-roll-flash-*"):
+            pid, started, _ = folder.name.split("-", 2)
+            if Owner(boot, int(pid), int(started)).lives() is False:
+                with contextlib.suppress(OSError):
+                    folder.rmdir()
+                    removed += 1
+    return removed
