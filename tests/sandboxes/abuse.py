@@ -12,7 +12,10 @@ from typing import Any
 from roll_flash.sandboxes import ExecResult, Sandbox, SandboxSpec
 from roll_flash.sandboxes.agent_program import compile_static
 from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.protocol import Provider
 
+_runner = asyncio.Runner()
+_providers: dict[str, Provider] = {}
 SOURCE = Path(__file__).with_name("attack.c")
 
 
@@ -35,8 +38,9 @@ def within(
     """Run `action` on a fresh sandbox; afterwards the sandbox must still serve commands and files."""
 
     async def run() -> Any:
-        connected = await connect_provider(provider)
-        sandbox = await connected.open(spec or SandboxSpec(), run="abuse", timeout_s=30)
+        if provider not in _providers:
+            _providers[provider] = await connect_provider(provider)
+        sandbox = await _providers[provider].open(spec or SandboxSpec(), run="abuse", timeout_s=30)
         try:
             result = await action(sandbox)
             if must_live:
@@ -44,9 +48,19 @@ def within(
             return result
         finally:
             await sandbox.close()
+
+    return _runner.run(asyncio.wait_for(run(), 100))
+
+
+def close_providers() -> None:
+    """At the end of the session; one provider of each kind serves all attacks."""
+
+    async def close() -> None:
+        for connected in _providers.values():
             await connected.close()
 
-    return asyncio.run(asyncio.wait_for(run(), 100))
+    _runner.run(close())
+    _runner.close()
 
 
 def shell(provider: str, line: str, spec: SandboxSpec | None = None, *, timeout: float = 20.0) -> ExecResult:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
+from abuse import close_providers
 from roll_flash.sandboxes import SandboxUnavailable
 from roll_flash.sandboxes.local_cgroup import can_limit
 from roll_flash.sandboxes.opening import connect_provider
@@ -41,6 +42,12 @@ def need(provider: str) -> None:
 def provider(request: pytest.FixtureRequest) -> str:
     need(request.param)
     return str(request.param)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _providers() -> Iterator[None]:
+    yield
+    close_providers()
 
 
 @pytest.fixture

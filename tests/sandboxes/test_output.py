@@ -1,0 +1,30 @@
+"""Whatever the cap and the amount, the first and the last bytes are the right ones."""
+
+from __future__ import annotations
+
+import pytest
+from abuse import within
+from roll_flash.sandboxes import Sandbox
+
+CAPS = (1, 2, 3, 7, 100, 1000, 65_536)
+
+
+@pytest.mark.parametrize("size", [0, 1, 6, 7, 8, 99, 100, 101, 151, 65_537, 300_001])
+def test_head_and_tail_are_exact(provider: str, size: int) -> None:
+    content = bytes(33 + index * 7 % 89 for index in range(size))
+
+    async def read(sandbox: Sandbox) -> None:
+        await sandbox.write("content", content)
+        for cap in CAPS:
+            result = await sandbox.exec(["cat", "content"], max_output=cap)
+            assert result.stdout_bytes == size
+            assert result.truncated is (size > cap)
+            if size <= cap:
+                assert result.stdout == content
+                continue
+            head, _, rest = result.stdout.partition(b"\n[... ")
+            notice, _, tail = rest.partition(b" ...]\n")
+            assert (head, tail) == (content[: cap // 2], content[size - (cap - cap // 2) :])
+            assert notice == f"{size - cap} bytes left out".encode()
+
+    within(provider, read)
