@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import glob
+import multiprocessing
 import os
 import select
 import shutil
@@ -32,6 +34,8 @@ TRACKER_GRACE_S = 2.0
 GUARD_MARGIN_S = 5.0
 POLL_S = 0.05
 SHARED_MEMORY_EVERY_S = 10.0
+GUARD_VARIABLE = "ROLL_FLASH_GUARD"
+"""Environment variable with the process id of the guard, for `claim_semaphores`."""
 
 
 class GuardedProcess:
@@ -83,6 +87,20 @@ class GuardedProcess:
             os.killpg(self._process.pid, signal.SIGKILL)
 
 
+def claim_semaphores() -> None:
+    """Name this process's multiprocessing semaphores after its guard, if it has one, so that the guard finds them.
+
+    A semaphore that nobody has mapped (any more) cannot be attributed otherwise.
+    """
+    guard = os.environ.get(GUARD_VARIABLE)
+    if guard:
+        multiprocessing.current_process()._config["semprefix"] = f"/{_semaphore_prefix(int(guard))}"  # type: ignore[attr-defined]
+
+
+def _semaphore_prefix(guard: int) -> str:
+    return f"mp-roll-flash-{guard}"
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m roll_flash.supervise")
     parser.add_argument("--scratch", type=Path)
@@ -91,7 +109,12 @@ def main(arguments: Sequence[str]) -> int:
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     stopping = _StopSignals()
     guard = os.getpid()
-    command = subprocess.Popen(options.command, stdin=subprocess.DEVNULL, preexec_fn=lambda: _die_with(guard))
+    command = subprocess.Popen(
+        options.command,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, GUARD_VARIABLE: str(guard)},
+        preexec_fn=lambda: _die_with(guard),
+    )
     children = _Children(command.pid)
     shared_memory = _SharedMemory()
     while children.exit_status() is None and not stopping.seen and not _owner_is_gone():
@@ -134,7 +157,8 @@ class _SharedMemory:
 
     def remove(self) -> None:
         """All but what some other process still uses."""
-        left = {path for path in self._paths if os.path.exists(path)}
+        semaphores = glob.glob(f"/dev/shm/sem.{_semaphore_prefix(os.getpid())}-*")
+        left = {path for path in (*self._paths, *semaphores) if os.path.exists(path)}
         if not left:
             return
         in_use = set().union(*(_mapped_shared_memory(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()))

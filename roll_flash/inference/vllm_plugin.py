@@ -1,10 +1,13 @@
 """Our part inside vLLM's processes: a weight-transfer engine that reads a safetensors file in shared memory.
 
-vLLM loads `register` in each of its processes (entry point group `vllm.general_plugins`); all it does is tell the
-factory where the engine would be found. The engine itself is `roll_flash.inference.shm_weights`.
+vLLM loads `register` in each of its processes (entry point group `vllm.general_plugins`). It tells the factory where
+the engine would be found, and names semaphores so that our guard can clean them up. The engine itself is
+`roll_flash.inference.shm_weights`.
 """
 
 from __future__ import annotations
+
+from roll_flash.supervise import claim_semaphores
 
 BACKEND = "shm"
 
@@ -13,6 +16,7 @@ def register() -> None:
     """Make the backend `shm` known to vLLM. Safe to call more than once, and where no weights are transferred."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    claim_semaphores()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.inference.shm_weights", "SharedMemoryWeightTransferEngine"
