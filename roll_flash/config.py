@@ -13,8 +13,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    model_validator,
+)
 
+from roll_flash.config_files import apply_override, read_yaml
 from roll_flash.errors import ConfigError
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -29,6 +39,10 @@ def _expand_home(value: Any) -> Any:
 
 
 LocalPath = Annotated[str, BeforeValidator(_expand_home)]
+NumberOrAuto = Annotated[
+    Annotated[NonNegativeFloat, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
+    Discriminator(lambda value: "auto" if isinstance(value, str) else "number"),
+]
 
 
 class Section(BaseModel):
@@ -186,14 +200,6 @@ class LearnerConfig(Section):
     step_timeout_s: PositiveFloat = 1800.0
 
 
-class WarmStartConfig(Section):
-    """Supervised steps on scripted demonstrations (the environment's oracle) before reinforcement learning."""
-
-    demonstrations: PositiveInt = 32
-    steps: PositiveInt = 4
-    learning_rate: PositiveFloat = 1e-5
-
-
 class WeightsConfig(Section):
     parity_threshold: PositiveFloat | None = None
     """Largest difference of log-probabilities between server and learner; None is 1e-3 in float32, 0.25 in bfloat16."""
@@ -241,13 +247,15 @@ class Config(Section):
     env: EnvConfig
     sandbox: SandboxConfig = SandboxConfig()
     rollout: RolloutConfig = RolloutConfig()
-    async_ratio: NonNegativeFloat = 1.0
-    """A token may be trained at version v only if it was sampled at version >= v - async_ratio; 0 is synchronous."""
+    async_ratio: NumberOrAuto = 1.0
+    """A token may be trained at version v only if it was sampled at version >= v - async_ratio; 0 is synchronous.
+    `auto` adapts it within `async_ratio_bounds` by what each step measures."""
+    async_ratio_bounds: tuple[NonNegativeInt, NonNegativeInt] = (0, 4)
+    """Smallest and largest `async_ratio` of `auto`."""
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
     """What happens to groups that can no longer be trained in time."""
     inference: InferenceConfig = InferenceConfig()
     learner: LearnerConfig = LearnerConfig()
-    warm_start: WarmStartConfig | None = None
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
@@ -261,6 +269,17 @@ class Config(Section):
             raise ValueError("eval.seeds_from: the held-out seeds overlap env.train_seeds; choose a range outside it")
         return self
 
+    @model_validator(mode="after")
+    def _bounds(self) -> Config:
+        if self.async_ratio_bounds[0] > self.async_ratio_bounds[1]:
+            raise ValueError("async_ratio_bounds must be [smallest, largest]")
+        return self
+
+    @property
+    def highest_async_ratio(self) -> float:
+        """The bound that no trained token ever exceeds."""
+        return self.async_ratio_bounds[1] if self.async_ratio == "auto" else self.async_ratio
+
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
@@ -271,81 +290,14 @@ class Config(Section):
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read, compose, override and validate. Raises ConfigError with one line per mistake."""
-    tree = dict(source) if isinstance(source, Mapping) else _read_yaml(Path(source), ())
+    tree = dict(source) if isinstance(source, Mapping) else read_yaml(Path(source))
     for override in overrides:
-        _apply_override(tree, override)
+        apply_override(tree, override)
     label = "config" if isinstance(source, Mapping) else str(source)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
         raise ConfigError("\n".join(f"{label}: {_explain(item)}" for item in error.errors())) from None
-
-
-def _read_yaml(path: Path, parents: tuple[Path, ...]) -> dict[str, Any]:
-    if path.resolve() in parents:
-        raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the `base` lines")
-    try:
-        tree = yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such config file{_near_file(path)}") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: not valid YAML: {str(error).replace(chr(10), ' ')}") from None
-    if tree is None:
-        tree = {}
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a config is a mapping of keys to values, not a {type(tree).__name__}")
-    base = tree.pop("base", None)
-    if base is None:
-        return tree
-    return _merge(_read_yaml(path.parent / str(base), (*parents, path.resolve())), tree)
-
-
-def _near_file(path: Path) -> str:
-    if not path.parent.is_dir():
-        return ""
-    near = difflib.get_close_matches(path.name, [p.name for p in path.parent.glob("*.y*ml")], n=1)
-    return f"; did you mean {path.parent / near[0]}?" if near else ""
-
-
-def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(base)
-    for key, value in top.items():
-        old = merged.get(key)
-        merged[key] = _merge(old, value) if isinstance(old, dict) and isinstance(value, Mapping) else value
-    return merged
-
-
-def _apply_override(tree: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise ConfigError(f"{override!r}: an override is written key=value, for example rollout.group_size=4")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise ConfigError(f"{override!r}: the value is not valid YAML; quote it") from None
-    *sections, last = key.split(".")
-    node = tree
-    for section in sections:
-        child = node.get(section)
-        if child is None:
-            child = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"{override!r}: {section} is a value, not a section")
-        node[section] = child = dict(child)
-        node = child
-    node[last] = _scientific(value) if value == text.strip() else value
-
-
-def _scientific(value: Any) -> Any:
-    """YAML 1.1 reads `1e-5` as a string; people mean the number."""
-    if isinstance(value, str) and value[:1].isdigit() and "e" in value:
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
 
 
 def _explain(item: Mapping[str, Any]) -> str:

@@ -110,5 +110,6 @@ class Trainer:
             **(publication.metrics() if publication else {}),
             **{f"books/{name}": count for name, count in rollout.books().items()},
         }
+        metrics |= rollout.adapt(metrics)
         self._system.metrics.log(result.version, metrics)
         self._progress.step(result.version, metrics)

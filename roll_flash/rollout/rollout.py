@@ -7,13 +7,16 @@ other (`groups_for_step`) and reports each new version (`version_advanced`, `pub
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Protocol
 
 from roll_flash.config import Config
 from roll_flash.errors import RunError
+from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
+from roll_flash.rollout.async_ratio import AsyncRatioController, ControllerSettings, StepMeasurement
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.scheduler import Scheduler
 from roll_flash.rollout.scheduling_policy import SchedulingPolicy, has_signal
@@ -21,6 +24,8 @@ from roll_flash.rollout.staleness import StalenessRule
 from roll_flash.rollout.tasks import TaskSource
 from roll_flash.rollout.worker import Outcome
 from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodeLog(Protocol):
@@ -49,7 +54,11 @@ class Rollout:
         self._max_concurrent = rollout.max_concurrent
         self._max_failures_in_a_row = rollout.max_failures_in_a_row
         self._stall_timeout_s = config.monitor.stall_timeout_s
-        rule = StalenessRule(config.async_ratio, rollout.groups_per_step, rollout.extra_groups)
+        self._controller = None
+        if config.async_ratio == "auto":
+            self._controller = AsyncRatioController(ControllerSettings(*config.async_ratio_bounds))
+        async_ratio = self._controller.async_ratio if self._controller else config.highest_async_ratio
+        rule = StalenessRule(async_ratio, rollout.groups_per_step, rollout.extra_groups)
         self.scheduler = Scheduler(
             rule,
             scheduling_policy(config),
@@ -104,6 +113,28 @@ class Rollout:
         """All servers have `version`."""
         self.scheduler.published(version)
         self._changed.set()
+
+    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """After each step, with its metrics: let `async_ratio: auto` decide.
+
+        Returns what it decided and the bias of what was trained so far, as metrics.
+        """
+        bias = {f"bias/{name}": value for name, value in self.scheduler.bias.metrics().items()}
+        if self._controller is None:
+            return bias
+        decision = self._controller.update(
+            StepMeasurement(
+                learner_idle=metrics[LEARNER_IDLE],
+                server_idle=metrics[SERVERS_IDLE],
+                # a step in which no group had signal has no importance weights, so nothing speaks against its age
+                effective_sample_size=min(1.0, metrics.get("effective_sample_size", 1.0)),
+            )
+        )
+        if decision.changed:
+            logger.info("async_ratio is %d from now on: %s", decision.async_ratio, decision.reason)
+            self.scheduler.set_async_ratio(decision.async_ratio)
+            self._changed.set()
+        return {**bias, "async_ratio": float(decision.async_ratio)}
 
     def fail(self, error: BaseException) -> None:
         """Something that episodes depend on is broken: whoever waits for groups gets the error."""
