@@ -61,7 +61,7 @@ def draw_gantt(path: Path) -> None:
             Line2D([], [], color="black", linewidth=1.2, label="a step is finished"),
         ],
         loc="outside lower center",
-        ncols=6,
+        ncols=3,
         frameon=False,
     )
     figure.savefig(path, dpi=110)
