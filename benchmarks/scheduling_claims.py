@@ -194,7 +194,7 @@ def redundant_environments(steps: int) -> Claim:
         f"redundancy gains {without:.2f}x, as the slowest of 256 normal latencies is not far from the mean. The paper "
         "finds that more groups help more than larger groups; here it is the other way round "
         f"({by_name[0.02, '36 x 8']:.0f} s against {by_name[0.02, '32 x 9']:.0f} s). At 2 % slow episodes, more than 4 "
-        "of 36 groups of 8 hold one in 64 % of the steps, but some group of 9 holds two in only 35 %: a spare replica "
+        "of 36 groups of 8 hold one in 64 % of the steps, but some group of 9 holds two in only 34 %: a spare replica "
         "helps its own group whatever happens in the others."
     )
     return Claim("redundant environments", setting, speedup, 5.4, "x faster per step", rows, note)

@@ -149,7 +149,8 @@ class Rollout:
         """What became of every trajectory and episode: `produced == trained + dropped_* + waiting`."""
         scheduler = self.scheduler
         failures = {f"failed_{cause}": count for cause, count in sorted(scheduler.failures.items())}
-        return {**scheduler.trajectories, "waiting": scheduler.waiting_trajectories(), **failures}
+        waiting, cancelled = scheduler.waiting_trajectories(), scheduler.cancelled_episodes
+        return {**scheduler.trajectories, "waiting": waiting, "cancelled": cancelled, **failures}
 
     async def _keep_slots_filled(self) -> None:
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import time
+from collections import Counter, deque
 
 import pytest
 from scheduler_world import admit_all, failure, make_scheduler, trajectory
@@ -270,3 +271,24 @@ def test_lowering_alpha_throws_nothing_away() -> None:
 def test_policies_that_make_no_sense_are_refused(changes: dict[str, float], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         make_scheduler(**changes)
+
+
+def cpu_s_per_event(running: int) -> float:
+    scheduler = make_scheduler(group_size=4, groups_per_step=running // 8, async_ratio=1.0)
+    started, events = deque[EpisodeSpec](), 0
+    began_s = time.process_time()
+    while scheduler.learner_version < 2:
+        admit_all(scheduler)
+        started.extend(scheduler.next_episodes(running - scheduler.running))
+        episode = started.popleft()
+        scheduler.finished(trajectory(episode, [scheduler.server_version]))
+        scheduler.take_ready()
+        events += 1
+        if scheduler.groups_wanted() == 0:
+            scheduler.version_advanced(scheduler.learner_version + 1)
+            scheduler.published(scheduler.learner_version)
+    return (time.process_time() - began_s) / events
+
+
+def test_an_event_costs_the_same_however_many_episodes_run() -> None:
+    assert cpu_s_per_event(40_000) < 5 * cpu_s_per_event(800)
