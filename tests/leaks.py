@@ -150,7 +150,13 @@ def _unused_shm_files() -> set[str]:
                 used.update(re.findall(r"^/dev/shm/(\S+)", os.readlink(descriptor)))
             except OSError:
                 continue  # closed since it was listed
-    return files - used
+    return {name for name in files - used if not _guard_lives(name)}
+
+
+def _guard_lives(name: str) -> bool:
+    """Semaphores that carry a guard's process id are removed by that guard when its server ends."""
+    found = re.match(r"sem\.mp-roll-flash-(\d+)-", name)
+    return bool(found) and Path(f"/proc/{found[1]}").exists()
 
 
 def run(command: list[str], environment: Mapping[str, str] = os.environ) -> int:
