@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import ray
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
@@ -158,7 +159,7 @@ class LearnerRank:
         with torch.no_grad():
             logprobs, _ = self._policy(row, 1.0)
         # FSDP gathers the root's parameters for a backward pass, and none comes to shard them again.
-        self._policy.reshard()
+        cast(FSDPModule, self._policy).reshard()
         result: NDArray[np.float32] = logprobs.cpu().numpy()
         return result
 
