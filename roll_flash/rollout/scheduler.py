@@ -229,16 +229,14 @@ class Scheduler:
     def _may_begin(self, group: OpenGroup, free_slots: int) -> bool:
         if not self._policy.replicate and len(group.queued) > free_slots:
             return False
-        if self._waves is not None and not self._is_in_wave(self._waves, group):
-            return False
         is_full = self.groups_wanted() == 0
         held = len(self._begun) + len(self._ready) + (0 if is_full else len(self._in_step))
-        open_step = self.learner_version + is_full
-        return held < self._rule.startable(self.server_version, open_step)
+        places = self._rule.startable(self.server_version, self.learner_version + is_full) - held
+        return places > 0 and (self._waves is None or self._is_in_wave(self._waves, group, places))
 
-    def _is_in_wave(self, waves: Waves, group: OpenGroup) -> bool:
+    def _is_in_wave(self, waves: Waves, group: OpenGroup, places: int) -> bool:
         if waves.is_over:
-            size = self._rule.groups_per_step + self._rule.extra_groups
+            size = min(places, self._rule.groups_per_step + self._rule.extra_groups)
             not_begun = [g.group_id for g in self._groups.values() if not g.has_begun]
             waves.begin(not_begun[:size])
         return waves.may_begin(group)

@@ -292,3 +292,19 @@ def cpu_s_per_event(running: int) -> float:
 
 def test_an_event_costs_the_same_however_many_episodes_run() -> None:
     assert cpu_s_per_event(40_000) < 5 * cpu_s_per_event(800)
+
+
+def test_a_batch_holds_no_group_that_may_not_begin_yet() -> None:
+    scheduler = make_scheduler(groups_per_step=2, async_ratio=0.5, mode="batch", group_filter=has_signal)
+    admit_all(scheduler)
+    wave = scheduler.next_episodes(100)
+    for episode, reward in zip(wave, [0.0, 1.0, 1.0, 1.0], strict=True):
+        scheduler.finished(trajectory(episode, [0], reward=reward))
+    assert len(scheduler.take_ready()) == 1, "the other had no signal"
+    admit_all(scheduler, 10)
+    again = scheduler.next_episodes(100)
+    assert len({episode.group_id for episode in again}) == 1
+    for reward, episode in enumerate(again):
+        scheduler.finished(trajectory(episode, [0], reward=float(reward)))
+    assert len(scheduler.take_ready()) == 1
+    assert scheduler.groups_wanted() == 0
