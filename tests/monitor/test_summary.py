@@ -31,6 +31,7 @@ def held_out(successes: int, tasks: int = 10) -> EvalResult:
 def run_folder(tmp_path: Path) -> Path:
     tree = {"name": "maze", "runs": str(tmp_path), "steps": 2, "model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
     with RunDir.create(load_config(tree), resume=False) as run:
+        run.model.mkdir()
         (run.model / "config.json").write_text("{}")
         log = MetricsLog(run.folder, tensorboard=False)
         log.log(0, {"eval/success": 0.1})
