@@ -271,6 +271,9 @@ def _add_sandbox(commands: Any) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
     _command(actions, "ls", _sandbox_ls, "what runs, and whose it is")
     _command(actions, "reap", _sandbox_reap, "remove what dead runs have left behind")
+    checking = _command(actions, "check", _sandbox_check, "run the conformance suite on a provider")
+    checking.add_argument("--provider", default="auto", metavar="NAME", help="docker, local, a plug-in's name, or auto")
+    checking.add_argument("--image", metavar="IMAGE", help="check sandboxes of this image")
 
 
 def _sandbox_ls(arguments: argparse.Namespace) -> int:
@@ -283,6 +286,22 @@ def _sandbox_reap(arguments: argparse.Namespace) -> int:
     from roll_flash.sandboxes import reap
 
     return _print_sandboxes(arguments, reap(), "nothing to remove")
+
+
+def _sandbox_check(arguments: argparse.Namespace) -> int:
+    from roll_flash.sandboxes import SandboxSpec
+    from roll_flash.sandboxes.conformance import check_provider
+
+    found = check_provider(arguments.provider, spec=SandboxSpec(image=arguments.image))
+    if arguments.json:
+        _print_json({**dataclasses.asdict(found), "ok": found.ok})
+        return 0 if found.ok else 1
+    for check in found.checks:
+        words = check.name.replace("_", " ")
+        print(f"{'ok   ' if check.ok else 'FAIL '} {words}" + ("" if check.ok else f": {check.detail}"))
+    failed = sum(not check.ok for check in found.checks)
+    print(f"{found.provider} ({found.isolation} isolation): {len(found.checks) - failed} of {len(found.checks)} hold")
+    return 0 if found.ok else 1
 
 
 def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[SandboxEntry], none: str) -> int:

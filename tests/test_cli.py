@@ -408,3 +408,17 @@ def test_output_that_nobody_reads_any_more_is_no_crash() -> None:
     )
     assert "Traceback" not in done.stderr
     assert "BrokenPipe" not in done.stderr
+
+
+@pytest.mark.docker
+def test_sandbox_check_runs_the_conformance_suite(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sandbox", "check", "--provider", "docker", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is True
+    assert report["isolation"] == "strong"
+    assert len(report["checks"]) > 15
+
+
+def test_sandbox_check_of_an_unknown_provider_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sandbox", "check", "--provider", "dokcer"]) == 2
+    assert "docker, local" in capsys.readouterr().err
