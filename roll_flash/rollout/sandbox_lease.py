@@ -7,14 +7,17 @@ started sandboxes serve many concurrent episodes, and an episode that never uses
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec
+from roll_flash.sandboxes.commands import CommandStream
+from roll_flash.sandboxes.shell import Shell
 
 
 class LazySandbox:
-    """Has every method of `Sandbox`; the first call leases the real one."""
+    """Has every method of `Sandbox`; the first use leases the real one. `stream` and `shell` need `async with`."""
 
     def __init__(self, pool: SandboxPool, spec: SandboxSpec) -> None:
         self._pool = pool
@@ -31,6 +34,16 @@ class LazySandbox:
             return await getattr(await self._lease(), name)(*args, **kwargs)
 
         return call
+
+    @asynccontextmanager
+    async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[CommandStream]:
+        async with (await self._lease()).stream(*args, **kwargs) as stream:
+            yield stream
+
+    @asynccontextmanager
+    async def shell(self, program: str = "/bin/sh") -> AsyncIterator[Shell]:
+        async with (await self._lease()).shell(program) as shell:
+            yield shell
 
     async def close(self, *, reason: str = "closed") -> None:
         await self._stack.aclose()
