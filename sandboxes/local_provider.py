@@ -58,8 +58,18 @@ class LocalProvider:
         async with self._starts:
             connection = AgentConnection(name)
             cgroup = await asyncio.to_thread(make_cgroup, name, spec) if self.limited else None
+            spawning = asyncio.ensure_future(self._spawn(name, spec, connection, cgroup))
             try:
-                process = await self._spawn(name, spec, connection, cgroup)
+                process = await asyncio.shield(spawning)
+            except asyncio.CancelledError:
+                # Abandoned in the middle, asyncio would kill bubblewrap alone and wait for its child's pipe for ever.
+                await asyncio.wait({spawning})
+                if spawning.exception() is None:
+                    connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
+                    await asyncio.shield(_end(spawning.result(), cgroup))
+                elif cgroup is not None:
+                    cgroup.remove()
+                raise
             except BaseException:
                 if cgroup is not None:
                     cgroup.remove()

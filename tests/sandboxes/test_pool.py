@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -241,3 +243,36 @@ def test_a_histograms_quantile_is_near_the_true_one(values: list[float], share: 
         values
     )
     assert histogram.count == len(values)
+
+
+def test_a_start_that_is_given_up_at_any_moment_ends_in_time_and_leaves_nothing() -> None:
+    async def give_up(after_s: float) -> None:
+        provider = await connect_provider("local")
+        try:
+            opening = asyncio.ensure_future(provider.open(SandboxSpec(), run="given-up", timeout_s=20))
+            await asyncio.sleep(after_s)
+            opening.cancel()
+            async with asyncio.timeout(10):
+                (outcome,) = await asyncio.gather(opening, return_exceptions=True)
+            if not isinstance(outcome, BaseException):
+                await outcome.close()
+        finally:
+            await provider.close()
+
+    before = _agents()
+    for milliseconds in (0, 1, 2, 3, 5, 8, 13, 21, 34):
+        asyncio.run(give_up(milliseconds / 1000))
+    end = time.monotonic() + 10
+    while _agents() - before and time.monotonic() < end:
+        time.sleep(0.05)
+    assert _agents() - before == set()
+
+
+def _agents() -> set[str]:
+    """Process ids of the agents on this machine."""
+    found = set()
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone since it was listed
+            if b"/.roll-flash/agent" in (folder / "cmdline").read_bytes():
+                found.add(folder.name)
+    return found
