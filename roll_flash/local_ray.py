@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 
 from roll_flash.config import RayConfig
 from roll_flash.errors import RunError
+from roll_flash.ray_guard import RayGuard
 
 OBJECT_STORE_BYTES = 256 << 20
 """Trajectories are small, and weights do not travel through Ray."""
@@ -41,13 +42,13 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
     else:
         options["address"] = config.address
     context = _init(options, config)
-    session = Path(context.address_info["session_dir"])
+    guard = RayGuard(Path(context.address_info["session_dir"])) if config.address is None else None
     try:
         yield
     finally:
         ray.shutdown()
-        if config.address is None:
-            shutil.rmtree(session, ignore_errors=True)
+        if guard is not None:
+            await asyncio.to_thread(guard.stop)
 
 
 def _init(options: dict[str, Any], config: RayConfig) -> Any:

@@ -110,7 +110,7 @@ class TestOneRunThroughItsLife:
         assert max(row[STALENESS_MAX] for row in step_rows(life["folder"])) <= 1
 
     def test_every_episode_is_on_disk_with_tokens_logprobs_and_versions(self, life: dict[str, Any]) -> None:
-        episodes = read_episodes(life["folder"])
+        episodes = read_episodes(life["folder"] / "episodes")
         assert len(episodes) >= 4 * 16
         for episode in episodes:
             assert episode["kind"] == "trajectory", episode
