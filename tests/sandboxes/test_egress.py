@@ -93,10 +93,10 @@ def test_garbage_for_the_proxy_is_refused(provider: str) -> None:
 @pytest.mark.parametrize(
     ("host", "port", "allowed"),
     [
-        ("pypi.org", 443, True),
+        ("packages.example.org", 443, True),
         ("PyPI.org.", 443, True),
-        ("pypi.org", 80, False),
-        ("evilpypi.org", 443, False),
+        ("packages.example.org", 80, False),
+        ("evilpackages.example.org", 443, False),
         ("a.example.com", 443, True),
         ("a.b.example.com", 443, True),
         ("example.com", 443, False),
@@ -105,4 +105,4 @@ def test_garbage_for_the_proxy_is_refused(provider: str) -> None:
     ],
 )
 def test_names_are_compared_whole(host: str, port: int, allowed: bool) -> None:
-    assert is_allowed(("pypi.org:443", "*.example.com:443"), host, port) is allowed
+    assert is_allowed(("packages.example.org:443", "*.example.com:443"), host, port) is allowed
