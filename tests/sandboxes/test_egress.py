@@ -94,7 +94,7 @@ def test_garbage_for_the_proxy_is_refused(provider: str) -> None:
     ("host", "port", "allowed"),
     [
         ("packages.example.org", 443, True),
-        ("PyPI.org.", 443, True),
+        ("Packages.Example.org.", 443, True),
         ("packages.example.org", 80, False),
         ("evilpackages.example.org", 443, False),
         ("a.example.com", 443, True),
