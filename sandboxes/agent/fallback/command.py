@@ -211,7 +211,7 @@ class Command:
             while sent < len(self.pending):
                 sent += os.write(self.input, self.pending[sent : sent + CHUNK])
         except BlockingIOError:
-            pass
+            pass  # the pipe is full: what is left goes when it can be written again
         except OSError:
             sent = len(self.pending)
             if self.input >= 0:
