@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +19,9 @@ from roll_flash.sandboxes.spec import SandboxSpec
 LONGEST_TIMEOUT_S = 7 * 86400.0
 ANSWER_MARGIN_S = 15.0
 """How much later than its own deadline an answer may come before the sandbox counts as unreachable."""
+PROCESS_WAIT_S = 2.0
+"""How long a command waits for a place below the sandbox's process limit."""
+PROCESS_RETRY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +89,22 @@ async def send_data(connection: AgentConnection, number: int, channel: Channel, 
 async def run_command(
     connection: AgentConnection, spec: SandboxSpec, command: Command, stdin: bytes | None
 ) -> ExecResult:
-    """Run to the end. Cancelling it kills the command."""
+    """Run to the end. Cancelling it kills the command.
+
+    A command that could not be started because the sandbox is at its process limit never ran, so it is tried again for
+    PROCESS_WAIT_S: the rest of a fork bomb may take that long to die.
+    """
+    give_up = time.monotonic() + PROCESS_WAIT_S
+    while True:
+        end, stdout, stderr = await _run_once(connection, spec, command, stdin)
+        if not end.flags & ExitFlag.BUSY or time.monotonic() >= give_up:
+            return result_of(end, stdout, stderr, command.max_output)
+        await asyncio.sleep(PROCESS_RETRY_S)
+
+
+async def _run_once(
+    connection: AgentConnection, spec: SandboxSpec, command: Command, stdin: bytes | None
+) -> tuple[frames.Exit, bytes, bytes]:
     channel = CommandChannel(cap=command.max_output)
     number = connection.open(Request.EXEC, command.request(spec, 0), channel)
     async with connection.finishing(number, command.answer_within_s):
@@ -94,8 +114,7 @@ async def run_command(
                 connection.send(Request.END, number)
         await channel.done
     assert channel.exit is not None
-    stdout, stderr = channel.collected(Reply.OUT), channel.collected(Reply.ERR)
-    return result_of(channel.exit, stdout, stderr, command.max_output)
+    return channel.exit, channel.collected(Reply.OUT), channel.collected(Reply.ERR)
 
 
 def result_of(end: frames.Exit, stdout: bytes, stderr: bytes, cap: int) -> ExecResult:

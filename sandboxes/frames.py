@@ -62,6 +62,8 @@ class ExitFlag(enum.IntFlag):
     TIMED_OUT = 1
     CANCELLED = 2
     NOT_STARTED = 4
+    BUSY = 8
+    """Not started for want of a process: the same request may go through in a moment."""
 
 
 @dataclass(frozen=True, slots=True)

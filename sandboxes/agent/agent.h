@@ -31,7 +31,7 @@ enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYML
 enum { READY = 64, OUT, ERR, EXIT, DONE, ERROR, PONG, GRANT, ENTRY };
 
 enum { EXEC_STDIN = 1, EXEC_MERGE = 2 };
-enum { EXIT_TIMED_OUT = 1, EXIT_CANCELLED = 2, EXIT_NOT_STARTED = 4 };
+enum { EXIT_TIMED_OUT = 1, EXIT_CANCELLED = 2, EXIT_NOT_STARTED = 4, EXIT_BUSY = 8 };
 
 struct reader {
     const unsigned char *at;

@@ -60,7 +60,7 @@ static void not_started(struct command *command, int error, const char *what) {
     unsigned char text[512];
     int length = snprintf((char *)text, sizeof text, "%.400s: %s\n", what, strerror(error));
     command->output[1].total = (uint64_t)length;
-    command->ended |= EXIT_NOT_STARTED;
+    command->ended |= EXIT_NOT_STARTED | (error == EAGAIN ? EXIT_BUSY : 0);
     wire_send(ERR, command->channel, text, (size_t)length);
     send_exit(command, error == ENOENT || error == ENOTDIR ? 127 : 126, 0);
 }

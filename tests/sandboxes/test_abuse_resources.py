@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from abuse import attack_program, attempt, shell, within
-from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
+from roll_flash.sandboxes import ExecResult, Sandbox, SandboxFileError, SandboxSpec
 
 MIB = 1 << 20
 
@@ -18,8 +18,37 @@ def test_a_fork_bomb_stops_at_the_process_limit_and_is_killed(limited: str) -> N
     before = len(list(Path("/proc").glob("[0-9]*")))
     result = attempt(limited, "forks", spec=SandboxSpec(pids=32), timeout=2)
     assert 20 <= int(result.stdout.split()[0]) <= 32
-    result = shell(limited, "f() { f | f & f; }; f", SandboxSpec(pids=32), timeout=2)
+    shell(limited, "f() { f | f & f; }; f", SandboxSpec(pids=32), timeout=2)
     assert len(list(Path("/proc").glob("[0-9]*"))) < before + 50
+
+
+async def fill_the_process_limit(sandbox: Sandbox, seconds: float) -> asyncio.Task[ExecResult]:
+    """The shell that can fork no more ends and leaves one place, which the last sleep takes."""
+    line = f"i=0; while [ $i -lt 40 ]; do sleep {seconds} & i=$((i+1)); done"
+    assert b"fork" in (await sandbox.exec(line, timeout=10)).stderr
+    last = asyncio.create_task(sandbox.exec(["sleep", str(seconds)], timeout=10))
+    await asyncio.sleep(0.1)
+    return last
+
+
+def test_a_command_waits_for_a_place_below_the_process_limit(limited: str) -> None:
+    async def crowd(sandbox: Sandbox) -> None:
+        last = await fill_the_process_limit(sandbox, 0.7)
+        assert (await sandbox.exec("cat", stdin=b"once", timeout=10)).stdout == b"once"
+        await last
+
+    within(limited, crowd, SandboxSpec(pids=16))
+
+
+def test_a_process_limit_that_stays_full_is_told_and_ends_with_the_crowd(limited: str) -> None:
+    async def crowd(sandbox: Sandbox) -> None:
+        last = await fill_the_process_limit(sandbox, 4)
+        result = await sandbox.exec("echo never", timeout=10)
+        assert (result.exit_code, result.stdout) == (126, b"")
+        assert b"temporarily unavailable" in result.stderr
+        await last
+
+    within(limited, crowd, SandboxSpec(pids=16))
 
 
 def test_a_memory_bomb_is_killed_and_the_sandbox_lives(limited: str) -> None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from wire import (  # type: ignore[import-not-found]
     BACKLOG_LIMIT,
+    BUSY,
     CHUNK,
     ERR,
     EXEC_MERGE,
@@ -113,7 +114,7 @@ class Command:
         if self.pid:
             os.waitpid(self.pid, 0)
         self.pid = 0
-        self.ended |= NOT_STARTED
+        self.ended |= NOT_STARTED | (BUSY if number == errno.EAGAIN else 0)
         text = os.fsencode(f"{what}: {os.strerror(number)}\n")
         self.kept[1].total = len(text)
         self.agent.wire.send(ERR, self.channel, text)
