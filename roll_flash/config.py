@@ -65,12 +65,28 @@ class EnvConfig(Section):
     """Most calls of the model in one episode."""
     train_seeds: tuple[NonNegativeInt, NonNegativeInt] = (0, 1_000_000)
     """Half-open range of seeds that training tasks are drawn from."""
+    weight: PositiveFloat = 1.0
+    """Share of the training tasks, against the weights of `extra_envs`."""
+    levels: tuple[dict[str, Any], ...] = ()
+    """A curriculum: each level is a set of keyword arguments over `kwargs`. Training draws the levels by how much they
+    teach now (success neither 0 nor 1); evaluation uses `kwargs` alone."""
 
     @model_validator(mode="after")
     def _seeds(self) -> EnvConfig:
         if self.train_seeds[0] >= self.train_seeds[1]:
             raise ValueError("train_seeds must be [first, end) with first < end")
         return self
+
+    @model_validator(mode="after")
+    def _levels(self) -> EnvConfig:
+        if any(level in self.levels[:index] for index, level in enumerate(self.levels)):
+            raise ValueError("levels: two of them are the same")
+        return self
+
+    @property
+    def variants(self) -> list[dict[str, Any]]:
+        """The keyword arguments of each level, or those of the environment where there are no levels."""
+        return [{**self.kwargs, **level} for level in self.levels or ({},)]
 
 
 class SandboxConfig(Section):
@@ -245,6 +261,8 @@ class Config(Section):
     steps: PositiveInt = 20
     model: ModelConfig
     env: EnvConfig
+    extra_envs: tuple[EnvConfig, ...] = ()
+    """Further environments to train on, mixed with `env` by their weights; each is evaluated too."""
     sandbox: SandboxConfig = SandboxConfig()
     rollout: RolloutConfig = RolloutConfig()
     async_ratio: NumberOrAuto = 1.0
@@ -264,9 +282,19 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _held_out(self) -> Config:
-        first, end = self.env.train_seeds
-        if first < self.eval.seeds_from + self.eval.tasks and self.eval.seeds_from < end:
-            raise ValueError("eval.seeds_from: the held-out seeds overlap env.train_seeds; choose a range outside it")
+        for env in self.envs:
+            first, end = env.train_seeds
+            if first < self.eval.seeds_from + self.eval.tasks and self.eval.seeds_from < end:
+                raise ValueError(
+                    f"eval.seeds_from: the held-out seeds overlap train_seeds of {env.id}; choose a range outside it"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _different_environments(self) -> Config:
+        described = [(env.id, env.kwargs) for env in self.envs]
+        if any(env in described[:index] for index, env in enumerate(described)):
+            raise ValueError("extra_envs: an environment is named twice with the same kwargs; give it more weight")
         return self
 
     @model_validator(mode="after")
@@ -274,6 +302,11 @@ class Config(Section):
         if self.async_ratio_bounds[0] > self.async_ratio_bounds[1]:
             raise ValueError("async_ratio_bounds must be [smallest, largest]")
         return self
+
+    @property
+    def envs(self) -> tuple[EnvConfig, ...]:
+        """All environments that are trained on; the first is the one that the run is about."""
+        return (self.env, *self.extra_envs)
 
     @property
     def highest_async_ratio(self) -> float:

@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
-from roll_flash.config import Config
+from roll_flash.config import Config, EnvConfig
 from roll_flash.errors import ConfigError, EnvError, RollFlashError
 from roll_flash.models import resolve_model
-from roll_flash.rollout.environments import AsyncEnvironment, check_environment, open_environment
+from roll_flash.rollout.environments import AsyncEnvironment, check_environments, open_environment
 from roll_flash.rollout.tasks import make_task
 from roll_flash.sandboxes import SandboxSpec, open_sandbox
 
@@ -24,22 +24,23 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     if not resume and config.run_folder.is_dir() and any(config.run_folder.iterdir()):
         raise ConfigError(f"{config.run_folder}: this run exists; continue it with --resume or choose name=OTHER")
     model = f"model: {resolve_model(config.model.path)}"
-    check_environment(config.env.id, config.env.kwargs)
-    return [model, *asyncio.run(_try_environment(config)), f"run folder: {config.run_folder}"]
+    check_environments(config.envs)
+    tried = [line for env in config.envs for line in asyncio.run(_try_environment(config, env))]
+    return [model, *tried, f"run folder: {config.run_folder}"]
 
 
-async def _try_environment(config: Config) -> list[str]:
-    seed = config.env.train_seeds[0]
-    task = make_task(config.env.id, seed, config.env.kwargs)
+async def _try_environment(config: Config, tried: EnvConfig) -> list[str]:
+    seed = tried.train_seeds[0]
+    task = make_task(tried.id, seed, tried.kwargs)
     env = await open_environment(task, _DaemonThreads())
     try:
         if env.sandbox_env is None:
-            return [await _reset(config, env, seed)]
+            return [await _reset(config, tried.id, env, seed)]
         spec = env.sandbox_env.sandbox_spec or _default_spec(config)
         provider, limit = config.sandbox.provider, config.sandbox.start_timeout_s
         async with open_sandbox(spec, provider=provider, start_timeout=limit) as sandbox:
             env.sandbox_env.sandbox = sandbox
-            return [f"sandbox: {provider} started one ({spec.image})", await _reset(config, env, seed)]
+            return [f"sandbox: {provider} started one ({spec.image})", await _reset(config, tried.id, env, seed)]
     finally:
         await env.close()
 
@@ -65,15 +66,15 @@ def _default_spec(config: Config) -> SandboxSpec:
     return SandboxSpec(image=sandbox.image, memory_mb=sandbox.memory_mb, cpus=sandbox.cpus, pids=sandbox.pids)
 
 
-async def _reset(config: Config, env: AsyncEnvironment, seed: int) -> str:
+async def _reset(config: Config, env_id: str, env: AsyncEnvironment, seed: int) -> str:
     try:
         async with asyncio.timeout(config.rollout.step_timeout_s):
             messages, _ = await env.reset(seed)
     except TimeoutError:
         limit = config.rollout.step_timeout_s
-        raise EnvError(f"{config.env.id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
+        raise EnvError(f"{env_id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
     except RollFlashError:
         raise
     except Exception as error:  # users' code may raise anything
-        raise EnvError(f"{config.env.id}: reset(seed={seed}) raised {type(error).__name__}: {error}") from error
-    return f"environment: {config.env.id} resets with {len(messages)} messages"
+        raise EnvError(f"{env_id}: reset(seed={seed}) raised {type(error).__name__}: {error}") from error
+    return f"environment: {env_id} resets with {len(messages)} messages"

@@ -11,15 +11,16 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from roll_flash.config import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
+from roll_flash.monitor.json_lines import JsonLinesFile
 
 __all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes"]
 
@@ -104,6 +105,11 @@ class RunDir:
 
     def episodes_writer(self) -> EpisodesWriter:
         return EpisodesWriter(self.episodes)
+
+    def log_decision(self, decision: Mapping[str, Any]) -> None:
+        """Append what `async_ratio: auto` decided after a step, and why, to `logs/async_ratio.jsonl`."""
+        with closing(JsonLinesFile(self.logs / "async_ratio.jsonl")) as file:
+            file.write(decision)
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.checkpoints_folder / f"step_{step}"
@@ -254,6 +260,8 @@ def _check_same_run(config: Config, folder: Path) -> None:
         ("model.path", saved.model.path, config.model.path),
         ("env.id", saved.env.id, config.env.id),
         ("env.kwargs", saved.env.kwargs, config.env.kwargs),
+        ("env.levels", saved.env.levels, config.env.levels),
+        ("extra_envs", saved.extra_envs, config.extra_envs),
         ("learner.engine", saved.learner.engine, config.learner.engine),
         ("learner.advantage", saved.learner.advantage, config.learner.advantage),
         ("learner.loss.name", saved.learner.loss.name, config.learner.loss.name),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config import Config
+from roll_flash.config import Config, EnvConfig
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluate.evaluation import eval_sampling, evaluate
 from roll_flash.evaluate.result import EvalResult
@@ -25,14 +25,13 @@ from roll_flash.models import resolve_model
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.publication import Publisher, parity_threshold, probe_token_ids
-from roll_flash.rollout.environments import check_environment
+from roll_flash.rollout.environments import check_environment, check_environments
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.mixed_tasks import open_tasks
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.rollout.tasks import SeedTasks
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run_dir import Checkpoint, RunDir
-from roll_flash.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +45,35 @@ class System:
     fleet: WorkerFleet
     publisher: Publisher
     rollout: Rollout
-    tasks: SeedTasks
     metrics: MetricsLog
 
     async def evaluate(self) -> EvalResult:
-        """The held-out tasks with the weights of the newest version, which the servers must have."""
-        label = f"step_{self.learner.version}"
-        result = await evaluate(
+        """The held-out tasks of each environment with the weights of the newest version, which the servers must have.
+
+        Returns the result of `env`; those of `extra_envs` are in the metrics and in folders beside its own.
+        """
+        folder = self.run_dir.eval / f"step_{self.learner.version}"
+        result = await self._evaluate_on(self.config.env, folder)
+        metrics = result.metrics()
+        for index, env in enumerate(self.config.extra_envs, 1):
+            extra = await self._evaluate_on(env, folder / f"extra_env_{index}")
+            metrics |= {f"extra_env_{index}/{name}": value for name, value in extra.metrics().items()}
+        self.metrics.log(self.learner.version, metrics)
+        return result
+
+    async def _evaluate_on(self, env: EnvConfig, folder: Path) -> EvalResult:
+        return await evaluate(
             self.fleet,
-            env=self.config.env,
+            env=env,
             eval=self.config.eval,
             sampling=eval_sampling(self.config),
             max_concurrent=self.config.rollout.max_concurrent,
-            folder=self.run_dir.eval / label,
-            label=label,
+            folder=folder,
+            label=f"step_{self.learner.version}",
         )
-        self.metrics.log(self.learner.version, result.metrics())
-        return result
 
     async def save_checkpoint(self) -> None:
-        """All that `--resume` needs: learner state, model folder, task cursor and the tasks still on their way."""
+        """All that `--resume` needs: learner state, model folder, and the state of the rollout."""
         version = self.learner.version
         newest = self.run_dir.latest_checkpoint()
         if newest is not None and newest.step == version:
@@ -74,8 +82,7 @@ class System:
         with self.run_dir.writing_checkpoint(version) as folder:
             await self.learner.save(folder / "state")
             await self.learner.export_hf(folder / "hf")
-            tasks = [{"seed": task.seed} for task in self.rollout.scheduler.unfinished_tasks()]
-            state = {"version": version, "cursor": self.tasks.cursor, "unfinished": tasks}
+            state = {"version": version, **self.rollout.state()}
             (folder / "trainer.json").write_text(json.dumps(state))
 
     async def export_model(self) -> None:
@@ -98,7 +105,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
             f"run folder {run_dir.folder}; starting the learner, {config.inference.servers} inference server(s) "
             f"and {config.rollout.workers} rollout worker(s)"
         )
-        needs_sandbox = await asyncio.to_thread(check_environment, config.env.id, config.env.kwargs)
+        needs_sandbox = await asyncio.to_thread(check_environments, config.envs)
         await stack.enter_async_context(local_ray(config.ray))
         engine = open_engine(
             config.inference, model_folder=model_folder, max_model_len=config.model.max_length, logs=run_dir.logs
@@ -112,14 +119,16 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         )
         stack.push_async_callback(fleet.close)
         await fleet.start()
-        tasks = SeedTasks(config.env.id, config.env.kwargs, config.env.train_seeds, config.seed)
-        unfinished = await _restore(checkpoint, learner, tasks, config) if checkpoint else []
+        if checkpoint:
+            await learner.load(checkpoint.state)
         metrics = MetricsLog(
             run_dir.folder, config.monitor.tensorboard, resume_at=checkpoint.step if checkpoint else None
         )
         stack.callback(metrics.close)
         episodes = stack.enter_context(run_dir.episodes_writer())
-        rollout = Rollout(config, fleet, tasks, episodes, version=learner.version, unfinished=unfinished)
+        rollout = Rollout(config, fleet, open_tasks(config), episodes, version=learner.version)
+        if checkpoint:
+            _restore(rollout, checkpoint)
         publisher = Publisher(
             learner,
             engine,
@@ -135,7 +144,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
             await publisher.settled()
         else:
             await publisher.check()
-        yield System(config, run_dir, engine, learner, fleet, publisher, rollout, tasks, metrics)
+        yield System(config, run_dir, engine, learner, fleet, publisher, rollout, metrics)
 
 
 @asynccontextmanager
@@ -181,12 +190,9 @@ def _checkpoint_to_resume(run_dir: RunDir) -> Checkpoint:
     return checkpoint
 
 
-async def _restore(checkpoint: Checkpoint, learner: LearnerEngine, tasks: SeedTasks, config: Config) -> list[Task]:
-    await learner.load(checkpoint.state)
+def _restore(rollout: Rollout, checkpoint: Checkpoint) -> None:
     try:
-        state = json.loads(checkpoint.trainer.read_text())
-        tasks.cursor = int(state["cursor"])
-        return [tasks.task_of(int(task["seed"])) for task in state["unfinished"]]
+        rollout.restore(json.loads(checkpoint.trainer.read_text()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{checkpoint.trainer}: not readable as a trainer state: {error}") from None
 

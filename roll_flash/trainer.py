@@ -7,6 +7,7 @@ take the weights of the last one. What may overlap with what is decided by the s
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Any
 
 from roll_flash.config import Config
@@ -17,7 +18,7 @@ from roll_flash.models import resolve_model
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.summary import summarize
 from roll_flash.publication import Publication
-from roll_flash.rollout.environments import check_environment
+from roll_flash.rollout.environments import check_environments
 from roll_flash.run_dir import RunDir
 from roll_flash.step_metrics import StepRecord
 from roll_flash.system import System, open_system
@@ -30,7 +31,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     """
     # What is wrong with these must be said before there is a run folder of this name.
     resolve_model(config.model.path)
-    check_environment(config.env.id, config.env.kwargs)
+    check_environments(config.envs)
     with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
         return asyncio.run(_train(config, run_dir, progress, resume))
 
@@ -110,6 +111,9 @@ class Trainer:
             **(publication.metrics() if publication else {}),
             **{f"books/{name}": count for name, count in rollout.books().items()},
         }
-        metrics |= rollout.adapt(metrics)
-        self._system.metrics.log(result.version, metrics)
+        self._system.metrics.log(result.version, metrics | rollout.metrics())
         self._progress.step(result.version, metrics)
+        if (decision := rollout.adapt(metrics)) is not None:
+            self._system.run_dir.log_decision({"step": result.version, **asdict(decision)})
+            if decision.changed:
+                self._progress.note(f"async_ratio is {decision.async_ratio} from now on: {decision.reason}")

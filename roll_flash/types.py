@@ -56,6 +56,18 @@ class Task:
     env_id: str
     seed: int
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    max_turns: int | None = None
+    """Most calls of the model; None is the run's default."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON; `Task(**tree)` brings it back."""
+        return {
+            "task_id": self.task_id,
+            "env_id": self.env_id,
+            "seed": self.seed,
+            "kwargs": dict(self.kwargs),
+            "max_turns": self.max_turns,
+        }
 
 
 @dataclass(frozen=True, slots=True)

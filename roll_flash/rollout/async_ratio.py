@@ -8,7 +8,9 @@ by one.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +83,27 @@ class AsyncRatioController:
         if self._wants_down >= 4 * settings.patience:
             return self._move(-1, f"{idle_text}: fresher data may cost nothing")
         return self._stay(idle_text)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON."""
+        return {
+            "async_ratio": self.async_ratio,
+            "step": self._step,
+            "wants_up": self._wants_up,
+            "wants_down": self._wants_down,
+            "avoid": {str(ratio): until for ratio, until in self._avoid.items()},
+            "idle_before_raise": self._idle_before_raise,
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken, within the bounds of now."""
+        highest, lowest = self._settings.highest, self._settings.lowest
+        self.async_ratio = min(highest, max(lowest, int(state["async_ratio"])))
+        self._step = int(state["step"])
+        self._wants_up, self._wants_down = int(state["wants_up"]), int(state["wants_down"])
+        self._avoid = {int(ratio): int(until) for ratio, until in state["avoid"].items()}
+        before = state["idle_before_raise"]
+        self._idle_before_raise = None if before is None else float(before)
 
     def _raise(self, idle: float, text: str) -> Decision:
         before, self._idle_before_raise = self._idle_before_raise, None

@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
 import gymnasium
 
+from roll_flash.config import EnvConfig
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message, Task
@@ -53,6 +54,12 @@ def check_environment(env_id: str, kwargs: Mapping[str, Any]) -> bool:
             f"env.id {env_id!r} with env.kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
         ) from None
     return isinstance(env.unwrapped, SandboxEnv)
+
+
+def check_environments(envs: Iterable[EnvConfig]) -> bool:
+    """Make each environment, in each of its levels, once; whether any needs a sandbox. Raises ConfigError."""
+    needs_sandbox = [check_environment(env.id, kwargs) for env in envs for kwargs in env.variants]
+    return any(needs_sandbox)
 
 
 class AsyncEnvironment:

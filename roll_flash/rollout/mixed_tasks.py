@@ -6,8 +6,22 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_flash.rollout.tasks import TaskSource
+from roll_flash.config import Config, EnvConfig
+from roll_flash.rollout.tasks import SeedTasks, TaskSource
 from roll_flash.types import Task
+
+
+def open_tasks(config: Config) -> TaskSource:
+    """The training tasks of a run: one environment's seeds, its levels by success, several environments by weight."""
+    sources = [_tasks_of(env, config.seed) for env in config.envs]
+    if len(sources) == 1:
+        return sources[0]
+    return MixedTasks(sources, [env.weight for env in config.envs])
+
+
+def _tasks_of(env: EnvConfig, seed: int) -> TaskSource:
+    levels = [SeedTasks(env.id, kwargs, env.train_seeds, seed, max_turns=env.max_turns) for kwargs in env.variants]
+    return levels[0] if len(levels) == 1 else CurriculumTasks(levels, seed=seed)
 
 
 class MixedTasks:
@@ -42,6 +56,12 @@ class MixedTasks:
     def restore(self, state: Mapping[str, Any]) -> None:
         _restore_all(self._sources, state["sources"])
         self._credits = [float(credit) for credit in state["credits"]]
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for index, source in enumerate(self._sources):
+            found |= {f"env_{index}/{name}": value for name, value in source.metrics().items()}
+        return found
 
 
 class CurriculumTasks:
@@ -112,6 +132,11 @@ class CurriculumTasks:
         self._scores = [float(score) for score in state["scores"]]
         self._counts = [float(count) for count in state["counts"]]
         self._level_of = {str(kind): int(level) for kind, level in state["level_of"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Success and share of each level."""
+        found = {f"level_{index}_success": rate for index, rate in enumerate(self.success_rates())}
+        return found | {f"level_{index}_share": share for index, share in enumerate(self.probabilities())}
 
 
 def _kind(task: Task) -> str:

@@ -7,16 +7,15 @@ other (`groups_for_step`) and reports each new version (`version_advanced`, `pub
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Protocol
+from typing import Any, Protocol
 
 from roll_flash.config import Config
 from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
-from roll_flash.rollout.async_ratio import AsyncRatioController, ControllerSettings, StepMeasurement
+from roll_flash.rollout.async_ratio import AsyncRatioController, ControllerSettings, Decision, StepMeasurement
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.scheduler import Scheduler
 from roll_flash.rollout.scheduling_policy import SchedulingPolicy, has_signal
@@ -24,8 +23,6 @@ from roll_flash.rollout.staleness import StalenessRule
 from roll_flash.rollout.tasks import TaskSource
 from roll_flash.rollout.worker import Outcome
 from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
-
-logger = logging.getLogger(__name__)
 
 
 class EpisodeLog(Protocol):
@@ -45,7 +42,6 @@ class Rollout:
         log: EpisodeLog,
         *,
         version: int = 0,
-        unfinished: list[Task] | None = None,
     ) -> None:
         rollout = config.rollout
         self._fleet = fleet
@@ -66,7 +62,6 @@ class Rollout:
             sampling=training_sampling(config),
             version=version,
         )
-        self.scheduler.requeued_tasks.extend(unfinished or ())
         self._changed = asyncio.Event()
         self._group_ready = asyncio.Event()
         self._failures_in_a_row = 0
@@ -114,14 +109,31 @@ class Rollout:
         self.scheduler.published(version)
         self._changed.set()
 
-    def adapt(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """After each step, with its metrics: let `async_ratio: auto` decide.
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps, as JSON: the tasks still on their way, the task source, the asynchronous ratio."""
+        return {
+            "tasks": self._tasks.state(),
+            "unfinished": [task.to_dict() for task in self.scheduler.unfinished_tasks()],
+            "async_ratio": self._controller.state() if self._controller else None,
+        }
 
-        Returns what it decided and the bias of what was trained so far, as metrics.
-        """
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken. Raises ValueError, KeyError or TypeError for others.."""
+        self._tasks.restore(state["tasks"])
+        self.scheduler.requeued_tasks.extend(Task(**tree) for tree in state["unfinished"])
+        if self._controller is not None and state["async_ratio"] is not None:
+            self._controller.restore(state["async_ratio"])
+            self.scheduler.set_async_ratio(self._controller.async_ratio)
+
+    def metrics(self) -> dict[str, float]:
+        """The bias of what was trained so far, and what the task source has to say."""
         bias = {f"bias/{name}": value for name, value in self.scheduler.bias.metrics().items()}
+        return bias | {f"tasks/{name}": value for name, value in self._tasks.metrics().items()}
+
+    def adapt(self, metrics: Mapping[str, float]) -> Decision | None:
+        """After each step, with its metrics: let `async_ratio: auto` decide. None where the ratio is fixed."""
         if self._controller is None:
-            return bias
+            return None
         decision = self._controller.update(
             StepMeasurement(
                 learner_idle=metrics[LEARNER_IDLE],
@@ -131,10 +143,9 @@ class Rollout:
             )
         )
         if decision.changed:
-            logger.info("async_ratio is %d from now on: %s", decision.async_ratio, decision.reason)
             self.scheduler.set_async_ratio(decision.async_ratio)
             self._changed.set()
-        return {**bias, "async_ratio": float(decision.async_ratio)}
+        return decision
 
     def fail(self, error: BaseException) -> None:
         """Something that episodes depend on is broken: whoever waits for groups gets the error."""

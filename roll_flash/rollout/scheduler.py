@@ -208,7 +208,8 @@ class Scheduler:
 
     def _episode(self, group: OpenGroup, replica: int) -> EpisodeSpec:
         episode_id = f"{group.group_id}-r{replica}"
-        return EpisodeSpec(episode_id, group.group_id, replica, group.task, self._sampling, self._max_turns)
+        max_turns = group.task.max_turns or self._max_turns
+        return EpisodeSpec(episode_id, group.group_id, replica, group.task, self._sampling, max_turns)
 
     def _enqueue(self, group: OpenGroup, episode: EpisodeSpec, *, first: bool = False) -> None:
         group.queued[episode.episode_id] = episode

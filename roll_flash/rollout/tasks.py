@@ -20,11 +20,14 @@ class TaskSource(Protocol):
         """What a checkpoint keeps, as JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError if it belongs to other sources."""
+        """Go on where `state` was taken. Raises ValueError or KeyError if it belongs to other sources."""
+
+    def metrics(self) -> dict[str, float]:
+        """What a run logs after each step; empty if there is nothing to say."""
 
 
-def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any]) -> Task:
-    return Task(f"{env_id}:{seed}", env_id, seed, dict(kwargs))
+def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any], max_turns: int | None = None) -> Task:
+    return Task(f"{env_id}:{seed}", env_id, seed, dict(kwargs), max_turns)
 
 
 class SeedTasks:
@@ -33,9 +36,18 @@ class SeedTasks:
     The order is a permutation computed per index (a linear congruence over the range), so nothing is stored.
     """
 
-    def __init__(self, env_id: str, kwargs: Mapping[str, Any], seeds: tuple[int, int], seed: int) -> None:
+    def __init__(
+        self,
+        env_id: str,
+        kwargs: Mapping[str, Any],
+        seeds: tuple[int, int],
+        seed: int,
+        *,
+        max_turns: int | None = None,
+    ) -> None:
         self._env_id = env_id
         self._kwargs = dict(kwargs)
+        self._max_turns = max_turns
         self._first, end = seeds
         self._count = end - self._first
         generator = random.Random(seed)
@@ -58,9 +70,12 @@ class SeedTasks:
     def restore(self, state: Mapping[str, Any]) -> None:
         self.cursor = int(state["cursor"])
 
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def task_of(self, seed: int) -> Task:
         """The task of a seed, wherever the cursor is."""
-        return make_task(self._env_id, seed, self._kwargs)
+        return make_task(self._env_id, seed, self._kwargs, self._max_turns)
 
 
 def _coprime(count: int, generator: random.Random) -> int:
