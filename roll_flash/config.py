@@ -352,6 +352,8 @@ def _explain(item: Mapping[str, Any]) -> str:
 def _suggest(location: list[str]) -> str:
     section: type[BaseModel] = Config
     for part in location[:-1]:
+        if part.isdigit():  # a place in a list of sections
+            continue
         child = _section_type(section, part)
         if child is None:
             return ""

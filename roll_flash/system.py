@@ -29,7 +29,7 @@ from roll_flash.rollout.environments import check_environment, check_environment
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.mixed_tasks import open_tasks
-from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.rollout import EpisodeLog, Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run_dir import Checkpoint, RunDir
 
@@ -126,9 +126,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         )
         stack.callback(metrics.close)
         episodes = stack.enter_context(run_dir.episodes_writer())
-        rollout = Rollout(config, fleet, open_tasks(config), episodes, version=learner.version)
-        if checkpoint:
-            _restore(rollout, checkpoint)
+        rollout = _open_rollout(config, fleet, episodes, learner.version, checkpoint)
         publisher = Publisher(
             learner,
             engine,
@@ -190,9 +188,15 @@ def _checkpoint_to_resume(run_dir: RunDir) -> Checkpoint:
     return checkpoint
 
 
-def _restore(rollout: Rollout, checkpoint: Checkpoint) -> None:
+def _open_rollout(
+    config: Config, fleet: WorkerFleet, episodes: EpisodeLog, version: int, checkpoint: Checkpoint | None
+) -> Rollout:
+    tasks = open_tasks(config)
+    if checkpoint is None:
+        return Rollout(config, fleet, tasks, episodes, version=version)
     try:
-        rollout.restore(json.loads(checkpoint.trainer.read_text()))
+        restored = json.loads(checkpoint.trainer.read_text())
+        return Rollout(config, fleet, tasks, episodes, version=version, restored=restored)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{checkpoint.trainer}: not readable as a trainer state: {error}") from None
 

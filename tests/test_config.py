@@ -224,7 +224,7 @@ def test_every_mistake_is_reported_at_once() -> None:
 
 
 def test_held_out_tasks_cannot_be_training_tasks() -> None:
-    assert "eval.seeds_from: the held-out seeds overlap env.train_seeds" in errors_of(
+    assert "eval.seeds_from: the held-out seeds overlap train_seeds of Maze-v0" in errors_of(
         SMALLEST, "eval.seeds_from=999999"
     )
     assert "overlap" in errors_of(SMALLEST, "eval.seeds_from=0", "env.train_seeds=[10, 20]")

@@ -68,6 +68,13 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run, interrupted after its first step and resumed to its end."""
     runs = tmp_path_factory.mktemp("runs")
     arguments = ["train", "configs/ci.yaml", "name=life", f"runs={runs}", "steps=4", "eval.tasks=4"]
+    arguments += [
+        "async_ratio=auto",
+        "async_ratio_bounds=[0, 1]",
+        "env.weight=2",
+        "env.levels=[{turns: 1}, {turns: 2}]",
+    ]
+    arguments += ["extra_envs=[{id: 'tests.counting:Counting-v0', max_turns: 2}]"]
     process = start(*arguments)
     folder = runs / "life"
     try:
@@ -131,6 +138,25 @@ class TestOneRunThroughItsLife:
         model = AutoModelForCausalLM.from_pretrained(life["folder"] / "model")
         tokenizer = AutoTokenizer.from_pretrained(life["folder"] / "model")
         assert model.config.vocab_size >= len(tokenizer)
+
+    def test_two_environments_are_mixed_by_weight_across_the_interruption(self, life: dict[str, Any]) -> None:
+        episodes = read_episodes(life["folder"] / "episodes")
+        groups = {episode["group_id"]: episode["task"]["env_id"] for episode in episodes}
+        share = sum("LetterCount" in env_id for env_id in groups.values()) / len(groups)
+        assert 0.5 < share < 0.85
+
+    def test_each_environment_is_evaluated_and_each_level_is_watched(self, life: dict[str, Any]) -> None:
+        rows = read_metrics(life["folder"])
+        assert [row["step"] for row in rows if "extra_env_1/eval/success" in row] == [0, life["stopped_at"][0], 4]
+        last = step_rows(life["folder"])[-1]
+        assert 0 <= last["tasks/env_0/level_1_success"] <= 1
+        assert last["tasks/env_0/level_0_share"] + last["tasks/env_0/level_1_share"] == pytest.approx(1)
+
+    def test_every_decision_of_the_automatic_ratio_is_logged_with_its_reason(self, life: dict[str, Any]) -> None:
+        lines = (life["folder"] / "logs" / "async_ratio.jsonl").read_text().splitlines()
+        decisions = [json.loads(line) for line in lines]
+        assert {decision["step"] for decision in decisions} == {1, 2, 3, 4}
+        assert all("idle" in decision["reason"] or "sample size" in decision["reason"] for decision in decisions)
 
     def test_a_plot_was_drawn(self, life: dict[str, Any]) -> None:
         assert (life["folder"] / "plots" / "reward.png").stat().st_size > 10_000

@@ -42,7 +42,9 @@ class Rollout:
         log: EpisodeLog,
         *,
         version: int = 0,
+        restored: Mapping[str, Any] | None = None,
     ) -> None:
+        """`restored`: the `state` to go on from. Raises ValueError, KeyError or TypeError if it is another run's."""
         rollout = config.rollout
         self._fleet = fleet
         self._tasks = tasks
@@ -61,7 +63,10 @@ class Rollout:
             max_turns=config.env.max_turns,
             sampling=training_sampling(config),
             version=version,
+            first_group=int(restored["next_group"]) if restored else 0,
         )
+        if restored:
+            self._restore(restored)
         self._changed = asyncio.Event()
         self._group_ready = asyncio.Event()
         self._failures_in_a_row = 0
@@ -113,22 +118,16 @@ class Rollout:
         """What a checkpoint keeps, as JSON: the tasks still on their way, the task source, the asynchronous ratio."""
         return {
             "tasks": self._tasks.state(),
+            "next_group": self.scheduler.next_group,
             "unfinished": [task.to_dict() for task in self.scheduler.unfinished_tasks()],
             "async_ratio": self._controller.state() if self._controller else None,
         }
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError, KeyError or TypeError for others.."""
-        self._tasks.restore(state["tasks"])
-        self.scheduler.requeued_tasks.extend(Task(**tree) for tree in state["unfinished"])
-        if self._controller is not None and state["async_ratio"] is not None:
-            self._controller.restore(state["async_ratio"])
-            self.scheduler.set_async_ratio(self._controller.async_ratio)
-
     def metrics(self) -> dict[str, float]:
-        """The bias of what was trained so far, and what the task source has to say."""
+        """The asynchronous ratio, the bias of what was trained so far, and what the task source has to say."""
         bias = {f"bias/{name}": value for name, value in self.scheduler.bias.metrics().items()}
-        return bias | {f"tasks/{name}": value for name, value in self._tasks.metrics().items()}
+        tasks = {f"tasks/{name}": value for name, value in self._tasks.metrics().items()}
+        return {"async_ratio": float(self.scheduler.async_ratio), **bias, **tasks}
 
     def adapt(self, metrics: Mapping[str, float]) -> Decision | None:
         """After each step, with its metrics: let `async_ratio: auto` decide. None where the ratio is fixed."""
@@ -162,6 +161,13 @@ class Rollout:
         failures = {f"failed_{cause}": count for cause, count in sorted(scheduler.failures.items())}
         waiting, cancelled = scheduler.waiting_trajectories(), scheduler.cancelled_episodes
         return {**scheduler.trajectories, "waiting": waiting, "cancelled": cancelled, **failures}
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        self._tasks.restore(state["tasks"])
+        self.scheduler.requeued_tasks.extend(Task(**tree) for tree in state["unfinished"])
+        if self._controller is not None and state["async_ratio"] is not None:
+            self._controller.restore(state["async_ratio"])
+            self.scheduler.set_async_ratio(self._controller.async_ratio)
 
     async def _keep_slots_filled(self) -> None:
         try:

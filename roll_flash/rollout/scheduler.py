@@ -200,6 +200,15 @@ class Scheduler:
         self._in_step.clear()
         self._drop_all(self._stale_after(version - 1), "stale")
 
+    @property
+    def next_group(self) -> int:
+        """Number of the next group to be admitted: a resumed run must not use one twice."""
+        return self._next_group
+
+    @property
+    def async_ratio(self) -> float:
+        return self._rule.async_ratio
+
     def set_async_ratio(self, async_ratio: float) -> None:
         """From now on. Groups that have begun keep the bound they began with, so lowering it throws nothing away."""
         self._rule = replace(self._rule, async_ratio=async_ratio)

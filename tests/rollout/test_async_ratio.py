@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -68,3 +70,23 @@ def test_alpha_stays_within_its_bounds_and_moves_by_one(steps: list[tuple[float,
 def test_a_measurement_that_is_no_fraction_is_refused(value: float) -> None:
     with pytest.raises(ValueError, match="fraction between 0 and 1"):
         StepMeasurement(value, 0.0, 1.0)
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)), max_size=60), st.integers(0, 60))
+def test_a_restored_controller_decides_as_one_that_never_stopped(
+    steps: list[tuple[float, float, float]], stop_after: int
+) -> None:
+    lasting = AsyncRatioController()
+    stopped = AsyncRatioController()
+    for index, measured in enumerate(steps):
+        if index == stop_after:
+            state = json.loads(json.dumps(stopped.state()))
+            stopped = AsyncRatioController()
+            stopped.restore(state)
+        assert stopped.update(StepMeasurement(*measured)) == lasting.update(StepMeasurement(*measured))
+
+
+def test_restoring_keeps_within_the_bounds_of_now() -> None:
+    controller = AsyncRatioController(ControllerSettings(0, 1))
+    controller.restore(AsyncRatioController(start=4).state())
+    assert controller.async_ratio == 1

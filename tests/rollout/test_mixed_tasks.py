@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.rollout.mixed_tasks import CurriculumTasks, MixedTasks
+from roll_flash.config import load_config
+from roll_flash.errors import ConfigError
+from roll_flash.rollout.mixed_tasks import CurriculumTasks, MixedTasks, open_tasks
 from roll_flash.rollout.tasks import SeedTasks
 
 
@@ -79,3 +81,33 @@ def test_the_state_of_another_mixture_is_refused() -> None:
 def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="weights"):
         MixedTasks([source("A-v0"), source("B-v0")], weights)
+
+
+def config(**more: object) -> dict[str, object]:
+    env = {"id": "A-v0", "kwargs": {"size": 3}, "levels": [{"size": 4}, {"hard": True}], "weight": 3}
+    return {"model": {"path": "tiny"}, "env": env, "extra_envs": [{"id": "B-v0", "max_turns": 2}], **more}
+
+
+def test_a_config_mixes_environments_by_weight_and_draws_their_levels() -> None:
+    tasks = open_tasks(load_config(config()))
+    drawn = [tasks.next() for _ in range(400)]
+    assert sum(task.env_id == "A-v0" for task in drawn) == 300
+    levels = Counter(json.dumps(dict(task.kwargs)) for task in drawn if task.env_id == "A-v0")
+    assert set(levels) == {'{"size": 4}', '{"size": 3, "hard": true}'}
+    assert {task.max_turns for task in drawn if task.env_id == "B-v0"} == {2}
+    assert set(tasks.metrics()) >= {"env_0/level_0_success", "env_0/level_1_share"}
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"env": {"id": "A-v0", "levels": [{"size": 4}, {"size": 4}]}}, "levels: two of them are the same"),
+        ({"env": {"id": "A-v0", "weight": 0}}, "env.weight"),
+        ({"env": {"id": "B-v0"}}, "named twice"),
+        ({"extra_envs": [{"id": "B-v0", "train_seeds": [0, 2_000_000_000]}]}, "overlap train_seeds of B-v0"),
+        ({"extra_envs": [{"id": "B-v0", "wieght": 2}]}, "did you mean"),
+    ],
+)
+def test_a_mixture_that_makes_no_sense_is_refused(change: dict[str, object], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_config(config(**change))
