@@ -15,7 +15,7 @@ from roll_flash.sandboxes.egress import COMMAND, Egress
 from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError
 from roll_flash.sandboxes.frames import Request
 from roll_flash.sandboxes.histogram import Histogram
-from roll_flash.sandboxes.protocol import Isolation
+from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reset import reset
 from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.shell import Shell
@@ -54,6 +54,7 @@ class AgentSandbox:
         end: Callable[[], Awaitable[None]],
         commit: Callable[[], Awaitable[str]] | None = None,
         usage: Callable[[], dict[str, int]] | None = None,
+        open_beside: Callable[[SandboxSpec], Awaitable[Sandbox]] | None = None,
     ) -> None:
         self.name = name
         self.provider = provider
@@ -63,6 +64,8 @@ class AgentSandbox:
         self._end = end
         self._commit = commit
         self._usage = usage
+        self._open_beside = open_beside
+        self._beside: list[Sandbox] = []
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
         self._counts = CommandCounts()
@@ -188,6 +191,20 @@ class AgentSandbox:
             changed |= {"image": await self._commit(), "dockerfile": None}
         return self.spec.model_copy(update=changed)
 
+    async def beside(self, spec: SandboxSpec | None = None) -> Sandbox:
+        if self._open_beside is None or self.spec.network != "internal":
+            raise SandboxSpecError(
+                f'sandbox {self.name}: others can be opened beside one with network="internal" of the docker provider'
+            )
+        if self._connection.error is not None:
+            raise self._connection.error
+        opened = await self._open_beside((spec or self.spec).model_copy(update={"network": "internal", "allow": ()}))
+        if self._ending is not None:
+            await opened.close()
+            raise SandboxDied(f"sandbox {self.name} was closed while another was opened beside it", "closed")
+        self._beside.append(opened)
+        return opened
+
     async def reset(self) -> bool:
         return await reset(self, self._connection)
 
@@ -200,4 +217,7 @@ class AgentSandbox:
     async def _finish(self) -> None:
         if self._egress is not None:
             await self._egress.close()
-        await self._end()
+        try:
+            await asyncio.gather(*(sandbox.close() for sandbox in self._beside))
+        finally:
+            await self._end()

@@ -18,7 +18,9 @@ from typing import Any
 from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.connection import AgentConnection
-from roll_flash.sandboxes.engine_api import EngineAddress, EngineApi
+from roll_flash.sandboxes.container_config import container_config, volume_name
+from roll_flash.sandboxes.engine_address import EngineAddress
+from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError
 from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
@@ -28,7 +30,6 @@ from roll_flash.sandboxes.reaper import sweep
 from roll_flash.sandboxes.spec import SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
-SHM_MB = 16
 WATCHDOG_TIMEOUT_S = 10.0
 COMMIT_TIMEOUT_S = 120.0
 SNAPSHOTS = "roll-flash-snapshot"
@@ -49,8 +50,14 @@ class DockerProvider:
         self._watching: asyncio.Task[None] | None = None
         self._watchdog: subprocess.Popen[bytes] | None = None
         self._snapshots: list[str] = []
+        self._live: set[str] = set()
         self._machine_memory_mb = 0
         self._processor = ""
+
+    @property
+    def live(self) -> int:
+        """Sandboxes that are being started or used."""
+        return len(self._live)
 
     async def connect(self) -> None:
         """Raises SandboxUnavailable."""
@@ -77,6 +84,10 @@ class DockerProvider:
             raise SandboxSpecError(
                 f"memory_mb={spec.memory_mb}: the machine has {self._machine_memory_mb} MiB; ask for less"
             )
+        return await self._open(spec, run, timeout_s, None)
+
+    async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
+        """`joins`: the container whose internal network it is on."""
         async with self._starts:
             image = await image_of(self.engine, spec)
             await self._provide_agent(image)
@@ -91,8 +102,13 @@ class DockerProvider:
                 connection=connection,
                 end=lambda: self.remove(name),
                 commit=lambda: self._commit(name),
+                open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
             )
-            creating = asyncio.ensure_future(self._create(name, image, spec, run))
+            assert self._agent is not None
+            network = (joins or name) if spec.network == "internal" else ""
+            body = container_config(spec, image, self._agent, labels(run, None, network), joins)
+            self._live.add(name)
+            creating = asyncio.ensure_future(self._create(name, body))
             try:
                 async with asyncio.timeout(timeout_s):
                     await asyncio.shield(creating)
@@ -108,15 +124,14 @@ class DockerProvider:
                 raise
         return sandbox
 
-    async def _create(self, name: str, image: str, spec: SandboxSpec, run: str) -> None:
-        assert self._agent is not None
-        body = container_config(spec, image, self._agent, labels(run, None))
+    async def _create(self, name: str, body: dict[str, Any]) -> None:
         await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
         """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
         connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
         await asyncio.wait({creating})
+        self._live.discard(name)
         if creating.exception() is None:
             await self.remove(name)
 
@@ -130,6 +145,7 @@ class DockerProvider:
 
     async def remove(self, name: str) -> None:
         """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""
+        self._live.discard(name)
         query = {"force": "1", "v": "1"}
         answer = await self.engine.call("DELETE", f"/containers/{name}", query=query, accept=(404, 409))
         if answer.status_code != 409:
@@ -186,10 +202,6 @@ class DockerProvider:
             self._agent = agent
 
 
-def volume_name(agent: AgentProgram) -> str:
-    return f"roll-flash-agent-{agent.digest}"
-
-
 def _agent_archive(agent: AgentProgram) -> bytes:
     content = agent.content
     member = tarfile.TarInfo("agent")
@@ -198,58 +210,3 @@ def _agent_archive(agent: AgentProgram) -> bytes:
     with tarfile.open(fileobj=packed, mode="w") as archive:
         archive.addfile(member, io.BytesIO(content))
     return packed.getvalue()
-
-
-def container_config(
-    spec: SandboxSpec, image: str, agent: AgentProgram, container_labels: dict[str, str]
-) -> dict[str, Any]:
-    """The whole hardening in one place; docs/security.md says what each line is for."""
-    user, group = spec.user.split(":")
-    tmpfs = f"rw,nosuid,nodev,exec,size={spec.tmpfs_size_mb}m,nr_inodes={spec.tmpfs_inodes},uid={user},gid={group}"
-    return {
-        "Image": image,
-        "Entrypoint": list(agent.command),
-        "Cmd": [],
-        "User": spec.user,
-        "WorkingDir": spec.workdir,
-        "Env": [f"HOME={spec.workdir}"],
-        "Hostname": "sandbox",
-        "OpenStdin": True,
-        "StdinOnce": True,
-        "AttachStdin": True,
-        "AttachStdout": True,
-        "AttachStderr": True,
-        "Tty": False,
-        "NetworkDisabled": True,
-        "Healthcheck": {"Test": ["NONE"]},
-        "Labels": container_labels,
-        "HostConfig": {
-            "AutoRemove": True,
-            "NetworkMode": "none",
-            "IpcMode": "private",
-            "ReadonlyRootfs": not spec.writable_root,
-            "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"],
-            "Privileged": False,
-            "Memory": spec.memory_mb << 20,
-            "MemorySwap": spec.memory_mb << 20,
-            "NanoCpus": round(spec.cpus * 1e9),
-            "PidsLimit": spec.pids,
-            "Ulimits": [
-                {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
-                {"Name": "core", "Soft": 0, "Hard": 0},
-            ],
-            "ShmSize": SHM_MB << 20,
-            "Tmpfs": {spec.workdir: f"{tmpfs},mode=0750", "/tmp": f"{tmpfs},mode=1777"},
-            "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [
-                {
-                    "Type": "volume",
-                    "Source": volume_name(agent),
-                    "Target": FOLDER,
-                    "ReadOnly": True,
-                    "VolumeOptions": {"NoCopy": True},
-                }
-            ],
-        },
-    }

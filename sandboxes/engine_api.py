@@ -1,22 +1,20 @@
-"""The part of the Docker Engine API that sandboxes need, spoken directly with a pinned version."""
+"""The part of the Docker Engine API that sandboxes need, spoken directly in a version that both sides know."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
-import ssl
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 from urllib.parse import urlsplit
 
 import httpx
 from roll_flash.sandboxes.connection import AgentConnection
+from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.errors import (
+    SandboxDiskFull,
     SandboxError,
-    SandboxImageError,
+    SandboxImageMissing,
     SandboxStartError,
     SandboxUnavailable,
     SandboxUnreachable,
@@ -24,38 +22,12 @@ from roll_flash.sandboxes.errors import (
 from roll_flash.sandboxes.frames import FrameError
 from roll_flash.sandboxes.multiplex import STDOUT, Demultiplexer
 
-API_VERSION = "1.41"
-DEFAULT_HOST = "unix:///var/run/docker.sock"
+OLDEST_VERSION = "1.41"
+NEWEST_VERSION = "1.44"
+"""Versions of the API that this module speaks: engine 20.10 has no newer than 1.41, engine 29 none older than 1.44."""
 REQUEST_TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 5.0
 MAX_HEADER = 1 << 14
-
-
-@dataclass(frozen=True, slots=True)
-class EngineAddress:
-    """`unix:///path`, `tcp://host:port`, or `tcp` with TLS (client certificates in a folder, as DOCKER_CERT_PATH)."""
-
-    host: str
-    certificates: str | None = None
-
-    @classmethod
-    def from_environment(cls, host: str | None = None) -> EngineAddress:
-        address = host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST
-        verify = os.environ.get("DOCKER_TLS_VERIFY", "") not in ("", "0")
-        folder = os.environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker")
-        return cls(address, folder if verify and address.startswith("tcp://") else None)
-
-    @property
-    def socket_path(self) -> str | None:
-        return self.host.removeprefix("unix://") if self.host.startswith("unix://") else None
-
-    def tls(self) -> ssl.SSLContext | None:
-        if self.certificates is None:
-            return None
-        folder = Path(self.certificates)
-        context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
-        context.load_cert_chain(str(folder / "cert.pem"), str(folder / "key.pem"))
-        return context
 
 
 class EngineApi:
@@ -63,35 +35,34 @@ class EngineApi:
 
     def __init__(self, address: EngineAddress) -> None:
         self.address = address
-        path = address.socket_path
-        tls = address.tls()
-        scheme = "https" if tls else "http"
-        where = "docker" if path else urlsplit(address.host).netloc
+        self._tls = address.tls()
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=path, verify=tls or True),
-            base_url=f"{scheme}://{where}",
+            transport=httpx.AsyncHTTPTransport(uds=address.socket_path, verify=self._tls or True),
+            base_url=address.base_url,
             timeout=httpx.Timeout(REQUEST_TIMEOUT_S, pool=None),
         )
-        self._tls = tls
-        self.version = API_VERSION
+        self.version = OLDEST_VERSION
 
     async def close(self) -> None:
         await self._client.aclose()
 
     async def connect(self) -> dict[str, Any]:
-        """Ask for the engine's version. Raises SandboxUnavailable with what to do."""
+        """Ask for the engine's version and settle on the API's. Raises SandboxUnavailable with what to do."""
         host = self.address.host
         try:
             response = await self._client.get("/version", timeout=PROBE_TIMEOUT_S)
+            if response.status_code == 400 and "HTTPS" in response.text:
+                raise SandboxUnavailable(
+                    f"the Docker engine at {host} speaks TLS: set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH, "
+                    f"or write {host}?certificates=FOLDER"
+                )
             version: dict[str, Any] = response.json()
         except httpx.ConnectError as error:
-            raise SandboxUnavailable(_why_unreachable(self.address, error)) from None
+            raise self.address.why_unreachable(error) from None
         except (httpx.HTTPError, ValueError) as error:
             raise SandboxUnavailable(f"the Docker engine at {host} does not answer properly: {error!r}") from None
         newest, oldest = str(version.get("ApiVersion", "0")), str(version.get("MinAPIVersion", "0"))
-        self.version = max(API_VERSION, oldest, key=_version_key)
-        if _version_key(newest) < _version_key(API_VERSION):
-            raise SandboxUnavailable(f"the Docker engine at {host} is too old (API {newest}); {API_VERSION} is needed")
+        self.version = negotiated_version(host, oldest, newest)
         return version
 
     async def call(
@@ -117,7 +88,7 @@ class EngineApi:
                 timeout=httpx.Timeout(timeout_s, pool=None),
             )
         except httpx.ConnectError as error:
-            raise SandboxUnreachable(_why_unreachable(self.address, error)) from None
+            raise SandboxUnreachable(str(self.address.why_unreachable(error))) from None
         except httpx.HTTPError as error:
             raise SandboxUnreachable(f"the Docker engine at {self.address.host}: {error!r}") from None
         if response.status_code >= 400 and response.status_code not in accept:
@@ -224,15 +195,25 @@ class _AttachProtocol(asyncio.Protocol):
         self._connection.resume_writing()
 
 
+def negotiated_version(host: str, oldest: str, newest: str) -> str:
+    """The highest version that an engine with `oldest` to `newest` and this module both know.
+
+    Raises SandboxUnavailable if there is none.
+    """
+    if _version_key(newest) < _version_key(OLDEST_VERSION):
+        raise SandboxUnavailable(
+            f"the Docker engine at {host} is too old (its API ends at {newest}); {OLDEST_VERSION} is needed (20.10)"
+        )
+    if _version_key(oldest) > _version_key(NEWEST_VERSION):
+        raise SandboxUnavailable(
+            f"the Docker engine at {host} is too new (its API begins at {oldest}, {NEWEST_VERSION} is the newest that "
+            "this roll-flash speaks); upgrade roll-flash, or lower the engine's DOCKER_MIN_API_VERSION"
+        )
+    return min(newest, NEWEST_VERSION, key=_version_key)
+
+
 def _version_key(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".") if part.isdigit())
-
-
-def _why_unreachable(address: EngineAddress, error: Exception) -> str:
-    path = address.socket_path
-    if path and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK):
-        return f"no permission on the Docker socket {path}; add this user to the group `docker`, or run as root"
-    return f"no Docker engine answers at {address.host} ({error}); start one or set DOCKER_HOST"
 
 
 def _error_of(method: str, path: str, response: httpx.Response) -> SandboxError:
@@ -241,7 +222,15 @@ def _error_of(method: str, path: str, response: httpx.Response) -> SandboxError:
     except (ValueError, KeyError, TypeError):
         message = response.text[:300] or f"status {response.status_code}"
     if response.status_code == 404 and "image" in message.lower():
-        return SandboxImageError(f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images ensure`")
+        return SandboxImageMissing(
+            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images ensure`"
+        )
     if "no space left" in message:
-        return SandboxStartError(f"the Docker engine's disk is full: {message}; free space (docker system df)")
+        return disk_full(message)
     return SandboxStartError(f"Docker engine, {method} {path}: {message}")
+
+
+def disk_full(message: str) -> SandboxDiskFull:
+    return SandboxDiskFull(
+        f"the Docker engine's disk is full: {message[:300]}; free space (docker system df, docker system prune)"
+    )

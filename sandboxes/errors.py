@@ -18,6 +18,10 @@ class SandboxUnavailable(SandboxError):
     exit_code = 2
 
 
+class SandboxPermissionDenied(SandboxUnavailable):
+    """The engine's socket may not be used by this user."""
+
+
 class SandboxSpecError(SandboxError, ValueError):
     """A spec that cannot be met: more memory than the machine has, limits that contradict each other."""
 
@@ -28,8 +32,16 @@ class SandboxImageError(SandboxError):
     """An image that is missing, cannot be pulled or cannot be built."""
 
 
+class SandboxImageMissing(SandboxImageError):
+    """The engine has no image of that name."""
+
+
 class SandboxStartError(SandboxError):
     """A sandbox that did not come up."""
+
+
+class SandboxDiskFull(SandboxStartError):
+    """The engine has no room for another sandbox or image."""
 
 
 class SandboxUnreachable(SandboxError):

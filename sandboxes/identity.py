@@ -12,6 +12,7 @@ LABEL_RUN = "roll-flash.run"
 LABEL_OWNER = "roll-flash.owner"
 LABEL_DEADLINE = "roll-flash.deadline"
 LABEL_CREATED = "roll-flash.created"
+LABEL_NETWORK = "roll-flash.network"
 
 _STARTED_FIELD = 19
 
@@ -63,12 +64,13 @@ def process_started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[_STARTED_FIELD])
 
 
-def labels(run: str, deadline: float | None) -> dict[str, str]:
-    """`deadline` in seconds since 1970; None for none."""
+def labels(run: str, deadline: float | None, network: str = "") -> dict[str, str]:
+    """`deadline` in seconds since 1970; None for none. `network`: the sandbox whose internal network it is on."""
     return {
         LABEL: "1",
         LABEL_RUN: run,
         LABEL_OWNER: str(Owner.current()),
         LABEL_DEADLINE: "" if deadline is None else f"{deadline:.0f}",
         LABEL_CREATED: f"{time.time():.0f}",
+        LABEL_NETWORK: network,
     }

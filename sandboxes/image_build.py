@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import hashlib
-import io
 import json
 import logging
 import os
-import tarfile
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.sandboxes.build_context import build_archive
+from roll_flash.sandboxes.engine_api import EngineApi, disk_full
 from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.identity import LABEL
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
@@ -28,20 +27,23 @@ LOCK_POLL_S = 0.2
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
-def image_key(dockerfile: str) -> str:
-    return hashlib.sha256(dockerfile.encode()).hexdigest()[:32]
+def image_key(dockerfile: str, context: bytes = b"") -> str:
+    digest = hashlib.sha256(dockerfile.encode())
+    if context:
+        digest.update(b"\0" + hashlib.sha256(context).digest())
+    return digest.hexdigest()[:32]
 
 
 async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
     """The image that a spec's sandboxes start from, built first if need be. Raises SandboxImageError."""
     if spec.dockerfile is None:
         return spec.image or DEFAULT_IMAGE
-    image = f"{REPOSITORY}:{image_key(spec.dockerfile)}"
+    image = f"{REPOSITORY}:{image_key(spec.dockerfile, spec.context)}"
     if await _exists(engine, image):
         return image
     async with _one_at_a_time(image):
         if not await _exists(engine, image):
-            await _build(engine, image, spec.dockerfile)
+            await _build(engine, image, build_archive(spec.dockerfile, spec.context))
     return image
 
 
@@ -68,26 +70,16 @@ async def _one_at_a_time(image: str) -> AsyncIterator[None]:
         path.unlink(missing_ok=True)
 
 
-async def _build(engine: EngineApi, image: str, dockerfile: str) -> None:
+async def _build(engine: EngineApi, image: str, archive: bytes) -> None:
     _log.info("building %s", image)
     query = {"t": image, "rm": "1", "forcerm": "1", "labels": json.dumps({LABEL: "image"})}
     try:
-        async for line in engine.stream(
-            "POST", "/build", query=query, content=_context(dockerfile), idle_timeout_s=IDLE_TIMEOUT_S
-        ):
+        async for line in engine.stream("POST", "/build", query=query, content=archive, idle_timeout_s=IDLE_TIMEOUT_S):
+            if "no space left" in str(line.get("error")):
+                raise disk_full(str(line["error"]))
             if "error" in line:
                 raise SandboxImageError(f"building the image of a spec failed: {str(line['error'])[:300]}")
             if said := str(line.get("stream", "")).strip():
                 _log.info("  %s", said[:200])
     except httpx.HTTPError as error:
         raise SandboxImageError(f"building the image of a spec: the engine stopped answering: {error!r}") from None
-
-
-def _context(dockerfile: str) -> bytes:
-    content = dockerfile.encode()
-    member = tarfile.TarInfo("Dockerfile")
-    member.size = len(content)
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()

@@ -20,7 +20,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 
 import httpx
-from roll_flash.sandboxes.engine_api import EngineAddress, EngineApi
+from roll_flash.sandboxes.engine_address import EngineAddress
+from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
 

@@ -54,6 +54,8 @@ class LocalProvider:
             raise SandboxSpecError(
                 "image, dockerfile and writable_root: the local sandbox has no images; use the docker provider"
             )
+        if spec.network == "internal":
+            raise SandboxSpecError('network="internal" needs the docker provider; local sandboxes are always alone')
         name = f"roll-flash-{uuid.uuid4().hex[:12]}"
         async with self._starts:
             connection = AgentConnection(name)

@@ -108,7 +108,7 @@ class SandboxPool:
             timer.cancel()
             self._leased.discard(sandbox)
             self._stats.lease_s.add(time.monotonic() - began)
-            self._in_background(self._give_back(shelf, sandbox))
+            self._in_background(self._give_back(shelf.spec, sandbox))
 
     def stats(self) -> PoolStats:
         """Counts since the pool was made, and what is there now."""
@@ -160,7 +160,9 @@ class SandboxPool:
                 self._upkeep = asyncio.create_task(self._keep_up(), name="sandbox pool upkeep")
 
     def _shelf(self, spec: SandboxSpec) -> Shelf:
-        return self._shelves.setdefault(spec, Shelf(spec))
+        if spec not in self._shelves:
+            self._shelves[spec] = Shelf(spec)
+        return self._shelves[spec]
 
     async def _acquire(self, shelf: Shelf) -> Sandbox:
         while shelf.ready:
@@ -176,7 +178,7 @@ class SandboxPool:
             return await future
         except asyncio.CancelledError:
             if (sandbox_for_nobody := shelf.withdraw(future)) is not None:
-                self._put(shelf, sandbox_for_nobody)
+                self._put(self._shelf(shelf.spec), sandbox_for_nobody)
             raise
 
     def _put(self, shelf: Shelf, sandbox: Sandbox) -> None:
@@ -215,14 +217,15 @@ class SandboxPool:
         _log.warning("sandbox %s was leased for more than %g s and is closed", sandbox.name, limit_s)
         self._in_background(self._end(sandbox, "lease"))
 
-    async def _give_back(self, shelf: Shelf, sandbox: Sandbox) -> None:
+    async def _give_back(self, spec: SandboxSpec, sandbox: Sandbox) -> None:
         await self._note_usage(sandbox)
         if self._reuse and not self._closed and sandbox.alive and await sandbox.reset():
             self._stats.reused += 1
-            self._put(shelf, sandbox)
+            self._put(self._shelf(spec), sandbox)
         else:
             await self._end(sandbox)
-            self._refill(shelf)
+            if spec in self._shelves:
+                self._refill(self._shelves[spec])
 
     async def _note_usage(self, sandbox: Sandbox) -> None:
         """What the lease used, as far as the sandbox can still tell."""
@@ -256,4 +259,6 @@ class SandboxPool:
             for shelf in self._shelves.values():
                 for sandbox in shelf.surplus(self._size, time.monotonic()):
                     self._in_background(self._end(sandbox))
+            # Specs of one episode, as snapshots give them, must not add up over a run.
+            self._shelves = {spec: shelf for spec, shelf in self._shelves.items() if not shelf.idle}
             await asyncio.sleep(UPKEEP_S)

@@ -100,6 +100,15 @@ class Sandbox(Protocol):
         """
         ...
 
+    async def beside(self, spec: SandboxSpec | None = None) -> Sandbox:
+        """Another sandbox on this one's internal network, which ends with this one; `spec` None is this one's own.
+
+        Both need `network="internal"` (the new one gets it). They share loopback, like containers of a Kubernetes pod:
+        a server in one is reached from the other at localhost, so two servers need two ports. Nothing else is shared.
+        Raises SandboxSpecError where that cannot be had, else SandboxError.
+        """
+        ...
+
     async def stats(self) -> SandboxStats:
         """What it uses now and has used; raises SandboxDied if it is gone."""
         ...

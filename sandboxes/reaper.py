@@ -5,14 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.sandboxes.engine_api import EngineAddress, EngineApi
+from roll_flash.sandboxes.engine_address import EngineAddress
+from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.errors import SandboxUnavailable
-from roll_flash.sandboxes.identity import LABEL, LABEL_CREATED, LABEL_DEADLINE, LABEL_OWNER, LABEL_RUN, Owner
+from roll_flash.sandboxes.identity import (
+    LABEL,
+    LABEL_CREATED,
+    LABEL_DEADLINE,
+    LABEL_NETWORK,
+    LABEL_OWNER,
+    LABEL_RUN,
+    Owner,
+)
 
+Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]
 FOREIGN_AGE_S = 86400.0
 """A sandbox of another machine's process without a deadline counts as left behind after so long."""
 
@@ -28,24 +38,34 @@ class SandboxEntry:
     state: str
     leaked: bool
     """Its owner is dead, or its deadline has passed."""
+    network: str = ""
+    """With `network="internal"` the sandbox whose network it is on."""
+    engine: str = ""
 
 
-def list_sandboxes(host: str | None = None) -> list[SandboxEntry]:
-    """Every labelled container of the engine (DOCKER_HOST by default); none if no engine answers."""
-    return asyncio.run(_with_engine(host, _list))
+def list_sandboxes(*hosts: str) -> list[SandboxEntry]:
+    """Every labelled container of the engines (DOCKER_HOST by default; none if that does not answer).
+
+    Raises SandboxUnavailable for an engine that was named.
+    """
+    return asyncio.run(_with_engines(hosts, _list))
 
 
-def reap(host: str | None = None) -> list[SandboxEntry]:
-    """Remove the leaked ones and return them."""
-    return asyncio.run(_with_engine(host, sweep))
+def reap(*hosts: str) -> list[SandboxEntry]:
+    """Remove the leaked ones and return them. Raises SandboxUnavailable as `list_sandboxes`."""
+    return asyncio.run(_with_engines(hosts, sweep))
 
 
-async def _with_engine(host: str | None, action: Any) -> list[SandboxEntry]:
+async def _with_engines(hosts: Sequence[str], action: Action) -> list[SandboxEntry]:
+    found = await asyncio.gather(*(_with_engine(host, action) for host in hosts or (None,)))
+    return [entry for entries in found for entry in entries]
+
+
+async def _with_engine(host: str | None, action: Action) -> list[SandboxEntry]:
     engine = EngineApi(EngineAddress.from_environment(host))
     try:
         await engine.connect()
-        entries: list[SandboxEntry] = await action(engine)
-        return entries
+        return await action(engine)
     except SandboxUnavailable:
         if host is not None:
             raise
@@ -57,7 +77,7 @@ async def _with_engine(host: str | None, action: Any) -> list[SandboxEntry]:
 async def _list(engine: EngineApi) -> list[SandboxEntry]:
     query = {"all": "1", "filters": json.dumps({"label": [f"{LABEL}=1"]})}
     listed = await engine.json("GET", "/containers/json", query=query)
-    return [_entry(item) for item in listed]
+    return [_entry(item, engine.address.host) for item in listed]
 
 
 async def sweep(engine: EngineApi) -> list[SandboxEntry]:
@@ -78,7 +98,7 @@ async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:
     await asyncio.gather(*(remove(entry) for entry in entries))
 
 
-def _entry(item: dict[str, Any]) -> SandboxEntry:
+def _entry(item: dict[str, Any], engine: str) -> SandboxEntry:
     marks = item.get("Labels") or {}
     age_s = max(0.0, time.time() - float(marks.get(LABEL_CREATED) or item.get("Created") or 0))
     return SandboxEntry(
@@ -88,6 +108,8 @@ def _entry(item: dict[str, Any]) -> SandboxEntry:
         age_s=round(age_s, 1),
         state=str(item.get("State", "")),
         leaked=_is_leaked(marks, age_s),
+        network=marks.get(LABEL_NETWORK, ""),
+        engine=engine,
     )
 
 

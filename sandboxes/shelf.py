@@ -57,6 +57,11 @@ class Shelf:
         self._forget(now)
         return [self.ready.popleft() for _ in range(len(self.ready) - self.target(size))]
 
+    @property
+    def idle(self) -> bool:
+        """Nobody has asked of late, and nothing is there or on its way."""
+        return not (self.floor or self.ready or self.waiting or self.starting or self._arrivals)
+
     def ask(self) -> asyncio.Future[Sandbox]:
         future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from roll_flash.sandboxes.build_context import packed_files, read_build_folder
 
 DEFAULT_IMAGE = "roll-flash-sandbox:latest"
 PROXY_PORT = 3128
@@ -19,6 +21,11 @@ def _pairs(value: Any) -> Any:
 Env = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)]
 
 
+def _context(value: Any) -> Any:
+    return packed_files(value) if isinstance(value, Mapping) else value
+
+
+Context = Annotated[bytes, BeforeValidator(_context)]
 Files = Annotated[tuple[tuple[str, bytes], ...], BeforeValidator(_pairs)]
 
 
@@ -30,7 +37,9 @@ class SandboxSpec(BaseModel):
     image: str | None = None
     """Image name; None is the provider's own (docker: `roll-flash-sandbox:latest`, local: the machine's `/usr`)."""
     dockerfile: str | None = None
-    """Text of a Dockerfile without a context (no COPY) that the image is built from, once; instead of `image`."""
+    """Text of a Dockerfile that the image is built from, once; instead of `image`."""
+    context: Context = b""
+    """What the Dockerfile may COPY: a tar archive, or a dict of path and content. `from_folder` packs it."""
     files: Files = ()
     """Files that are there at the start, path (from `workdir`) and content; may be given as a dict."""
     tree: bytes = b""
@@ -45,8 +54,9 @@ class SandboxSpec(BaseModel):
     tmpfs_inodes: Annotated[int, Field(ge=64)] = 65536
     """Most files in `workdir` and in `/tmp`, each."""
     open_files: Annotated[int, Field(ge=16)] = 1024
-    network: Literal["none", "allowlist"] = "none"
-    """`none`: loopback only. `allowlist`: besides, a proxy on loopback that leads to the hosts in `allow`."""
+    network: Literal["none", "internal", "allowlist"] = "none"
+    """`none`: loopback only. `internal`: sandboxes opened by `Sandbox.beside` see each other on it (docker only).
+    `allowlist`: loopback, and a proxy on it that leads to the hosts in `allow`."""
     allow: tuple[str, ...] = ()
     """`host:port`, or `*.host:port` for every name below it; for `network="allowlist"`."""
     env: Env = ()
@@ -67,6 +77,8 @@ class SandboxSpec(BaseModel):
             )
         if self.image is not None and self.dockerfile is not None:
             raise ValueError("image and dockerfile: name one of the two")
+        if self.context and self.dockerfile is None:
+            raise ValueError("context is what a dockerfile may COPY: give the dockerfile too")
         if self.allow and self.network != "allowlist":
             raise ValueError('allow is for network="allowlist"')
         for entry in self.allow:
@@ -77,6 +89,15 @@ class SandboxSpec(BaseModel):
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} is not a usable variable name, or its value holds a NUL")
         return self
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, **fields: Any) -> SandboxSpec:
+        """A spec of the Dockerfile in `folder`, with the folder as its build context, and of further fields.
+
+        Raises SandboxSpecError if there is no Dockerfile or if the folder is too large.
+        """
+        dockerfile, context = read_build_folder(Path(folder))
+        return cls(dockerfile=dockerfile, context=context, **fields)
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
