@@ -141,7 +141,7 @@ class TestOneRunThroughItsLife:
 
     def test_two_environments_are_mixed_by_weight_across_the_interruption(self, life: dict[str, Any]) -> None:
         episodes = read_episodes(life["folder"] / "episodes")
-        groups = {episode["group_id"]: episode["task"]["env_id"] for episode in episodes}
+        groups = {episode["group_id"]: episode["env_id"] for episode in episodes}
         share = sum("LetterCount" in env_id for env_id in groups.values()) / len(groups)
         assert 0.5 < share < 0.85
 
