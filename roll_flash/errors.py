@@ -3,6 +3,10 @@
 The command line prints the message alone and exits with `exit_code`: 2 for usage and configuration, 1 for a failure.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 
 class RollFlashError(Exception):
     """Base of every error this package raises on purpose."""
@@ -42,3 +46,23 @@ class CheckpointError(RollFlashError):
 
 class RunError(RollFlashError):
     """The run cannot go on."""
+
+
+class StreamError(RollFlashError):
+    """The trajectory stream was used in a way it cannot be, or lost a part."""
+
+
+class StreamFullError(StreamError):
+    """There was no room in the stream until the deadline. Nothing was put."""
+
+
+class StreamStarvedError(StreamError):
+    """No row became ready for a consumer until its deadline."""
+
+
+class ShardDiedError(StreamError):
+    """A process that holds a part of the stream's data is gone, and with it the rows `row_ids` of those asked for."""
+
+    def __init__(self, message: str, row_ids: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.row_ids = list(row_ids)

@@ -1,0 +1,108 @@
+"""The learner's side of the stream: micro-batches of whole groups, of equal packed size, while episodes still run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+
+from roll_flash.stream.rows import Array, Batch, Consumer
+from roll_flash.stream.samplers import TokenBalanced
+from roll_flash.stream.stream import TrajectoryStream
+from roll_flash.stream.trajectories import TRAJECTORY_COLUMNS, group_rows, row_trajectory
+from roll_flash.types import Group
+
+LEARNER = "learner"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MicroBatch:
+    """Whole groups for one `learner.accumulate`. `tokens`: their packed size, shared prefixes counted once per group.
+
+    `extra` has the further columns of the learner's consumer (such as `ref_logprobs`): one array per trajectory, in the
+    order of the groups and of the trajectories in them.
+    """
+
+    groups: list[Group]
+    tokens: int
+    extra: Mapping[str, Sequence[Array]]
+
+
+def learner_consumer(micro_batch_tokens: int, *, extra_columns: Collection[str] = (), fair: bool = False) -> Consumer:
+    """The learner as a consumer: complete groups in micro-batches of at most `micro_batch_tokens` packed tokens.
+
+    `fair` trains groups in the order in which they were put.
+    """
+    sampler = TokenBalanced(micro_batch_tokens, whole_groups=True)
+    return Consumer(LEARNER, (*TRAJECTORY_COLUMNS, *extra_columns), sampler, in_order=fair)
+
+
+class LearnerLoader:
+    """Takes what consumer `learner` gets and makes groups of it again."""
+
+    def __init__(self, stream: TrajectoryStream, *, timeout_s: float = 600.0, without: Collection[str] = ()) -> None:
+        """`timeout_s`: longest wait for a micro-batch or for room. `without`: columns that stages write (`reward`)."""
+        self._stream = stream
+        self._timeout_s = timeout_s
+        self._without = without
+
+    async def micro_batches(self, step: int) -> AsyncGenerator[MicroBatch, None]:
+        """What is in partition `step`, as it becomes ready, until the partition is sealed and all was taken.
+
+        A micro-batch counts as consumed when the next one is asked for. Close the generator (`contextlib.aclosing`):
+        one that was not finished comes again then.
+        """
+        while (batch := await self._stream.next_batch(LEARNER, step, timeout_s=self._timeout_s)) is not None:
+            try:
+                yield _micro_batch(batch)
+            except BaseException:
+                await self._stream.give_back(batch)
+                raise
+            await self._stream.release(batch)
+
+    async def feed(self, groups: AsyncIterator[list[Group]], step: int) -> None:
+        """Put the groups of a step into its partition as they come, and seal it."""
+        async for several in groups:
+            for group in several:
+                rows = group_rows(group, partition=step, without=self._without)
+                await self._stream.put(rows, timeout_s=self._timeout_s)
+        await self._stream.seal(step)
+
+    async def stream_step(self, groups: AsyncIterator[list[Group]], step: int) -> AsyncGenerator[MicroBatch, None]:
+        """`feed` in the background and `micro_batches` in front of it: one step of the run.
+
+        An error of `groups` ends the iteration and is raised as it is. Close the generator (`contextlib.aclosing`).
+        """
+        feeder = asyncio.create_task(self._feed_or_fail(groups, step))
+        try:
+            async with aclosing(self.micro_batches(step)) as micro_batches:
+                async for micro_batch in micro_batches:
+                    yield micro_batch
+            await feeder
+        finally:
+            feeder.cancel()
+            await asyncio.gather(feeder, return_exceptions=True)
+
+    async def _feed_or_fail(self, groups: AsyncIterator[list[Group]], step: int) -> None:
+        try:
+            await self.feed(groups, step)
+        except Exception as error:
+            self._stream.fail(error)
+            raise
+
+
+def _micro_batch(batch: Batch) -> MicroBatch:
+    trajectories: dict[str, list[int]] = {}
+    for place, name in enumerate(batch.groups):
+        trajectories.setdefault(name, []).append(place)
+    order = [place for places in trajectories.values() for place in places]
+    groups = []
+    for name, places in trajectories.items():
+        members = tuple(
+            row_trajectory({column: batch.columns[column][place] for column in TRAJECTORY_COLUMNS}) for place in places
+        )
+        groups.append(Group(name, members[0].task, members))
+    extra = {name: [arrays[place] for place in order] for name, arrays in batch.columns.items()}
+    extra = {name: arrays for name, arrays in extra.items() if name not in TRAJECTORY_COLUMNS}
+    return MicroBatch(groups, sum(batch.claim.tokens), extra)
