@@ -216,6 +216,7 @@ def _add_eval(commands: Any) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
     parser.add_argument("--max-concurrent", type=int, metavar="N", help="episodes in flight")
     parser.add_argument("--out", metavar="DIR", help="where the results go, and are resumed from")
+    parser.add_argument("--allow-weak", action="store_true", help="run without Docker too, in the weaker local sandbox")
 
 
 def _eval(arguments: argparse.Namespace) -> int:
@@ -235,6 +236,7 @@ def _eval(arguments: argparse.Namespace) -> int:
         temperature=arguments.temperature,
         max_concurrent=arguments.max_concurrent,
         out=arguments.out,
+        allow_weak=arguments.allow_weak,
         overrides=tuple(overrides),
     )
     with _standard_output_for_json(arguments.json):

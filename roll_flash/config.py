@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -90,16 +91,37 @@ class EnvConfig(Section):
 
 
 class SandboxConfig(Section):
-    provider: Literal["auto", "docker", "local"] = "auto"
-    """`docker`; `local` (bubblewrap, weaker); `auto` takes docker where an engine answers and says so where not."""
+    provider: str = "auto"
+    """`docker`; `local` (bubblewrap, weaker); a plug-in of `roll_flash.sandboxes`; `auto` takes docker where an engine
+    answers and says so where not."""
+    engines: tuple[str, ...] = ()
+    """Docker engines that are used as one (`unix:///path`, `tcp://host:2375`, `tcp://host:2376?certificates=FOLDER`);
+    empty is DOCKER_HOST's, or that of this machine."""
+    allow_weak: bool = False
+    """Let `roll-flash eval` use a sandbox with weak isolation (`local`); training only warns."""
     image: str = "roll-flash-sandbox:latest"
     """Docker image of environments that name none."""
     pool_size: NonNegativeInt = 8
     """Sandboxes kept started and waiting."""
+    max_parallel_starts: PositiveInt = 8
+    """Sandboxes that start side by side, on each engine."""
+    reuse: bool = False
+    """Reset and check a sandbox after its episode and use it again, instead of a fresh one for each."""
     memory_mb: PositiveInt = 256
     cpus: PositiveFloat = 1.0
     pids: PositiveInt = 64
     start_timeout_s: PositiveFloat = 30.0
+
+    @model_validator(mode="after")
+    def _known_provider(self) -> SandboxConfig:
+        known = ["auto", "docker", "local", *(point.name for point in entry_points(group="roll_flash.sandboxes"))]
+        if self.provider not in known:
+            raise ValueError(f"sandbox.provider: {self.provider!r} is none of {', '.join(known)}")
+        if self.engines and self.provider not in ("auto", "docker"):
+            raise ValueError(f"sandbox.engines are for provider docker, not {self.provider}")
+        if len(set(self.engines)) != len(self.engines):
+            raise ValueError("sandbox.engines: one is named twice")
+        return self
 
 
 class RolloutConfig(Section):
@@ -172,6 +194,15 @@ class InferenceConfig(Section):
     port: NonNegativeInt = 0
     """First port of the servers; 0 lets the system choose."""
     start_timeout_s: PositiveFloat = 300.0
+    health_timeout_s: PositiveFloat = 30.0
+    """A server that does not answer for so long is left out, and its requests go on elsewhere; after three times as
+    long it is killed and started again."""
+    stream_every: PositiveInt = 64
+    """Turns that may be longer than this are streamed in pieces of so many tokens, so that a request whose server dies
+    goes on elsewhere from its last piece. Small values cost CPU time for each piece."""
+    admission_ratio: NonNegativeFloat = 2.0
+    """Tokens that may be outstanding at a server, as a multiple of what its key-value cache holds; what is more waits
+    in the workers. Above 1 because turns rarely use all they may and replicas share their prompt; 0 is no limit."""
     extra_args: dict[str, Any] = {}
     """Further options of the server's own command line."""
 
@@ -217,6 +248,10 @@ class LearnerConfig(Section):
 
 
 class WeightsConfig(Section):
+    in_flight: Literal["keep", "abort_resume"] = "keep"
+    """Requests in flight at a weight update: `keep` pauses them and goes on with their old keys and values;
+    `abort_resume` ends them and asks again from the tokens they have, which the new weights read anew (for servers that
+    cannot keep requests, or where every token should see the new weights alone; costs a prefill for each request)."""
     parity_threshold: PositiveFloat | None = None
     """Largest difference of log-probabilities between server and learner; None is 1e-3 in float32, 0.25 in bfloat16."""
     parity_text: str = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46."

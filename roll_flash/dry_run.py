@@ -12,8 +12,8 @@ from roll_flash.config import Config, EnvConfig
 from roll_flash.errors import ConfigError, EnvError, RollFlashError
 from roll_flash.models import resolve_model
 from roll_flash.rollout.environments import AsyncEnvironment, check_environments, open_environment
+from roll_flash.rollout.sandbox_lease import default_spec, open_pool
 from roll_flash.rollout.tasks import make_task
-from roll_flash.sandboxes import SandboxSpec, open_sandbox
 
 
 def dry_run(config: Config, *, resume: bool = False) -> list[str]:
@@ -36,11 +36,11 @@ async def _try_environment(config: Config, tried: EnvConfig) -> list[str]:
     try:
         if env.sandbox_env is None:
             return [await _reset(config, tried.id, env, seed)]
-        spec = env.sandbox_env.sandbox_spec or _default_spec(config)
-        provider, limit = config.sandbox.provider, config.sandbox.start_timeout_s
-        async with open_sandbox(spec, provider=provider, start_timeout=limit) as sandbox:
+        spec = env.sandbox_env.sandbox_spec or default_spec(config.sandbox)
+        async with open_pool(config.sandbox, config.name) as pool, pool.lease(spec) as sandbox:
             env.sandbox_env.sandbox = sandbox
-            return [f"sandbox: {provider} started one ({spec.image})", await _reset(config, tried.id, env, seed)]
+            started = f"sandbox: {sandbox.provider} started one ({spec.image})"
+            return [started, await _reset(config, tried.id, env, seed)]
     finally:
         await env.close()
 
@@ -59,11 +59,6 @@ class _DaemonThreads(Executor):
 
         threading.Thread(target=call, name="environment", daemon=True).start()
         return future
-
-
-def _default_spec(config: Config) -> SandboxSpec:
-    sandbox = config.sandbox
-    return SandboxSpec(image=sandbox.image, memory_mb=sandbox.memory_mb, cpus=sandbox.cpus, pids=sandbox.pids)
 
 
 async def _reset(config: Config, env_id: str, env: AsyncEnvironment, seed: int) -> str:

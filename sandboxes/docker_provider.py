@@ -22,7 +22,7 @@ from roll_flash.sandboxes.container_config import container_config, volume_name
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
-from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError
+from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnreachable
 from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.image_build import image_of
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
@@ -73,7 +73,10 @@ class DockerProvider:
         label = f"{LABEL_OWNER}={Owner.current()}"
         program = str(Path(__file__).with_name("watchdog.py"))
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", program, self.engine.address.host, self.engine.version, label],
+            [
+                *(sys.executable, "-I", "-S", program, self.engine.address.host, self.engine.version, label),
+                self.engine.address.certificates or "",
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,
@@ -117,7 +120,13 @@ class DockerProvider:
                     await connection.ready(timeout_s)
                     await sandbox.prepare()
             except TimeoutError:
+                answered = creating.done()
                 await self._discard(name, connection, creating)
+                if not answered:
+                    host = self.engine.address.host
+                    raise SandboxUnreachable(
+                        f"the Docker engine at {host} did not answer within {timeout_s:g} s"
+                    ) from None
                 raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
             except BaseException:
                 await asyncio.shield(self._discard(name, connection, creating))

@@ -18,9 +18,10 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
-from roll_flash.sandboxes.engine_address import EngineAddress
+from roll_flash.sandboxes.engine_address import CERTIFICATE_FILES, EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
@@ -103,7 +104,12 @@ async def _build_on_registry_image(engine: EngineApi, image: str, report: Report
     report(f"building {image} on {BASE_IMAGE}")
 
     def build() -> None:
-        client = docker.DockerClient(base_url=engine.address.host, version=engine.version, timeout=BUILD_TIMEOUT_S)
+        client = docker.DockerClient(
+            base_url=engine.address.host,
+            version=engine.version,
+            timeout=BUILD_TIMEOUT_S,
+            tls=_sdk_tls(engine.address.certificates),
+        )
         try:
             with tempfile.TemporaryDirectory() as context:
                 shutil.copy(Path(__file__).with_name("Dockerfile"), context)
@@ -114,6 +120,15 @@ async def _build_on_registry_image(engine: EngineApi, image: str, report: Report
             client.close()
 
     await asyncio.to_thread(build)
+
+
+def _sdk_tls(certificates: str | None) -> Any:
+    from docker.tls import TLSConfig
+
+    if certificates is None:
+        return False
+    authority, certificate, key = (str(Path(certificates) / name) for name in CERTIFICATE_FILES)
+    return TLSConfig(client_cert=(certificate, key), ca_cert=authority, verify=True)
 
 
 async def _build_by_debootstrap(engine: EngineApi, image: str, report: Report) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 
 from roll_flash.sandboxes.docker_provider import DockerProvider
+from roll_flash.sandboxes.engine_set import EngineSet
 from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.sandboxes.local_provider import LocalProvider
 from roll_flash.sandboxes.protocol import Provider, Sandbox
@@ -24,8 +25,17 @@ def provider_names() -> list[str]:
     return ["docker", "local", *sorted(point.name for point in entry_points(group=ENTRY_POINTS))]
 
 
-def make_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARALLEL_STARTS) -> Provider:
-    """`docker`, `docker:tcp://host:2375`, `local` or a plug-in. Raises SandboxUnavailable for an unknown name."""
+def make_provider(
+    name: str, *, engines: Sequence[str] = (), max_parallel_starts: int = DEFAULT_PARALLEL_STARTS
+) -> Provider:
+    """`docker`, `docker:tcp://host:2375`, `local` or a plug-in. Raises SandboxUnavailable for an unknown name.
+
+    `engines`: the addresses of several engines that `docker` uses as one.
+    """
+    if name == "docker" and engines:
+        return EngineSet(engines, max_parallel_starts=max_parallel_starts)
+    if engines:
+        raise SandboxUnavailable(f"engines are for the docker provider, not for {name!r}")
     if name == "docker" or name.startswith("docker:"):
         return DockerProvider(name[len("docker:") :] or None, max_parallel_starts=max_parallel_starts)
     if name == "local":
@@ -36,14 +46,16 @@ def make_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARALLEL_STAR
     raise SandboxUnavailable(f"no sandbox provider is called {name!r}; there are: auto, {', '.join(provider_names())}")
 
 
-async def connect_provider(name: str, *, max_parallel_starts: int = DEFAULT_PARALLEL_STARTS) -> Provider:
+async def connect_provider(
+    name: str, *, engines: Sequence[str] = (), max_parallel_starts: int = DEFAULT_PARALLEL_STARTS
+) -> Provider:
     """`auto` takes docker where an engine answers, else local with one warning. Raises SandboxUnavailable."""
     if name != "auto":
-        provider = make_provider(name, max_parallel_starts=max_parallel_starts)
+        provider = make_provider(name, engines=engines, max_parallel_starts=max_parallel_starts)
         await _connect(provider)
         return provider
     try:
-        return await connect_provider("docker", max_parallel_starts=max_parallel_starts)
+        return await connect_provider("docker", engines=engines, max_parallel_starts=max_parallel_starts)
     except SandboxUnavailable as no_docker:
         try:
             provider = await connect_provider("local", max_parallel_starts=max_parallel_starts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
@@ -34,13 +34,16 @@ class SandboxPool:
     """Used from one event loop. `start` pre-warms, `lease` hands out, `close` ends everything that is left.
 
     `size` sandboxes are kept ready of each spec that was given to `start`; of others as many as their leases of late
-    call for (arrival rate times start time). `reuse` resets and checks a sandbox after its lease and takes it again.
+    call for (arrival rate times start time). `engines` are the addresses of Docker engines that it uses as one; each
+    starts at most `max_parallel_starts` side by side. `reuse` resets and checks a sandbox after its lease
+    and takes it again.
     """
 
     def __init__(
         self,
         *,
         provider: str | Provider = "auto",
+        engines: Sequence[str] = (),
         size: int = 8,
         run: str | None = None,
         max_parallel_starts: int = DEFAULT_PARALLEL_STARTS,
@@ -50,6 +53,7 @@ class SandboxPool:
     ) -> None:
         self._provider_choice = provider
         self._provider: Provider | None = None if isinstance(provider, str) else provider
+        self._engines = tuple(engines)
         self._connecting = asyncio.Lock()
         self._size = size
         self._run = run or ""
@@ -154,7 +158,7 @@ class SandboxPool:
             if self._provider is None:
                 assert isinstance(self._provider_choice, str)
                 self._provider = await connect_provider(
-                    self._provider_choice, max_parallel_starts=self._max_parallel_starts
+                    self._provider_choice, engines=self._engines, max_parallel_starts=self._max_parallel_starts
                 )
             if self._upkeep is None:
                 self._upkeep = asyncio.create_task(self._keep_up(), name="sandbox pool upkeep")

@@ -14,6 +14,7 @@ from typing import Any
 from roll_flash.config import Config, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.evaluate.evaluation import EpisodeRunner, eval_sampling, evaluate, evaluation_plan, is_complete
+from roll_flash.evaluate.isolation import require_isolation
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.inference.openai_client import api_key_from
 from roll_flash.run_dir import find_checkpoint, find_run
@@ -35,6 +36,7 @@ class EvalRequest:
     temperature: float | None = None
     max_concurrent: int | None = None
     out: str | None = None
+    allow_weak: bool = False
     overrides: tuple[str, ...] = ()
 
 
@@ -72,6 +74,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
 
     if is_complete(plan.folder, config.env, config.eval, sampling, label, plan.about):
         return await scored_by(None), plan.folder
+    await require_isolation(plan.config)
     async with _open_runner(plan, request.api_key_env) as runner:
         return await scored_by(runner), plan.folder
 
@@ -157,6 +160,8 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
     ):
         if value is not None:
             overrides.append(f"{key}={value}")
+    if request.allow_weak:
+        overrides.append("sandbox.allow_weak=true")
     source: str | Path | dict[str, Any]
     if request.config is not None:
         source = request.config

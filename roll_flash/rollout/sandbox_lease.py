@@ -11,9 +11,27 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
+from roll_flash.config import SandboxConfig
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.commands import CommandStream
 from roll_flash.sandboxes.shell import Shell
+
+
+def default_spec(config: SandboxConfig) -> SandboxSpec:
+    """For environments that bring none."""
+    return SandboxSpec(image=config.image, memory_mb=config.memory_mb, cpus=config.cpus, pids=config.pids)
+
+
+def open_pool(config: SandboxConfig, run: str) -> SandboxPool:
+    return SandboxPool(
+        provider=config.provider,
+        engines=config.engines,
+        size=config.pool_size,
+        run=run,
+        max_parallel_starts=config.max_parallel_starts,
+        start_timeout=config.start_timeout_s,
+        reuse=config.reuse,
+    )
 
 
 class LazySandbox:

@@ -18,8 +18,8 @@ from roll_flash.inference.engine import ClientSpec, InferenceClient
 from roll_flash.rollout.environments import AsyncEnvironment, open_environment
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
-from roll_flash.rollout.sandbox_lease import LazySandbox
-from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec
+from roll_flash.rollout.sandbox_lease import LazySandbox, default_spec, open_pool
+from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
 Outcome = Trajectory | EpisodeFailure
@@ -76,9 +76,8 @@ class Worker:
     async def start(self) -> None:
         """Raises SandboxError if sandboxes are needed and cannot be had."""
         if self._settings.sandbox is not None:
-            config = self._settings.sandbox
-            self._spec = SandboxSpec(image=config.image, memory_mb=config.memory_mb, cpus=config.cpus, pids=config.pids)
-            self._pool = SandboxPool(provider=config.provider, size=config.pool_size, run=self._settings.run)
+            self._spec = default_spec(self._settings.sandbox)
+            self._pool = open_pool(self._settings.sandbox, self._settings.run)
             await self._pool.start(self._spec)
         model = self._settings.model
         if isinstance(model, ChatEndpoint):
