@@ -14,40 +14,41 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
+from roll_flash.config_fields import (
+    LocalPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    NumberOrAuto,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
 from roll_flash.config_files import apply_override, read_yaml
 from roll_flash.errors import ConfigError
+from roll_flash.learner_config import KlConfig, LearnerConfig, LoraConfig, LossConfig
 
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-def _expand_home(value: Any) -> Any:
-    return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
-
-
-LocalPath = Annotated[str, BeforeValidator(_expand_home)]
-NumberOrAuto = Annotated[
-    Annotated[NonNegativeFloat, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],
-    Discriminator(lambda value: "auto" if isinstance(value, str) else "number"),
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "EnvConfig",
+    "EvalConfig",
+    "InferenceConfig",
+    "KlConfig",
+    "LearnerConfig",
+    "LoraConfig",
+    "LossConfig",
+    "ModelConfig",
+    "MonitorConfig",
+    "RayConfig",
+    "RolloutConfig",
+    "SandboxConfig",
+    "Section",
+    "WeightsConfig",
+    "load_config",
 ]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True)
 
 
 class ModelConfig(Section):
@@ -60,7 +61,7 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     id: str
     """A gymnasium id; it may carry a module: `my_pkg.envs:Maze-v0`."""
-    kwargs: dict[str, Any] = {}
+    kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for `gymnasium.make`."""
     max_turns: PositiveInt = 8
     """Most calls of the model in one episode."""
@@ -203,48 +204,8 @@ class InferenceConfig(Section):
     admission_ratio: NonNegativeFloat = 2.0
     """Tokens that may be outstanding at a server, as a multiple of what its key-value cache holds; what is more waits
     in the workers. Above 1 because turns rarely use all they may and replicas share their prompt; 0 is no limit."""
-    extra_args: dict[str, Any] = {}
+    extra_args: dict[str, Any] = Field(default_factory=dict)
     """Further options of the server's own command line."""
-
-
-class LossConfig(Section):
-    name: Literal["decoupled_ppo", "ppo", "reinforce"] = "decoupled_ppo"
-    clip_low: Probability = 0.2
-    clip_high: PositiveFloat = 0.2
-    dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss for negative advantages (c of dual-clip PPO), None for none."""
-    correction: Literal["none", "tis", "mask"] = "tis"
-    """What is done with the ratio of proximal to behaviour policy: nothing, truncate, or drop outside the bounds."""
-    correction_level: Literal["token", "sequence"] = "token"
-    """One ratio for each token, or one for a whole sequence (the product over its tokens)."""
-    correction_cap: PositiveFloat = 2.0
-    """Upper bound of `tis`; upper end of `mask`."""
-    correction_floor: NonNegativeFloat = 0.5
-    """Lower end of `mask`."""
-
-
-class LearnerConfig(Section):
-    engine: str = "fsdp"
-    ranks: PositiveInt = 1
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    threads: PositiveInt = 1
-    """CPU threads of each rank (CPU only)."""
-    learning_rate: PositiveFloat = 1e-5
-    warmup_steps: NonNegativeInt = 0
-    weight_decay: NonNegativeFloat = 0.0
-    betas: tuple[Probability, Probability] = (0.9, 0.95)
-    max_grad_norm: PositiveFloat = 1.0
-    advantage: Literal["grpo", "rloo"] = "grpo"
-    normalize_advantage: bool = True
-    """Divide by the standard deviation of the group's rewards (GRPO); `false` is Dr. GRPO."""
-    loss: LossConfig = LossConfig()
-    micro_batch_tokens: PositiveInt = 2048
-    """Most tokens of one forward pass, shared prefixes counted once; a group larger than that is split. Memory grows
-    with it: about 1.6 MB per token for a model of 135 M parameters in float32."""
-    max_skipped_steps: PositiveInt = 3
-    """Steps in a row that may be skipped for a gradient that is not finite before the run stops."""
-    start_timeout_s: PositiveFloat = 300.0
-    step_timeout_s: PositiveFloat = 1800.0
 
 
 class WeightsConfig(Section):
@@ -255,7 +216,8 @@ class WeightsConfig(Section):
     parity_threshold: PositiveFloat | None = None
     """Largest difference of log-probabilities between server and learner; None is 1e-3 in float32, 0.25 in bfloat16."""
     parity_text: str = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46."
-    publish_timeout_s: PositiveFloat = 120.0
+    publish_timeout_s: PositiveFloat = 300.0
+    """For all servers together; long enough for one that has to be started again meanwhile."""
 
 
 class CheckpointConfig(Section):

@@ -105,6 +105,8 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
             f"run folder {run_dir.folder}; starting the learner, {config.inference.servers} inference server(s) "
             f"and {config.rollout.workers} rollout worker(s)"
         )
+        if warning := config.learner.loss.off_policy_warning(config.highest_async_ratio):
+            progress.note(f"warning: {warning}")
         needs_sandbox = await asyncio.to_thread(check_environments, config.envs)
         await stack.enter_async_context(local_ray(config.ray))
         engine = open_engine(

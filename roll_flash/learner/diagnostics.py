@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,11 +30,43 @@ def off_policy_metrics(
             "effective_sample_size": float(rho.sum() ** 2 / (rho.size * (rho**2).sum())),
             "rho_mean": float(rho.mean()),
             "rho_max": float(rho.max()),
-            "rho_p01": float(np.percentile(rho, 1)),
-            "rho_p99": float(np.percentile(rho, 99)),
+            **{f"rho_p{percent:02d}": float(np.percentile(rho, percent)) for percent in (1, 10, 50, 90, 99)},
             "logprob_gap_max": float(np.abs(log_rho).max()),
             "entropy": float(entropies.mean()),
         }
+
+
+def by_staleness(
+    log_rho: NDArray[np.float32], ages: NDArray[np.int32], indicators: Mapping[str, NDArray[np.float32]]
+) -> dict[str, float]:
+    """Divergence, and where clips and corrections acted, for each age in versions; all arrays [tokens].
+
+    Tokens of age 0 were sampled with the very weights that train on them. What differs there is not policy lag but the
+    two implementations: `mismatch_*`. `lag_kl_k3` is what older tokens have beyond it.
+    """
+    metrics: dict[str, float] = {}
+    with np.errstate(over="ignore", invalid="ignore"):
+        k3 = np.expm1(log_rho.astype(np.float64)) - log_rho
+    for label, chosen in _buckets(ages):
+        metrics[f"kl_k3/age_{label}"] = float(k3[chosen].mean())
+        for name, values in indicators.items():
+            metrics[f"{name}/age_{label}"] = float(values[chosen].mean())
+    fresh, old = ages <= 0, ages > 0
+    if fresh.any():
+        metrics["mismatch_kl_k3"] = float(k3[fresh].mean())
+        metrics["mismatch_gap_max"] = float(np.abs(log_rho[fresh]).max())
+        metrics["mismatch_gap_mean"] = float(np.abs(log_rho[fresh]).mean())
+    if old.any():
+        metrics["lag_kl_k3"] = float(k3[old].mean()) - metrics.get("mismatch_kl_k3", 0.0)
+    return metrics
+
+
+def _buckets(ages: NDArray[np.int32]) -> Iterator[tuple[str, NDArray[np.bool_]]]:
+    last = _STALENESS_BUCKETS - 1
+    for age in range(_STALENESS_BUCKETS):
+        chosen = ages == age if age < last else ages >= last
+        if chosen.any():
+            yield (str(age) if age < last else f"{last}_or_more"), chosen
 
 
 def staleness_metrics(ages: Iterable[tuple[int, int]]) -> dict[str, float]:

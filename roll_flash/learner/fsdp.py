@@ -8,7 +8,9 @@ all ranks are gone and every further call says so.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +19,17 @@ import ray
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from roll_flash.config import LearnerConfig
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
 from roll_flash.inference.engine import StagedWeights
 from roll_flash.learner import checkpoint
+from roll_flash.learner.credit import CreditRules
 from roll_flash.learner.engine import StepResult
-from roll_flash.learner.packing import PackedRow, TrainSequence, balance, pack
+from roll_flash.learner.minibatches import split_minibatches
+from roll_flash.learner.packing import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.rank import LearnerRank, UpdateRecord
-from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_groups
 from roll_flash.learner.step_totals import StepTotals
+from roll_flash.learner_config import LearnerConfig
 from roll_flash.types import Group, Trajectory
 
 _CLOSE_TIMEOUT_S = 20.0
@@ -60,11 +64,20 @@ class FsdpLearner:
         self._fingerprint = ""
         self._version = 0
         self._skipped_in_a_row = 0
+        self._rules = CreditRules.of(config)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
         self._totals = StepTotals()
+        self._waiting: list[Group] = []
+        self._sequences: dict[str, list[TrainSequence]] = {}
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken so far, supervised ones included."""
+        """Finished steps that changed the weights, supervised ones included: one for each set that is published.
+
+        With `minibatches` above 1 each of them is several optimizer steps, since no sampler ever sees what is between.
+        """
         return self._version
 
     async def start(self) -> None:
@@ -95,12 +108,12 @@ class FsdpLearner:
         Raises LearnerError if a policy token is older than `version - async_ratio`, or if a rank fails.
         """
         check_staleness(groups, self._version, self._async_ratio)
-        sequences: list[TrainSequence] = []
-        for group in groups:
-            prepared = prepare_group(group, self._version, self._config.advantage, self._config.normalize_advantage)
-            self._totals.add_group(prepared)
-            sequences.extend(prepared.sequences)
-        await self._train_on(sequences, self._config.loss.name)
+        self._check_usable()
+        if self._config.needs_whole_batch:
+            self._totals.add_waiting(len(groups))
+            self._waiting.extend(groups)
+        else:
+            await self._take(groups)
 
     async def finish_step(self) -> StepResult:
         """Normalise, clip, step. Raises LearnerError when nothing was accumulated.
@@ -108,12 +121,25 @@ class FsdpLearner:
         A step whose loss or gradient is not finite changes nothing and is reported as skipped; more than
         `max_skipped_steps` in a row raise LearnerError.
         """
-        return await self._finish(self._config.learning_rate)
+        self._check_usable()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            await self._take(waiting)
+        rate = self._warmed_up(self._config.learning_rate)
+        normalizer = self._normalizer()
+        count = self._config.minibatches
+        if count == 1:
+            return self._finish(normalizer, rate, [await self._update(normalizer, rate)])
+        updates = []
+        for part in split_minibatches(self._sequences, count, (self._seed, self._version)):
+            await self._train_on(part)
+            updates.append(await self._update(normalizer / count, rate))
+        return self._finish(normalizer, rate, updates)
 
     async def abandon_step(self) -> None:
         """Forget what was accumulated since the last step."""
         await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
-        self._totals = StepTotals()
+        self._begin_step()
 
     async def sft_step(self, trajectories: Sequence[Trajectory], learning_rate: float | None = None) -> StepResult:
         """One supervised step: cross-entropy on the policy tokens of demonstrations.
@@ -124,9 +150,11 @@ class FsdpLearner:
         if not self._totals.empty:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
         sequences = prepare_demonstrations(trajectories)
-        self._totals.add_policy_tokens(sum(int(sequence.policy_mask.sum()) for sequence in sequences))
-        await self._train_on(sequences, "supervised")
-        return await self._finish(self._config.learning_rate if learning_rate is None else learning_rate)
+        self._totals.add_demonstrations(sequences)
+        await self._train_on(sequences, supervised=True)
+        rate = self._warmed_up(self._config.learning_rate if learning_rate is None else learning_rate)
+        normalizer = self._totals.policy_tokens
+        return self._finish(normalizer, rate, [await self._update(normalizer, rate)], off_policy=False)
 
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
@@ -179,7 +207,7 @@ class FsdpLearner:
             self._kill(f"its state is half loaded: {error}")
             raise
         self._version = int(manifest["version"])
-        self._totals = StepTotals()
+        self._begin_step()
         self._skipped_in_a_row = 0
 
     async def export_hf(self, folder: Path) -> None:
@@ -200,55 +228,89 @@ class FsdpLearner:
                 self._failure = f"a rank did not close in order: {_first_line(error)}"
         self._kill(self._failure or "the learner is closed")
 
-    async def _train_on(self, sequences: list[TrainSequence], loss: str) -> None:
+    async def _take(self, groups: Sequence[Group]) -> None:
+        """Train on groups at once; where a step has minibatches, keep them with the log-probabilities of its start."""
+        sequences = []
+        for prepared in prepare_groups(groups, self._version, self._rules):
+            self._totals.add_group(prepared)
+            if self._config.minibatches > 1:
+                self._sequences[prepared.group_id] = await self._with_prox(prepared.sequences)
+            sequences.extend(prepared.sequences)
+        if self._config.minibatches == 1:
+            await self._train_on(sequences)
+
+    async def _with_prox(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
+        started = time.monotonic()
         rows = pack(sequences, self._config.micro_batch_tokens)
+        found = await self._on_rows("prox_logprobs", rows)
+        self._totals.prox_s += time.monotonic() - started
+        return with_prox_logprobs(sequences, *found)
+
+    async def _train_on(self, sequences: list[TrainSequence], *, supervised: bool = False) -> None:
+        started = time.monotonic()
+        rows, records = await self._on_rows(
+            "accumulate", pack(sequences, self._config.micro_batch_tokens), supervised=supervised
+        )
+        self._totals.add_rows(rows, records)
+        self._totals.forward_backward_s += time.monotonic() - started
+
+    async def _on_rows(self, method: str, rows: list[PackedRow], **kwargs: Any) -> tuple[list[PackedRow], list[Any]]:
+        """Rows, in the order of the results, and what `method` of the ranks gave for each."""
         if not rows:
-            return
+            return [], []
         shares = balance(rows, self._config.ranks)
         passes = max(len(share) for share in shares)
-        started = asyncio.get_running_loop().time()
         # FSDP's collectives need every rank in every pass: ranks with fewer rows run idle passes.
         work: list[list[PackedRow | None]] = [[*share, *[None] * (passes - len(share))] for share in shares]
-        records = await self._gather(
-            [rank.accumulate.remote(rows, loss) for rank, rows in zip(self._ranks, work, strict=True)],
-            "accumulate",
+        results = await self._gather(
+            [getattr(rank, method).remote(part, **kwargs) for rank, part in zip(self._ranks, work, strict=True)],
+            method,
             self._config.step_timeout_s,
         )
-        self._totals.add_rows(rows, [record for part in records for record in part])
-        self._totals.forward_backward_s += asyncio.get_running_loop().time() - started
+        return [row for share in shares for row in share], [result for part in results for result in part]
 
-    async def _finish(self, learning_rate: float) -> StepResult:
-        self._check_usable()
-        totals, self._totals = self._totals, StepTotals()
-        if totals.policy_tokens == 0:
-            raise LearnerError(f"there is nothing to step on: {totals.describe()}")
-        warmup = self._config.warmup_steps
-        rate = learning_rate * min(1.0, (self._version + 1) / warmup) if warmup else learning_rate
+    async def _update(self, normalizer: float, rate: float) -> UpdateRecord:
         updates: list[UpdateRecord] = await self._on_all(
-            "update",
-            totals.policy_tokens,
-            rate,
-            skip=not totals.loss_is_finite,
-            timeout_s=self._config.step_timeout_s,
+            "update", normalizer, rate, skip=not self._totals.loss_is_finite(), timeout_s=self._config.step_timeout_s
         )
-        skipped = updates[0].skipped
-        self._count_skipped(skipped)
-        if not skipped:
+        self._count_skipped(updates[0].skipped)
+        return replace(updates[0], seconds=max(update.seconds for update in updates))
+
+    def _normalizer(self) -> int:
+        normalizer = self._totals.normalizer(self._config.loss_normalization)
+        if normalizer == 0:
+            reason = f"there is nothing to step on: {self._totals.describe()}"
+            self._begin_step()
+            raise LearnerError(reason)
+        return normalizer
+
+    def _warmed_up(self, rate: float) -> float:
+        warmup = self._config.warmup_steps
+        return rate * min(1.0, (self._version + 1) / warmup) if warmup else rate
+
+    def _finish(
+        self, normalizer: float, rate: float, updates: list[UpdateRecord], *, off_policy: bool = True
+    ) -> StepResult:
+        totals, began = self._totals, self._version
+        self._begin_step()
+        applied = [update for update in updates if not update.skipped]
+        if applied:
             self._version += 1
-        metrics = totals.metrics() | {
+        metrics = totals.metrics(normalizer, began if off_policy else None) | {
             "learning_rate": rate,
-            "skipped": float(skipped),
-            "grad_norm": updates[0].grad_norm,
-            "optimizer_s": max(update.seconds for update in updates),
+            "skipped": float(len(updates) - len(applied)),
+            "optimizer_steps": float(len(applied)),
+            "grad_norm": max(update.grad_norm for update in updates),
+            "optimizer_s": sum(update.seconds for update in updates),
         }
-        return StepResult(self._version, totals.policy_tokens, skipped, metrics)
+        return StepResult(self._version, totals.policy_tokens, not applied, metrics)
 
     def _count_skipped(self, skipped: bool) -> None:
         self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
         if self._skipped_in_a_row > self._config.max_skipped_steps:
             raise LearnerError(
-                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite and were skipped; "
-                "lower learner.learning_rate, or look at the rewards and log-probabilities of the last episodes"
+                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite and were "
+                "skipped; lower learner.learning_rate, or look at rewards and log-probabilities of the last episodes"
             )
 
     async def _on_all(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:

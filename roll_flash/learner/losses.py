@@ -3,12 +3,14 @@
 Shapes are [T] (packed) or [B, T], natural log. Masked positions may hold anything, NaN included. With
 rho = pi_prox / pi_behaviour and r = pi_theta / pi_prox, `decoupled_ppo` minimises -w(rho) * min(r A, clip(r) A).
 
-A loss is the sum over policy tokens divided by `normalizer`, or their mean if it is None. A step that is split into
-micro-batches passes the same normalizer to each, so that the split does not show in the gradient.
+A loss is the sum over policy tokens, each times its weight, divided by `normalizer`, or their mean if it is None. A
+step that is split into micro-batches passes the same normalizer to each, so that the split does not show in the
+gradient. With the weight 1 / (policy tokens of its sequence) and the number of sequences as normalizer it is the mean
+over sequences.
 
 Where a step takes one optimizer update, pi_prox is pi_theta at its start: `prox_logprobs = logprobs.detach()` of the
 same forward pass then is exactly the recomputed proximal policy, without a second pass. r is 1 in value (its gradient
-is not), and what corrects for age is rho.
+is not), and what corrects for age is rho. With several updates per step they are computed before the first.
 """
 
 from __future__ import annotations
@@ -24,10 +26,14 @@ from roll_flash.learner.correction import CorrectionLevel, CorrectionName, corre
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """`loss` is a scalar with a gradient. `metrics` are scalars without: means over the policy tokens given."""
+    """`loss` is a scalar with a gradient. `metrics` are scalars without: means over the policy tokens given.
+
+    `indicators` are what they are means of, for every token: float, shaped like the input, 0 where masked.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    indicators: dict[str, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +72,14 @@ def policy_loss(
     mask: Tensor,
     sequence_ids: Tensor | None = None,
     normalizer: float | None = None,
+    token_weights: Tensor | None = None,
     **params: object,
 ) -> LossOutput:
     """Loss `name` over the tokens where `mask` is true.
 
     All tensors have shape [T] or [B, T]; `advantages` may be broadcast ([B, 1]). `sequence_ids` (int64, from 0) is
-    needed for sequence-level quantities of packed tensors. `params` are those of the loss function.
+    needed for sequence-level quantities of packed tensors; `token_weights` default to 1. `params` are those of the loss
+    function.
 
     Raises ValueError for an unknown name, TypeError for an unknown parameter.
     """
@@ -90,10 +98,16 @@ def policy_loss(
     )
     result = function(tokens, **params)
     count = mask.sum().clamp(min=1)
-    total = torch.where(mask, result.loss, zeros).sum()
-    loss = total / (count if normalizer is None else normalizer)
-    metrics = {key: torch.where(mask, value, 0).sum().detach() / count for key, value in result.indicators.items()}
-    return LossOutput(loss, metrics)
+    loss = weighted_sum(result.loss, mask, token_weights) / (count if normalizer is None else normalizer)
+    indicators = {key: torch.where(mask, value, zeros).detach() for key, value in result.indicators.items()}
+    return LossOutput(loss, {key: value.sum() / count for key, value in indicators.items()}, indicators)
+
+
+def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of `values` where `mask`, each times its weight; what stands elsewhere is not read."""
+    zeros = torch.zeros_like(values)
+    kept = torch.where(mask, values, zeros)
+    return kept.sum() if weights is None else (kept * torch.where(mask, weights, zeros)).sum()
 
 
 def ppo(
@@ -123,34 +137,31 @@ def decoupled_ppo(
     Source: Hilton et al., arXiv 2110.00641, equation 4; AReaL, arXiv 2505.24298, equation 5. The trust region is
     around a recent policy, the age of the sample is corrected by w (see `correction.correct`).
     """
-    weight = correct(
-        correction,
-        prox_logprobs=tokens.prox_logprobs,
-        behavior_logprobs=tokens.behavior_logprobs,
-        mask=tokens.mask,
-        level=correction_level,
-        cap=correction_cap,
-        floor=correction_floor,
-        sequence_ids=tokens.sequence_ids,
-    )
     clipped = _clipped(tokens, tokens.ratio(tokens.prox_logprobs), clip_low, clip_high, dual_clip)
-    indicators = {**clipped.indicators, "correction_fraction": weight.changed, "correction_weight": weight.weights}
-    return TokenLoss(weight.weights * clipped.loss, indicators)
+    return _corrected(tokens, clipped, correction, correction_level, correction_cap, correction_floor)
 
 
-def reinforce(tokens: PolicyTokens) -> TokenLoss:
-    """-A log pi_theta, without any correction (Williams 1992): right on-policy only."""
-    return TokenLoss(-tokens.advantages * tokens.logprobs, {})
+def reinforce(
+    tokens: PolicyTokens,
+    *,
+    correction: CorrectionName = "none",
+    correction_level: CorrectionLevel = "token",
+    correction_cap: float = 2.0,
+    correction_floor: float = 0.5,
+) -> TokenLoss:
+    """-w(rho) A log pi_theta (Williams 1992): with `correction="none"`, w = 1, right on-policy only."""
+    plain = TokenLoss(-tokens.advantages * tokens.logprobs, {})
+    return _corrected(tokens, plain, correction, correction_level, correction_cap, correction_floor)
 
 
-def tis(tokens: PolicyTokens, *, cap: float = 1.0) -> TokenLoss:
+def tis(tokens: PolicyTokens, *, correction_cap: float = 1.0, correction_level: CorrectionLevel = "token") -> TokenLoss:
     """-sg(min(rho, cap)) A log pi_theta with rho = pi_theta / pi_behaviour.
 
     Source: truncated importance sampling as a loss, used in ROLL Flash, arXiv 2510.11345, section 3.4.
     """
-    ratio = tokens.ratio(tokens.behavior_logprobs).detach()
-    loss = -ratio.clamp(max=cap) * tokens.advantages * tokens.logprobs
-    return TokenLoss(loss, {"correction_fraction": ratio > cap})
+    ratio = tokens.ratio(tokens.behavior_logprobs, correction_level).detach()
+    loss = -ratio.clamp(max=correction_cap) * tokens.advantages * tokens.logprobs
+    return TokenLoss(loss, {"correction_fraction": ratio > correction_cap})
 
 
 def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.2) -> TokenLoss:
@@ -168,29 +179,32 @@ def weighted_topr(
     *,
     positive_weight: float = 1.0,
     negative_weight: float = 1.0,
-    cap: float = 1.0,
-    level: CorrectionLevel = "token",
+    correction_cap: float = 1.0,
+    correction_level: CorrectionLevel = "token",
 ) -> TokenLoss:
     """-w+ A log pi for A > 0; -w- sg(min(rho, cap)) A log pi for A <= 0, rho = pi_theta / pi_behaviour.
 
     Source: tapered off-policy REINFORCE, arXiv 2503.14286, equation 8; weights as in ROLL Flash, arXiv 2510.11345.
     Good samples are imitated however old, bad ones are pushed away only while the policy still makes them.
     """
-    ratio = tokens.ratio(tokens.behavior_logprobs, level).detach()
+    ratio = tokens.ratio(tokens.behavior_logprobs, correction_level).detach()
     positive = tokens.advantages > 0
-    weight = torch.where(positive, positive_weight, negative_weight * ratio.clamp(max=cap))
-    return TokenLoss(-weight * tokens.advantages * tokens.logprobs, {"correction_fraction": ~positive & (ratio > cap)})
+    weight = torch.where(positive, positive_weight, negative_weight * ratio.clamp(max=correction_cap))
+    loss = -weight * tokens.advantages * tokens.logprobs
+    return TokenLoss(loss, {"correction_fraction": ~positive & (ratio > correction_cap)})
 
 
-def topr(tokens: PolicyTokens, *, cap: float = 1.0, level: CorrectionLevel = "token") -> TokenLoss:
+def topr(
+    tokens: PolicyTokens, *, correction_cap: float = 1.0, correction_level: CorrectionLevel = "token"
+) -> TokenLoss:
     """`weighted_topr` with both weights 1."""
-    return weighted_topr(tokens, cap=cap, level=level)
+    return weighted_topr(tokens, correction_cap=correction_cap, correction_level=correction_level)
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """PPO with the geometric mean over the sequence as the ratio of each of its tokens.
 
-    Source: GSPO, arXiv 2507.18071, equation 5, averaged over tokens instead of sequences.
+    Source: GSPO, arXiv 2507.18071, equation 5 where the step is normalised by sequences.
     """
     ratio = tokens.ratio(tokens.behavior_logprobs, "sequence_mean")
     return _clipped(tokens, ratio, clip_low, clip_high, None)
@@ -199,6 +213,29 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
 def supervised(tokens: PolicyTokens) -> TokenLoss:
     """-log pi_theta: cross-entropy on the policy tokens, advantages unread."""
     return TokenLoss(-tokens.logprobs, {})
+
+
+def _corrected(
+    tokens: PolicyTokens,
+    plain: TokenLoss,
+    correction: CorrectionName,
+    level: CorrectionLevel,
+    cap: float,
+    floor: float,
+) -> TokenLoss:
+    """`plain` with every token weighted by what `correction.correct` makes of rho."""
+    weight = correct(
+        correction,
+        prox_logprobs=tokens.prox_logprobs,
+        behavior_logprobs=tokens.behavior_logprobs,
+        mask=tokens.mask,
+        level=level,
+        cap=cap,
+        floor=floor,
+        sequence_ids=tokens.sequence_ids,
+    )
+    indicators = {**plain.indicators, "correction_fraction": weight.changed, "correction_weight": weight.weights}
+    return TokenLoss(weight.weights * plain.loss, indicators)
 
 
 def _clipped(

@@ -11,7 +11,7 @@ The result is exact: a token sees the same tokens at the same positions as in a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,13 +19,19 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSequence:
-    """One trajectory as the learner needs it. Arrays have shape [T]; the first token is never a policy token."""
+    """One trajectory as the learner needs it. Arrays have shape [T]; the first token is never a policy token.
+
+    `token_weight` is the weight of each of its tokens in the mean over a step. `prox_logprobs` are those of the step's
+    start; None where they are those of the forward pass that trains.
+    """
 
     token_ids: NDArray[np.int32]
     policy_mask: NDArray[np.bool_]
     behavior_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     advantages: NDArray[np.float32]
+    token_weight: float = 1.0
+    prox_logprobs: NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,8 +39,9 @@ class PackedRow:
     """N tree nodes and the M policy tokens that are predicted from them (several may share a node).
 
     `token_ids`, `position_ids`, `subtree_end`: int64 [N]. The others have shape [M]: `source` is the node whose hidden
-    state predicts the token (ascending), `target` its id, `sequence_ids` numbers the row's sequences from 0.
-    `padded_tokens` is what a row per sequence would have computed.
+    state predicts the token (ascending), `target` its id, `sequence_ids` numbers the row's sequences from 0, and
+    `members` says which of the packed sequences each of them is. `padded_tokens` is what a row per sequence would have
+    computed.
     """
 
     token_ids: NDArray[np.int64]
@@ -46,6 +53,9 @@ class PackedRow:
     behavior_logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     advantages: NDArray[np.float32]
+    token_weights: NDArray[np.float32]
+    prox_logprobs: NDArray[np.float32] | None
+    members: tuple[int, ...]
     padded_tokens: int
 
     @property
@@ -64,11 +74,27 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int) -> list[PackedRow]
     """
     rows: list[_Tree] = []
     # In lexicographic order the longest shared prefix is always with the neighbour before: no search is needed.
-    for sequence in sorted(sequences, key=lambda item: item.token_ids.tolist()):
-        if not rows or not rows[-1].has_room(sequence, max_tokens):
+    order = sorted(range(len(sequences)), key=lambda index: sequences[index].token_ids.tolist())
+    for index in order:
+        if not rows or not rows[-1].has_room(sequences[index], max_tokens):
             rows.append(_Tree())
-        rows[-1].add(sequence)
+        rows[-1].add(sequences[index], index)
     return [row.finish() for row in rows]
+
+
+def with_prox_logprobs(
+    sequences: Sequence[TrainSequence], rows: Sequence[PackedRow], logprobs: Sequence[NDArray[np.float32]]
+) -> list[TrainSequence]:
+    """`sequences` with what a forward pass of `rows`, packed from them, gave: [policy tokens of the row] each."""
+    found = list(sequences)
+    for row, values in zip(rows, logprobs, strict=True):
+        for number, member in enumerate(row.members):
+            sequence = sequences[member]
+            spread = np.zeros(len(sequence.token_ids), np.float32)
+            # A row's tokens of one sequence are in the order of the sequence: ancestors come first in a tree.
+            spread[sequence.policy_mask] = values[row.sequence_ids == number]
+            found[member] = replace(sequence, prox_logprobs=spread)
+    return found
 
 
 class _Tree:
@@ -82,13 +108,14 @@ class _Tree:
         self._position_ids: list[NDArray[np.int64]] = []
         self._ends: list[tuple[NDArray[np.int64], int]] = []
         self._sequences: list[TrainSequence] = []
+        self._members: list[int] = []
         self._sources: list[NDArray[np.int64]] = []
 
     def has_room(self, sequence: TrainSequence, max_tokens: int) -> bool:
         new = len(sequence.token_ids) - common_prefix_length(self._last, sequence.token_ids)
         return self._size + new <= max_tokens
 
-    def add(self, sequence: TrainSequence) -> None:
+    def add(self, sequence: TrainSequence, index: int) -> None:
         shared = common_prefix_length(self._last, sequence.token_ids)
         new = len(sequence.token_ids) - shared
         self._ends.append((self._path[shared:], self._size))
@@ -98,6 +125,7 @@ class _Tree:
         self._token_ids.append(sequence.token_ids[shared:])
         self._position_ids.append(np.arange(shared, shared + new))
         self._sequences.append(sequence)
+        self._members.append(index)
         self._sources.append(self._path[np.flatnonzero(sequence.policy_mask) - 1])
 
     def finish(self) -> PackedRow:
@@ -108,16 +136,21 @@ class _Tree:
         source = np.concatenate(self._sources)
         # Neighbours in the row are neighbours in memory when the output head gathers them.
         order = np.argsort(source, kind="stable")
+        lengths = [len(part) for part in self._sources]
+        prox = [s.prox_logprobs[s.policy_mask] for s in sequences if s.prox_logprobs is not None]
         return PackedRow(
             token_ids=np.concatenate(self._token_ids).astype(np.int64),
             position_ids=np.concatenate(self._position_ids),
             subtree_end=subtree_end,
             source=source[order],
             target=np.concatenate([s.token_ids[s.policy_mask] for s in sequences]).astype(np.int64)[order],
-            sequence_ids=np.repeat(np.arange(len(sequences)), [len(part) for part in self._sources])[order],
+            sequence_ids=np.repeat(np.arange(len(sequences)), lengths)[order],
             behavior_logprobs=np.concatenate([s.behavior_logprobs[s.policy_mask] for s in sequences])[order],
             versions=np.concatenate([s.versions[s.policy_mask] for s in sequences])[order],
             advantages=np.concatenate([s.advantages[s.policy_mask] for s in sequences])[order],
+            token_weights=np.repeat(np.array([s.token_weight for s in sequences], np.float32), lengths)[order],
+            prox_logprobs=np.concatenate(prox)[order] if len(prox) == len(sequences) else None,
+            members=tuple(self._members),
             padded_tokens=sum(len(s.token_ids) for s in sequences),
         )
 

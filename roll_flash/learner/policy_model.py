@@ -88,5 +88,12 @@ def load_policy_model(folder: Path, temperature: float = 1.0) -> PolicyModel:
     return PolicyModel(model.train(), temperature)
 
 
+def check_same_vocabulary(reference: PolicyModel, policy: PolicyModel, folder: Path) -> None:
+    """Raises ModelError when the token ids of the two cannot mean the same."""
+    theirs, ours = reference.head.shape[0], policy.head.shape[0]
+    if theirs != ours:
+        raise ModelError(f"{folder}: a vocabulary of {theirs} tokens, the model has {ours}; set learner.kl.reference")
+
+
 def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

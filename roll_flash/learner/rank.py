@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import ray
@@ -20,31 +19,19 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
-from roll_flash.config import LearnerConfig
 from roll_flash.inference.engine import StagedWeights
-from roll_flash.learner import checkpoint
-from roll_flash.learner.losses import policy_loss
+from roll_flash.learner import checkpoint, lora
+from roll_flash.learner.objective import SINGLE_TOKEN, Objective, RowRecord
 from roll_flash.learner.packing import PackedRow
-from roll_flash.learner.policy_model import load_policy_model
-from roll_flash.learner.weights import WeightStage
+from roll_flash.learner.policy_model import PolicyModel, check_same_vocabulary, load_policy_model
+from roll_flash.learner.weights import WeightStage, whole_tensors
+from roll_flash.learner_config import LearnerConfig
 
 _LOOPBACK = "127.0.0.1"
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class RowRecord:
-    """What the forward pass of a row showed: arrays [policy tokens], sums and means over them."""
-
-    loss: float
-    """Sum over the policy tokens."""
-    means: dict[str, float]
-    logprobs: NDArray[np.float32]
-    entropies: NDArray[np.float32]
-    behavior_logprobs: NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +82,19 @@ class LearnerRank:
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
         policy = load_policy_model(self._folder, self._temperature)
+        if self._config.lora.rank:
+            # Alike on every rank: what differs between their shards would be one matrix of several minds.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                lora.adapt(policy.model, self._config.lora)
+        if self._config.gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         fingerprint = checkpoint.fingerprint(policy.model)
         tied = policy.tied_names()
-        self._policy = policy.to(self._device)
-        self._shard()
+        self._policy = self._shard(policy)
+        self._objective = Objective(self._config, self._policy, self._load_reference())
         self._optimizer = torch.optim.AdamW(
-            self._policy.parameters(),
+            self._trained,
             lr=self._config.learning_rate,
             betas=self._config.betas,
             weight_decay=self._config.weight_decay,
@@ -112,7 +106,7 @@ class LearnerRank:
             self._stage.reserve()
         return fingerprint
 
-    def accumulate(self, rows: Sequence[PackedRow | None], loss: str) -> list[RowRecord]:
+    def accumulate(self, rows: Sequence[PackedRow | None], *, supervised: bool = False) -> list[RowRecord]:
         """Forward and backward of each row, adding to the gradients. A collective.
 
         None stands for a pass in which this rank has nothing to do but to take part: its loss is multiplied by zero.
@@ -121,24 +115,33 @@ class LearnerRank:
         records = []
         for row in rows:
             if row is None:
-                self._idle_pass()
+                self._objective.add_nothing(supervised=supervised)
             else:
-                records.append(self._pass(row, loss))
+                records.append(self._objective.add_gradient(row, supervised=supervised))
         return records
 
-    def update(self, policy_tokens: int, learning_rate: float, *, skip: bool) -> UpdateRecord:
-        """Divide the gradients by the step's policy tokens, clip, step. A collective.
+    def prox_logprobs(self, rows: Sequence[PackedRow | None]) -> list[NDArray[np.float32]]:
+        """Log-probabilities at the sampler's temperature of each row's policy tokens, in its order. A collective."""
+        found = []
+        for row in rows:
+            logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row)
+            if row is not None:
+                found.append(logprobs.cpu().numpy())
+        return found
+
+    def update(self, normalizer: float, learning_rate: float, *, skip: bool) -> UpdateRecord:
+        """Divide the gradients by `normalizer` (the policy tokens or sequences of the step), clip, step. A collective.
 
         Nothing changes when the gradient is not finite, or `skip`. A step in which no group had a signal has the
         gradient zero and is taken as such: momentum goes on, as in a loop that computes it.
         """
         started = time.perf_counter()
-        for parameter in self._policy.parameters():
+        for parameter in self._trained:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = [_local(p.grad) for p in self._policy.parameters() if p.grad is not None]
+        gradients = [_local(p.grad) for p in self._trained if p.grad is not None]
         # FSDP averages over the ranks; the loss is a sum over them.
-        scale = dist.get_world_size() / policy_tokens
+        scale = dist.get_world_size() / normalizer
         norm = self._total_norm() * scale
         skipped = skip or not np.isfinite(norm)
         if not skipped:
@@ -155,12 +158,7 @@ class LearnerRank:
 
     def logprobs(self, row: PackedRow) -> NDArray[np.float32]:
         """Log-probabilities at temperature 1 of the row's policy tokens, in its order. A collective."""
-        self._policy.eval()
-        with torch.no_grad():
-            logprobs, _ = self._policy(row, 1.0)
-        # FSDP gathers the root's parameters for a backward pass, and none comes to shard them again.
-        cast(FSDPModule, self._policy).reshard()
-        result: NDArray[np.float32] = logprobs.cpu().numpy()
+        result: NDArray[np.float32] = self._objective.logprobs(row, temperature=1.0).cpu().numpy()
         return result
 
     def stage(self, version: int) -> StagedWeights | None:
@@ -185,13 +183,9 @@ class LearnerRank:
 
     def export(self, folder: Path) -> None:
         """A Hugging Face folder, written by the first rank. A collective."""
-        model = self._policy.model
-        tensors = {
-            name: value.full_tensor() if isinstance(value, DTensor) else value
-            for name, value in model.state_dict().items()
-        }
+        tensors = {name: tensor.cpu() for name, tensor in whole_tensors(self._policy.model)}
         if self._rank == 0:
-            model.save_pretrained(folder, state_dict={name: tensor.cpu() for name, tensor in tensors.items()})
+            self._policy.model.save_pretrained(folder, state_dict=tensors)
             AutoTokenizer.from_pretrained(self._folder).save_pretrained(folder)
 
     def close(self) -> None:
@@ -202,72 +196,35 @@ class LearnerRank:
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._config.step_timeout_s)
 
-    def _shard(self) -> None:
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+
+    def _shard(self, policy: PolicyModel) -> PolicyModel:
+        policy = policy.to(self._device)
         mesh = init_device_mesh(self._device.type, (self._config.ranks,))
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         precision = half if self._device.type == "cuda" else MixedPrecisionPolicy()
-        for layer in self._policy.layers:
+        for layer in policy.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(self._policy, mesh=mesh, mp_policy=precision)
+        fully_shard(policy, mesh=mesh, mp_policy=precision)
+        return policy
 
-    def _pass(self, row: PackedRow, loss: str) -> RowRecord:
-        logprobs, entropies = self._policy(row)
-        output = policy_loss(
-            loss,
-            logprobs=logprobs,
-            prox_logprobs=logprobs.detach(),
-            behavior_logprobs=self._tensor(row.behavior_logprobs),
-            advantages=self._tensor(row.advantages),
-            mask=torch.ones_like(logprobs, dtype=torch.bool),
-            sequence_ids=self._tensor(row.sequence_ids),
-            normalizer=1.0,
-            **(_loss_params(self._config) if loss == self._config.loss.name else {}),
-        )
-        output.loss.backward()
-        return RowRecord(
-            loss=output.loss.item(),
-            means={name: value.item() for name, value in output.metrics.items()},
-            logprobs=logprobs.detach().cpu().numpy(),
-            entropies=entropies.cpu().numpy(),
-            behavior_logprobs=row.behavior_logprobs,
-        )
-
-    def _idle_pass(self) -> None:
-        logprobs, _ = self._policy(_SINGLE_TOKEN)
-        (logprobs.sum() * 0.0).backward()
+    def _load_reference(self) -> PolicyModel | None:
+        """The frozen reference, sharded as the policy is. None without one, or if the policy holds it in itself."""
+        kl = self._config.kl
+        if not kl.coefficient or (self._config.lora.rank and kl.reference is None):
+            return None
+        folder = self._folder if kl.reference is None else Path(kl.reference)
+        reference = load_policy_model(folder, self._temperature).requires_grad_(False)
+        if folder != self._folder:
+            check_same_vocabulary(reference, self._policy, folder)
+        return self._shard(reference)
 
     def _total_norm(self) -> float:
-        gradients = [p.grad for p in self._policy.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._trained if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
-
-    def _tensor(self, array: NDArray[np.generic]) -> Tensor:
-        return torch.tensor(array, device=self._device)  # a copy: arrays that came through Ray are read-only
-
-
-_SINGLE_TOKEN = PackedRow(
-    token_ids=np.zeros(1, np.int64),
-    position_ids=np.zeros(1, np.int64),
-    subtree_end=np.ones(1, np.int64),
-    source=np.zeros(1, np.int64),
-    target=np.zeros(1, np.int64),
-    sequence_ids=np.zeros(1, np.int64),
-    behavior_logprobs=np.zeros(1, np.float32),
-    versions=np.zeros(1, np.int32),
-    advantages=np.zeros(1, np.float32),
-    padded_tokens=1,
-)
-
-
-def _loss_params(config: LearnerConfig) -> dict[str, object]:
-    loss = config.loss
-    match loss.name:
-        case "reinforce":
-            return {}
-        case "ppo":
-            return {"clip_low": loss.clip_low, "clip_high": loss.clip_high, "dual_clip": loss.dual_clip}
-        case "decoupled_ppo":
-            return loss.model_dump(exclude={"name"})
 
 
 def _device(name: str, rank: int) -> torch.device:

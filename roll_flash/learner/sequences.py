@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from roll_flash.errors import LearnerError
-from roll_flash.learner.advantages import ADVANTAGES
+from roll_flash.learner.credit import CreditRules, token_advantages
 from roll_flash.learner.packing import TrainSequence
 from roll_flash.types import Group, Trajectory
 
@@ -18,12 +19,14 @@ from roll_flash.types import Group, Trajectory
 class Prepared:
     """What a group gives. `counts`: named numbers of things trained and left out; they add up over groups.
 
-    `policy_tokens` counts all valid policy tokens. Those of groups whose replicas earned the same add nothing to the
-    gradient of a policy loss, so they are counted into its mean and not computed.
+    `policy_tokens` and `trajectories` count all valid ones. Those of groups whose replicas earned the same add nothing
+    to the gradient of a policy loss, so they are counted into its mean and not computed.
     """
 
+    group_id: str
     sequences: list[TrainSequence]
     policy_tokens: int
+    trajectories: int
     counts: Counter[str]
     staleness: list[tuple[int, int]]
     """(age in versions, policy tokens of that age)."""
@@ -48,8 +51,25 @@ def check_staleness(groups: Iterable[Group], version: int, async_ratio: float) -
                 )
 
 
-def prepare_group(group: Group, version: int, advantage: str, normalize: bool) -> Prepared:
-    """Sequences of the group's valid trajectories with their advantages."""
+def prepare_groups(groups: Sequence[Group], version: int, rules: CreditRules) -> list[Prepared]:
+    """Sequences of each group's valid trajectories with their advantages.
+
+    Where the rules compare trajectories over a whole step, `groups` must be all of it.
+    """
+    sorted_out = [_sort_out(group) for group in groups]
+    advantages = token_advantages([valid for valid, _ in sorted_out], rules)
+    return [
+        _prepare(group.group_id, valid, counts, values, version, rules)
+        for group, (valid, counts), values in zip(groups, sorted_out, advantages, strict=True)
+    ]
+
+
+def prepare_group(group: Group, version: int, rules: CreditRules) -> Prepared:
+    """`prepare_groups` for one."""
+    return prepare_groups([group], version, rules)[0]
+
+
+def _sort_out(group: Group) -> tuple[list[Trajectory], Counter[str]]:
     counts: Counter[str] = Counter(groups=1, trajectories=len(group.trajectories))
     valid: list[Trajectory] = []
     for trajectory in group.trajectories:
@@ -58,17 +78,28 @@ def prepare_group(group: Group, version: int, advantage: str, normalize: bool) -
             valid.append(trajectory)
         else:
             counts[f"dropped_{fault}"] += 1
-    advantages = ADVANTAGES[advantage]([t.reward for t in valid], normalize)
-    policy_tokens = sum(t.policy_tokens for t in valid)
+    return valid, counts
+
+
+def _prepare(
+    group_id: str,
+    valid: list[Trajectory],
+    counts: Counter[str],
+    advantages: list[NDArray[np.float32]],
+    version: int,
+    rules: CreditRules,
+) -> Prepared:
     staleness: Counter[int] = Counter()
     for trajectory in valid:
         ages, numbers = np.unique(version - trajectory.versions[trajectory.policy_mask], return_counts=True)
         staleness.update(dict(zip(ages.tolist(), numbers.tolist(), strict=True)))
-    if valid and not advantages.any():
+    silent = not any(a[t.policy_mask].any() for t, a in zip(valid, advantages, strict=True))
+    if valid and silent:
         counts["groups_without_signal"] += 1
-        return Prepared([], policy_tokens, counts, sorted(staleness.items()))
-    sequences = [_sequence(t, float(a)) for t, a in zip(valid, advantages, strict=True)]
-    return Prepared(sequences, policy_tokens, counts, sorted(staleness.items()))
+    computed = not silent or rules.keep_without_signal
+    sequences = [_sequence(t, a, rules.normalization) for t, a in zip(valid, advantages, strict=True) if computed]
+    policy_tokens = sum(t.policy_tokens for t in valid)
+    return Prepared(group_id, sequences, policy_tokens, len(valid), counts, sorted(staleness.items()))
 
 
 def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequence]:
@@ -81,7 +112,7 @@ def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequ
             raise LearnerError(
                 f"demonstration {trajectory.episode_id} has no policy tokens after a prompt: nothing to imitate"
             )
-    return [_sequence(trajectory, 1.0) for trajectory in trajectories]
+    return [_sequence(t, np.ones(len(t.token_ids), np.float32), "tokens") for t in trajectories]
 
 
 def find_fault(trajectory: Trajectory) -> str | None:
@@ -90,7 +121,7 @@ def find_fault(trajectory: Trajectory) -> str | None:
         return "no_policy_tokens"
     if trajectory.policy_mask[0]:
         return "no_prompt"
-    if not np.isfinite(trajectory.reward):
+    if not np.isfinite([trajectory.reward, *(turn.reward for turn in trajectory.turns)]).all():
         return "reward_not_finite"
     logprobs = trajectory.logprobs[trajectory.policy_mask]
     if not np.isfinite(logprobs).all():
@@ -98,11 +129,12 @@ def find_fault(trajectory: Trajectory) -> str | None:
     return None
 
 
-def _sequence(trajectory: Trajectory, advantage: float) -> TrainSequence:
+def _sequence(trajectory: Trajectory, advantages: NDArray[np.float32], normalization: str) -> TrainSequence:
     return TrainSequence(
         token_ids=trajectory.token_ids,
         policy_mask=trajectory.policy_mask,
         behavior_logprobs=trajectory.logprobs.astype(np.float32),
         versions=trajectory.versions,
-        advantages=np.full(len(trajectory.token_ids), advantage, np.float32),
+        advantages=advantages,
+        token_weight=1.0 / trajectory.policy_tokens if normalization == "sequences" else 1.0,
     )

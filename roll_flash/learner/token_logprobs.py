@@ -26,8 +26,9 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:
     """(logprobs, entropies), both float32 [M], natural log, of `target` [M] predicted from `hidden[source]`.
 
-    `hidden` is [U, D]; `head` is the output head's weight [V, D]; `source` [M] must be sorted. Entropies carry no
-    gradient. At most `keep_bytes` of probabilities are kept for the backward pass.
+    `hidden` is [U, D]; `head` is the output head's weight [V, D]; `source` [M] must be sorted. Both results carry
+    gradients; that of entropies costs nothing where they are not part of a loss. At most `keep_bytes` of probabilities
+    are kept for the backward pass.
     """
     logprobs, entropies = _TokenLogprobs.apply(hidden, head, source, target, temperature, keep_bytes)  # type: ignore[no-untyped-call]
     return logprobs, entropies
@@ -55,16 +56,17 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs[first:last] = chosen - log_total[source[first:last] - start]
             if keep:
                 kept.append(probabilities.div_(total[:, None]).to(hidden.dtype))
-        ctx.save_for_backward(hidden, head, source, target, *kept)
+        ctx.save_for_backward(hidden, head, source, target, entropies, *kept)
         ctx.temperature = temperature
-        per_token = entropies[source]
-        ctx.mark_non_differentiable(per_token)
-        return logprobs, per_token
+        ctx.set_materialize_grads(False)
+        return logprobs, entropies[source]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, head, source, target, *kept = ctx.saved_tensors
-        gradient = gradients[0]
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, head, source, target, entropies, *kept = ctx.saved_tensors
+        gradient, entropy_gradient = gradients
+        if gradient is None:
+            gradient = torch.zeros_like(target, dtype=torch.float32)
         hidden_gradient = torch.empty_like(hidden)
         head_gradient: Tensor | None = None
         chunks = list(_chunks(hidden.shape[0], head.shape[0], source))
@@ -75,7 +77,16 @@ class _TokenLogprobs(torch.autograd.Function):
             local = source[first:last] - start
             weight = (gradient[first:last] / ctx.temperature).to(hidden.dtype)
             per_row = torch.zeros(end - start, dtype=hidden.dtype, device=hidden.device).index_add_(0, local, weight)
-            logits_gradient = probabilities.mul_(-per_row[:, None])
+            slope = None if entropy_gradient is None else entropy_gradient[first:last]
+            if slope is None:
+                logits_gradient = probabilities.mul_(-per_row[:, None])
+            else:
+                # dH / dlogit = -p (log p + H); every token of a row counts its entropy once more.
+                slope = (slope / ctx.temperature).to(hidden.dtype)
+                steep = torch.zeros_like(per_row).index_add_(0, local, slope)
+                own = torch.special.entr(probabilities).mul_(steep[:, None])
+                decline = per_row + steep * entropies[start:end].to(hidden.dtype)
+                logits_gradient = probabilities.mul_(-decline[:, None]).add_(own)
             logits_gradient.index_put_((local, target[first:last]), weight, accumulate=True)
             torch.mm(logits_gradient, head, out=hidden_gradient[start:end])
             if not ctx.needs_input_grad[1]:

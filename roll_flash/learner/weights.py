@@ -11,7 +11,7 @@ import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from roll_flash.errors import LearnerError
 from roll_flash.inference.engine import StagedWeights
+from roll_flash.learner import lora
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -29,10 +30,16 @@ class WeightStage:
     def __init__(self, model: nn.Module, tied: Iterable[str], dtype: torch.dtype, run: str) -> None:
         """`tied`: names that share their tensor with another name, and that a checkpoint does not store."""
         skipped = frozenset(tied)
-        self._parameters = {name: tensor for name, tensor in model.state_dict().items() if name not in skipped}
+        self._model = model
+        self._skipped = skipped
+        shapes = {
+            name: tensor
+            for name, tensor in model.state_dict().items()
+            if name not in skipped and not lora.is_adapter(name)
+        }
         self._dtype = dtype
         self._run = run
-        self._header, self._offsets, self._size = _layout(self._parameters, dtype)
+        self._header, self._offsets, self._size = _layout(shapes, dtype)
         self._in_use: dict[str, tuple[int, mmap.mmap]] = {}
         self._spare: list[tuple[int, mmap.mmap]] = []
 
@@ -47,18 +54,18 @@ class WeightStage:
         """Copy the weights; the copy is complete, and unaffected by later steps, when this returns."""
         descriptor, memory = self._spare.pop() if self._spare else self._allocate(version)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        for name, tensor in self._parameters.items():
+        for name, tensor in whole_tensors(self._model, self._skipped):
             start, end = self._offsets[name]
             target = buffer[start:end].view(self._dtype).view(tensor.shape)
-            target.copy_(_whole(tensor))
+            target.copy_(tensor)
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._in_use[path] = (descriptor, memory)
         return StagedWeights(version=version, path=path, num_bytes=self._size)
 
     def gather(self) -> None:
         """The part of ranks other than the first: takes part in the collectives of `stage`."""
-        for tensor in self._parameters.values():
-            _whole(tensor)
+        for _ in whole_tensors(self._model, self._skipped):
+            pass
 
     def release(self, weights: StagedWeights) -> None:
         """Give a version's memory back. Raises LearnerError for weights that are not staged (any more)."""
@@ -99,6 +106,18 @@ def _layout(parameters: dict[str, Tensor], dtype: torch.dtype) -> tuple[bytes, d
     header = struct.pack("<Q", len(text)) + text
     first = len(header)
     return header, {name: (first + a, first + b) for name, (a, b) in ranges.items()}, first + position
+
+
+def whole_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """Names and whole tensors of a (sharded) model, adapters merged into the weights they belong to. A collective."""
+    adapted = lora.adapters(model)
+    for name, tensor in model.state_dict().items():
+        if name in skipped or lora.is_adapter(name):
+            continue
+        whole = _whole(tensor)
+        if (layer := adapted.get(name)) is not None:
+            whole = lora.merged(whole, _whole(layer.lora_a), _whole(layer.lora_b), layer.scale)
+        yield name, whole
 
 
 def _whole(tensor: Tensor) -> Tensor:

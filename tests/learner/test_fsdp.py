@@ -190,7 +190,7 @@ def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_wh
         with pytest.raises(LearnerError, match="3 steps in a row"):
             await step(learner, [poisoned])
 
-    with_learner(tiny_model, use, max_skipped_steps=2, normalize_advantage=False)
+    with_learner(tiny_model, use, max_skipped_steps=2, normalize_advantage="none")
 
 
 def test_staged_weights_are_a_copy_in_checkpoint_format_that_dies_with_the_learner(tiny_model: Path) -> None:

@@ -15,6 +15,7 @@ from roll_flash.learner.losses import LOSSES, policy_loss
 LEVELS = ["token", "sequence", "sequence_mean"]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("reinforce", {}),
+    ("reinforce", {"correction": "mask", "correction_level": "sequence_mean"}),
     ("supervised", {}),
     ("ppo", {}),
     ("ppo", {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.5}),
@@ -26,7 +27,7 @@ VARIANTS: list[tuple[str, dict[str, Any]]] = [
     ("tis", {}),
     ("cispo", {"clip_low": 0.3}),
     ("topr", {}),
-    ("topr", {"level": "sequence"}),
+    ("topr", {"correction_level": "sequence"}),
     ("weighted_topr", {"positive_weight": 0.5, "negative_weight": 2.0}),
     ("gspo", {"clip_low": 0.1, "clip_high": 0.1}),
 ]

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from roll_flash.learner.credit import CreditRules
 from roll_flash.learner.losses import policy_loss
 from roll_flash.learner.packing import PackedRow, TrainSequence, attention_mask, balance, common_prefix_length, pack
 from roll_flash.learner.policy_model import PolicyModel, load_policy_model
@@ -117,7 +118,7 @@ def test_packing_gives_the_loss_and_gradients_of_a_loop_over_padded_sequences(
 ) -> None:
     data = []
     for seed, prompt, turn in ((0, 12, (3, 8)), (1, 40, (2, 70)), (2, 3, (1, 5))):
-        data += prepare_group(make_group(seed, prompt=prompt, turn=turn, replicas=5), 0, "grpo", True).sequences
+        data += prepare_group(make_group(seed, prompt=prompt, turn=turn, replicas=5), 0, CreditRules()).sequences
     reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     expected = _padded_loop(reference, data)
     expected.backward()

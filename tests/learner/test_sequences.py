@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from roll_flash.errors import LearnerError
+from roll_flash.learner.credit import CreditRules
 from roll_flash.learner.diagnostics import off_policy_metrics, staleness_metrics
 from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_group
 from roll_flash.types import Trajectory
@@ -32,8 +33,8 @@ def test_a_broken_trajectory_is_left_out_and_counted_and_the_rest_trains(fault: 
     group = make_group(0, replicas=4, rewards=[0.0, 1.0, 0.0, 1.0])
     without = dataclasses.replace(group, trajectories=group.trajectories[:3])
     group = replace_trajectory(group, 3, broken(group.trajectories[3], fault))
-    prepared = prepare_group(group, 0, "grpo", True)
-    expected = prepare_group(without, 0, "grpo", True)
+    prepared = prepare_group(group, 0, CreditRules())
+    expected = prepare_group(without, 0, CreditRules())
     assert prepared.counts[f"dropped_{fault}"] == 1
     assert prepared.policy_tokens == expected.policy_tokens
     for found, wanted in zip(prepared.sequences, expected.sequences, strict=True):
@@ -42,7 +43,7 @@ def test_a_broken_trajectory_is_left_out_and_counted_and_the_rest_trains(fault: 
 
 def test_a_group_whose_replicas_earned_the_same_counts_into_the_mean_but_is_not_computed() -> None:
     group = make_group(0, rewards=[0.5] * 4)
-    prepared = prepare_group(group, 0, "grpo", True)
+    prepared = prepare_group(group, 0, CreditRules())
     assert prepared.sequences == []
     assert prepared.policy_tokens == group.policy_tokens
     assert prepared.counts["groups_without_signal"] == 1
@@ -52,7 +53,7 @@ def test_garbage_outside_the_policy_tokens_is_never_read() -> None:
     group = make_group(0)
     first = group.trajectories[0]
     dirty = dataclasses.replace(first, logprobs=np.where(first.policy_mask, first.logprobs, np.nan))
-    prepared = prepare_group(replace_trajectory(group, 0, dirty), 0, "grpo", True)
+    prepared = prepare_group(replace_trajectory(group, 0, dirty), 0, CreditRules())
     assert len(prepared.sequences) == 4
 
 
