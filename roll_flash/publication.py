@@ -63,6 +63,7 @@ class Publisher:
         self._learner = learner
         self._engine = engine
         self._timeout_s = config.publish_timeout_s
+        self._in_flight = config.in_flight
         self._probe = probe
         self._threshold = threshold
         self._on_published = on_published
@@ -108,7 +109,7 @@ class Publisher:
     async def _publish(self, weights: StagedWeights, expected: NDArray[np.float32]) -> Publication:
         started = time.monotonic()
         try:
-            updates = await self._engine.publish(weights)
+            updates = await self._engine.publish(weights, in_flight=self._in_flight)
             parity = self._largest_difference(expected, await self._scores())
             self._on_published(weights.version)
             total_s = time.monotonic() - started

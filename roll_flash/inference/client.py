@@ -1,33 +1,38 @@
-"""The worker's side: token ids to a vLLM server, token ids with logprobs and weight versions back.
+"""The worker's side: token ids to the servers, token ids with logprobs and weight versions back.
 
-Bare aiohttp, because this is the hot path: at 512 concurrent episodes httpx (and the SDKs on top of it) spends 41-50 ms
-of CPU per rollout, as its pool looks at every connection for every request; aiohttp spends 1.0 ms.
+A request is asked again, after the tokens that are known, when its server dies, hangs, answers garbage or aborts it for
+new weights; the caller sees one turn, or one error that says which server said what.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
-import time
+import logging
+import os
 from collections.abc import Sequence
-from typing import Any
-
-import aiohttp
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import asdict, dataclass
+from functools import partial
 
 from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.inference.admission import Admission
 from roll_flash.inference.engine import ClientSpec, Generation, InferenceClient
+from roll_flash.inference.health import ServerHealth
+from roll_flash.inference.http_connections import BadAnswerError, ConnectionLostError, HttpConnections
+from roll_flash.inference.partial_turn import PartialTurn
 from roll_flash.inference.router import Router
-from roll_flash.types import FinishReason, SamplingParams
+from roll_flash.inference.token_protocol import GENERATE_PATH, decode_piece, event_splitter, excerpt
+from roll_flash.types import SamplingParams
 
-GENERATE_PATH = "/inference/v1/generate"
-RETRY_WAIT_S = 1.0
-"""Pause before all servers are tried again when none could be reached: one may be on its way back."""
-UNLABELLED_VERSION = "default"
-"""How vLLM names weights that nobody labelled: those it loaded itself."""
+MAX_BAD_ANSWERS = 3
+"""Answers that are none, after which a request fails: it may be the request that no server can answer."""
+BAD_ANSWERS_IN_A_ROW = 2
+"""After so many, without a good one between them, a server is removed."""
+BUSY_STATUS = frozenset({408, 425, 429})
+"""Refusals that may pass; the other 4xx say that the request is wrong."""
+ABORT_PAUSE_S = 0.05
+"""Before a request that was aborted without having made a token is asked again."""
 
-_FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+_log = logging.getLogger(__name__)
 
 
 def open_client(spec: ClientSpec) -> InferenceClient:
@@ -37,14 +42,42 @@ def open_client(spec: ClientSpec) -> InferenceClient:
     return VllmClient(spec)
 
 
+@dataclass(slots=True)
+class Counts:
+    """What happened so far. Each is a metric under its own name."""
+
+    requests: int = 0
+    asked_again: int = 0
+    """Requests sent once more because their server died, hung, answered garbage or aborted them."""
+    aborted: int = 0
+    """Those of them that a server aborted."""
+    tokens_kept: int = 0
+    """Tokens that did not have to be sampled again then."""
+    bad_answers: int = 0
+    removed: int = 0
+    returned: int = 0
+    hung: int = 0
+
+
 class VllmClient:
     """`InferenceClient` over HTTP. One per event loop; any number of calls at once."""
 
     def __init__(self, spec: ClientSpec) -> None:
-        self._max_model_len = spec.max_model_len
-        self._router = Router(spec.endpoints)
-        self._servers = len(spec.endpoints)
-        self._session: aiohttp.ClientSession | None = None
+        self._spec = spec
+        share = [tokens / spec.clients for tokens in spec.capacity_tokens]
+        self._router = Router(
+            spec.endpoints,
+            capacity_tokens=dict(zip(spec.endpoints, share, strict=True)) if share else None,
+            pinned=spec.pin_sessions,
+            first=os.getpid(),
+        )
+        self._admission = Admission(self._router)
+        self._connections = {server: HttpConnections(server) for server in spec.endpoints}
+        self._bad_in_a_row = dict.fromkeys(spec.endpoints, 0)
+        self._health: dict[str, ServerHealth] = {}
+        self._watches: list[asyncio.Task[None]] = []
+        self._last_trouble = ""
+        self.counts = Counts()
 
     async def generate(
         self,
@@ -55,106 +88,137 @@ class VllmClient:
         session: str | None = None,
         timeout_s: float,
     ) -> Generation:
-        """See `InferenceClient`. A server that cannot be reached is left out and the request goes to another one;
-        with none left it tries again until `timeout_s` is over, because a server may be on its way back."""
-        room = self._max_model_len - len(token_ids)
+        """See `InferenceClient`. With every server gone it waits for one to come back, until `timeout_s` is over."""
+        room = self._spec.max_model_len - len(token_ids)
         if not token_ids or room < 1:
             raise InferenceError(
-                f"request {request_id}: {len(token_ids)} tokens leave no room in {self._max_model_len}"
+                f"request {request_id}: {len(token_ids)} tokens leave no room in {self._spec.max_model_len}"
             )
+        if not self._watches:
+            self._begin_to_watch()
+        self.counts.requests += 1
         new_tokens = min(sampling.max_new_tokens, room)
-        body = json.dumps(_request_body(token_ids, sampling, new_tokens, request_id)).encode()
-        unreachable = ""
+        turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every)
         try:
             async with asyncio.timeout(timeout_s):
-                while True:
-                    tried: set[str] = set()
-                    while len(tried) < self._servers:
-                        server = self._router.choose(
-                            len(token_ids) + new_tokens, session=session, now_s=time.monotonic(), avoid=tried
-                        )
-                        try:
-                            return await self._ask(server, body)
-                        except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                            self._router.failed(server, time.monotonic())
-                            tried.add(server)
-                            unreachable = f"{server}: {type(error).__name__} {error}"
-                        finally:
-                            self._router.done(server, len(token_ids) + new_tokens)
-                    await asyncio.sleep(RETRY_WAIT_S)
+                return await self._complete(turn, session)
         except TimeoutError:
-            if unreachable:
-                raise InferenceError(f"no server could be reached for {timeout_s:g} s; last: {unreachable}") from None
-            raise
+            if self._router.healthy:
+                raise
+            raise InferenceError(
+                f"no server could be reached for {timeout_s:g} s; last: {self._last_trouble}"
+            ) from None
+
+    def metrics(self) -> dict[str, float]:
+        """Of this client alone. Servers are numbered in the order of the spec's endpoints."""
+        outstanding = [self._router.outstanding_tokens(server) for server in self._spec.endpoints]
+        return {
+            **{name: float(count) for name, count in asdict(self.counts).items()},
+            **{f"outstanding_tokens_{index}": float(tokens) for index, tokens in enumerate(outstanding)},
+            "servers_out": float(len(self._spec.endpoints) - self._router.healthy),
+            "spill_overs": float(self._router.spill_overs),
+            "queue_waiting": float(self._admission.waiting),
+            "queue_waits": float(self._admission.waits),
+            "queue_wait_s": self._admission.wait_s,
+            "queue_longest_wait_s": self._admission.longest_wait_s,
+        }
 
     async def close(self) -> None:
-        if self._session is not None:
-            await self._session.close()
-            self._session = None
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        self._watches = []
+        for connections in self._connections.values():
+            connections.close()
 
-    async def _ask(self, server: str, body: bytes) -> Generation:
-        started = time.monotonic()
-        if self._session is None:
-            self._session = _open_session()
-        url = server + GENERATE_PATH
-        async with self._session.post(url, data=body, headers={"Content-Type": "application/json"}) as response:
-            content = await response.read()
-        if response.status != 200:
-            excerpt = " ".join(content.decode(errors="replace").split())[:300]
-            raise InferenceError(f"{server}: HTTP {response.status}: {excerpt}")
-        try:
-            return _generation(json.loads(content), server, time.monotonic() - started)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            excerpt = content[:200].decode(errors="replace")
-            raise InferenceError(f"{server}: not an answer to a generate request ({error!r}): {excerpt}") from None
+    async def _complete(self, turn: PartialTurn, session: str | None) -> Generation:
+        bad_answers = 0
+        avoid: str | None = None
+        while True:
+            tokens = turn.tokens
+            server = await self._admission.enter(tokens, session, avoid)
+            failed = True
+            try:
+                await self._ask(server, turn)
+                failed = False
+            except ConnectionLostError as error:
+                self.counts.tokens_kept += turn.end_early()
+                self._remove(server, str(error))
+            except BadAnswerError as error:
+                turn.discard()
+                bad_answers += 1
+                self._note_bad_answer(server, str(error))
+                if bad_answers >= MAX_BAD_ANSWERS:
+                    raise InferenceError(
+                        f"request {turn.request_id}: {bad_answers} answers were wrong, the last of {server}: {error}"
+                    ) from None
+            finally:
+                self._admission.leave(server, tokens)
+            if turn.finish_reason is not None:
+                return turn.generation(server)
+            self.counts.asked_again += 1
+            # One that aborted it for new weights is back in a moment, and the load stays balanced.
+            avoid = server if failed else None
 
+    async def _ask(self, server: str, turn: PartialTurn) -> None:
+        receiver = event_splitter(turn.take) if turn.is_streamed else None
+        known = turn.known_tokens
+        answer = await self._connections[server].post(GENERATE_PATH, turn.request(), receiver)
+        if answer.status != 200:
+            said = f"HTTP {answer.status}: {excerpt(answer.body)}"
+            if 400 <= answer.status < 500 and answer.status not in BUSY_STATUS:
+                raise InferenceError(f"{server}: {said}")
+            raise BadAnswerError(said)
+        if answer.body:
+            turn.take(decode_piece(answer.body))
+        gained = turn.finish()
+        self._bad_in_a_row[server] = 0
+        if turn.newest_version is not None:
+            self._health[server].succeeded(turn.newest_version)
+        if turn.finish_reason is None:
+            self.counts.aborted += 1
+            self.counts.tokens_kept += gained
+            if turn.known_tokens == known:
+                await asyncio.sleep(ABORT_PAUSE_S)
 
-def _open_session() -> aiohttp.ClientSession:
-    """No limit on connections, because the scheduler limits the episodes; deadlines are the callers'."""
-    return aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=30.0),
-        timeout=aiohttp.ClientTimeout(total=None),
-        auto_decompress=False,
-    )
+    def _note_bad_answer(self, server: str, trouble: str) -> None:
+        self.counts.bad_answers += 1
+        self._bad_in_a_row[server] += 1
+        self._last_trouble = f"{server}: {trouble}"
+        if self._bad_in_a_row[server] >= BAD_ANSWERS_IN_A_ROW:
+            self._remove(server, trouble)
 
+    def _remove(self, server: str, trouble: str) -> None:
+        self._last_trouble = f"{server}: {trouble}"
+        if self._router.remove(server):
+            self.counts.removed += 1
+            self._health[server].removed()
+            _log.warning("%s is left out: %s", server, trouble)
 
-def _request_body(
-    token_ids: Sequence[int], sampling: SamplingParams, new_tokens: int, request_id: str
-) -> dict[str, Any]:
-    parameters: dict[str, Any] = {
-        "max_tokens": new_tokens,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        # 0 asks for the sampled token alone, without alternatives.
-        "logprobs": 0,
-        # Text is needed on the server only to look for stop strings.
-        "detokenize": bool(sampling.stop),
-    }
-    if sampling.stop:
-        parameters |= {"stop": list(sampling.stop), "include_stop_str_in_output": True}
-    if sampling.seed is not None:
-        parameters["seed"] = sampling.seed
-    return {"request_id": request_id, "token_ids": [int(token) for token in token_ids], "sampling_params": parameters}
+    def _bring_back(self, server: str) -> None:
+        self._router.bring_back(server)
+        self._bad_in_a_row[server] = 0
+        self.counts.returned += 1
+        _log.info("%s is back", server)
+        self._admission.admit()
 
+    def _is_busy(self, server: str) -> bool:
+        return self._router.outstanding_tokens(server) > 0
 
-def _generation(answer: Any, server: str, elapsed_s: float) -> Generation:
-    choice = answer["choices"][0]
-    token_ids = np.asarray(choice["token_ids"], np.int32)
-    logprobs = np.asarray([entry["logprob"] for entry in choice["logprobs"]["content"]], np.float32)
-    finish_reason = _FINISH_REASONS[choice["finish_reason"]]
-    if len(token_ids) == 0 or len(token_ids) != len(logprobs):
-        raise ValueError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs, finished by {finish_reason}")
-    versions = _versions(choice["weight_versions"], len(token_ids))
-    return Generation(token_ids, logprobs, versions, finish_reason, server, elapsed_s)
+    def _interrupt(self, server: str, trouble: str) -> None:
+        """A server that hangs keeps its connections open: end its requests here, so that they go on elsewhere."""
+        self.counts.hung += 1
+        self._remove(server, trouble)
+        self._connections[server].interrupt(trouble)
 
-
-def _versions(spans: Any, length: int) -> NDArray[np.int32]:
-    """One version per token. Raises ValueError if the spans leave a token out."""
-    versions = np.full(length, -1, np.int32)
-    for span in spans:
-        label = span["version"]
-        versions[span["start"] : span["end"]] = 0 if label == UNLABELLED_VERSION else int(label)
-    if (versions < 0).any():
-        raise ValueError(f"weight versions {spans} do not cover {length} tokens")
-    return versions
+    def _begin_to_watch(self) -> None:
+        for server in self._spec.endpoints:
+            health = ServerHealth(
+                self._connections[server],
+                timeout_s=self._spec.health_timeout_s,
+                is_busy=partial(self._is_busy, server),
+                on_hung=partial(self._interrupt, server),
+                on_return=partial(self._bring_back, server),
+            )
+            self._health[server] = health
+            self._watches.append(asyncio.create_task(health.run(), name=f"health of {server}"))

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.types import FinishReason, SamplingParams
+
+InFlight = Literal["keep", "abort_resume"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -61,6 +63,15 @@ class ClientSpec:
     endpoints: tuple[str, ...]
     model_name: str
     max_model_len: int
+    capacity_tokens: tuple[float, ...] = ()
+    """For each endpoint the tokens that may be outstanding there, from all clients together; empty is no limit."""
+    clients: int = 1
+    """Clients that use the servers at the same time: each takes its share of the capacity."""
+    pin_sessions: bool = False
+    """All requests of a session go to one server, which every client chooses alike."""
+    stream_every: int | None = None
+    """Stream turns that may be longer than so many tokens, in pieces of that length. None never streams."""
+    health_timeout_s: float = 30.0
 
 
 class InferenceClient(Protocol):
@@ -76,10 +87,15 @@ class InferenceClient(Protocol):
         """Sample one turn after `token_ids`.
 
         `session` names the episode, so that its later turns can go where its prefix is cached. Cancelling the
-        coroutine cancels the request on the server.
+        coroutine cancels the request on the server. A request whose server dies, hangs or aborts it goes on at another
+        one, after the tokens that are known.
 
-        Raises: TimeoutError after `timeout_s`; InferenceError if the server is gone or answers garbage.
+        Raises: TimeoutError after `timeout_s`; InferenceError if no server is left or the servers answer garbage.
         """
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of this client so far, for the log: load, queue, removed servers, requests asked again."""
         ...
 
     async def close(self) -> None: ...
@@ -97,8 +113,9 @@ class InferenceEngine(Protocol):
 
     def client_spec(self) -> ClientSpec: ...
 
-    async def publish(self, weights: StagedWeights) -> list[ServerUpdate]:
-        """Swap the weights of one server after another, keeping the requests in flight; returns when all have them."""
+    async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:
+        """Swap the weights of one server after another; returns when all have them. `in_flight` says what becomes of
+        the requests that a server is working on: they are kept, or aborted for their clients to resume."""
         ...
 
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
@@ -106,6 +123,10 @@ class InferenceEngine(Protocol):
 
         One array per server.
         """
+        ...
+
+    async def metrics(self) -> dict[str, float]:
+        """Figures of the servers so far, for the log. A server that does not tell is left out."""
         ...
 
     async def health(self) -> dict[str, bool]:

@@ -1,7 +1,8 @@
 """Inference servers on this machine: their supervision, and new weights for them.
 
 Invariants: a server that answers has the weights of the version it says; a publication leaves every server running,
-also when it fails; a server that dies is started again with the newest published weights before it is asked anything.
+also when it fails; a server that died or hangs is started again with the newest published weights. At most one server
+takes new weights at a time, so that generation never stops everywhere.
 """
 
 from __future__ import annotations
@@ -18,12 +19,17 @@ from numpy.typing import NDArray
 
 from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
-from roll_flash.inference.engine import ClientSpec, ServerUpdate, StagedWeights
+from roll_flash.inference.engine import ClientSpec, InFlight, ServerUpdate, StagedWeights
 from roll_flash.inference.kept_weights import KeptWeights
+from roll_flash.inference.server_metrics import logged_figures
 from roll_flash.inference.server_process import Launcher, ServerProcess
 
 SUPERVISE_EVERY_S = 0.5
+HUNG_AFTER = 3
+"""A server that answers nothing for so many times `health_timeout_s` is killed and started again; clients leave it
+alone after one."""
 RESUME_ATTEMPTS = 3
+RESUME_TIMEOUT_S = 10.0
 MAX_RESTARTS = 3
 """Restarts of one server without a publication between them; after that it stays down and `publish` fails."""
 
@@ -37,15 +43,19 @@ class ServerEngine:
         self, launcher: Launcher, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path
     ) -> None:
         self._launcher = launcher
+        self._config = config
+        self._hung_after_s = HUNG_AFTER * config.health_timeout_s
         self._model_folder = model_folder
         self._max_model_len = max_model_len
         self._servers = [ServerProcess(index, launcher, config, logs) for index in range(config.servers)]
         self._busy = {server: asyncio.Lock() for server in self._servers}
         self._restarts = dict.fromkeys(self._servers, 0)
         self._newest = KeptWeights()
+        self._newest_in_use = asyncio.Lock()
         self._supervisors: list[asyncio.Task[None]] = []
         self.deaths = 0
-        """Servers found dead so far."""
+        """Servers found dead so far, those that were killed because they hung included."""
+        self.hung = 0
 
     @property
     def dtype(self) -> str:
@@ -65,26 +75,46 @@ class ServerEngine:
         self._supervisors = [asyncio.create_task(self._supervise(server)) for server in self._servers]
 
     def client_spec(self) -> ClientSpec:
-        endpoints = tuple(server.endpoint for server in self._servers)
-        return ClientSpec(self._launcher.name, endpoints, str(self._model_folder), self._max_model_len)
+        """For one client; see `ClientSpec.clients` for more. Knows the servers' capacity after `start`."""
+        ratio = self._config.admission_ratio
+        capacity = tuple(ratio * (server.kv_cache_tokens or float("inf")) for server in self._servers)
+        return ClientSpec(
+            self._launcher.name,
+            tuple(server.endpoint for server in self._servers),
+            str(self._model_folder),
+            self._max_model_len,
+            capacity_tokens=capacity if ratio else (),
+            stream_every=self._config.stream_every,
+            health_timeout_s=self._config.health_timeout_s,
+        )
 
-    async def publish(self, weights: StagedWeights) -> list[ServerUpdate]:
-        """One server after another: generation never stops everywhere.
+    async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:
+        """One server after another: generation never stops everywhere. A server that dies meanwhile, or hangs, is
+        started again and takes the weights then.
 
         Raises InferenceError if a server cannot take the weights; all servers go on generating.
         """
         updates = []
         for server in self._servers:
             async with self._busy[server]:
-                if not server.is_running:
-                    await self._restart(server)
-                updates.append(await _update(server, weights.version, weights.path))
+                updates.append(await self._give(server, weights, in_flight))
                 self._restarts[server] = 0
-        await asyncio.to_thread(self._newest.keep, weights)
+            if len(updates) == 1:
+                # From here on they are known to be good, and a server that starts again must get them.
+                async with self._newest_in_use:
+                    await asyncio.to_thread(self._newest.keep, weights)
         return updates
 
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
         return list(await asyncio.gather(*(self._score(server, token_ids) for server in self._servers)))
+
+    async def metrics(self) -> dict[str, float]:
+        """`deaths` and `hung` so far, and of each server, by its number, what `server_metrics.LOGGED` names."""
+        texts = await asyncio.gather(*(server.metrics_text() for server in self._servers))
+        figures = {"deaths": float(self.deaths), "hung": float(self.hung)}
+        for index, text in enumerate(texts):
+            figures |= {f"{name}_{index}": value for name, value in logged_figures(text).items()}
+        return figures
 
     async def health(self) -> dict[str, bool]:
         answers = await asyncio.gather(*(server.is_healthy() for server in self._servers))
@@ -104,21 +134,54 @@ class ServerEngine:
 
     async def _score(self, server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
         async with self._busy[server]:
+            try:
+                return await _score(server, token_ids)
+            except InferenceError:
+                if server.is_running:
+                    raise
+            await self._restart(server)
             return await _score(server, token_ids)
 
+    async def _give(self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
+        """New weights for one server, which is started again once if it dies or hangs over them."""
+        if server.is_running:
+            try:
+                async with asyncio.timeout(self._hung_after_s):
+                    return await _update(server, weights.version, weights.path, in_flight)
+            except TimeoutError:
+                await self._kill_hung(server)
+            except InferenceError:
+                if server.is_running:
+                    raise
+        await self._restart(server)
+        return await _update(server, weights.version, weights.path, in_flight)
+
     async def _supervise(self, server: ServerProcess) -> None:
-        """Start the server again when it has died. Ends when it cannot be started."""
+        """Start the server again when it has died or hangs. Ends when it cannot be started."""
+        answered = time.monotonic()
         while True:
             await asyncio.sleep(SUPERVISE_EVERY_S)
-            if server.is_running:
+            if self._busy[server].locked() or (server.is_running and await server.is_healthy()):
+                answered = time.monotonic()
+                continue
+            is_hung = time.monotonic() - answered > self._hung_after_s
+            if server.is_running and not is_hung:
                 continue
             async with self._busy[server]:
-                if not server.is_running:
-                    try:
+                try:
+                    if server.is_running and is_hung:
+                        await self._kill_hung(server)
+                    if not server.is_running:
                         await self._restart(server)
-                    except InferenceError as error:
-                        _log.error("%s stays down: %s", server.endpoint, error)
-                        return
+                except InferenceError as error:
+                    _log.error("%s stays down: %s", server.endpoint, error)
+                    return
+            answered = time.monotonic()
+
+    async def _kill_hung(self, server: ServerProcess) -> None:
+        self.hung += 1
+        _log.warning("inference server %s did not answer for %g s; killing it", server.endpoint, self._hung_after_s)
+        await server.stop()
 
     async def _restart(self, server: ServerProcess) -> None:
         self.deaths += 1
@@ -128,17 +191,25 @@ class ServerEngine:
         _log.warning("inference server %s died; starting it again, see %s", server.endpoint, server.log)
         await server.stop()
         await server.start()
-        if self._newest.weights is not None:
-            await _update(server, self._newest.weights.version, self._newest.weights.path)
+        async with self._newest_in_use:
+            if self._newest.weights is not None:
+                await _update(server, self._newest.weights.version, self._newest.weights.path, "keep")
 
 
-async def _update(server: ServerProcess, version: int, path: str) -> ServerUpdate:
-    """Swap the weights of one server. Requests in flight wait, and go on with the new weights."""
+async def _update(server: ServerProcess, version: int, path: str, in_flight: InFlight) -> ServerUpdate:
+    """Swap the weights of one server.
+
+    Requests in flight wait and go on with the new weights (`keep`), or return what they have and are asked again by
+    their clients (`abort_resume`); new ones wait in both cases.
+    """
     started = time.monotonic()
     await server.post("/start_weight_update")
     paused = time.monotonic()
     try:
-        await server.post("/pause?mode=keep&clear_cache=false")
+        if in_flight == "keep":
+            await server.post("/pause?mode=keep&clear_cache=false")
+        else:
+            await server.post("/pause?mode=abort&clear_cache=true")
         await server.post("/update_weights", {"update_info": {"path": path}})
         await server.post("/finish_weight_update", {"weight_version": str(version)})
         await _forget_prefixes(server)
@@ -154,7 +225,7 @@ async def _resume(server: ServerProcess) -> None:
     """More than one try: after an error the server drops the connection that the next request would use."""
     for attempt in range(1, RESUME_ATTEMPTS + 1):
         try:
-            await server.post("/resume")
+            await server.post("/resume", timeout_s=RESUME_TIMEOUT_S)
             return
         except InferenceError:
             if attempt == RESUME_ATTEMPTS or not server.is_running:

@@ -20,6 +20,7 @@ import httpx
 
 from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
+from roll_flash.inference.server_metrics import kv_cache_tokens
 from roll_flash.supervise import GuardedProcess
 
 HOST = "127.0.0.1"
@@ -53,6 +54,8 @@ class ServerProcess:
         self.log = logs / f"{launcher.name}-{index}.log"
         self.port = config.port + index if config.port else _free_port()
         self.version = 0
+        self.kv_cache_tokens: int | None = None
+        """Tokens whose keys and values the server can hold; None before the start, or where it does not tell."""
         self._launcher = launcher
         self._config = config
         self._process: GuardedProcess | None = None
@@ -86,6 +89,7 @@ class ServerProcess:
         await self.post("/init_weight_transfer_engine", {"init_info": {}})
         await self.post("/update_weight_version", {"new_version": "0"})
         self.version = 0
+        self.kv_cache_tokens = kv_cache_tokens(await self.metrics_text())
 
     async def is_healthy(self) -> bool:
         try:
@@ -93,10 +97,20 @@ class ServerProcess:
         except httpx.RequestError:
             return False
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """A control request. Raises InferenceError for anything but success."""
+    async def metrics_text(self) -> str:
+        """What the server says at /metrics; empty where it says nothing."""
         try:
-            response = await self._http.post(path, json=body)
+            response = await self._http.get("/metrics", timeout=HEALTH_TIMEOUT_S)
+        except httpx.RequestError:
+            return ""
+        return response.text if response.is_success else ""
+
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
+    ) -> Any:
+        """A control request. Raises InferenceError for anything but success within `timeout_s`."""
+        try:
+            response = await self._http.post(path, json=body, timeout=timeout_s)
         except httpx.RequestError as error:
             raise InferenceError(
                 f"{self._name}: {path} failed: {type(error).__name__} {error}; see {self.log}"

@@ -45,6 +45,7 @@ class Request:
             raise ValueError("no tokens")
         self.max_tokens = int(parameters.get("max_tokens", 16))
         self.wants_prompt_logprobs = parameters.get("prompt_logprobs") is not None
+        self.stream_interval = int(parameters.get("stream_interval") or 1)
         self.finish_reason: str | None = None
         self._model = model
         self._temperature = float(parameters.get("temperature", 1.0))
@@ -84,11 +85,23 @@ class Request:
         found = [{str(token): {"logprob": score}} for token, score in zip(self.prompt[1:], scores, strict=True)]
         return [None, *found]
 
-    def choice(self) -> dict[str, Any]:
-        content = [{"token_id": t, "logprob": lp} for t, lp in zip(self._tokens, self._logprobs, strict=True)]
+    @property
+    def made(self) -> int:
+        """Tokens sampled so far."""
+        return len(self._tokens)
+
+    def abort(self) -> None:
+        """End now with what was sampled; not while `step` runs."""
+        if self.finish_reason is None:
+            self.finish_reason = "abort"
+
+    def choice(self, start: int = 0) -> dict[str, Any]:
+        """The tokens from `start` on; the spans of versions are over all tokens."""
+        tokens, logprobs = self._tokens[start:], self._logprobs[start:]
+        content = [{"token_id": t, "logprob": lp} for t, lp in zip(tokens, logprobs, strict=True)]
         return {
             "index": 0,
-            "token_ids": self._tokens,
+            "token_ids": tokens,
             "logprobs": {"content": content},
             "finish_reason": self.finish_reason,
             "weight_versions": self._spans,

@@ -1,12 +1,13 @@
 """Our part inside vLLM's processes: a weight-transfer engine that reads a safetensors file in shared memory.
 
 vLLM loads `register` in each of its processes (entry point group `vllm.general_plugins`). It tells the factory where
-the engine would be found, and names semaphores so that our guard can clean them up. The engine itself is
-`roll_flash.inference.shm_weights`.
+the engine would be found, names semaphores so that our guard can clean them up, and has streamed answers tell weight
+versions in every piece. The engine itself is `roll_flash.inference.shm_weights`.
 """
 
 from __future__ import annotations
 
+from roll_flash.inference.vllm_stream_versions import tell_versions_early
 from roll_flash.supervise import claim_semaphores
 
 BACKEND = "shm"
@@ -17,6 +18,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     claim_semaphores()
+    tell_versions_early()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.inference.shm_weights", "SharedMemoryWeightTransferEngine"
