@@ -8,7 +8,7 @@ import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from roll_flash.config import Config, EnvConfig
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluate.evaluation import eval_sampling, evaluate
 from roll_flash.evaluate.result import EvalResult
-from roll_flash.inference.engine import InferenceEngine
+from roll_flash.inference.engine import ClientSpec, InferenceEngine
 from roll_flash.inference.open import open_engine
 from roll_flash.learner.engine import LearnerEngine
 from roll_flash.learner.open import open_learner
@@ -172,6 +172,8 @@ async def open_rollout(
 
 def worker_settings(config: Config, model: Any, model_folder: Path | None, needs_sandbox: bool) -> WorkerSettings:
     rollout = config.rollout
+    if isinstance(model, ClientSpec):
+        model = replace(model, clients=rollout.workers, pin_sessions=not rollout.replicate)
     return WorkerSettings(
         model=model,
         tokenizer_folder=model_folder,

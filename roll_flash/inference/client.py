@@ -10,11 +10,12 @@ import asyncio
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.admission import Admission
+from roll_flash.inference.client_metrics import Counts
 from roll_flash.inference.engine import ClientSpec, Generation, InferenceClient
 from roll_flash.inference.health import ServerHealth
 from roll_flash.inference.http_connections import BadAnswerError, ConnectionLostError, HttpConnections
@@ -40,23 +41,6 @@ def open_client(spec: ClientSpec) -> InferenceClient:
     if not spec.endpoints:
         raise ConfigError(f"engine {spec.engine!r} gave no endpoints to connect to")
     return VllmClient(spec)
-
-
-@dataclass(slots=True)
-class Counts:
-    """What happened so far. Each is a metric under its own name."""
-
-    requests: int = 0
-    asked_again: int = 0
-    """Requests sent once more because their server died, hung, answered garbage or aborted them."""
-    aborted: int = 0
-    """Those of them that a server aborted."""
-    tokens_kept: int = 0
-    """Tokens that did not have to be sampled again then."""
-    bad_answers: int = 0
-    removed: int = 0
-    returned: int = 0
-    hung: int = 0
 
 
 class VllmClient:

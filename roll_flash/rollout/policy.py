@@ -66,12 +66,21 @@ class TokenPolicy:
     """Token in, token out."""
 
     def __init__(
-        self, client: InferenceClient, tokenizer: Any, sampling: SamplingParams, *, episode_id: str, max_length: int
+        self,
+        client: InferenceClient,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        *,
+        episode_id: str,
+        max_length: int,
+        session: str | None = None,
     ) -> None:
+        """`session`: requests of the same one share a server's prefix cache; by default each episode is one."""
         self._client = client
         self._tokenizer = tokenizer
         self._sampling = sampling
         self._episode_id = episode_id
+        self._session = session or episode_id
         self._max_length = max_length
         self._turn = 0
 
@@ -87,7 +96,7 @@ class TokenPolicy:
             self._conversation.token_ids,
             replace(self._sampling, max_new_tokens=min(room, self._sampling.max_new_tokens)),
             request_id=f"{self._episode_id}-{self._turn}",
-            session=self._episode_id,
+            session=self._session,
             timeout_s=timeout_s,
         )
         self._turn += 1
