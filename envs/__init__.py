@@ -4,8 +4,23 @@ Importing this package registers what ships, so that `gymnasium.make("ShellMath-
 """
 
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
-from roll_flash.envs.registration import register_env, register_shipped
+from roll_flash.envs.registration import make_env, register_env, register_shipped
+from roll_flash.envs.rewards import Rubric, reward
+from roll_flash.envs.tool_env import SandboxToolEnv, ToolEnv
+from roll_flash.envs.tools import tool
 
-__all__ = ["Env", "Observation", "SandboxEnv", "StepResult", "register_env"]
+__all__ = [
+    "Env",
+    "Observation",
+    "Rubric",
+    "SandboxEnv",
+    "SandboxToolEnv",
+    "StepResult",
+    "ToolEnv",
+    "make_env",
+    "register_env",
+    "reward",
+    "tool",
+]
 
 register_shipped()

@@ -1,11 +1,32 @@
-"""Registration with gymnasium."""
+"""Registration with gymnasium, and finding an environment by what a user calls it.
+
+An id may be `Maze-v0` (registered: shipped, by a plug-in, or by code that ran), `package.module:Maze-v0`,
+`path/to/file.py:Maze-v0`, or either of the last two with the name of the class in place of a registered id.
+Plug-ins are entry points of the group `roll_flash.envs`: a module that registers on import, or a function that does.
+"""
 
 from __future__ import annotations
 
+import difflib
+import logging
 from collections.abc import Callable
+from importlib.metadata import entry_points
+from types import ModuleType
 from typing import Any
 
 import gymnasium
+from roll_flash.envs.base import Env
+from roll_flash.envs.source_files import import_module, load_file
+
+from roll_flash.errors import ConfigError
+
+ENTRY_POINT_GROUP = "roll_flash.envs"
+SHIPPED = {
+    "ShellMath-v0": "roll_flash.envs.shell_math:ShellMath",
+}
+_SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
+
+logger = logging.getLogger("roll_flash.envs")
 
 
 def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, Any]], **kwargs: Any) -> None:
@@ -20,6 +41,100 @@ def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, An
 
 def register_shipped() -> None:
     """Register what ships here."""
-    for id, entry_point in {"ShellMath-v0": "roll_flash.envs.shell_math:ShellMath"}.items():
+    for id, entry_point in SHIPPED.items():
         if id not in gymnasium.registry:
             register_env(id, entry_point)
+
+
+def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
+    """The environment that a user means by `env_id`.
+
+    Raises ConfigError for an id that is not there and for a source that cannot be loaded, with file, line and reason;
+    what the environment's own constructor raises passes through.
+    """
+    source, _, name = env_id.rpartition(":")
+    if not source:
+        if not _is_registered(name):
+            load_plugins()
+        if not _is_registered(name):
+            raise ConfigError(f"{env_id!r} is not registered{_near(name)}; {_HOW_TO_NAME_ONE}")
+        return _make(name, kwargs)
+    module = load_file(source) if source.endswith(".py") else import_module(source)
+    if _is_registered(name):
+        return _make(name, kwargs)
+    found = getattr(module, name, None)
+    if isinstance(found, type) and issubclass(found, gymnasium.Env):
+        return found(**kwargs)
+    raise ConfigError(f"{source} has no environment {name!r}; it has {_offered(module)}")
+
+
+_HOW_TO_NAME_ONE = (
+    "`roll-flash envs list` shows what is; an id may name where it comes from: my_package.my_module:MyEnv-v0 or "
+    "path/to/file.py:MyEnv-v0"
+)
+
+
+def load_plugins() -> list[str]:
+    """Load every entry point once; returns one line for each that cannot be loaded. A broken one harms no other."""
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        key = f"{point.name} = {point.value}"
+        if key not in _plugins:
+            _plugins[key] = _load_plugin(point)
+    return [trouble for trouble in _plugins.values() if trouble]
+
+
+_plugins: dict[str, str] = {}
+
+
+def _load_plugin(point: Any) -> str:
+    try:
+        loaded = point.load()
+        if callable(loaded):
+            loaded()
+    except Exception as error:  # others' code may raise anything
+        trouble = f"plug-in {point.name} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
+        logger.warning(trouble)
+        return trouble
+    return ""
+
+
+def _is_registered(name: str) -> bool:
+    try:
+        gymnasium.spec(name)
+    except gymnasium.error.Error:
+        return False
+    return True
+
+
+def _make(name: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    env = gymnasium.make(name, disable_env_checker=True, **kwargs)
+    inner = env
+    while isinstance(env.unwrapped, Env) and isinstance(inner, gymnasium.Wrapper):
+        if isinstance(inner, gymnasium.wrappers.TimeLimit):
+            raise ConfigError(
+                f"{name}: max_episode_steps cannot count the steps of an asynchronous environment; leave it out and "
+                "give env.max_turns, or end the episode in `step`"
+            )
+        if not isinstance(inner, _SYNC_WRAPPERS):
+            return env
+        inner = inner.env
+    return inner if isinstance(env.unwrapped, Env) else env
+
+
+def _near(name: str) -> str:
+    near = difflib.get_close_matches(name, gymnasium.registry, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _offered(module: ModuleType) -> str:
+    ids = [
+        id
+        for id, spec in gymnasium.registry.items()
+        if str(getattr(spec.entry_point, "__module__", str(spec.entry_point).partition(":")[0])) == module.__name__
+    ]
+    classes = [
+        name
+        for name, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, gymnasium.Env) and value.__module__ == module.__name__
+    ]
+    return ", ".join([*ids, *classes]) or "none: define a class, and call roll_flash.register_env(ID, CLASS)"

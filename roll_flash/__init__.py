@@ -11,7 +11,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll_flash.config import Config, load_config
     from roll_flash.envs.base import Env, SandboxEnv
-    from roll_flash.envs.registration import register_env
+    from roll_flash.envs.judge import Judge
+    from roll_flash.envs.registration import make_env, register_env
+    from roll_flash.envs.rewards import Rubric, reward
+    from roll_flash.envs.tool_env import SandboxToolEnv, ToolEnv
+    from roll_flash.envs.tools import tool
     from roll_flash.sandboxes import ExecResult, SandboxSpec, open_sandbox
 
 __version__ = "0.1.0"
@@ -21,13 +25,36 @@ _HOMES = {
     "load_config": "roll_flash.config",
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
+    "SandboxToolEnv": "roll_flash.envs.tool_env",
+    "ToolEnv": "roll_flash.envs.tool_env",
+    "Judge": "roll_flash.envs.judge",
+    "Rubric": "roll_flash.envs.rewards",
+    "make_env": "roll_flash.envs.registration",
     "register_env": "roll_flash.envs.registration",
+    "reward": "roll_flash.envs.rewards",
+    "tool": "roll_flash.envs.tools",
     "ExecResult": "roll_flash.sandboxes",
     "SandboxSpec": "roll_flash.sandboxes",
     "open_sandbox": "roll_flash.sandboxes",
 }
 
-__all__ = ["Config", "Env", "ExecResult", "SandboxEnv", "SandboxSpec", "load_config", "open_sandbox", "register_env"]
+__all__ = [
+    "Config",
+    "Env",
+    "ExecResult",
+    "Judge",
+    "Rubric",
+    "SandboxEnv",
+    "SandboxSpec",
+    "SandboxToolEnv",
+    "ToolEnv",
+    "load_config",
+    "make_env",
+    "open_sandbox",
+    "register_env",
+    "reward",
+    "tool",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -18,8 +19,13 @@ import gymnasium
 
 from roll_flash.config import EnvConfig
 from roll_flash.envs.base import Env, SandboxEnv
+from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message, Task
+
+
+QUICK_MAKE_S = 1e-3
+"""An asynchronous environment that is made faster than this needs no thread for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +46,9 @@ class BadRewardError(EnvError):
 def check_environment(env_id: str, kwargs: Mapping[str, Any]) -> bool:
     """Make the environment once, and return whether it needs a sandbox. Raises ConfigError saying what is wrong."""
     try:
-        env = gymnasium.make(env_id, **kwargs)
-    except ModuleNotFoundError as error:
-        raise ConfigError(f"env.id {env_id!r}: {error}; install the module or put it on PYTHONPATH") from None
-    except gymnasium.error.Error as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"env.id {env_id!r} is not registered: {reason} (`roll-flash envs list` shows what is; "
-            f"an id may name its module: my_package.my_module:MyEnv-v0)"
-        ) from None
+        env = make_env(env_id, **kwargs)
+    except ConfigError as error:
+        raise ConfigError(f"env.id {error}") from None
     except Exception as error:  # users' code may raise anything
         raise ConfigError(
             f"env.id {env_id!r} with env.kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
@@ -90,7 +90,8 @@ class AsyncEnvironment:
         return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), info)
 
     async def close(self) -> None:
-        await self._call(self._env.close)
+        if self._is_async or _has_own_close(self._env):
+            await self._call(self._env.close)
 
     async def _call(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._is_async:
@@ -100,11 +101,46 @@ class AsyncEnvironment:
         return await loop.run_in_executor(self._executor, lambda: method(*args, **kwargs))
 
 
+class EnvironmentMaker:
+    """Makes the environments of one worker.
+
+    Making one may import and compute, so it happens in a thread. Only an asynchronous environment whose last one was
+    made within `QUICK_MAKE_S` is made where it is needed: the way through a thread would cost more than the rest of its
+    episode's bookkeeping.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._is_quick: dict[str, bool] = {}
+
+    async def open(self, task: Task) -> AsyncEnvironment:
+        """Raises whatever making it raises."""
+        if self._is_quick.get(task.env_id, False):
+            env, took_s = _make(task)
+        else:
+            env, took_s = await asyncio.get_running_loop().run_in_executor(self._executor, _make, task)
+        self._is_quick[task.env_id] = took_s < QUICK_MAKE_S and isinstance(env.unwrapped, Env)
+        return AsyncEnvironment(env, self._executor)
+
+
 async def open_environment(task: Task, executor: Executor) -> AsyncEnvironment:
-    """Make the environment of a task. Building one may import and compute, so it happens in a thread."""
-    loop = asyncio.get_running_loop()
-    env = await loop.run_in_executor(executor, lambda: gymnasium.make(task.env_id, **task.kwargs))
-    return AsyncEnvironment(env, executor)
+    """Make the environment of one task in a thread of `executor`."""
+    return await EnvironmentMaker(executor).open(task)
+
+
+def _make(task: Task) -> tuple[gymnasium.Env[Any, Any], float]:
+    began = time.perf_counter()
+    env = make_env(task.env_id, **task.kwargs)
+    return env, time.perf_counter() - began
+
+
+def _has_own_close(env: gymnasium.Env[Any, Any]) -> bool:
+    """Whether closing does anything: most plain environments inherit a `close` that does not."""
+    while isinstance(env, gymnasium.Wrapper):
+        if type(env).close is not gymnasium.Wrapper.close:
+            return True
+        env = env.env
+    return type(env).close is not gymnasium.Env.close
 
 
 def _as_messages(observation: Any) -> list[Message]:

@@ -1,0 +1,62 @@
+"""Loading users' modules and files, with errors that name file, line and reason in one line."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+
+from roll_flash.errors import ConfigError
+
+
+def load_file(path: str) -> ModuleType:
+    """Run a Python file as a module, once per process; its folder is importable from then on, as for a script.
+
+    Raises ConfigError: no such file, a syntax error, or what its code raised.
+    """
+    file = Path(path).expanduser().resolve()
+    name = f"roll_flash_env_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if not file.is_file():
+        raise ConfigError(f"{path}: no such file (looked in {Path.cwd()})")
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: not a Python file")
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        raise ConfigError(_reason(error, path, str(file))) from error
+    return module
+
+
+def import_module(name: str) -> ModuleType:
+    """Import by name. Raises ConfigError as `load_file` does."""
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{error}; install the module or put it on PYTHONPATH") from None
+    except (Exception, SystemExit) as error:  # users' code may raise anything
+        spec = importlib.util.find_spec(name.partition(".")[0])
+        raise ConfigError(_reason(error, name, spec.origin or "" if spec else "")) from error
+
+
+def _reason(error: BaseException, shown: str, file: str) -> str:
+    if isinstance(error, SyntaxError):
+        where = shown if error.filename in (file, None) else error.filename
+        line = (error.text or "").strip()
+        return f"{where}:{error.lineno}: {type(error).__name__}: {error.msg}" + (f" in {line!r}" if line else "")
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f"{shown}:{lines[-1]}" if lines else shown
+    return f"{where}: {type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,183 @@
+"""Tool calls in the text of a model, whichever way it was taught to write them.
+
+- Hermes and Qwen: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, any number of them;
+- Llama 3: the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`;
+- tags: `<add>{"a": 1, "b": 2}</add>`, `<add a="1" b="2"/>`, or `<sh>ls</sh>` where the text is the only argument left.
+
+What a model writes in `<think>` is not a call. Text that is meant as a call but is none becomes a `BadCall`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import html
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roll_flash.envs.tools import Tool
+
+UNKNOWN = "(unknown)"
+"""The name under which calls of tools that do not exist are counted."""
+
+ANSWER_TAG = "answer"
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_LLAMA_START = re.compile(r'\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type|function)")')
+_ONE_TAG = re.compile(r"\s*<([A-Za-z_]\w*)((?:\s[^<>]*)?)>(.*)</\1>\s*", re.DOTALL)
+_ATTRIBUTE = re.compile(r"([A-Za-z_]\w*)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
+_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
+_decoder = json.JSONDecoder(strict=False)  # models write raw newlines into strings
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it; its arguments are not checked yet."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """Something meant as a call. `message` tells the model what is wrong with it."""
+
+    message: str
+    name: str = UNKNOWN
+
+
+def without_thinking(text: str) -> str:
+    """The text less `<think>...</think>`; thinking that never ended goes to the end of the text."""
+    return _THINKING.sub("", text)
+
+
+def parse_tool_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall | BadCall]:
+    """All calls in the order of the text; empty if it holds none."""
+    text = without_thinking(text)
+    if start := _LLAMA_START.match(text):
+        return _json_calls(text[start.end() :], tools)
+    found = _tagged_calls(text, tools)
+    if not found and (match := _ONE_TAG.fullmatch(text)) and match[1] not in (ANSWER_TAG, *tools):
+        return [_unknown(match[1], tools)]
+    return found
+
+
+def _tagged_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall | BadCall]:
+    names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True))
+    opening = re.compile(rf"<(?:tool_call|(?:{names})(?:\s[^<>]*?)?/?)>" if names else "<tool_call>")
+    found: list[ToolCall | BadCall] = []
+    position = 0
+    while match := opening.search(text, position):
+        if match[0] == _HERMES_OPEN:
+            call, position = _hermes_call(text, match.end(), tools)
+        else:
+            call, position = _tag_call(text, match, tools)
+        found.append(call)
+    return found
+
+
+def _hermes_call(text: str, start: int, tools: Mapping[str, Tool]) -> tuple[ToolCall | BadCall, int]:
+    """Where JSON ends is for JSON to say: an argument may hold the closing tag."""
+    start += len(text[start:]) - len(text[start:].lstrip())
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except (json.JSONDecodeError, RecursionError) as error:
+        close = text.find(_HERMES_CLOSE, start)
+        return _bad_json(error, start), len(text) if close < 0 else close + len(_HERMES_CLOSE)
+    rest = text[end:].lstrip()
+    if rest.startswith(_HERMES_CLOSE):
+        end = len(text) - len(rest) + len(_HERMES_CLOSE)
+    return _call_of(value, tools), end
+
+
+def _json_calls(text: str, tools: Mapping[str, Tool]) -> list[ToolCall | BadCall]:
+    found: list[ToolCall | BadCall] = []
+    position = 0
+    while position < len(text):
+        try:
+            value, position = _decoder.raw_decode(text, position)
+        except (json.JSONDecodeError, RecursionError) as error:
+            return [*found, _bad_json(error, 0)]
+        found.append(_call_of(value, tools))
+        rest = text[position:].lstrip("; \n\t")
+        position = len(text) - len(rest)
+        if not rest.startswith("{"):
+            break
+    return found
+
+
+def _call_of(value: Any, tools: Mapping[str, Tool]) -> ToolCall | BadCall:
+    if not isinstance(value, dict):
+        return BadCall('A call is a JSON object: {"name": TOOL, "arguments": {...}}')
+    inner = value.get("function")
+    if isinstance(inner, dict):
+        value = inner
+    name = inner if isinstance(inner, str) else value.get("name")
+    if not isinstance(name, str):
+        return BadCall('The call has no "name": write {"name": TOOL, "arguments": {...}}')
+    if name not in tools:
+        return _unknown(name, tools)
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as a string that holds JSON
+        try:
+            arguments = _decoder.decode(arguments)
+        except (json.JSONDecodeError, RecursionError):
+            return BadCall(f"{name}: the arguments are not valid JSON", name)
+    if not isinstance(arguments, dict):
+        return BadCall(f'{name}: "arguments" must be a JSON object such as {_example(tools[name])}', name)
+    return ToolCall(name, arguments)
+
+
+def _tag_call(text: str, match: re.Match[str], tools: Mapping[str, Tool]) -> tuple[ToolCall | BadCall, int]:
+    name_and_attributes = match[0].strip("<>").removesuffix("/")
+    name, _, attributes = name_and_attributes.partition(next((c for c in name_and_attributes if c.isspace()), " "))
+    given: dict[str, Any] = {
+        found[1]: html.unescape(found[2] if found[2] is not None else found[3])
+        for found in _ATTRIBUTE.finditer(attributes)
+    }
+    if match[0].endswith("/>"):
+        return ToolCall(name, given), match.end()
+    close = text.find(f"</{name}>", match.end())
+    if close < 0:
+        return BadCall(f"<{name}> is not closed: end it with </{name}>", name), len(text)
+    call = _with_body(tools[name], given, text[match.end() : close])
+    return call, close + len(name) + 3
+
+
+def _with_body(tool: Tool, given: dict[str, Any], body: str) -> ToolCall | BadCall:
+    """The text between the tags: a JSON object of arguments, or the value of the only argument that is left."""
+    left = [name for name in tool.argument_names if name not in given]
+    if body.lstrip().startswith("{") and not given:
+        try:
+            value = _decoder.decode(body)
+        except (json.JSONDecodeError, RecursionError):
+            value = None
+        if isinstance(value, dict) and set(value) <= set(left):
+            return ToolCall(tool.name, value)
+    if not body.strip():
+        return ToolCall(tool.name, {**given, left[0]: ""} if len(left) == 1 and given else given)
+    required = [name for name in left if name in tool.parameters.get("required", ())]
+    target = left[0] if len(left) == 1 else required[0] if len(required) == 1 else None
+    if target is None:
+        return BadCall(
+            f"{tool.name}: write its arguments as JSON: <{tool.name}>{_example(tool)}</{tool.name}>", tool.name
+        )
+    return ToolCall(tool.name, {**given, target: body.removeprefix("\n").removesuffix("\n")})
+
+
+def _example(tool: Tool) -> str:
+    return json.dumps(dict.fromkeys(tool.argument_names, "..."))
+
+
+def _unknown(name: str, tools: Mapping[str, Tool]) -> BadCall:
+    near = difflib.get_close_matches(name, tools, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return BadCall(f"There is no tool {name[:60]!r}.{hint} Tools: {', '.join(tools) or 'none'}")
+
+
+def _bad_json(error: Exception, start: int) -> BadCall:
+    if isinstance(error, json.JSONDecodeError):
+        return BadCall(f"The call is not valid JSON: {error.msg} at character {max(0, error.pos - start) + 1}")
+    return BadCall("The call is not valid JSON: it is nested too deeply")

@@ -1,0 +1,173 @@
+"""Tools as typed Python functions with docstrings.
+
+The name, description and JSON schema that the model is shown come from the signature and the docstring; the arguments
+that the model gives are checked against the same signature.
+"""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import docstring_parser
+import pydantic
+
+from roll_flash.errors import EnvError
+
+TOOL_TIMEOUT_S = 30.0
+TOOL_OUTPUT_CHARACTERS = 4000
+_MARK = "__roll_flash_tool__"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class ToolDefinitionError(EnvError):
+    """A function that cannot be a tool as it is written."""
+
+    exit_code = 2
+
+
+class WrongArguments(Exception):
+    """Arguments that do not fit the tool. The message is for the model."""
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOptions:
+    timeout_s: float = TOOL_TIMEOUT_S
+    max_characters: int = TOOL_OUTPUT_CHARACTERS
+    name: str | None = None
+
+
+def tool(
+    *, timeout_s: float = TOOL_TIMEOUT_S, max_characters: int = TOOL_OUTPUT_CHARACTERS, name: str | None = None
+) -> Callable[[Function], Function]:
+    """Make a method of a `ToolEnv`, or a function, a tool: `@tool()`. Sync (runs in a thread) or async.
+
+    A call may take `timeout_s`; of its result the model is shown at most `max_characters`, head and tail.
+    """
+
+    def mark(function: Function) -> Function:
+        setattr(function, _MARK, ToolOptions(timeout_s, max_characters, name))
+        return function
+
+    return mark
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """One tool, as the model sees it and as it is called."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON schema of the arguments, an object."""
+    options: ToolOptions
+    function: Callable[..., Any]
+    """A method of the environment (takes it first) or a plain function, see `takes_env`."""
+    takes_env: bool
+    _model: type[pydantic.BaseModel]
+
+    @property
+    def argument_names(self) -> tuple[str, ...]:
+        return tuple(self._model.model_fields)
+
+    def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments as the signature's types. Raises WrongArguments."""
+        try:
+            checked = self._model.model_validate(dict(arguments))
+        except pydantic.ValidationError as error:
+            raise WrongArguments(f"{self.name}: {_say(error)}. It takes {self._signature()}") from None
+        return {name: getattr(checked, name) for name in self._model.model_fields}
+
+    def schema(self) -> dict[str, Any]:
+        """The form that chat templates and OpenAI-compatible endpoints take."""
+        function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
+        return {"type": "function", "function": function}
+
+    def _signature(self) -> str:
+        if not self._model.model_fields:
+            return "no arguments"
+        required = self.parameters.get("required", ())
+        names = [name if name in required else f"{name} (optional)" for name in self._model.model_fields]
+        return ", ".join(names)
+
+
+def options_of(function: Any) -> ToolOptions | None:
+    """What `@tool` said; None for a function that is no tool."""
+    found = getattr(function, _MARK, None)
+    return found if isinstance(found, ToolOptions) else None
+
+
+def make_tool(function: Callable[..., Any], *, takes_env: bool = False) -> Tool:
+    """A tool of a function. Raises ToolDefinitionError for one without types, docstring or plain parameters."""
+    options = options_of(function) or ToolOptions()
+    name = options.name or function.__name__
+    documentation = docstring_parser.parse(inspect.getdoc(function) or "")
+    if not documentation.short_description:
+        raise ToolDefinitionError(f"tool {name}: it has no docstring; the model reads it to know what the tool does")
+    about = {parameter.arg_name: parameter.description for parameter in documentation.params}
+    model = _arguments_model(name, function, about, takes_env)
+    parts = (documentation.short_description, documentation.long_description)
+    return Tool(
+        name=name,
+        description="\n".join(part.strip() for part in parts if part),
+        parameters=_without_titles(model.model_json_schema()),
+        options=options,
+        function=function,
+        takes_env=takes_env,
+        _model=model,
+    )
+
+
+def _arguments_model(
+    name: str, function: Callable[..., Any], about: Mapping[str, str | None], takes_env: bool
+) -> type[pydantic.BaseModel]:
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise ToolDefinitionError(f"tool {name}: a type cannot be found: {error}") from None
+    fields: dict[str, Any] = {}
+    for parameter in list(inspect.signature(function).parameters.values())[takes_env:]:
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolDefinitionError(f"tool {name}: {parameter} cannot be given by name; use plain parameters")
+        if parameter.name not in hints:
+            raise ToolDefinitionError(
+                f"tool {name}: parameter {parameter.name} has no type; write {parameter.name}: str"
+            )
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hints[parameter.name], pydantic.Field(default, description=about.get(parameter.name)))
+    try:
+        config = pydantic.ConfigDict(extra="forbid", hide_input_in_errors=False)
+        model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)
+        model.model_json_schema()
+    except (pydantic.errors.PydanticUserError, NameError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ToolDefinitionError(f"tool {name}: a parameter's type has no JSON form: {reason}") from None
+    return model
+
+
+def _without_titles(schema: Any) -> Any:
+    """pydantic adds a title to everything; the model needs none. A property that is called `title` stays."""
+    if isinstance(schema, list):
+        return [_without_titles(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {key: _without_titles(value) for key, value in schema.items() if key != "title" or isinstance(value, dict)}
+    return kept
+
+
+def _say(error: pydantic.ValidationError) -> str:
+    said = []
+    for problem in error.errors()[:3]:
+        where = ".".join(map(str, problem["loc"]))
+        match problem["type"]:
+            case "missing":
+                said.append(f"the argument {where} is missing")
+            case "extra_forbidden":
+                said.append(f"there is no argument {where}")
+            case _:
+                said.append(f"argument {where}: {problem['msg']} (given: {str(problem['input'])[:80]!r})")
+    return "; ".join(said)

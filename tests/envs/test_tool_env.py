@@ -1,0 +1,271 @@
+"""A ToolEnv runs tools, contains what goes wrong in them, and scores with its rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from roll_flash.envs import Rubric, SandboxToolEnv, ToolEnv, reward, tool
+from roll_flash.envs.judge import Judge
+from roll_flash.sandboxes import SandboxDied, SandboxFileError, SandboxSpec, open_sandbox
+
+import roll_flash
+from roll_flash.errors import EnvError
+
+
+def double(x: int) -> int:
+    """Twice a number."""
+    return 2 * x
+
+
+class Workshop(ToolEnv):
+    """Tools that do all that tools can do."""
+
+    tools = (double,)
+    tool_format = "tags"
+    instructions = "Work."
+
+    async def begin(self, seed: int) -> str:
+        self.log: list[str] = []
+        return f"Task {seed}"
+
+    @tool()
+    async def add(self, a: int, b: int) -> int:
+        """Add."""
+        self.log.append("add")
+        return a + b
+
+    @tool()
+    def broken(self) -> None:
+        """Raise."""
+        raise KeyError("no such thing")
+
+    @tool()
+    def leave(self) -> None:
+        """Try to end the process."""
+        raise SystemExit(3)
+
+    @tool(timeout_s=0.2)
+    def hang(self) -> None:
+        """Hang in a thread."""
+        time.sleep(3)
+
+    @tool(timeout_s=0.2)
+    async def wait(self) -> None:
+        """Hang in a coroutine."""
+        await asyncio.sleep(60)
+
+    @tool(max_characters=200)
+    def flood(self) -> str:
+        """Return 100 MB."""
+        return "x" * 100_000_000
+
+    @tool()
+    def binary_flood(self) -> bytes:
+        """Return 100 MB of bytes."""
+        return b"\xff" * 100_000_000
+
+    @tool()
+    def sandbox_is_gone(self) -> None:
+        """Meet a dead sandbox."""
+        raise SandboxDied("gone", "killed")
+
+    @tool()
+    def no_file(self) -> None:
+        """Miss a file."""
+        raise SandboxFileError("no such file", 2)
+
+    @tool()
+    def submit(self) -> str:
+        """End."""
+        self.finish()
+        return "thanks"
+
+    @reward(weight=0.5)
+    def answered_four(self) -> bool:
+        return self.final_answer == "4"
+
+    @reward(weight=0.5)
+    async def used_a_tool(self) -> float:
+        return 1.0 if self.log else 0.0
+
+    @reward(weight=-0.1, when="turn")
+    def an_error(self) -> bool:
+        return any(not call.ok for call in self.last_calls)
+
+
+def play(env: Any, *actions: str) -> list[tuple[str, float, bool, bool, dict[str, Any]]]:
+    async def run() -> list[Any]:
+        await env.reset(seed=3)
+        steps = []
+        for action in actions:
+            observation, *rest = await env.step(action)
+            text = observation if isinstance(observation, str) else observation[0]["content"]
+            steps.append((text, *rest))
+        return steps
+
+    return asyncio.run(run())
+
+
+def test_the_prompt_has_instructions_tools_and_task() -> None:
+    messages, _ = asyncio.run(Workshop().reset(seed=3))
+    assert [message["role"] for message in messages] == ["system", "user"]
+    assert messages[0]["content"].startswith("Work.")
+    assert "<double>X</double>  Twice a number." in messages[0]["content"]
+    assert messages[1]["content"] == "Task 3"
+
+
+def test_an_episode_with_tools_and_an_answer_earns_its_rewards() -> None:
+    steps = play(Workshop(), "<add>{'a': 1}</add>", '<add a="2" b="2"/><double>21</double>', "<answer> 4 </answer>")
+    assert steps[0][0].startswith("Output: Error:")
+    assert steps[0][1] == pytest.approx(-0.1)
+    assert steps[1][0] == "Output: 4\nOutput: 42"
+    _, total, terminated, truncated, info = steps[2]
+    assert (total, terminated, truncated, info["success"]) == (1.0, True, False, True)
+    assert info["rewards"] == {"an_error": 0.0, "answered_four": 1.0, "used_a_tool": 1.0}
+    assert (info["tools"]["add"]["calls"], info["tools"]["add"]["errors"]) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    ("action", "says", "count"),
+    [
+        ("<broken/>", "broken raised KeyError: 'no such thing'", "errors"),
+        ("<leave/>", "leave raised SystemExit: 3", "errors"),
+        ("<hang/>", "hang took longer than 0.2 s", "timeouts"),
+        ("<wait/>", "wait took longer than 0.2 s", "timeouts"),
+        ("<no_file/>", "no such file", "errors"),
+        ("<fly>x</fly>", "There is no tool 'fly'", "errors"),
+        ("<tool_call>{</tool_call>", "not valid JSON", "errors"),
+    ],
+)
+def test_a_tool_that_goes_wrong_is_told_and_counted_and_the_episode_goes_on(action: str, says: str, count: str) -> None:
+    began = time.monotonic()
+    ((text, _, terminated, truncated, info),) = play(Workshop(), action)
+    assert says in text
+    assert not terminated
+    assert not truncated
+    assert sum(use[count] for use in info["tools"].values()) == 1
+    assert time.monotonic() - began < 2.5
+
+
+@pytest.mark.parametrize("action", ["<flood/>", "<binary_flood/>"])
+def test_a_tool_that_returns_100_mb_shows_its_head_and_tail(action: str) -> None:
+    ((text, _, _, _, info),) = play(Workshop(), action)
+    assert len(text) < 5000
+    assert "left out" in text
+    assert next(iter(info["tools"].values()))["errors"] == 0
+
+
+def test_a_dead_sandbox_is_not_the_models_fault_and_fails_the_episode() -> None:
+    with pytest.raises(SandboxDied):
+        play(Workshop(), "<sandbox_is_gone/>")
+
+
+def test_the_last_turn_is_scored_as_it_stands() -> None:
+    steps = play(Workshop(max_turns=2), '<add a="2" b="2"/>', '<add a="2" b="2"/>')
+    assert [step[2:4] for step in steps] == [(False, False), (False, True)]
+    assert steps[-1][1] == 0.5
+    assert steps[-1][4]["success"] is False
+
+
+def test_a_tool_can_end_the_episode() -> None:
+    ((text, _, terminated, _, _),) = play(Workshop(), "<submit/>")
+    assert (text, terminated) == ("Output: thanks", True)
+
+
+def test_more_calls_than_allowed_are_not_run() -> None:
+    ((text, _, _, _, info),) = play(Workshop(), "<double>1</double>" * 20)
+    assert info["tools"]["double"]["calls"] == 16
+    assert "only the first 16 of 20" in text
+
+
+def test_a_final_answer_can_be_answered_in_turn() -> None:
+    class Chat(ToolEnv):
+        async def begin(self, seed: int) -> str:
+            return "Hello"
+
+        async def answered(self, text: str) -> str | None:
+            return None if text == "bye" else f"you said {text}"
+
+    steps = play(Chat(), "hi", "<think>hm</think>bye")
+    assert [(step[0], step[2]) for step in steps] == [("you said hi", False), ("", True)]
+
+
+class InSandbox(SandboxToolEnv):
+    async def begin(self, seed: int) -> str:
+        return "go"
+
+    @tool()
+    async def sh(self, command: str) -> Any:
+        """Run a command."""
+        return await self.sandbox.exec(command, timeout=5)
+
+    @reward()
+    async def wrote(self) -> bool:
+        return (await self.sandbox.exec("test -s out")).ok
+
+
+def test_tools_and_rewards_use_the_sandbox(require_bubblewrap: None) -> None:
+    async def run() -> list[Any]:
+        env = InSandbox()
+        async with open_sandbox(SandboxSpec(), provider="local") as env.sandbox:
+            await env.reset(seed=0)
+            return [
+                await env.step(action)
+                for action in ("<sh>echo hi; echo no >&2; exit 3</sh>", "<sh>ls>out</sh>", "done")
+            ]
+
+    first, _, last = asyncio.run(run())
+    assert first[0][0]["content"] == "<tool_response>\nhi\nno\n(exit code 3)\n</tool_response>"
+    assert last[1] == 1.0
+    assert last[4]["success"] is True
+
+
+def test_two_tools_of_one_name_are_refused_when_the_environment_is_made() -> None:
+    class Twice(ToolEnv):
+        tools = (double, double)
+
+    with pytest.raises(EnvError, match="'double' is taken"):
+        Twice()
+
+
+def score(*functions: Any) -> Any:
+    return asyncio.run(Rubric(functions).score(None, "final"))
+
+
+def test_rewards_are_weighted_and_may_be_plain_functions() -> None:
+    @reward(weight=3)
+    async def slow(env: Any) -> float:
+        await asyncio.sleep(0)
+        return 0.5
+
+    def plain(env: Any) -> bool:
+        return True
+
+    assert score(slow, plain).total == 2.5
+    assert Rubric([slow, plain]).full_reward == 4
+
+
+def test_a_reward_that_is_no_number_or_too_slow_fails_and_is_never_zero() -> None:
+    @reward(timeout_s=0.1)
+    def slow(env: Any) -> float:
+        time.sleep(2)
+        return 1.0
+
+    def wrong(env: Any) -> str:
+        return "good"
+
+    def nothing(env: Any) -> float:
+        return float("nan")
+
+    for function, says in ((slow, "longer than 0.1 s"), (wrong, "'good'"), (nothing, "nan")):
+        with pytest.raises(EnvError, match=says):
+            score(function)
+
+
+def test_the_public_names_are_there() -> None:
+    assert roll_flash.ToolEnv is ToolEnv
+    assert roll_flash.tool is tool
+    assert roll_flash.Judge is Judge
