@@ -158,14 +158,3 @@ class LearnerConfig(Section):
         if self.advantage != "gigpo" and (self.turn_weight, self.turn_discount) != (1.0, 0.95):
             raise ValueError(f"turn_weight and turn_discount are not read by {self.advantage}, only by gigpo")
         return self
-
-    @property
-    def advantage_scale(self) -> Literal["group", "batch", "none"]:
-        """What advantages are divided by, `normalize_advantage` or the advantage's own."""
-        own: dict[str, Literal["group", "batch", "none"]] = {"rloo": "none", "reinforce++": "batch"}
-        return self.normalize_advantage or own.get(self.advantage, "group")
-
-    @property
-    def needs_whole_batch(self) -> bool:
-        """Whether an advantage depends on all groups of the step."""
-        return self.advantage == "reinforce++" or self.advantage_scale == "batch"

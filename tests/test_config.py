@@ -343,7 +343,11 @@ def test_scheduling_settings_that_make_no_sense_are_refused(override: str, says:
 
 def test_every_key_is_read_somewhere() -> None:
     """An option that is documented and never read is a lie."""
-    sources = [path for path in Path(config_module.__file__).parent.rglob("*.py") if path.name not in ("config.py", "learner_config.py")]
+    sources = [
+        path
+        for path in Path(config_module.__file__).parent.rglob("*.py")
+        if path.name not in ("config.py", "learner_config.py")
+    ]
     text = "\n".join(path.read_text() for path in sources)
     keys = [key.rsplit(".", 1)[-1] for key in config_module._all_keys(Config)]
     assert [key for key in keys if not re.search(rf"\.{key}\b|\b{key}: ", text)] == []

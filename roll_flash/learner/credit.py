@@ -14,6 +14,9 @@ from roll_flash.learner_config import LearnerConfig
 from roll_flash.types import Trajectory
 
 Members = Sequence[Trajectory]
+Scale = Literal["group", "batch", "none"]
+_OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch"}
+"""What advantages are divided by where the config does not say; all others by their group's standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +24,7 @@ class CreditRules:
     """How advantages are made, and which tokens must be computed."""
 
     advantage: str = "grpo"
-    scale: Literal["group", "batch", "none"] = "group"
+    scale: Scale = "group"
     turn_weight: float = 1.0
     turn_discount: float = 0.95
     normalization: Literal["tokens", "sequences"] = "tokens"
@@ -32,12 +35,17 @@ class CreditRules:
     def of(cls, config: LearnerConfig) -> CreditRules:
         return cls(
             advantage=config.advantage,
-            scale=config.advantage_scale,
+            scale=config.normalize_advantage or _OWN_SCALE.get(config.advantage, "group"),
             turn_weight=config.turn_weight,
             turn_discount=config.turn_discount,
             normalization=config.loss_normalization,
             keep_without_signal=config.entropy_bonus > 0 or config.kl.coefficient > 0,
         )
+
+    @property
+    def needs_whole_batch(self) -> bool:
+        """Whether an advantage depends on all groups of the step."""
+        return self.advantage == "reinforce++" or self.scale == "batch"
 
 
 def token_advantages(groups: Sequence[Members], rules: CreditRules) -> list[list[NDArray[np.float32]]]:

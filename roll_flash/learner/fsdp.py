@@ -109,7 +109,7 @@ class FsdpLearner:
         """
         check_staleness(groups, self._version, self._async_ratio)
         self._check_usable()
-        if self._config.needs_whole_batch:
+        if self._rules.needs_whole_batch:
             self._totals.add_waiting(len(groups))
             self._waiting.extend(groups)
         else:

@@ -1,0 +1,265 @@
+"""What a step does to the weights, whatever the options, against a loop that has none of the machinery."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from roll_flash.errors import CheckpointError, LearnerError, ModelError
+from roll_flash.learner.credit import CreditRules
+from roll_flash.learner.engine import StepResult
+from roll_flash.learner.fsdp import FsdpLearner
+from roll_flash.learner.minibatches import split_minibatches
+from roll_flash.learner.sequences import prepare_group
+from roll_flash.types import Group
+from tests.learner.conftest import make_tiny_model
+from tests.learner.in_process import assert_equal_weights, assert_same_weights, in_process, weights_of
+from tests.learner.plain_loop import plain_loop
+from tests.learner.samples import make_group, make_trajectory, replace_trajectory
+from tests.learner.synchronous_loop import synchronous_loop
+
+GROUPS = [make_group(seed, prompt=20, turn=(3, 12)) for seed in range(4)]
+SILENT = make_group(9, rewards=[1.0] * 4)
+Weights = dict[str, torch.Tensor]
+
+
+async def step(learner: FsdpLearner, *batches: Sequence[Group]) -> StepResult:
+    for batch in batches:
+        await learner.accumulate(batch)
+    return await learner.finish_step()
+
+
+def trained(model: Path, *steps: Sequence[Sequence[Group]], **settings: Any) -> tuple[Weights, StepResult]:
+    async def use(learner: FsdpLearner) -> tuple[Weights, StepResult]:
+        results = [await step(learner, *batches) for batches in steps]
+        return await weights_of(learner), results[-1]
+
+    return in_process(model, use, **settings)
+
+
+def minibatches_of(groups: Sequence[Group], count: int, version: int) -> list[list[Group]]:
+    """Which groups the learner puts into which optimizer step."""
+    by_id = {group.group_id: group for group in groups}
+    tokens = {name: _tokens(group) for name, group in by_id.items()}
+    parts = split_minibatches(tokens, count, (0, version))
+    owner = {id(sequence): name for name, sequences in tokens.items() for sequence in sequences}
+    return [[by_id[name] for name in dict.fromkeys(owner[id(sequence)] for sequence in part)] for part in parts]
+
+
+def _tokens(group: Group) -> list[Any]:
+    return prepare_group(group, 9, CreditRules(keep_without_signal=True)).sequences
+
+
+OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({"loss_normalization": "sequences"}, {"by_sequence": True}),
+    ({"kl": {"coefficient": 0.3}}, {"kl": 0.3}),
+    ({"entropy_bonus": 0.05}, {"entropy": 0.05}),
+    ({"gradient_checkpointing": True}, {}),
+]
+
+
+@pytest.mark.parametrize(("settings", "plain"), OPTIONS)
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_a_step_is_what_a_plain_loop_does_with_every_option(
+    tiny_model: Path, settings: dict[str, Any], plain: dict[str, Any], minibatches: int
+) -> None:
+    batches = [[*GROUPS[:3], SILENT], [GROUPS[3], SILENT]]
+    found, result = trained(tiny_model, *([batch] for batch in batches), minibatches=minibatches, **settings)
+    parts = [minibatches_of(batch, minibatches, version) for version, batch in enumerate(batches)]
+    assert_same_weights(found, plain_loop(tiny_model, parts, **plain))
+    assert result.version == 2
+    assert result.metrics["optimizer_steps"] == minibatches
+
+
+@pytest.mark.parametrize("normalization", ["tokens", "sequences"])
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_the_order_and_the_split_of_what_comes_in_change_nothing(
+    tiny_model: Path, normalization: str, minibatches: int
+) -> None:
+    settings: dict[str, Any] = {"loss_normalization": normalization, "minibatches": minibatches}
+    settings["kl"] = {"coefficient": 0.1, "estimator": "k3"}
+    expected, _ = trained(tiny_model, [GROUPS], **settings)
+    shuffled = [
+        dataclasses.replace(group, trajectories=group.trajectories[::-1]) for group in (GROUPS[2], GROUPS[0], GROUPS[3])
+    ]
+    found, _ = trained(tiny_model, [[shuffled[0]], shuffled[1:], [GROUPS[1]]], micro_batch_tokens=70, **settings)
+    assert_same_weights(found, expected)
+
+
+@pytest.mark.parametrize("advantage", ["grpo", "rloo", "reinforce++", "gigpo"])
+@pytest.mark.parametrize("normalization", ["tokens", "sequences"])
+def test_garbage_that_is_not_the_policys_changes_nothing(tiny_model: Path, advantage: str, normalization: str) -> None:
+    settings = {"advantage": advantage, "loss_normalization": normalization, "entropy_bonus": 0.01}
+    group = GROUPS[0]
+    first = group.trajectories[0]
+    dirty = dataclasses.replace(first, logprobs=np.where(first.policy_mask, first.logprobs, np.nan))
+    nan = make_trajectory([5, 6, 7, 8], [False, False, True, True], reward=float("nan"), name="bad")
+    bad = dataclasses.replace(group, trajectories=(dirty, *group.trajectories[1:], nan))
+    clean, _ = trained(tiny_model, [[group, GROUPS[1]]], **settings)
+    found, result = trained(tiny_model, [[bad, GROUPS[1]]], **settings)
+    assert_equal_weights(found, clean)
+    assert result.metrics["dropped_reward_not_finite"] == 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"advantage": "reinforce++"}, {"minibatches": 2}])
+def test_a_resumed_run_takes_the_very_same_next_step(
+    tiny_model: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    async def write(learner: FsdpLearner) -> Weights:
+        await step(learner, GROUPS[:2])
+        await learner.save(tmp_path / "state")
+        await step(learner, GROUPS[2:])
+        return await weights_of(learner)
+
+    async def read(learner: FsdpLearner) -> Weights:
+        await learner.load(tmp_path / "state")
+        await step(learner, GROUPS[2:])
+        return await weights_of(learner)
+
+    settings = settings | {"kl": {"coefficient": 0.1}}
+    expected = in_process(tiny_model, write, **settings)
+    assert_equal_weights(in_process(tiny_model, read, **settings), expected)
+
+
+@pytest.mark.parametrize("row_tokens", [1, 4096])
+def test_alpha_zero_is_the_plain_synchronous_loop_bit_by_bit(tiny_model: Path, row_tokens: int) -> None:
+    """With `row_tokens=1` nothing is packed. Streaming in, staging and probing in between must not show in any bit."""
+    steps = [[make_group(seed, prompt=20, version=version) for seed in range(3)] for version in range(3)]
+
+    async def streamed(learner: FsdpLearner) -> Weights:
+        for groups in steps:
+            for group in groups:
+                await learner.accumulate([group])
+                await weights_of(learner)
+                await learner.logprobs([3, 4, 5])
+            await learner.finish_step()
+        return await weights_of(learner)
+
+    found = in_process(tiny_model, streamed, async_ratio=0, micro_batch_tokens=row_tokens)
+    assert_equal_weights(found, synchronous_loop(tiny_model, steps, row_tokens=row_tokens))
+
+
+def test_a_huge_coefficient_holds_the_policy_at_its_reference(tiny_model: Path) -> None:
+    start, _ = trained(tiny_model, [[SILENT]])
+
+    def moved(**kl: Any) -> float:
+        async def use(learner: FsdpLearner) -> float:
+            for version in range(8):
+                result = await step(learner, [make_group(0, version=version), make_group(1, version=version)])
+            return result.metrics["kl_reference"]
+
+        return in_process(tiny_model, use, kl=kl, learning_rate=3e-3)
+
+    assert start
+    free, held = moved(coefficient=1e-9), moved(coefficient=30.0)
+    assert held < 0.2 * free
+
+
+def test_another_folder_can_be_the_reference_and_must_speak_the_same_tokens(tiny_model: Path, tmp_path: Path) -> None:
+    other = make_tiny_model(tmp_path / "other", hidden_size=32)
+    _, result = trained(tiny_model, [GROUPS[:1]], kl={"coefficient": 0.1, "reference": str(other)})
+    assert result.metrics["kl_reference"] > 0
+    with pytest.raises(ModelError, match="not a Hugging Face model folder"):
+        trained(tiny_model, [GROUPS[:1]], kl={"coefficient": 0.1, "reference": str(tmp_path / "nowhere")})
+
+
+def test_one_giant_sequence_over_the_token_budget_is_trained_alone(tiny_model: Path) -> None:
+    giant = make_group(3, prompt=300, replicas=2, turn=(100, 120))
+    found, result = trained(tiny_model, [[giant, GROUPS[0]]], micro_batch_tokens=50)
+    assert_same_weights(found, plain_loop(tiny_model, [[[giant, GROUPS[0]]]]))
+    assert result.metrics["rows"] >= 3
+
+
+def test_a_poisoned_minibatch_is_skipped_and_the_others_train(tiny_model: Path) -> None:
+    huge = dataclasses.replace(GROUPS[0].trajectories[0], reward=1e200)
+    poisoned = replace_trajectory(GROUPS[0], 0, huge)
+    found, result = trained(
+        tiny_model, [[poisoned, *GROUPS[1:]]], minibatches=4, normalize_advantage="none", max_skipped_steps=1
+    )
+    assert (result.metrics["skipped"], result.metrics["optimizer_steps"], result.skipped) == (1, 3, False)
+    assert all(torch.isfinite(tensor).all() for tensor in found.values())
+
+
+def test_a_step_of_nothing_but_broken_data_is_an_error_that_can_be_survived(tiny_model: Path) -> None:
+    nan = dataclasses.replace(GROUPS[0].trajectories[0], reward=float("nan"))
+    broken = dataclasses.replace(GROUPS[0], trajectories=(nan,))
+
+    async def use(learner: FsdpLearner) -> int:
+        await learner.accumulate([broken])
+        with pytest.raises(LearnerError, match="nothing to step on: dropped_reward_not_finite 1, groups 1"):
+            await learner.finish_step()
+        return (await step(learner, GROUPS[:1])).version
+
+    assert in_process(tiny_model, use) == 1
+    assert in_process(tiny_model, use, advantage="reinforce++") == 1
+
+
+def test_diagnostics_tell_mismatch_from_policy_lag(tiny_model: Path) -> None:
+    """What the learner itself sampled has no mismatch; older tokens show how far the policy went since."""
+
+    async def use(learner: FsdpLearner) -> dict[str, float]:
+        async def resampled(seed: int, version: int) -> Group:
+            group = make_group(seed, version=version)
+            members = []
+            for trajectory in group.trajectories:
+                own = np.zeros(len(trajectory.token_ids), np.float32)
+                own[1:] = await learner.logprobs(trajectory.token_ids.tolist())
+                members.append(dataclasses.replace(trajectory, logprobs=np.where(trajectory.policy_mask, own, 0)))
+            return dataclasses.replace(group, trajectories=tuple(members))
+
+        old = await resampled(0, 0)
+        await step(learner, [await resampled(1, 0)])
+        return (await step(learner, [old, await resampled(2, 1)])).metrics
+
+    metrics = in_process(tiny_model, use, learning_rate=1e-2)
+    assert metrics["mismatch_gap_max"] < 1e-4
+    assert metrics["mismatch_kl_k3"] == metrics["kl_k3/age_0"] < 1e-6
+    assert metrics["lag_kl_k3"] == pytest.approx(metrics["kl_k3/age_1"], rel=1e-3)
+    assert metrics["lag_kl_k3"] > 1e-4
+    for name in ("clip_fraction/age_0", "correction_fraction/age_1", "rho_p10", "rho_p50", "rho_p90"):
+        assert name in metrics
+
+
+def test_adapters_learn_and_leave_everything_else_alone(tiny_model: Path, tmp_path: Path) -> None:
+    text = [5, 9, 17, 4, 90, 33]
+
+    async def use(learner: FsdpLearner) -> tuple[Weights, Weights, np.ndarray]:
+        before = await weights_of(learner)
+        result = await step(learner, GROUPS)
+        assert result.metrics["grad_norm"] > 0
+        await learner.save(tmp_path / "state")
+        await learner.export_hf(tmp_path / "hf")
+        return before, await weights_of(learner), await learner.logprobs(text)
+
+    settings: dict[str, Any] = {"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
+    settings["kl"] = {"coefficient": 0.1}
+    before, after, logprobs = in_process(tiny_model, use, **settings)
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "down_proj" in name}
+    assert all(torch.linalg.matrix_rank(after[name] - before[name], rtol=1e-3) <= 2 for name in changed)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ids = torch.tensor(text)
+    with torch.no_grad():
+        expected = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    np.testing.assert_allclose(logprobs, expected.numpy(), atol=1e-4)
+
+    async def resumed(learner: FsdpLearner) -> Weights:
+        await learner.load(tmp_path / "state")
+        return await weights_of(learner)
+
+    assert_equal_weights(in_process(tiny_model, resumed, **settings), after)
+    with pytest.raises(CheckpointError, match="another model"):
+        in_process(tiny_model, resumed)
+
+
+def test_an_adapter_for_a_layer_that_is_not_there_is_one_clear_line(tiny_model: Path) -> None:
+    with pytest.raises(ModelError, match=r"no linear layer named query"):
+        trained(tiny_model, [GROUPS[:1]], lora={"rank": 2, "targets": ["query"]})
