@@ -23,7 +23,6 @@ from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message, Task
 
-
 QUICK_MAKE_S = 1e-3
 """An asynchronous environment that is made faster than this needs no thread for it."""
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from roll_flash.errors import RollFlashError, RunError
+from roll_flash.inference.client_metrics import combined
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.types import EpisodeFailure, EpisodeSpec
 
@@ -25,9 +26,13 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
+WATCH = "watch"
+"""Concurrency group of the calls that must be answered while the worker's own event loop is stuck."""
+WATCH_TIMEOUT_S = 3.0
 MAX_WORKER_DEATHS = 20
 """Workers that may die in one run before it stops."""
 
+Placement = Literal["pack", "spread"]
 Receiver = Callable[[Outcome], None]
 T = TypeVar("T")
 
@@ -39,15 +44,30 @@ class _Member:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     """Cleared while a dead worker is being replaced."""
     episodes: dict[str, EpisodeSpec] = field(default_factory=dict)
+    """Placed here and not ended."""
+    to_submit: dict[str, EpisodeSpec] = field(default_factory=dict)
+    to_cancel: list[str] = field(default_factory=list)
+    has_news: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when there is something to submit or to cancel."""
 
 
 class WorkerFleet:
     """`workers` Ray actors of `WorkerActor`. Ray must be initialised."""
 
-    def __init__(self, settings: WorkerSettings, workers: int, *, ray_options: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        settings: WorkerSettings,
+        workers: int,
+        *,
+        placement: Placement = "pack",
+        resources: Mapping[str, float] | None = None,
+        heartbeat_timeout_s: float = 30.0,
+    ) -> None:
         self._settings = settings
         self._count = workers
-        self._ray_options = {"num_cpus": 0, "max_restarts": 0, "max_concurrency": 1000, **(ray_options or {})}
+        self._resources = dict(resources or {})
+        self._ray_options = ray_options(placement, self._resources)
+        self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members: list[_Member] = []
         self._receivers: dict[str, Receiver] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -60,29 +80,27 @@ class WorkerFleet:
         self._members = [_Member(index, actor) for index, actor in enumerate(actors)]
         for member in self._members:
             member.ready.set()
-        self._tasks = [asyncio.create_task(self._collect(member)) for member in self._members]
+            self._tasks += [asyncio.create_task(self._collect(member)), asyncio.create_task(self._feed(member))]
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receiver: Receiver) -> None:
-        """Start episodes on the workers with the fewest; `receiver` gets each outcome once."""
+        """Start episodes on the workers with the fewest; `receiver` gets each outcome once.
+
+        Waits only while no worker is there to take them, not for a worker to answer.
+        """
         for episode in episodes:
             self._receivers[episode.episode_id] = receiver
-        waiting = list(episodes)
-        while waiting:
-            batches = self._place(waiting, await self._ready_members())
-            unplaced = await asyncio.gather(*(self._hand_over(member, batch) for member, batch in batches))
-            waiting = [episode for batch in unplaced for episode in batch]
+        self._place(episodes, await self._ready_members())
 
     async def cancel(self, episode_ids: Iterable[str]) -> None:
         """Stop episodes wherever they are; their receivers hear nothing of them any more."""
         wanted = set(episode_ids)
         for member in self._members:
-            here = [episode_id for episode_id in member.episodes if episode_id in wanted]
-            for episode_id in here:
+            for episode_id in wanted & member.episodes.keys():
                 del member.episodes[episode_id]
                 self._receivers.pop(episode_id, None)
-            if here:
-                with contextlib.suppress(RunError, RayActorError):  # a dead worker has cancelled everything
-                    await _within(member.actor.cancel.remote(here), CALL_TIMEOUT_S, "cancel")
+                if member.to_submit.pop(episode_id, None) is None:
+                    member.to_cancel.append(episode_id)
+                    member.has_news.set()
 
     async def run(self, episodes: Sequence[EpisodeSpec], *, max_concurrent: int) -> AsyncIterator[Outcome]:
         """Play a fixed list, at most `max_concurrent` at once, and yield outcomes as they come."""
@@ -108,6 +126,12 @@ class WorkerFleet:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return [status for answer in answers if isinstance(answer, list) for status in answer]
 
+    async def client_metrics(self) -> dict[str, float]:
+        """What the workers' clients of the model servers have counted, all together."""
+        calls = (_within(m.actor.client_metrics.remote(), CALL_TIMEOUT_S, "client_metrics") for m in self._members)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return combined(answer for answer in answers if isinstance(answer, dict))
+
     async def close(self) -> None:
         """Cancel everything, free every sandbox, end the actors. Safe to call twice."""
         for task in self._tasks:
@@ -121,26 +145,39 @@ class WorkerFleet:
             ray.kill(member.actor)
         self._members, self._tasks = [], []
 
-    def _place(
-        self, episodes: Iterable[EpisodeSpec], members: Sequence[_Member]
-    ) -> list[tuple[_Member, list[EpisodeSpec]]]:
-        batches: dict[int, list[EpisodeSpec]] = {member.index: [] for member in members}
+    def _place(self, episodes: Iterable[EpisodeSpec], members: Sequence[_Member]) -> None:
         for episode in episodes:
             member = min(members, key=lambda m: len(m.episodes))
             member.episodes[episode.episode_id] = episode
-            batches[member.index].append(episode)
-        return [(member, batches[member.index]) for member in members if batches[member.index]]
+            member.to_submit[episode.episode_id] = episode
+            member.has_news.set()
 
-    async def _hand_over(self, member: _Member, batch: list[EpisodeSpec]) -> list[EpisodeSpec]:
-        """Returns what must be placed elsewhere because the worker is dead: none of it has begun."""
+    async def _feed(self, member: _Member) -> None:
+        """Tell one worker what to start and to stop: all that came up during the last call in one."""
+        while True:
+            await member.has_news.wait()
+            await member.ready.wait()
+            member.has_news.clear()
+            submit, member.to_submit = list(member.to_submit.values()), {}
+            cancel, member.to_cancel = member.to_cancel, []
+            actor = member.actor
+            try:
+                await _within(actor.update.remote(submit, cancel), self._heartbeat_timeout_s, "update")
+            except RunError as error:
+                self._fail(member, submit, str(error))
+            except RayActorError:
+                if member.actor is actor:  # `_collect` will see it too and replace the worker
+                    member.ready.clear()
+                lost = [episode for episode in submit if member.episodes.pop(episode.episode_id, None)]
+                await self._place_again(lost)
+
+    async def _place_again(self, episodes: Sequence[EpisodeSpec]) -> None:
+        """What a dead worker had been given but cannot have begun."""
         try:
-            await _within(member.actor.submit.remote(batch), CALL_TIMEOUT_S, "submit")
-        except RunError as error:
-            self._fail(member, batch, str(error))
-        except RayActorError:
-            member.ready.clear()
-            return [episode for episode in batch if member.episodes.pop(episode.episode_id, None)]
-        return []
+            self._place(episodes, await self._ready_members())
+        except RollFlashError as error:
+            for spec in episodes:
+                self._deliver(_worker_died(spec, str(error)))
 
     async def _ready_members(self) -> list[_Member]:
         """The workers that can take episodes; waits for one if all are being replaced."""
@@ -159,47 +196,62 @@ class WorkerFleet:
         return members
 
     async def _start_actor(self) -> Any:
-        actor: Any = ray.remote(WorkerActor).options(**self._ray_options).remote(self._settings)
-        await _within(actor.start.remote(), START_TIMEOUT_S, "start")
+        remote_class: Any = ray.remote(concurrency_groups={WATCH: 1})(WorkerActor)  # type: ignore[call-overload]
+        actor: Any = remote_class.options(**self._ray_options).remote(self._settings)
+        try:
+            await _within(actor.start.remote(), START_TIMEOUT_S, "start")
+        except RunError as error:
+            ray.kill(actor)
+            raise RunError(f"{error}{await asyncio.to_thread(_lacking, self._resources)}") from None
         return actor
 
     async def _collect(self, member: _Member) -> None:
-        """Hand out what one worker finished; replace the worker when it dies."""
+        """Hand out what one worker finished; replace the worker when it dies or does not answer in time."""
         while True:
             try:
-                outcomes = await _within(member.actor.poll.remote(POLL_S), POLL_S + CALL_TIMEOUT_S, "poll")
-            except (RunError, RayActorError) as error:
-                await self._replace(member, error)
+                outcomes = await _within(member.actor.poll.remote(POLL_S), POLL_S + self._heartbeat_timeout_s, "poll")
+            except RayActorError as error:
+                await self._replace(member, f"died: {_first_line(error)}")
+                continue
+            except RunError:
+                await self._replace(member, await self._describe_hang(member))
                 continue
             for outcome in outcomes:
                 member.episodes.pop(outcome.episode_id, None)
                 self._deliver(outcome)
 
-    async def _replace(self, member: _Member, error: Exception) -> None:
+    async def _describe_hang(self, member: _Member) -> str:
+        """The call goes to another event loop of the worker, which may be able to look at the one that is stuck."""
+        try:
+            call = member.actor.stuck_at.options(concurrency_group=WATCH).remote()
+            place = await _within(call, WATCH_TIMEOUT_S, "stuck_at")
+        except (RunError, RayActorError) as error:
+            place = f"not known ({_first_line(error)})"
+        silence = f"gave no sign of life for {self._heartbeat_timeout_s:g} s"
+        return f"{silence} (rollout.heartbeat_timeout_s); its event loop is held up in {place}"
+
+    async def _replace(self, member: _Member, what: str) -> None:
         self._deaths += 1
         member.ready.clear()
-        self._fail(member, list(member.episodes.values()), f"its worker died: {_first_line(error)}")
-        logger.warning("worker %d died: %s", member.index, _first_line(error))
+        self._fail(member, list(member.episodes.values()), f"its worker {what}")
+        member.to_submit, member.to_cancel = {}, []
+        logger.warning("rollout worker %d %s; it is replaced", member.index, what)
         with contextlib.suppress(RayActorError):  # it may be hung rather than dead
             ray.kill(member.actor)
         try:
             if self._deaths > MAX_WORKER_DEATHS:
-                raise RunError(f"{self._deaths} rollout workers died; the last said: {_first_line(error)}")
+                raise RunError(f"{self._deaths} rollout workers died; the last one {what}")
             member.actor = await self._start_actor()
         except Exception as failure:
             self._error = failure
-            member.ready.set()  # who waits for it must see the error
             raise
-        member.ready.set()
+        finally:
+            member.ready.set()  # who waits for it must see the error too
 
     def _fail(self, member: _Member, episodes: Iterable[EpisodeSpec], message: str) -> None:
         for spec in episodes:
             if member.episodes.pop(spec.episode_id, None) is not None:
-                self._deliver(
-                    EpisodeFailure(
-                        spec.episode_id, spec.group_id, spec.task, "worker_died", message, turn=0, attempt=spec.attempt
-                    )
-                )
+                self._deliver(_worker_died(spec, message))
 
     def _deliver(self, outcome: Outcome) -> None:
         receiver = self._receivers.pop(outcome.episode_id, None)
@@ -232,6 +284,31 @@ async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
         if isinstance(error.cause, RollFlashError):
             raise error.cause from None
         raise
+
+
+def _worker_died(spec: EpisodeSpec, message: str) -> EpisodeFailure:
+    return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, "worker_died", message, 0, spec.attempt)
+
+
+def ray_options(placement: Placement, resources: Mapping[str, float]) -> dict[str, Any]:
+    """How Ray is asked for a worker. A worker mostly waits, so it takes no CPU unless `resources` says so."""
+    named = dict(resources)
+    return {
+        "num_cpus": named.pop("CPU", 0),
+        "num_gpus": named.pop("GPU", 0),
+        "resources": named,
+        "scheduling_strategy": "SPREAD" if placement == "spread" else "DEFAULT",
+        "max_restarts": 0,
+        "max_concurrency": 1000,
+    }
+
+
+def _lacking(resources: Mapping[str, float]) -> str:
+    """What of `resources` the cluster does not have enough of for one worker, as the rest of a message."""
+    there = ray.cluster_resources()
+    lacking = [f"{name}: {amount:g}" for name, amount in resources.items() if there.get(name, 0) < amount]
+    wanted = ", ".join(lacking)
+    return f"; rollout.worker_resources asks for {wanted}, which the Ray cluster does not have" if wanted else ""
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,22 +7,32 @@ batches by one long poll at a time, so no call is made per token or per turn.
 from __future__ import annotations
 
 import asyncio
+import gc
+import logging
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from roll_flash.config import SandboxConfig
 from roll_flash.inference.engine import ClientSpec, InferenceClient
-from roll_flash.rollout.environments import AsyncEnvironment, open_environment
+from roll_flash.rollout.environment_threads import EnvironmentThreads
+from roll_flash.rollout.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.loop_watch import LoopWatch
 from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
+logger = logging.getLogger(__name__)
+
 Outcome = Trajectory | EpisodeFailure
+
+GATHER_S = 0.01
+"""Outcomes that come so soon after one another travel in one call."""
+GC_THRESHOLD = 10_000
+"""Python's 700 makes the collector look at all running episodes many times a second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,11 @@ class WorkerSettings:
     threads: int = 32
     """Blocking environments that may step at the same time."""
 
+    @property
+    def pins_groups(self) -> bool:
+        """All requests of a group go to one server (`rollout.replicate: false`)."""
+        return isinstance(self.model, ClientSpec) and self.model.pin_sessions
+
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStatus:
@@ -67,7 +82,8 @@ class Worker:
         self._episodes: dict[str, tuple[asyncio.Task[None], Progress]] = {}
         self._outcomes: list[Outcome] = []
         self._has_outcomes = asyncio.Event()
-        self._threads = ThreadPoolExecutor(settings.threads, thread_name_prefix="environment")
+        self._threads = EnvironmentThreads(settings.threads)
+        self._environments = EnvironmentMaker(self._threads)
         self._pool: SandboxPool | None = None
         self._client: InferenceClient | None = None
         self._chat_client: Any = None
@@ -100,6 +116,7 @@ class Worker:
             progress = Progress(since=time.monotonic())
             task = asyncio.create_task(self._run(spec, progress), name=spec.episode_id)
             self._episodes[spec.episode_id] = (task, progress)
+            task.add_done_callback(self._forget)  # also when it is cancelled before it has begun
 
     def cancel(self, episode_ids: list[str]) -> None:
         """Stop episodes: their request, environment and sandbox go with them. Gives no outcome."""
@@ -114,6 +131,7 @@ class Worker:
                 await self._has_outcomes.wait()
         except TimeoutError:
             return []
+        await asyncio.sleep(GATHER_S)
         outcomes, self._outcomes = self._outcomes, []
         self._has_outcomes.clear()
         return outcomes
@@ -124,6 +142,10 @@ class Worker:
             EpisodeStatus(episode_id, progress.turn, progress.waits_for, now - progress.since)
             for episode_id, (_, progress) in self._episodes.items()
         ]
+
+    def client_metrics(self) -> dict[str, float]:
+        """What this worker's client of the model servers has counted; nothing where the endpoint is not ours."""
+        return self._client.metrics() if self._client is not None else {}
 
     async def close(self) -> None:
         tasks = [task for task, _ in self._episodes.values()]
@@ -140,7 +162,7 @@ class Worker:
 
         async def open_env() -> AsyncEnvironment:
             nonlocal lease
-            env = await open_environment(spec.task, self._threads)
+            env = await self._environments.open(spec.task)
             if env.sandbox_env is not None:
                 assert self._pool is not None, "the environment needs a sandbox and settings.sandbox is None"
                 lease = LazySandbox(self._pool, env.sandbox_env.sandbox_spec or self._spec)
@@ -152,9 +174,13 @@ class Worker:
             self._outcomes.append(outcome)
             self._has_outcomes.set()
         finally:
-            del self._episodes[spec.episode_id]
             if lease is not None:
                 await lease.close()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        del self._episodes[task.get_name()]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("after episode %s: %s", task.get_name(), error, exc_info=error)
 
     def _policy(self, spec: EpisodeSpec) -> Policy:
         if self._chat_client is not None:
@@ -166,6 +192,7 @@ class Worker:
             spec.sampling,
             episode_id=spec.episode_id,
             max_length=self._settings.max_length,
+            session=spec.group_id if self._settings.pins_groups else None,
         )
 
 
@@ -176,14 +203,17 @@ class WorkerActor:
         self._settings = settings
 
     async def start(self) -> None:
+        self._watch = LoopWatch()
         self._worker = Worker(self._settings)
         await self._worker.start()
+        # The libraries' half a million objects stay for as long as the process: the collector need not look at them.
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(GC_THRESHOLD)
 
-    async def submit(self, episodes: list[EpisodeSpec]) -> None:
-        self._worker.submit(episodes)
-
-    async def cancel(self, episode_ids: list[str]) -> None:
-        self._worker.cancel(episode_ids)
+    async def update(self, submit: list[EpisodeSpec], cancel: list[str]) -> None:
+        self._worker.submit(submit)
+        self._worker.cancel(cancel)
 
     async def poll(self, timeout_s: float) -> list[Outcome]:
         return await self._worker.poll(timeout_s)
@@ -191,5 +221,13 @@ class WorkerActor:
     async def status(self) -> list[EpisodeStatus]:
         return self._worker.status()
 
+    async def client_metrics(self) -> dict[str, float]:
+        return self._worker.client_metrics()
+
+    async def stuck_at(self) -> str:
+        """What holds the event loop up. Must be called in another concurrency group, which has a loop of its own."""
+        return self._watch.place()
+
     async def close(self) -> None:
         await self._worker.close()
+        gc.unfreeze()

@@ -63,7 +63,8 @@ def make_settings(endpoint: str) -> WorkerSettings:
 
 
 def make_episodes(count: int, step_s: float) -> list[EpisodeSpec]:
-    tasks = [make_task(COUNTING, seed, {"turns": 3, "step_s": step_s}) for seed in range(count)]
+    """Of three turns each, and not all equally long, so that they do not all end at once."""
+    tasks = [make_task(COUNTING, seed, {"turns": 3, "step_s": step_s * (1 + seed % 3)}) for seed in range(count)]
     return [EpisodeSpec(f"e{task.seed}", "g", 0, task, SamplingParams(), max_turns=5) for task in tasks]
 
 
@@ -100,7 +101,7 @@ def test_a_killed_worker_loses_only_its_episodes_and_is_replaced(endpoint: str) 
         try:
             await fleet.start()
             outcomes = []
-            async for outcome in fleet.run(make_episodes(24, step_s=0.3), max_concurrent=6):
+            async for outcome in fleet.run(make_episodes(24, step_s=0.15), max_concurrent=6):
                 if not outcomes:
                     os.kill(outcome.info["pid"], signal.SIGKILL)  # type: ignore[union-attr]
                 outcomes.append(outcome)
