@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +13,7 @@ from roll_flash.sandboxes.channels import PingChannel
 from roll_flash.sandboxes.commands import Command, CommandStream, inside, run_command
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.egress import COMMAND, Egress
-from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError
+from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError, SandboxUnreachable
 from roll_flash.sandboxes.frames import Request
 from roll_flash.sandboxes.histogram import Histogram
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
@@ -24,6 +25,8 @@ from roll_flash.sandboxes.spec import SandboxSpec
 from roll_flash.sandboxes.usage import read_usage
 
 SHELL_TIMEOUT_S = 7 * 86400.0
+
+_log = logging.getLogger("roll_flash.sandboxes")
 
 
 @dataclass(slots=True)
@@ -68,6 +71,7 @@ class AgentSandbox:
         self._beside: list[Sandbox] = []
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
+        self._daemon_died = False
         self._counts = CommandCounts()
 
     async def prepare(self) -> None:
@@ -210,6 +214,8 @@ class AgentSandbox:
 
     async def close(self, *, reason: str = "closed") -> None:
         if self._ending is None:
+            error = self._connection.error
+            self._daemon_died = isinstance(error, SandboxDied) and error.reason == "daemon"
             self._connection.lost(SandboxDied(f"sandbox {self.name} is closed ({reason})", reason))
             self._ending = asyncio.ensure_future(self._finish())
         await asyncio.shield(self._ending)
@@ -220,4 +226,14 @@ class AgentSandbox:
         try:
             await asyncio.gather(*(sandbox.close() for sandbox in self._beside))
         finally:
+            await self._remove()
+
+    async def _remove(self) -> None:
+        try:
             await self._end()
+        except SandboxUnreachable as error:
+            if not self._daemon_died:
+                raise
+            _log.warning(
+                "sandbox %s is left to its engine, which removes it when it starts again: %s", self.name, error
+            )

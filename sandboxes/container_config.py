@@ -33,6 +33,7 @@ def container_config(
         "AttachStdout": True,
         "AttachStderr": True,
         "Tty": False,
+        "StopSignal": "SIGKILL",  # the agent ignores SIGTERM; an engine that shuts down would wait 10 s for it
         "Healthcheck": {"Test": ["NONE"]},
         "Labels": container_labels,
         **_network(spec, joins),

@@ -56,7 +56,7 @@ class DockerProvider:
 
     @property
     def live(self) -> int:
-        """Sandboxes that are being started or used."""
+        """Sandboxes that were opened and not closed yet."""
         return len(self._live)
 
     async def connect(self) -> None:
@@ -110,7 +110,6 @@ class DockerProvider:
             assert self._agent is not None
             network = (joins or name) if spec.network == "internal" else ""
             body = container_config(spec, image, self._agent, labels(run, None, network), joins)
-            self._live.add(name)
             creating = asyncio.ensure_future(self._create(name, body))
             try:
                 async with asyncio.timeout(timeout_s):
@@ -131,6 +130,7 @@ class DockerProvider:
             except BaseException:
                 await asyncio.shield(self._discard(name, connection, creating))
                 raise
+        self._live.add(name)
         return sandbox
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
@@ -140,7 +140,6 @@ class DockerProvider:
         """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
         connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
         await asyncio.wait({creating})
-        self._live.discard(name)
         if creating.exception() is None:
             await self.remove(name)
 

@@ -67,13 +67,23 @@ class EngineEvents:
         code = self._codes[name]
         if name in self._oom and code == SIGKILL_CODE:
             return "oom", "it ran out of memory and the kernel ended it; raise memory_mb"
+        if gone := await self._why_engine_is_gone():
+            return "daemon", gone
         if code == SIGKILL_CODE:
             return "killed", "it was killed from outside (docker rm, docker kill, or a reaper)"
         return "agent", f"its agent ended with status {code}"
 
     async def _why_unknown(self) -> tuple[str, str]:
+        gone = await self._why_engine_is_gone()
+        return "daemon", gone or "the Docker engine closed its stream; it may have been restarted"
+
+    async def _why_engine_is_gone(self) -> str | None:
+        """None if it answers. Asked on a new connection: one that is shutting down still serves those it has."""
+        probe = EngineApi(self._engine.address)
         try:
-            await self._engine.connect()
+            await probe.connect()
         except SandboxError as error:
-            return "daemon", f"the Docker engine went away: {error}"
-        return "daemon", "the Docker engine closed its stream; it may have been restarted"
+            return f"the Docker engine went away: {error}"
+        finally:
+            await probe.close()
+        return None

@@ -41,6 +41,7 @@ class _Member:
         self.host = host
         self.provider = DockerProvider(host, max_parallel_starts=max_parallel_starts)
         self.connected = False
+        self.opening = 0
         self.failures = 0
         self.aside_until = 0.0
         self._connecting = asyncio.Lock()
@@ -50,6 +51,10 @@ class _Member:
             if not self.connected:
                 await self.provider.connect()
                 self.connected = True
+
+    @property
+    def load(self) -> int:
+        return self.opening + self.provider.live
 
     def set_aside(self, error: SandboxError) -> None:
         wait_s = min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**self.failures)
@@ -89,6 +94,7 @@ class EngineSet:
         refusals: list[SandboxError] = []
         while (member := self._next(asked)) is not None:
             asked.append(member)
+            member.opening += 1
             try:
                 await member.connect()
                 sandbox = await member.provider.open(spec, run=run, timeout_s=timeout_s)
@@ -100,6 +106,8 @@ class EngineSet:
             else:
                 member.works()
                 return sandbox
+            finally:
+                member.opening -= 1
         if len(refusals) == 1 or all(isinstance(error, OTHERS_MAY) for error in refusals):
             raise refusals[-1]
         raise SandboxStartError(f"no engine could start a sandbox: {'; '.join(map(str, refusals))}")
@@ -110,7 +118,7 @@ class EngineSet:
         now = time.monotonic()
         fit = [member for member in left if member.aside_until <= now]
         if fit:
-            return min(fit, key=lambda member: member.provider.live)
+            return min(fit, key=lambda member: member.load)
         return min(left, key=lambda member: member.aside_until, default=None)
 
     async def sweep(self) -> int:

@@ -69,6 +69,7 @@ static long run_setuid(const char *path) {
 int main(int count, char **words) {
     const char *what = count > 1 ? words[1] : "";
     long number = count > 2 ? atol(words[2]) : 0;
+    if (!strcmp(what, "sleep")) return told((int)sleep((unsigned)number));
     if (!strcmp(what, "socket")) return told(socket((int)number, SOCK_DGRAM, 0));
     if (!strcmp(what, "stream-socket")) return told(socket((int)number, SOCK_STREAM, 0));
     if (!strcmp(what, "raw-socket")) return told(socket(AF_INET, SOCK_RAW, 1));
