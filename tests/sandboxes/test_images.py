@@ -8,10 +8,12 @@ import subprocess
 import tarfile
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from abuse import attack_program
-from roll_flash.sandboxes import SandboxImageError, SandboxPool, SandboxSpec, open_sandbox
+from roll_flash.sandboxes import SandboxImageError, SandboxPool, SandboxSpec, SandboxSpecError, open_sandbox
+from roll_flash.sandboxes.build_context import packed_files
 from roll_flash.sandboxes.image_build import REPOSITORY, image_key
 from roll_flash.sandboxes.images import ensure_image
 from roll_flash.sandboxes.opening import connect_provider
@@ -41,6 +43,48 @@ def test_a_dockerfile_is_built_once_for_all_who_ask_at_once(dockerfile: str) -> 
         return set(await asyncio.gather(*(one() for _ in range(4))))
 
     assert len(asyncio.run(many())) == 1
+
+
+def test_a_dockerfile_copies_what_its_folder_holds(docker: str, tmp_path: Path) -> None:
+    (tmp_path / "Dockerfile").write_text(f"{BASE}COPY data /data\nCOPY --chown=1000 run.sh /\n# {uuid.uuid4().hex}\n")
+    (tmp_path / "data/deep").mkdir(parents=True)
+    (tmp_path / "data/deep/file").write_text("content")
+    (tmp_path / "data/link").symlink_to("deep/file")
+    (tmp_path / "run.sh").write_text("#!/bin/sh\ncat /data/link")
+    (tmp_path / "run.sh").chmod(0o700)
+    spec = SandboxSpec.from_folder(tmp_path, memory_mb=128)
+    assert spec == SandboxSpec.from_folder(tmp_path, memory_mb=128)
+    assert spec.dockerfile is not None
+
+    async def run() -> bytes:
+        async with open_sandbox(spec, provider="docker") as sandbox:
+            return (await sandbox.exec("/run.sh")).stdout
+
+    try:
+        assert asyncio.run(run()) == b"content"
+    finally:
+        image = f"{REPOSITORY}:{image_key(spec.dockerfile, spec.context)}"
+        subprocess.run(["docker", "rmi", "-f", image], capture_output=True, check=True)
+
+
+def test_another_context_is_another_image() -> None:
+    contexts = (b"", packed_files({"a": "1"}), packed_files({"a": "2"}), packed_files({"b": "1"}))
+    assert len({image_key("FROM x", context) for context in contexts}) == 4
+    assert SandboxSpec(dockerfile="FROM x", context={"a": "1"}).context == packed_files({"a": b"1"})
+
+
+def test_a_build_context_that_cannot_be_used_is_refused(docker: str, tmp_path: Path) -> None:
+    with pytest.raises(SandboxSpecError, match="no Dockerfile"):
+        SandboxSpec.from_folder(tmp_path)
+    with pytest.raises(ValueError, match="give the dockerfile too"):
+        SandboxSpec(context=b"x")
+
+    async def build() -> None:
+        async with open_sandbox(SandboxSpec(dockerfile=BASE, context=b"no archive"), provider="docker"):
+            pass
+
+    with pytest.raises(SandboxSpecError, match="no tar archive"):
+        asyncio.run(build())
 
 
 def test_a_dockerfile_that_fails_says_at_what(docker: str) -> None:
