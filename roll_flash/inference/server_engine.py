@@ -30,6 +30,8 @@ HUNG_AFTER = 3
 alone after one."""
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
+DEATH_NOTICE_S = 5.0
+"""How long after a failed request a server may turn out to be dead."""
 MAX_RESTARTS = 3
 """Restarts of one server without a publication between them; after that it stays down and `publish` fails."""
 
@@ -137,7 +139,7 @@ class ServerEngine:
             try:
                 return await _score(server, token_ids)
             except InferenceError:
-                if server.is_running:
+                if not await _has_died(server):
                     raise
             await self._restart(server)
             return await _score(server, token_ids)
@@ -151,7 +153,7 @@ class ServerEngine:
             except TimeoutError:
                 await self._kill_hung(server)
             except InferenceError:
-                if server.is_running:
+                if not await _has_died(server):
                     raise
         await self._restart(server)
         return await _update(server, weights.version, weights.path, in_flight)
@@ -219,6 +221,14 @@ async def _update(server: ServerProcess, version: int, path: str, in_flight: InF
         await asyncio.shield(asyncio.ensure_future(_resume(server)))
     ended = time.monotonic()
     return ServerUpdate(server.endpoint, version, paused_s=ended - paused, total_s=ended - started)
+
+
+async def _has_died(server: ServerProcess) -> bool:
+    """After an error: its guard needs a moment to see that a server is gone."""
+    deadline = time.monotonic() + DEATH_NOTICE_S
+    while server.is_running and time.monotonic() < deadline:
+        await asyncio.sleep(0.1)
+    return not server.is_running
 
 
 async def _resume(server: ServerProcess) -> None:
