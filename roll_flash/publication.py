@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from roll_flash.config import WeightsConfig
 from roll_flash.errors import ParityError, RunError
 from roll_flash.inference.engine import InferenceEngine, StagedWeights
+from roll_flash.inference.tokenizer import load_tokenizer
 from roll_flash.learner.engine import LearnerEngine
 
 FLOAT32_THRESHOLD = 1e-3
@@ -147,9 +148,7 @@ def parity_threshold(config: WeightsConfig, dtype: str) -> float:
 
 def probe_token_ids(model_folder: Path, text: str) -> list[int]:
     """The probe text as token ids; at least two, so that there is something to predict."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(str(model_folder))
+    tokenizer = load_tokenizer(model_folder)
     token_ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
     if len(token_ids) < 2:
         raise RunError("weights.parity_text must be at least two tokens long")

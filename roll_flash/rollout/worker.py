@@ -101,14 +101,14 @@ class Worker:
 
             self._chat_client = OpenAIChatClient(model.base_url, model.model, api_key_from(model.api_key_env))
             return
-        from transformers import AutoTokenizer
-
         from roll_flash.inference.chat import Conversation
         from roll_flash.inference.client import open_client
+        from roll_flash.inference.tokenizer import load_tokenizer
 
-        self._tokenizer = await asyncio.to_thread(AutoTokenizer.from_pretrained, str(self._settings.tokenizer_folder))
+        assert self._settings.tokenizer_folder is not None, "a model of ours comes with its tokenizer"
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._settings.tokenizer_folder)
         Conversation(self._tokenizer, [{"role": "user", "content": "."}])  # refuses a chat template that cannot work
-        self._client = open_client(model)
+        self._client = open_client(model, self._tokenizer)
 
     def submit(self, episodes: list[EpisodeSpec]) -> None:
         """Start episodes now; how many may run at once is the scheduler's business."""
