@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_flash.stream.rows import Array, Columns
+from roll_flash.stream.rows import Array, Columns, read_only
 
 _ALIGNMENT = 8
 
@@ -49,7 +49,9 @@ def decode_block(block: bytes | NDArray[np.uint8]) -> tuple[list[int], list[dict
             name, shape = next(cells)
             dtype = np.dtype(name)
             count = prod(shape)
-            row[column] = np.frombuffer(data, dtype, count, start).reshape(shape) if count else np.empty(shape, dtype)
+            # frombuffer refuses to begin at the very end of the buffer
+            array = np.frombuffer(data, dtype, count, start).reshape(shape) if count else np.empty(shape, dtype)
+            row[column] = read_only(array, column)
             start += count * dtype.itemsize + (-(count * dtype.itemsize) % _ALIGNMENT)
         rows.append(row)
     return header["rows"], rows

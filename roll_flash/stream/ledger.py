@@ -184,7 +184,7 @@ class Ledger:
         if not units:
             return None
         is_final = self._is_over(partition) and len(units) == queue.num_waiting(partition)
-        situation = Situation(is_final, is_pressed, queue.given(partition))
+        situation = Situation(is_final, is_pressed, queue.consumer.in_order, queue.given(partition))
         chosen = queue.consumer.sampler.choose(units, situation)
         if chosen is None:
             return None

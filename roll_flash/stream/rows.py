@@ -125,6 +125,8 @@ class Situation:
     """All units that are left are ready: nothing better will come."""
     is_pressed: bool = False
     """The stream is full and writers wait: holding out for more would last for ever."""
+    in_order: bool = False
+    """A unit may be taken only together with all that are older."""
     given: Sequence[int] = field(default_factory=tuple)
     """Tokens that each rank got so far in this partition; empty at its beginning."""
 
@@ -146,7 +148,7 @@ def read_only(array: object, column: str) -> Array:
 
 def same_columns(rows: Sequence[Mapping[str, Array]]) -> tuple[str, ...]:
     """The column names that all rows have. Raises StreamError where they differ."""
-    names = tuple(rows[0])
+    names = tuple(rows[0]) if rows else ()
     for row in rows[1:]:
         if row.keys() != rows[0].keys():
             raise StreamError(f"rows put together must have the same columns, not {sorted(row)} beside {sorted(names)}")

@@ -73,11 +73,9 @@ class TokenBalanced:
         _require_positive("max_tokens", self.max_tokens)
 
     def choose(self, units: Sequence[Unit], situation: Situation) -> Parts | None:
-        if situation.is_final:
-            return [[unit.key for unit in equal_bins(units, self.max_tokens)[0]]]
-        if not situation.is_pressed and sum(unit.tokens for unit in units) < self.min_tokens:
+        if not (situation.is_final or situation.is_pressed) and sum(unit.tokens for unit in units) < self.min_tokens:
             return None
-        return [[unit.key for unit in fill(units, self.max_tokens)]]
+        return [[unit.key for unit in candidates(units, self.max_tokens, situation)]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,23 +97,23 @@ class RankAware:
 
     def choose(self, units: Sequence[Unit], situation: Situation) -> Parts | None:
         budget = self.ranks * self.max_tokens
-        if situation.is_final:
-            candidates = equal_bins(units, budget)[0]
-        elif len(units) >= self.ranks or situation.is_pressed:
-            candidates = fill(units, budget)
-            # Large units may fill the budget before every rank has one.
-            chosen = {unit.key for unit in candidates}
-            spare = (unit for unit in units if unit.key not in chosen)
-            candidates += islice(spare, max(0, self.ranks - len(candidates)))
-        else:
+        if not (situation.is_final or situation.is_pressed) and len(units) < self.ranks:
             return None
-        return self._spread(candidates, situation.given or (0,) * self.ranks)
+        chosen = candidates(units, budget, situation)
+        if not situation.is_final:  # large units may fill the budget before every rank has one
+            keys = {unit.key for unit in chosen}
+            spare = (unit for unit in units if unit.key not in keys)
+            chosen += islice(spare, max(0, self.ranks - len(chosen)))
+        return self._spread(chosen, situation)
 
-    def _spread(self, candidates: Sequence[Unit], given: Sequence[int]) -> Parts:
-        oldest, *others = candidates
+    def _spread(self, chosen: Sequence[Unit], situation: Situation) -> Parts:
+        oldest, *others = chosen
+        given = situation.given or (0,) * self.ranks
         parts: Parts = [[] for _ in range(self.ranks)]
         tokens = [0] * self.ranks
-        queue = [oldest, *sorted(others, key=lambda unit: -unit.tokens)]
+        if not situation.in_order:
+            others.sort(key=lambda unit: -unit.tokens)
+        queue = [oldest, *others]
         for index, unit in enumerate(queue):
             empty = [rank for rank in range(self.ranks) if not parts[rank]]
             roomy = [rank for rank in range(self.ranks) if tokens[rank] + unit.tokens <= self.max_tokens]
@@ -124,24 +122,36 @@ class RankAware:
                 rank = min(open_to, key=lambda rank: given[rank] + tokens[rank])
                 parts[rank].append(unit.key)
                 tokens[rank] += unit.tokens
+            elif situation.in_order:
+                break
         return parts
 
 
-def fill(units: Sequence[Unit], max_tokens: int) -> list[Unit]:
-    """The oldest unit, and in order whatever still fits beside it."""
+def candidates(units: Sequence[Unit], max_tokens: int, situation: Situation) -> list[Unit]:
+    """What makes one choice of at most `max_tokens`: equal ones when the rest is known, else as full as can be."""
+    if situation.in_order:
+        total = sum(unit.tokens for unit in units)
+        return fill(units, ceil(total / ceil(total / max_tokens)) if situation.is_final else max_tokens, in_order=True)
+    return equal_bins(units, max_tokens)[0] if situation.is_final else fill(units, max_tokens)
+
+
+def fill(units: Sequence[Unit], max_tokens: int, *, in_order: bool = False) -> list[Unit]:
+    """The oldest unit, and in order whatever still fits beside it; `in_order` stops at the first that does not."""
     chosen: list[Unit] = []
     tokens = 0
     for unit in units:
         if not chosen or tokens + unit.tokens <= max_tokens:
             chosen.append(unit)
             tokens += unit.tokens
+        elif in_order:
+            break
         if tokens >= max_tokens:
             break
     return chosen
 
 
 def equal_bins(units: Sequence[Unit], max_tokens: int) -> list[list[Unit]]:
-    """All units in as few bins of at most `max_tokens` as longest-first finds, nearly equal; the oldest's bin first.
+    """All units in as few bins of at most `max_tokens` as longest-first finds, nearly equal, oldest first.
 
     A unit larger than `max_tokens` has a bin of its own.
     """
@@ -153,8 +163,8 @@ def equal_bins(units: Sequence[Unit], max_tokens: int) -> list[list[Unit]]:
         if all(len(bin) <= 1 or sum(unit.tokens for unit in bin) <= max_tokens for bin in bins):
             break
         count += 1
-    bins.sort(key=lambda bin: units[0] not in bin)
-    return bins
+    place = {unit.key: index for index, unit in enumerate(units)}
+    return sorted((sorted(bin, key=lambda unit: place[unit.key]) for bin in bins), key=lambda bin: place[bin[0].key])
 
 
 def _spread_evenly(longest_first: Sequence[Unit], count: int) -> list[list[Unit]]:

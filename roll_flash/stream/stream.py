@@ -65,6 +65,8 @@ class TrajectoryStream:
         """
         columns = [{name: read_only(array, name) for name, array in row.columns.items()} for row in rows]
         names = same_columns(columns)
+        if not rows:
+            return []
         infos = [row.info() for row in rows]
         row_ids = await self._reserve(infos, timeout_s)
         try:

@@ -1,0 +1,355 @@
+"""The stream on both stores: rows go through unchanged and once, nobody blocks whom he should not, state comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from roll_flash.errors import CheckpointError, StreamError, StreamFullError, StreamStarvedError
+from roll_flash.stream import (
+    Batch,
+    Consumer,
+    Groups,
+    RankAware,
+    Row,
+    Sequential,
+    TokenBalanced,
+    TrajectoryStream,
+    load_stream,
+    save_stream,
+)
+from roll_flash.stream.store import Store
+
+NewStore = Callable[[], Store]
+LEARNER = Consumer("learner", ("tokens", "reward"), Groups(1))
+JUDGE = Consumer("judge", ("tokens",), Sequential(2))
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    async def within_a_minute() -> None:
+        async with asyncio.timeout(60):
+            await main
+
+    asyncio.run(within_a_minute())
+
+
+def row(number: int, length: int = 3, **fields: Any) -> Row:
+    return Row({"tokens": np.full(length, number, np.int32)}, tokens=length, **fields)
+
+
+def numbers(batch: Batch | None) -> list[int]:
+    assert batch is not None
+    return [int(tokens[0]) for tokens in batch.columns["tokens"]]
+
+
+def reward(value: float) -> dict[str, np.ndarray[Any, Any]]:
+    return {"reward": np.array(value)}
+
+
+def test_ragged_columns_of_every_kind_come_back_bit_by_bit_and_read_only(new_store: NewStore) -> None:
+    random = np.random.default_rng(0)
+    kinds = {
+        "token_ids": random.integers(0, 9, 7).astype(np.int32),
+        "mask": random.random(5) < 0.5,
+        "values": np.array([np.nan, -np.inf, 1e-40, -0.0], np.float32),
+        "scalar": np.array(2.5),
+        "matrix": random.random((3, 4)).T,
+        "empty": np.empty((0, 3), np.uint8),
+        "half": np.array([1, 2], np.float16),
+    }
+
+    async def main() -> None:
+        stream = TrajectoryStream([Consumer("reader", tuple(kinds), Sequential(9))], new_store())
+        await stream.put([Row(kinds), Row({**kinds, "token_ids": np.arange(1000, dtype=np.int32)})])
+        batch = await stream.next_batch("reader")
+        assert batch is not None
+        for name, array in kinds.items():
+            came = batch.columns[name][0]
+            assert (came.dtype, came.shape) == (array.dtype, array.shape)
+            assert came.tobytes() == array.tobytes()
+            assert not came.flags.writeable
+        assert len(batch.columns["token_ids"][1]) == 1000
+        await stream.release(batch)
+        assert stream.books() == {"produced": 2, "consumed_by_reader": 2, "consumed": 2, "waiting": 0}
+
+    run(main())
+
+
+def test_a_row_is_ready_for_each_consumer_when_its_own_columns_are_there(new_store: NewStore) -> None:
+    async def main() -> None:
+        store = new_store()
+        stream = TrajectoryStream([LEARNER, JUDGE], store)
+        row_ids = await stream.put([row(7, group="g", group_size=2), row(8, group="g")])
+        with pytest.raises(StreamStarvedError, match="1 waiting, 0 ready, 2 rows lack 'reward'"):
+            await stream.next_batch("learner", timeout_s=0.01)
+        judged = await stream.next_batch("judge")
+        assert numbers(judged) == [7, 8]
+        await stream.write(row_ids[:1], [reward(0.5)])
+        with pytest.raises(StreamStarvedError, match="1 rows lack 'reward'"):
+            await stream.next_batch("learner", timeout_s=0.01)
+        await stream.write(row_ids[1:], [reward(0.25)])
+        batch = await stream.next_batch("learner")
+        assert batch is not None
+        assert batch.groups == ["g", "g"]
+        assert [float(value) for value in batch.columns["reward"]] == [0.5, 0.25]
+        await stream.release(batch)
+        assert (await store.stats())["rows"] == 2, "the judge has not released them"
+        assert judged is not None
+        await stream.release(judged)
+        assert (await store.stats()) == {"rows": 0, "bytes": 0}
+
+    run(main())
+
+
+def test_many_writers_and_readers_get_every_row_once(new_store: NewStore) -> None:
+    async def main() -> None:
+        stream = TrajectoryStream(
+            [Consumer("learner", ("tokens", "reward"), TokenBalanced(40)), JUDGE], new_store(), capacity_rows=20
+        )
+        trained: list[int] = []
+
+        async def write(first: int) -> None:
+            for number in range(first, first + 20):
+                await stream.put([row(number, 1 + number % 9)])
+
+        async def judge() -> None:
+            while (batch := await stream.next_batch("judge")) is not None:
+                await stream.write(batch.row_ids, [reward(number) for number in numbers(batch)])
+                await stream.release(batch)
+
+        async def train() -> None:
+            while (batch := await stream.next_batch("learner")) is not None:
+                assert numbers(batch) == [int(value) for value in batch.columns["reward"]]
+                trained.extend(numbers(batch))
+                await stream.release(batch)
+
+        readers = [asyncio.create_task(work()) for work in (judge, judge, train, train)]
+        await asyncio.gather(*(write(100 * writer) for writer in range(4)))
+        await stream.seal()
+        await asyncio.gather(*readers)
+        assert sorted(trained) == [100 * writer + number for writer in range(4) for number in range(20)]
+        assert stream.metrics()["balanced"] == 1.0
+
+    run(main())
+
+
+def test_each_rank_gets_its_part_of_a_claim(new_store: NewStore) -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([Consumer("learner", ("tokens",), RankAware(2, 100))], new_store())
+        await stream.put([row(number, length) for number, length in enumerate([30, 20, 10])])
+        batch = await stream.next_batch("learner")
+        assert batch is not None
+        assert [sum(map(len, batch.part(rank)["tokens"])) for rank in (0, 1)] == [30, 30]
+
+    run(main())
+
+
+def test_a_full_stream_makes_writers_wait_and_drops_nothing(new_store: NewStore) -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE], new_store(), capacity_rows=4)
+        await stream.put([row(number) for number in range(4)])
+        with pytest.raises(StreamFullError, match=r"no room for 1 rows within 0\.01 s: it holds 4 rows"):
+            await stream.put([row(9)], timeout_s=0.01)
+        waiting = [asyncio.create_task(stream.put([row(4)])), asyncio.create_task(stream.put([row(5)]))]
+        await asyncio.sleep(0.01)
+        assert stream.metrics()["writers_waiting"] == 2
+        assert not any(task.done() for task in waiting)
+        seen: list[int] = []
+        while len(seen) < 6:
+            batch = await stream.next_batch("judge")
+            assert batch is not None
+            seen += numbers(batch)
+            await stream.release(batch)
+        assert sorted(seen) == [0, 1, 2, 3, 4, 5]
+        assert [task.result() for task in waiting] == [[4], [5]], "writers were let in in turn"
+        assert stream.books()["produced"] == 6
+
+    run(main())
+
+
+def test_the_rest_of_a_group_that_has_begun_never_waits_for_room() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([Consumer("learner", ("tokens",), Groups(1))], capacity_rows=2)
+        await stream.put([row(1, group="a", group_size=2), row(2, group="b", group_size=2)])
+        blocked = asyncio.create_task(stream.put([row(9, group="c", group_size=1)]))
+        await asyncio.sleep(0)
+        await stream.put([row(3, group="a")], timeout_s=1)
+        assert numbers(await stream.next_batch("learner")) == [1, 3]
+        blocked.cancel()
+
+    run(main())
+
+
+def test_a_consumer_that_holds_out_for_more_takes_what_there_is_when_writers_wait() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([Consumer("learner", ("tokens",), TokenBalanced(99, min_tokens=99))], capacity_rows=2)
+        reader = asyncio.create_task(stream.next_batch("learner"))
+        await stream.put([row(1), row(2)])
+        writer = asyncio.create_task(stream.put([row(3)]))
+        batch = await reader
+        assert numbers(batch) == [1, 2]
+        assert batch is not None
+        await stream.release(batch)
+        await writer
+
+    run(main())
+
+
+def test_starved_consumers_never_delay_a_writer(new_store: NewStore) -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([LEARNER, JUDGE], new_store())
+        starved = [asyncio.create_task(stream.next_batch("learner")) for _ in range(8)]
+        await asyncio.sleep(0)
+        slowest_s = 0.0
+        for number in range(20):
+            began = time.perf_counter()
+            await stream.put([row(number, group="never complete", group_size=99)])
+            slowest_s = max(slowest_s, time.perf_counter() - began)
+        assert slowest_s < 1.0, "a consumer's polling interval of seconds would show here"
+        for task in starved:
+            task.cancel()
+
+    run(main())
+
+
+def test_a_sealed_partition_ends_with_the_groups_as_complete_as_they_are(new_store: NewStore) -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([Consumer("learner", ("tokens",), Groups(1))], new_store())
+        await stream.put([row(1, group="a", group_size=3, partition=4), row(2, group="a", partition=4)])
+        await stream.put([row(3, group="b", group_size=1, partition=5)])
+        await stream.seal(4)
+        assert numbers(await stream.next_batch("learner", 4)) == [1, 2]
+        assert await stream.next_batch("learner", 4) is None
+        assert numbers(await stream.next_batch("learner", 5)) == [3]
+        with pytest.raises(StreamError, match="partition 4 is sealed"):
+            await stream.put([row(4, partition=4)])
+
+    run(main())
+
+
+def test_rows_too_old_are_dropped_with_their_group_and_counted(new_store: NewStore) -> None:
+    async def main() -> None:
+        store = new_store()
+        stream = TrajectoryStream([Consumer("learner", ("tokens",), Groups(1))], store)
+        await stream.put([row(1, group="old", group_size=3, version=1), row(2, group="old", version=5)])
+        await stream.put([row(3, group="new", group_size=1, version=5)])
+        await stream.evict(5)
+        await stream.put([row(4, group="old", version=5)])
+        assert numbers(await stream.next_batch("learner")) == [3]
+        assert stream.books() == {"produced": 4, "dropped_stale": 3, "waiting": 1}
+        assert (await store.stats())["rows"] == 1
+
+    run(main())
+
+
+def test_a_saved_stream_gives_the_same_rest(new_store: NewStore, tmp_path: Path) -> None:
+    """Half-judged groups, a claim in hand and a taken partition included."""
+    consumers = [Consumer("learner", ("tokens", "reward"), TokenBalanced(12, whole_groups=True)), JUDGE]
+
+    async def rest(stream: TrajectoryStream) -> list[tuple[str, list[int], list[bytes]]]:
+        await stream.seal()
+        taken = []
+        for name in ("judge", "learner"):
+            while (batch := await stream.next_batch(name)) is not None:
+                taken.append((name, numbers(batch), [array.tobytes() for array in batch.columns["tokens"]]))
+                if name == "judge":
+                    unjudged = [row_id for row_id in batch.row_ids if row_id not in judged]
+                    await stream.write(unjudged, [reward(row_id) for row_id in unjudged])
+                await stream.release(batch)
+        return taken
+
+    judged = {0, 1, 2, 8}
+
+    async def main() -> None:
+        saved_store = new_store()
+        stream = TrajectoryStream(consumers, saved_store)
+        for group in range(4):
+            members = [row(10 * group + member, group=f"g{group}", group_size=3) for member in range(3)]
+            await stream.put(members)
+        await stream.write(sorted(judged), [reward(row_id) for row_id in sorted(judged)])
+        first = await stream.next_batch("learner")
+        assert first is not None
+        await stream.release(first)
+        assert await stream.next_batch("judge") is not None, "in hand when the checkpoint is taken"
+        await save_stream(stream, tmp_path)
+        expected_books = stream.books()
+        await saved_store.release(range(12))
+
+        restored = TrajectoryStream(consumers, saved_store)
+        await load_stream(restored, tmp_path)
+        assert restored.books() == expected_books
+        again = await rest(restored)
+        await saved_store.release(range(12))
+        twice = TrajectoryStream(consumers, saved_store)
+        await load_stream(twice, tmp_path)
+        assert await rest(twice) == again
+        assert sorted(n for name, got, _ in again if name == "learner" for n in got) == [
+            10 * group + member for group in (1, 2, 3) for member in range(3)
+        ]
+        assert restored.metrics()["balanced"] == 1.0
+        assert restored.books()["consumed"] == 12
+
+    run(main())
+
+
+def test_a_damaged_or_foreign_state_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE])
+        await stream.put([row(1)])
+        await save_stream(stream, tmp_path)
+        with pytest.raises(StreamError, match="only before anything is put"):
+            await load_stream(stream, tmp_path)
+        with pytest.raises(StreamError, match="has the consumers"):
+            await load_stream(TrajectoryStream([LEARNER]), tmp_path)
+        (tmp_path / "stream.safetensors").write_bytes(b"cut")
+        with pytest.raises(CheckpointError, match="not readable as a saved stream"):
+            await load_stream(TrajectoryStream([JUDGE]), tmp_path)
+
+    run(main())
+
+
+def test_mistakes_are_named(new_store: NewStore) -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE], new_store())
+        with pytest.raises(StreamError, match=r"column 'text' holds .*arrays of numbers only"):
+            await stream.put([Row({"text": np.array(["a"], object)})])
+        with pytest.raises(StreamError, match="same columns"):
+            await stream.put([row(1), Row({"other": np.zeros(1)})])
+        with pytest.raises(StreamError, match="no consumer 'lerner'; there are 'judge'"):
+            await stream.next_batch("lerner")
+        (row_id,) = await stream.put([row(1)])
+        with pytest.raises(StreamError, match="has column 'tokens' already"):
+            await stream.write([row_id], [{"tokens": np.zeros(1)}])
+        with pytest.raises(StreamError, match="row 5 was never put"):
+            await stream.write([5], [reward(1)])
+        batch = await stream.next_batch("judge")
+        assert batch is not None
+        await stream.release(batch)
+        with pytest.raises(StreamError, match="has ended already"):
+            await stream.release(batch)
+        await stream.put([row(2, group="g", group_size=1)])
+        with pytest.raises(StreamError, match="this is one more"):
+            await stream.put([row(3, group="g")])
+
+    run(main())
+
+
+def test_an_error_that_breaks_the_stream_reaches_everybody_who_waits() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE], capacity_rows=1)
+        reader = asyncio.create_task(TrajectoryStream.next_batch(stream, "judge", 3))
+        await stream.put([row(1)])
+        writer = asyncio.create_task(stream.put([row(2)]))
+        await asyncio.sleep(0)
+        stream.fail(RuntimeError("the source is broken"))
+        for task in (reader, writer):
+            with pytest.raises(RuntimeError, match="the source is broken"):
+                await task
+
+    run(main())
