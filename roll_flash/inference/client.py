@@ -12,6 +12,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import Any
 
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.admission import Admission
@@ -19,7 +20,7 @@ from roll_flash.inference.client_metrics import Counts
 from roll_flash.inference.engine import ClientSpec, Generation, InferenceClient
 from roll_flash.inference.health import ServerHealth
 from roll_flash.inference.http_connections import BadAnswerError, ConnectionLostError, HttpConnections
-from roll_flash.inference.partial_turn import PartialTurn
+from roll_flash.inference.partial_turn import Decode, PartialTurn
 from roll_flash.inference.router import Router
 from roll_flash.inference.token_protocol import GENERATE_PATH, decode_piece, event_splitter, excerpt
 from roll_flash.types import SamplingParams
@@ -36,24 +37,30 @@ ABORT_PAUSE_S = 0.05
 _log = logging.getLogger(__name__)
 
 
-def open_client(spec: ClientSpec) -> InferenceClient:
-    """A client for the servers of `spec`, in any process. Needs a running event loop at its first call only."""
+def open_client(spec: ClientSpec, tokenizer: Any = None) -> InferenceClient:
+    """A client for the servers of `spec`, in any process. Needs a running event loop at its first call only.
+
+    With the model's `tokenizer` a turn with stop strings goes on after an interruption; without one it begins again.
+    """
     if not spec.endpoints:
         raise ConfigError(f"engine {spec.engine!r} gave no endpoints to connect to")
-    return VllmClient(spec)
+    decode = partial(tokenizer.decode, skip_special_tokens=True) if tokenizer is not None else None
+    return VllmClient(spec, decode)
 
 
 class VllmClient:
     """`InferenceClient` over HTTP. One per event loop; any number of calls at once."""
 
-    def __init__(self, spec: ClientSpec) -> None:
+    def __init__(self, spec: ClientSpec, decode: Decode | None = None, *, first: int | None = None) -> None:
+        """`first`: index of the server that is asked first of all; None differs from process to process."""
         self._spec = spec
+        self._decode = decode
         share = [tokens / spec.clients for tokens in spec.capacity_tokens]
         self._router = Router(
             spec.endpoints,
             capacity_tokens=dict(zip(spec.endpoints, share, strict=True)) if share else None,
             pinned=spec.pin_sessions,
-            first=os.getpid(),
+            first=os.getpid() if first is None else first,
         )
         self._admission = Admission(self._router)
         self._connections = {server: HttpConnections(server) for server in spec.endpoints}
@@ -82,7 +89,7 @@ class VllmClient:
             self._begin_to_watch()
         self.counts.requests += 1
         new_tokens = min(sampling.max_new_tokens, room)
-        turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every)
+        turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every, self._decode)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._complete(turn, session)

@@ -4,15 +4,14 @@ A request ends early when its server dies, hangs or aborts it for new weights. W
 it was sampled: the next request continues after it, and every token keeps the logprob and the version it was sampled
 with. A token whose version nobody told is not kept, because its version would be a guess.
 
-With stop strings the last tokens of an early end are given up, as many as a stop string has bytes less one: a stop
-string that began in them and ends in the next request would otherwise not be seen. When a request ends early does not
-depend on what it sampled, so sampling those tokens again changes no distribution.
+A server looks for stop strings in what it made itself. One that began in an earlier request is looked for here, and
+the turn is cut after it; without a way to decode tokens a turn with stop strings begins again instead.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,6 +19,8 @@ from roll_flash.inference.engine import Generation
 from roll_flash.inference.http_connections import BadAnswerError
 from roll_flash.inference.token_protocol import Piece, encode_request
 from roll_flash.types import FinishReason, SamplingParams
+
+Decode = Callable[[list[int]], str]
 
 
 class PartialTurn:
@@ -32,12 +33,16 @@ class PartialTurn:
         new_tokens: int,
         request_id: str,
         stream_every: int | None,
+        decode: Decode | None = None,
     ) -> None:
         self._prompt = token_ids
         self._sampling = sampling
         self._new_tokens = new_tokens
         self.request_id = request_id
         self._stream_every = stream_every if stream_every is not None and stream_every < new_tokens else None
+        self._decode = decode
+        self._seams: list[int] = []
+        """Where requests after the first began."""
         self._begun = time.monotonic()
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
@@ -110,21 +115,25 @@ class PartialTurn:
             raise BadAnswerError(f"a turn of no tokens, finished by {self._told!r}")
         if len(self._versions) < len(self._token_ids):
             raise BadAnswerError(f"no weight version for {len(self._token_ids) - len(self._versions)} tokens")
-        self.finish_reason = self._told
+        self._end(self._told)
         return 0
 
     def end_early(self) -> int:
         """The request is over before its end: keep what is certain. Returns how many of its tokens that are."""
-        told = max(self._kept, len(self._versions) - _stop_tail(self._sampling))
-        del self._token_ids[told:], self._logprobs[told:], self._versions[told:]
+        told = len(self._versions)
+        if self._sampling.stop and self._decode is None:
+            told = self._kept
+        self._forget_after(told)
         gained, self._kept = told - self._kept, told
         if told >= self._new_tokens:
-            self.finish_reason = "length"
+            self._end("length")
+        elif gained:
+            self._seams.append(told)
         return gained
 
     def discard(self) -> None:
         """The request answered with something wrong: nothing of it can be trusted."""
-        del self._token_ids[self._kept :], self._logprobs[self._kept :], self._versions[self._kept :]
+        self._forget_after(self._kept)
 
     def generation(self, server: str) -> Generation:
         assert self.finish_reason is not None
@@ -149,10 +158,26 @@ class PartialTurn:
             raise BadAnswerError(f"weight versions {spans} for {made} tokens")
         self._versions[self._kept :] = versions
 
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self._sampling.stop and self._seams:
+            self._cut_at_stop()
 
-def _stop_tail(sampling: SamplingParams) -> int:
-    """Tokens at the end that may be the beginning of a stop string: each has a byte of it at least."""
-    return max((len(stop.encode()) - 1 for stop in sampling.stop), default=0)
+    def _cut_at_stop(self) -> None:
+        """End the turn after the first stop string that lies across a seam: every token has a byte of it at least."""
+        assert self._decode is not None
+        longest = max(len(stop.encode()) for stop in self._sampling.stop)
+        for seam in self._seams:
+            first, last = max(0, seam - longest), min(seam + longest, len(self._token_ids))
+            for end in range(seam + 1, last + 1):
+                text = self._decode(self._token_ids[first:end])
+                if any(stop in text for stop in self._sampling.stop):
+                    self._forget_after(end)
+                    self.finish_reason = "stop"
+                    return
+
+    def _forget_after(self, length: int) -> None:
+        del self._token_ids[length:], self._logprobs[length:], self._versions[length:]
 
 
 def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:

@@ -224,9 +224,11 @@ async def _update(server: ServerProcess, version: int, path: str, in_flight: InF
 
 
 async def _has_died(server: ServerProcess) -> bool:
-    """After an error: its guard needs a moment to see that a server is gone."""
+    """After an error. The guard of a server needs a moment to see that it is gone; one that answers is not."""
     deadline = time.monotonic() + DEATH_NOTICE_S
     while server.is_running and time.monotonic() < deadline:
+        if await server.is_healthy():
+            return False
         await asyncio.sleep(0.1)
     return not server.is_running
 
