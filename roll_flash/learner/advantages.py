@@ -48,7 +48,7 @@ def rloo(rewards: ArrayLike, normalize: bool = False) -> NDArray[np.float64]:
 def reinforce_plus_plus(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
     """(r - mean) / std over all trajectories of a step, whatever their task; `rewards` has shape [trajectories].
 
-    Source: REINFORCE++, arXiv 2501.03262, equation 4, without the divergence in the reward (it is in the loss here).
+    Source: REINFORCE++, arXiv 2501.03262, without the divergence in the reward (it is in the loss here).
     """
     return grpo(rewards, normalize)
 
@@ -56,7 +56,7 @@ def reinforce_plus_plus(rewards: ArrayLike, normalize: bool = True) -> NDArray[n
 def scale_by_batch(advantages: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
     """Advantages of all groups of a step ([replicas] each, centred in their group) over their standard deviation.
 
-    Source: REINFORCE++ with a group baseline, arXiv 2501.03262, section 3.2: tasks keep their weight against each
+    Source: REINFORCE++ with a group baseline, arXiv 2501.03262: tasks keep their weight against each
     other, and groups that lost members or hardly differ do not blow up.
     """
     spread = float(np.concatenate([*advantages, np.empty(0)]).std()) if advantages else 0.0
@@ -77,8 +77,8 @@ def gigpo(
     A turn is compared with all turns of the group that began in the same state (its anchor): its discounted return
     minus their mean, over their standard deviation. A state that nobody else was in gives the turn nothing.
 
-    Source: GiGPO, arXiv 2505.10978, equations 3, 6, 7 and 8. `turn_rewards[i]` has shape [turns of replica i],
-    `turn_states[i]` names the states that they began in, `episode_rewards` has shape [replicas].
+    Source: GiGPO (group-in-group policy optimisation), arXiv 2505.10978. `turn_rewards[i]` has shape [turns of replica
+    i], `turn_states[i]` names the states that they began in, `episode_rewards` has shape [replicas].
     """
     episode = grpo(episode_rewards, normalize)
     returns = [discounted_returns(rewards, discount) for rewards in turn_rewards]

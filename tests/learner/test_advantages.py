@@ -1,11 +1,25 @@
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import ArrayLike
 
-from roll_flash.learner.advantages import ADVANTAGES, grpo, rloo
+from roll_flash.learner.advantages import (
+    ADVANTAGES,
+    discounted_returns,
+    gigpo,
+    grpo,
+    reinforce_plus_plus,
+    rloo,
+    scale_by_batch,
+)
+from roll_flash.learner.credit import CreditRules, token_advantages
+from roll_flash.learner_config import LearnerConfig
+from tests.learner.samples import make_group
 
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)
 
@@ -46,3 +60,87 @@ def test_advantages_sum_to_zero_and_ignore_a_constant(values: list[float], const
 def test_a_reward_that_is_not_finite_is_an_error() -> None:
     with pytest.raises(ValueError, match="finite"):
         grpo([0.0, float("nan")])
+
+
+def test_reinforce_plus_plus_compares_with_the_whole_step() -> None:
+    np.testing.assert_allclose(reinforce_plus_plus([0.0, 0.0, 4.0, 4.0]), [-1, -1, 1, 1])
+    np.testing.assert_allclose(reinforce_plus_plus([1.0, 3.0], normalize=False), [-1, 1])
+
+
+def test_scaling_by_the_batch_keeps_the_weight_of_groups_against_each_other() -> None:
+    first, second = scale_by_batch([grpo([0.0, 8.0], False), grpo([0.0, 1.0], False)])
+    np.testing.assert_allclose(first / second, [8, 8])
+    assert np.concatenate([first, second]).std() == pytest.approx(1)
+    assert [values.tolist() for values in scale_by_batch([np.zeros(3), np.zeros(2)])] == [[0.0] * 3, [0.0] * 2]
+    assert scale_by_batch([]) == []
+
+
+def test_gigpo_compares_turns_that_began_in_the_same_state() -> None:
+    """Two replicas reach the same room; the third is alone in another. Worked out by hand."""
+    found = gigpo(
+        [[0.0, 1.0], [0.0, 0.0], [0.5]],
+        [["start", "room"], ["start", "room"], ["start"]],
+        episode_rewards=[1.0, 0.0, 0.5],
+        turn_weight=2.0,
+        discount=0.5,
+        normalize=False,
+    )
+    episode = np.array([0.5, -0.5, 0.0])
+    start = np.array([0.5, 0.0, 0.5]) - 1 / 3  # discounted returns at the start
+    np.testing.assert_allclose(found[0], episode[0] + 2 * np.array([start[0], 0.5]))
+    np.testing.assert_allclose(found[1], episode[1] + 2 * np.array([start[1], -0.5]))
+    np.testing.assert_allclose(found[2], [episode[2] + 2 * start[2]])
+
+
+def test_gigpo_is_grpo_where_no_state_is_shared_and_the_start_tells_nothing() -> None:
+    rewards = [[0.0, 1.0], [1.0], [0.0]]
+    states = [["a", "b"], ["c"], ["d"]]
+    found = gigpo(rewards, states, episode_rewards=[1.0, 1.0, 0.0])
+    for values, expected in zip(found, grpo([1.0, 1.0, 0.0]), strict=True):
+        np.testing.assert_allclose(values, expected)
+
+
+@given(st.lists(st.floats(-10, 10), min_size=1, max_size=8), st.floats(0, 1))
+def test_discounted_returns_are_their_sum(rewards: list[float], discount: float) -> None:
+    expected = [sum(discount ** (k - t) * rewards[k] for k in range(t, len(rewards))) for t in range(len(rewards))]
+    np.testing.assert_allclose(discounted_returns(rewards, discount), expected, atol=1e-9)
+
+
+def test_turns_get_their_own_advantage_on_their_own_tokens() -> None:
+    group = make_group(0, replicas=3, rewards=[1.0, 0.0, 0.0])
+    members = []
+    for number, trajectory in enumerate(group.trajectories):
+        first, second = trajectory.turns
+        seen = "wall" if number else "door"
+        turns = (dataclasses.replace(first, observation=seen), dataclasses.replace(second, reward=trajectory.reward))
+        members.append(dataclasses.replace(trajectory, turns=turns))
+    ((winner, loser, _),) = token_advantages([members], CreditRules(advantage="gigpo"))
+    first, second = members[0].turns
+    episode, start = grpo([1.0, 0.0, 0.0]), grpo([0.95, 0.0, 0.0])
+    np.testing.assert_allclose(winner[first.start : first.end], episode[0] + start[0], rtol=1e-6)
+    np.testing.assert_allclose(winner[second.start : second.end], episode[0], rtol=1e-6)  # alone behind the door
+    np.testing.assert_allclose(loser[members[1].turns[1].start : members[1].turns[1].end], episode[1], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected"),
+    [
+        (CreditRules(), [[-1, 1], [-1, 1]]),
+        (CreditRules(scale="none"), [[-0.5, 0.5], [-2, 2]]),
+        (CreditRules(advantage="rloo", scale="none"), [[-1, 1], [-4, 4]]),
+        (CreditRules(advantage="reinforce++", scale="none"), [[-1.25, -0.25], [-1.25, 2.75]]),
+        (CreditRules(scale="batch"), np.array([[-0.5, 0.5], [-2, 2]]) / np.sqrt(17 / 8)),
+    ],
+)
+def test_rules_choose_baseline_and_scale(rules: CreditRules, expected: ArrayLike) -> None:
+    groups = [make_group(0, replicas=2, rewards=[0.0, 1.0]), make_group(1, replicas=2, rewards=[0.0, 4.0])]
+    found = token_advantages([group.trajectories for group in groups], rules)
+    np.testing.assert_allclose([[values[-1] for values in group] for group in found], expected, rtol=1e-6)
+
+
+def test_rules_follow_the_config() -> None:
+    assert CreditRules.of(LearnerConfig(advantage="rloo")).scale == "none"
+    assert CreditRules.of(LearnerConfig(advantage="reinforce++")).needs_whole_batch
+    assert CreditRules.of(LearnerConfig(normalize_advantage="batch")).needs_whole_batch
+    assert not CreditRules.of(LearnerConfig()).needs_whole_batch
+    assert CreditRules.of(LearnerConfig(entropy_bonus=0.1)).keep_without_signal

@@ -1,0 +1,254 @@
+"""What old data does to learning: how far each loss gets on episodes of policies that are 0, 1, 4, 8 versions old.
+
+    python benchmarks/staleness.py [--quick] [--json] [--seeds N] [--steps N] [--output FOLDER]
+
+The tiny random-weight model learns to answer with lowercase letters, each at most once (the reward is the share of
+different letters), so that a policy which collapses earns next to nothing. Every step samples
+from the weights of `age` versions ago, records their log-probabilities, and trains the newest weights with the losses
+and defaults of the learner; `reinforce` without correction is what happens when nobody corrects. At the end, and on
+the way, the newest weights are evaluated on fresh samples. Everything is real but the asynchrony, which is exact here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from roll_flash.learner.advantages import grpo
+from roll_flash.learner.losses import policy_loss
+from roll_flash.learner.packing import TrainSequence, pack
+from roll_flash.learner.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner_config import LossConfig
+from roll_flash.models import resolve_model
+
+AGES = (0, 1, 4, 8)
+LOSSES: dict[str, dict[str, Any]] = {
+    "decoupled_ppo": {},
+    "ppo": {},
+    "tis": {},
+    "topr": {},
+    "cispo": {},
+    "reinforce": {"correction": "none"},
+}
+GROUPS, REPLICAS, NEW_TOKENS = 4, 8, 16
+EVALUATION_SAMPLES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    steps: int
+    learning_rate: float
+    evaluate_every: int
+
+
+class Task:
+    """Answer a prompt with as many different lowercase letters as there are places."""
+
+    def __init__(self, folder: Path) -> None:
+        self.tokenizer = AutoTokenizer.from_pretrained(folder)
+        self.sampler: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        letters = [self.tokenizer.convert_tokens_to_ids(chr(code)) for code in range(ord("a"), ord("z") + 1)]
+        self._is_letter = np.zeros(self.sampler.config.vocab_size, np.bool_)
+        self._is_letter[letters] = True
+
+    def prompt(self, number: int) -> list[int]:
+        message = [{"role": "user", "content": f"say letters {number % 1000:03d}"}]
+        text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        return [int(token) for token in self.tokenizer(text, add_special_tokens=False)["input_ids"]]
+
+    def rewards(self, answers: torch.Tensor) -> np.ndarray:
+        """Different lowercase letters of each answer [samples, tokens], as a share of its length."""
+        return np.array([len(set(answer[self._is_letter[answer]])) for answer in answers.numpy()]) / NEW_TOKENS
+
+    @torch.inference_mode()
+    def sample(
+        self, weights: dict[str, torch.Tensor], prompts: Sequence[list[int]], generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(tokens, logprobs) [samples, NEW_TOKENS] under `weights`, at temperature 1."""
+        self.sampler.load_state_dict(weights)
+        inputs, cache = torch.tensor(prompts), None
+        tokens, logprobs = [], []
+        for _ in range(NEW_TOKENS):
+            output = self.sampler(inputs, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            distribution = output.logits[:, -1].log_softmax(-1)
+            inputs = torch.multinomial(distribution.exp(), 1, generator=generator)
+            tokens.append(inputs)
+            logprobs.append(distribution.gather(-1, inputs))
+        return torch.cat(tokens, 1), torch.cat(logprobs, 1)
+
+
+def run(task: Task, policy: PolicyModel, loss: LossConfig, age: int, seed: int, settings: Settings) -> list[float]:
+    """Rewards of the newest weights on fresh samples, every `evaluate_every` steps, the first before any step."""
+    generator, random = torch.Generator().manual_seed(seed), np.random.default_rng(seed)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    past: deque[dict[str, torch.Tensor]] = deque(maxlen=age + 1)
+    curve = []
+    for step in range(settings.steps + 1):
+        past.append({name: tensor.clone() for name, tensor in policy.model.state_dict().items()})
+        if step % settings.evaluate_every == 0:
+            prompts = [task.prompt(500 + index % 100) for index in range(EVALUATION_SAMPLES)]
+            curve.append(float(task.rewards(task.sample(past[-1], prompts, generator)[0]).mean()))
+        prompts = [task.prompt(int(number)) for number in random.integers(0, 500, GROUPS) for _ in range(REPLICAS)]
+        answers, logprobs = task.sample(past[0], prompts, generator)
+        _update(policy, optimizer, loss, prompts, answers, logprobs, task.rewards(answers))
+    return curve
+
+
+def _update(
+    policy: PolicyModel,
+    optimizer: torch.optim.Optimizer,
+    loss: LossConfig,
+    prompts: Sequence[list[int]],
+    answers: torch.Tensor,
+    logprobs: torch.Tensor,
+    rewards: np.ndarray,
+) -> None:
+    advantages = np.concatenate([grpo(group) for group in rewards.reshape(GROUPS, REPLICAS)])
+    sequences = []
+    for prompt, answer, behavior, advantage in zip(prompts, answers, logprobs, advantages, strict=True):
+        tokens = np.concatenate([prompt, answer.numpy()]).astype(np.int32)
+        mask = np.arange(len(tokens)) >= len(prompt)
+        spread = np.zeros(len(tokens), np.float32)
+        spread[mask] = behavior.numpy()
+        constant = np.full(len(tokens), advantage, np.float32)
+        sequences.append(TrainSequence(tokens, mask, spread, np.zeros(len(tokens), np.int32), constant))
+    for row in pack(sequences, 4096):
+        found, _ = policy(row)
+        policy_loss(
+            loss.name,
+            logprobs=found,
+            prox_logprobs=found.detach(),
+            behavior_logprobs=torch.tensor(row.behavior_logprobs),
+            advantages=torch.tensor(row.advantages),
+            mask=torch.ones_like(found, dtype=torch.bool),
+            sequence_ids=torch.tensor(row.sequence_ids),
+            normalizer=float(answers.numel()),
+            **loss.parameters(),
+        ).loss.backward()
+    torch.nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def measure(
+    ages: Sequence[int], names: Sequence[str], seeds: int, settings: Settings, report: Callable[[str], None]
+) -> dict[str, Any]:
+    folder = resolve_model("tiny")
+    task = Task(folder)
+    curves: dict[str, dict[str, list[list[float]]]] = {name: {str(age): [] for age in ages} for name in names}
+    started = time.monotonic()
+    for seed in range(seeds):
+        for name in names:
+            for age in ages:
+                policy = load_policy_model(folder)
+                loss = LossConfig(name=name, **LOSSES[name])  # type: ignore[arg-type]
+                curves[name][str(age)].append(run(task, policy, loss, age, seed, settings))
+        report(f"seed {seed}: {time.monotonic() - started:.0f} s")
+    return {
+        "steps": settings.steps,
+        "evaluate_every": settings.evaluate_every,
+        "learning_rate": settings.learning_rate,
+        "seeds": seeds,
+        "seconds": time.monotonic() - started,
+        "curves": curves,
+        "final": {
+            name: {age: interval(final(runs)) for age, runs in by_age.items()} for name, by_age in curves.items()
+        },
+    }
+
+
+def final(runs: Sequence[Sequence[float]]) -> list[float]:
+    """Of each run the mean of its last three evaluations."""
+    return [float(np.mean(curve[-3:])) for curve in runs]
+
+
+def interval(values: Sequence[float]) -> dict[str, float]:
+    """Mean and half width of its 95 % interval over seeds (Student's t)."""
+    quantile = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 8: 2.365}.get(len(values), 1.96)
+    spread = float(np.std(values, ddof=1)) if len(values) > 1 else math.nan
+    return {"mean": float(np.mean(values)), "half_width": quantile * spread / math.sqrt(len(values))}
+
+
+def plot(results: dict[str, Any], path: Path) -> None:
+    """Final reward against age on the left, learning curves at the largest age on the right."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True)
+    names = list(results["final"])
+    for index, name in enumerate(names):
+        ages = list(results["final"][name])
+        places = np.arange(len(ages)) + (index - (len(names) - 1) / 2) * 0.09
+        means = [results["final"][name][age]["mean"] for age in ages]
+        widths = [results["final"][name][age]["half_width"] for age in ages]
+        style = {"linestyle": "--", "color": "black"} if name == "reinforce" else {}
+        label = "reinforce, uncorrected" if name == "reinforce" else name
+        left.errorbar(places, means, yerr=widths, marker="o", capsize=2, label=label, **style)
+        curves = np.asarray(results["curves"][name][ages[-1]])
+        right.plot(np.arange(curves.shape[1]) * results["evaluate_every"], curves.mean(0), label=label, **style)
+    left.set_xticks(range(len(ages)), ages)
+    left.set_xlabel("age of the data (versions)")
+    left.set_ylabel("reward of the newest weights")
+    left.set_title(f"after {results['steps']} steps ({results['seeds']} seeds, 95 % intervals)")
+    right.set_xlabel("step")
+    right.set_title(f"learning at age {ages[-1]} (mean of seeds)")
+    left.set_ylim(0, 1.02)
+    left.legend(fontsize=8, loc="lower left")
+    for axis in (left, right):
+        axis.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def table(results: dict[str, Any]) -> Table:
+    ages = list(next(iter(results["final"].values())))
+    rows = Table("loss", *(f"age {age}" for age in ages), title=f"reward after {results['steps']} steps")
+    for name, by_age in results["final"].items():
+        rows.add_row(name, *(f"{by_age[age]['mean']:.3f} ± {by_age[age]['half_width']:.3f}" for age in ages))
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two ages, two losses, a few steps: within a minute")
+    parser.add_argument("--json", action="store_true", help="one object of named figures on standard output")
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--output", type=Path, help="folder for staleness.json and staleness.png")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    console = Console(stderr=True)
+    settings = Settings(10 if options.quick else options.steps, options.learning_rate, 5)
+    ages, names = ((0, 4), ("decoupled_ppo", "reinforce")) if options.quick else (AGES, tuple(LOSSES))
+    results = measure(ages, names, 2 if options.quick else options.seeds, settings, console.print)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        (options.output / "staleness.json").write_text(json.dumps(results, indent=1) + "\n")
+        plot(results, options.output / "staleness.png")
+    if options.json:
+        print(json.dumps(results))
+    else:
+        Console().print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The words of the config: nothing is ignored, every example of the documentation loads, defaults correct."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from roll_flash.config import LearnerConfig, LossConfig, load_config
+from roll_flash.errors import ConfigError
+from roll_flash.learner.losses import LOSSES
+from roll_flash.learner_config import LOSS_PARAMETERS
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
+EXAMPLES = re.findall(r"^\| [^|]+ \| `([a-z_.]+=[^`|]+)` \|$", DOCUMENT.read_text(), re.MULTILINE)
+SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
+
+
+@pytest.mark.parametrize("example", EXAMPLES)
+def test_every_example_of_the_documentation_loads_and_corrects_for_the_age_it_allows(example: str) -> None:
+    config = load_config(SMALLEST, example.split())
+    assert config.learner.loss.off_policy_warning(config.highest_async_ratio) is None
+
+
+def test_the_documentation_names_every_loss_correction_and_advantage() -> None:
+    text = DOCUMENT.read_text()
+    assert len(EXAMPLES) >= 20
+    words = [*get_args(LossConfig.model_fields["name"].annotation), "none", "tis", "mask"]
+    words += [*get_args(LearnerConfig.model_fields["advantage"].annotation), "k1", "k2", "k3"]
+    assert [word for word in words if f"| `{word}`" not in text] == []
+    used = " ".join(EXAMPLES)
+    names = set(LOSS_PARAMETERS) - {"decoupled_ppo"}
+    assert [name for name in names if f"learner.loss.name={name}" not in used] == []
+
+
+@pytest.mark.parametrize("name", list(LOSS_PARAMETERS))
+def test_the_config_offers_exactly_what_a_loss_function_takes(name: str) -> None:
+    assert set(inspect.signature(LOSSES[name]).parameters) - {"tokens"} == LOSS_PARAMETERS[name]
+    assert set(LossConfig(name=name).parameters()) <= LOSS_PARAMETERS[name]
+
+
+def test_every_loss_has_a_name_in_the_config() -> None:
+    assert set(LOSS_PARAMETERS) == set(get_args(LossConfig.model_fields["name"].annotation))
+    assert set(LOSSES) - set(LOSS_PARAMETERS) == {"supervised"}
+
+
+@pytest.mark.parametrize(
+    ("override", "complaint"),
+    [
+        ("learner.loss.name=ppo learner.loss.correction=mask", "correction is not read by ppo, only by decoupled_ppo"),
+        ("learner.loss.positive_weight=2", "positive_weight is not read by decoupled_ppo, only by weighted_topr"),
+        ("learner.loss.name=tis learner.loss.clip_low=0.1", "clip_low is not read by tis"),
+        ("learner.loss.correction_floor=3", "correction_floor is above correction_cap"),
+        ("learner.advantage=reinforce++ learner.normalize_advantage=group", r"reinforce\+\+ has no group"),
+        ("learner.advantage=gigpo learner.normalize_advantage=batch", "gigpo has no batch"),
+        ("learner.turn_weight=2", "not read by grpo, only by gigpo"),
+        ("learner.minibatches=0", "learner.minibatches"),
+        ("learner.kl.estimator=k4", "learner.kl.estimator"),
+        ("learner.lora.rank=-1", "learner.lora.rank"),
+    ],
+)
+def test_what_would_be_ignored_or_contradicts_itself_is_an_error(override: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        load_config(SMALLEST, override.split())
+
+
+def test_what_was_resolved_can_be_run_again_with_another_loss() -> None:
+    import yaml
+
+    saved = yaml.safe_load(load_config(SMALLEST).to_yaml())
+    for name in LOSS_PARAMETERS:
+        assert load_config(saved, [f"learner.loss.name={name}"]).learner.loss.name == name
+
+
+@pytest.mark.parametrize(
+    ("loss", "async_ratio", "warns"),
+    [
+        ({}, 8, False),
+        ({"correction": "mask"}, 8, False),
+        ({"correction": "none"}, 1, True),
+        ({"correction": "none"}, 0, False),
+        ({"name": "reinforce"}, 1, False),
+        ({"name": "reinforce", "correction": "none"}, 0.5, True),
+        ({"name": "ppo"}, 0, False),
+        ({"name": "ppo"}, 4, True),
+        ({"name": "gspo"}, 1, True),
+        *(({"name": name}, 8, False) for name in ("tis", "cispo", "topr", "weighted_topr")),
+    ],
+)
+def test_a_loss_that_does_not_correct_for_old_data_says_so(
+    loss: dict[str, Any], async_ratio: float, warns: bool
+) -> None:
+    warning = LossConfig(**loss).off_policy_warning(async_ratio)
+    assert (warning is not None) == warns
+    assert warning is None or "\n" not in warning
