@@ -22,7 +22,12 @@ from roll_flash.errors import ConfigError
 
 ENTRY_POINT_GROUP = "roll_flash.envs"
 SHIPPED = {
+    "FileQuest-v0": "roll_flash.envs.file_quest:FileQuest",
+    "GymText-v0": "roll_flash.envs.gym_text:GymText",
+    "PythonRepair-v0": "roll_flash.envs.python_repair:PythonRepair",
     "ShellMath-v0": "roll_flash.envs.shell_math:ShellMath",
+    "TextFrozenLake-v0": "roll_flash.envs.frozen_lake:TextFrozenLake",
+    "TextSokoban-v0": "roll_flash.envs.sokoban:TextSokoban",
 }
 _SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
 

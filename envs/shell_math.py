@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import random
 import re
-import zlib
 from typing import Any
 
 from roll_flash.envs.base import SandboxEnv, StepResult
+from roll_flash.envs.held_out import HELD_OUT_SEEDS, draw_problem
 
 from roll_flash.types import Message
-
-HELD_OUT_SEEDS = 1_000_000_000
-"""Seeds from here on give problems that no smaller seed gives."""
 
 COMMAND_REWARD, RESULT_REWARD, ANSWER_REWARD = 0.1, 0.3, 0.6
 
@@ -58,7 +55,7 @@ class ShellMath(SandboxEnv):
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
-        terms = self._draw(random.randrange(HELD_OUT_SEEDS) if seed is None else seed)
+        terms = draw_problem(random.randrange(HELD_OUT_SEEDS) if seed is None else seed, self._draw, _formula)
         self._expression = _formula(terms)
         self._result = _evaluate(terms)
         self._tool_output = None
@@ -92,15 +89,12 @@ class ShellMath(SandboxEnv):
         success = right and self._tool_output == str(self._result)
         return "", ANSWER_REWARD if success else 0.0, True, False, {"success": success}
 
-    def _draw(self, seed: int) -> list[Any]:
-        """Operands and operators in turn. A checksum of the problem decides whether it belongs to the held-out ones."""
-        generator = random.Random(seed)
-        while True:
-            terms: list[Any] = [generator.randint(2, self._largest)]
-            for _ in range(self._operands - 1):
-                terms += [generator.choice(self._operators), generator.randint(2, self._largest)]
-            if (zlib.crc32(_formula(terms).encode()) % 8 == 0) == (seed >= HELD_OUT_SEEDS):
-                return terms
+    def _draw(self, generator: random.Random) -> list[Any]:
+        """Operands and operators in turn."""
+        terms: list[Any] = [generator.randint(2, self._largest)]
+        for _ in range(self._operands - 1):
+            terms += [generator.choice(self._operators), generator.randint(2, self._largest)]
+        return terms
 
 
 def _evaluate(terms: list[Any]) -> int:

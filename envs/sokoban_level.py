@@ -1,0 +1,134 @@
+"""Sokoban levels: drawn so that they can be solved, and solved by breadth-first search."""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+Cell = tuple[int, int]
+State = tuple[Cell, frozenset[Cell]]
+"""Where the player is, and where the boxes are."""
+
+STEPS: tuple[Cell, ...] = ((-1, 0), (1, 0), (0, -1), (0, 1))
+"""Up, down, left, right, as (row, column)."""
+
+WALL_SHARE = 0.12
+
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    size: int
+    floor: frozenset[Cell]
+    goals: frozenset[Cell]
+    player: Cell
+    boxes: frozenset[Cell]
+
+    @property
+    def state(self) -> State:
+        return self.player, self.boxes
+
+    @property
+    def is_solved(self) -> bool:
+        return self.boxes == self.goals
+
+    def after(self, move: int) -> Level | None:
+        """The level after a move (index of STEPS); None if it runs into a wall or a box that cannot be pushed."""
+        state = _forward(self.floor, self.state, STEPS[move])
+        return None if state is None else replace(self, player=state[0], boxes=state[1])
+
+    def __str__(self) -> str:
+        return "\n".join("".join(self._sign((row, column)) for column in range(self.size)) for row in range(self.size))
+
+    def _sign(self, cell: Cell) -> str:
+        if cell not in self.floor:
+            return "#"
+        on_goal = cell in self.goals
+        if cell == self.player:
+            return "+" if on_goal else "@"
+        if cell in self.boxes:
+            return "*" if on_goal else "$"
+        return "." if on_goal else "_"
+
+
+def draw_level(generator: random.Random, size: int, boxes: int, moves: tuple[int, int]) -> Level:
+    """A level whose shortest solution has between `moves[0]` and `moves[1]` moves.
+
+    Found by playing backwards from the solved positions, so no level is ever drawn that cannot be solved.
+    """
+    inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
+    while True:
+        floor = frozenset(cell for cell in inner if generator.random() >= WALL_SHARE)
+        if len(floor) < 2 * boxes + 1:
+            continue
+        goals = frozenset(generator.sample(sorted(floor), boxes))
+        far = [state for state, distance in _backward(floor, goals, moves[1]) if distance >= moves[0]]
+        if far:
+            player, placed = generator.choice(sorted(far, key=lambda state: (state[0], sorted(state[1]))))
+            return Level(size, floor, goals, player, placed)
+
+
+def solve(level: Level) -> list[int] | None:
+    """A shortest list of moves that solves it; None if there is none."""
+    came_from: dict[State, tuple[State, int] | None] = {level.state: None}
+    queue = deque([level.state])
+    while queue:
+        state = queue.popleft()
+        if state[1] == level.goals:
+            return _moves_to(state, came_from)
+        for move, step in enumerate(STEPS):
+            following = _forward(level.floor, state, step)
+            if following is not None and following not in came_from:
+                came_from[following] = (state, move)
+                queue.append(following)
+    return None
+
+
+def _moves_to(state: State, came_from: dict[State, tuple[State, int] | None]) -> list[int]:
+    moves: list[int] = []
+    while (before := came_from[state]) is not None:
+        state, move = before
+        moves.append(move)
+    return moves[::-1]
+
+
+def _forward(floor: frozenset[Cell], state: State, step: Cell) -> State | None:
+    player, boxes = state
+    ahead = (player[0] + step[0], player[1] + step[1])
+    if ahead not in floor:
+        return None
+    if ahead not in boxes:
+        return ahead, boxes
+    beyond = (ahead[0] + step[0], ahead[1] + step[1])
+    if beyond not in floor or beyond in boxes:
+        return None
+    return ahead, boxes - {ahead} | {beyond}
+
+
+def _backward(floor: frozenset[Cell], goals: frozenset[Cell], most: int) -> Iterator[tuple[State, int]]:
+    """Every state from which the level can be solved in at most `most` moves, with its least number of moves."""
+    start: list[State] = [(player, goals) for player in sorted(floor - goals)]
+    seen = set(start)
+    queue: deque[tuple[State, int]] = deque((state, 0) for state in start)
+    while queue:
+        state, distance = queue.popleft()
+        yield state, distance
+        if distance < most:
+            for before in _before(floor, state):
+                if before not in seen:
+                    seen.add(before)
+                    queue.append((before, distance + 1))
+
+
+def _before(floor: frozenset[Cell], state: State) -> Iterator[State]:
+    """States from which one move leads to `state`: the player steps back, with or without pulling a box."""
+    player, boxes = state
+    for step in STEPS:
+        back = (player[0] - step[0], player[1] - step[1])
+        if back not in floor or back in boxes:
+            continue
+        yield back, boxes
+        ahead = (player[0] + step[0], player[1] + step[1])
+        if ahead in boxes:
+            yield back, boxes - {ahead} | {player}
