@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from roll_flash.errors import RollFlashError, RunError
 from roll_flash.inference.client_metrics import combined
@@ -29,6 +29,8 @@ START_TIMEOUT_S = 120.0
 WATCH = "watch"
 """Concurrency group of the calls that must be answered while the worker's own event loop is stuck."""
 WATCH_TIMEOUT_S = 3.0
+WORKER_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
+"""What Ray raises for an actor whose process is gone, killed for want of memory too."""
 MAX_WORKER_DEATHS = 20
 """Workers that may die in one run before it stops."""
 
@@ -140,7 +142,7 @@ class WorkerFleet:
         for member in self._members:
             try:
                 await _within(member.actor.close.remote(), CALL_TIMEOUT_S, "close")
-            except (RunError, RayActorError) as error:
+            except (RunError, *WORKER_DIED) as error:
                 logger.warning("worker %d did not close in order: %s", member.index, error)
             ray.kill(member.actor)
         self._members, self._tasks = [], []
@@ -165,7 +167,7 @@ class WorkerFleet:
                 await _within(actor.update.remote(submit, cancel), self._heartbeat_timeout_s, "update")
             except RunError as error:
                 self._fail(member, submit, str(error))
-            except RayActorError:
+            except WORKER_DIED:
                 if member.actor is actor:  # `_collect` will see it too and replace the worker
                     member.ready.clear()
                 lost = [episode for episode in submit if member.episodes.pop(episode.episode_id, None)]
@@ -210,7 +212,7 @@ class WorkerFleet:
         while True:
             try:
                 outcomes = await _within(member.actor.poll.remote(POLL_S), POLL_S + self._heartbeat_timeout_s, "poll")
-            except RayActorError as error:
+            except WORKER_DIED as error:
                 await self._replace(member, f"died: {_first_line(error)}")
                 continue
             except RunError:
@@ -225,7 +227,7 @@ class WorkerFleet:
         try:
             call = member.actor.stuck_at.options(concurrency_group=WATCH).remote()
             place = await _within(call, WATCH_TIMEOUT_S, "stuck_at")
-        except (RunError, RayActorError) as error:
+        except (RunError, *WORKER_DIED) as error:
             place = f"not known ({_first_line(error)})"
         silence = f"gave no sign of life for {self._heartbeat_timeout_s:g} s"
         return f"{silence} (rollout.heartbeat_timeout_s); its event loop is held up in {place}"
@@ -236,7 +238,7 @@ class WorkerFleet:
         self._fail(member, list(member.episodes.values()), f"its worker {what}")
         member.to_submit, member.to_cancel = {}, []
         logger.warning("rollout worker %d %s; it is replaced", member.index, what)
-        with contextlib.suppress(RayActorError):  # it may be hung rather than dead
+        with contextlib.suppress(*WORKER_DIED):  # it may be hung rather than dead
             ray.kill(member.actor)
         try:
             if self._deaths > MAX_WORKER_DEATHS:
