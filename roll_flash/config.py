@@ -28,7 +28,7 @@ from roll_flash.config_fields import (
 )
 from roll_flash.config_files import apply_override, read_yaml
 from roll_flash.errors import ConfigError
-from roll_flash.learner_config import KlConfig, LearnerConfig, LoraConfig, LossConfig
+from roll_flash.learner_config import KlConfig, LearnerConfig, LoraConfig, LossConfig, WarmStartConfig
 
 __all__ = [
     "CheckpointConfig",
@@ -46,6 +46,7 @@ __all__ = [
     "RolloutConfig",
     "SandboxConfig",
     "Section",
+    "WarmStartConfig",
     "WeightsConfig",
     "load_config",
 ]
@@ -271,6 +272,8 @@ class Config(Section):
     """What happens to groups that can no longer be trained in time."""
     inference: InferenceConfig = InferenceConfig()
     learner: LearnerConfig = LearnerConfig()
+    warm_start: WarmStartConfig | None = None
+    """Imitate demonstrations before reinforcement learning begins."""
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()

@@ -91,6 +91,21 @@ class LossConfig(Section):
         return None
 
 
+class WarmStartConfig(Section):
+    demonstrations: LocalPath
+    """A run folder or its `episodes` folder, or a .jsonl file of `{"messages": [...]}`."""
+    steps: PositiveInt = 20
+    """Supervised steps; they do not count as steps of the run."""
+    batch_size: PositiveInt = 16
+    """Demonstrations of one supervised step."""
+    learning_rate: PositiveFloat | None = None
+    """None is the learner's."""
+    best: PositiveInt = 1024
+    """Most demonstrations; of a run's episodes those with the highest rewards."""
+    min_reward: float | None = None
+    """Leave out episodes that earned less."""
+
+
 class KlConfig(Section):
     coefficient: NonNegativeFloat = 0.0
     """Weight of the divergence from a frozen reference in the loss; 0 loads no reference."""

@@ -32,6 +32,7 @@ from roll_flash.rollout.mixed_tasks import open_tasks
 from roll_flash.rollout.rollout import EpisodeLog, Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run_dir import Checkpoint, RunDir
+from roll_flash.warm_start import warm_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +145,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
             await publisher.settled()
         else:
             await publisher.check()
+            await _warm_start(config, learner, publisher, metrics, progress, model_folder)
         yield System(config, run_dir, engine, learner, fleet, publisher, rollout, metrics)
 
 
@@ -182,6 +184,29 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",
     )
+
+
+async def _warm_start(
+    config: Config,
+    learner: LearnerEngine,
+    publisher: Publisher,
+    metrics: MetricsLog,
+    progress: Progress,
+    model_folder: Path,
+) -> None:
+    if config.warm_start is None:
+        return
+    figures = await warm_start(
+        learner,
+        config.warm_start,
+        model_folder=model_folder,
+        max_length=config.model.max_length,
+        seed=config.seed,
+        report=progress.status,
+    )
+    metrics.log(learner.version, figures)
+    await publisher.begin()
+    await publisher.settled()
 
 
 def _checkpoint_to_resume(run_dir: RunDir) -> Checkpoint:

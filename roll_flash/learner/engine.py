@@ -16,7 +16,7 @@ from roll_flash.types import Group, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step. `version` is the version that the step produced. Metrics are flat names to numbers."""
+    """One finished step. `version` is the version that the step produced. Metrics are flat names to numbers."""
 
     version: int
     policy_tokens: int
@@ -32,7 +32,7 @@ class LearnerEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Optimizer steps taken so far."""
+        """Steps finished so far; each is a set of weights that servers can have."""
         ...
 
     async def start(self) -> None:
@@ -50,9 +50,12 @@ class LearnerEngine(Protocol):
         """Normalise, clip, step. Raises LearnerError when nothing was accumulated."""
         ...
 
-    async def sft_step(self, trajectories: Sequence[Trajectory], learning_rate: float | None = None) -> StepResult:
-        """One supervised step: cross-entropy on the policy tokens of demonstrations. Counts as a version.
+    async def sft_step(
+        self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
+    ) -> StepResult:
+        """One supervised step: cross-entropy on the policy tokens of demonstrations.
 
+        A version like any other, unless it does not count (a warm start, before anything is sampled).
         Raises LearnerError between `accumulate` and `finish_step`.
         """
         ...

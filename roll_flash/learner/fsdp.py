@@ -141,20 +141,25 @@ class FsdpLearner:
         await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
         self._begin_step()
 
-    async def sft_step(self, trajectories: Sequence[Trajectory], learning_rate: float | None = None) -> StepResult:
+    async def sft_step(
+        self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
+    ) -> StepResult:
         """One supervised step: cross-entropy on the policy tokens of demonstrations.
 
         It goes through the same packing, optimizer and version counter as any other step, since servers need the new
-        weights as much as after any other. Raises LearnerError inside a step that `accumulate` has begun.
+        weights as much as after any other; unless it does not count, in a warm start before anything was sampled, which
+        then has no part in `warmup_steps` either. Raises LearnerError inside a step that `accumulate` has begun.
         """
         if not self._totals.empty:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
         sequences = prepare_demonstrations(trajectories)
         self._totals.add_demonstrations(sequences)
         await self._train_on(sequences, supervised=True)
-        rate = self._warmed_up(self._config.learning_rate if learning_rate is None else learning_rate)
+        rate = self._config.learning_rate if learning_rate is None else learning_rate
+        rate = self._warmed_up(rate) if counts else rate
         normalizer = self._totals.policy_tokens
-        return self._finish(normalizer, rate, [await self._update(normalizer, rate)], off_policy=False)
+        updates = [await self._update(normalizer, rate)]
+        return self._finish(normalizer, rate, updates, off_policy=False, counts=counts)
 
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
@@ -289,12 +294,18 @@ class FsdpLearner:
         return rate * min(1.0, (self._version + 1) / warmup) if warmup else rate
 
     def _finish(
-        self, normalizer: float, rate: float, updates: list[UpdateRecord], *, off_policy: bool = True
+        self,
+        normalizer: float,
+        rate: float,
+        updates: list[UpdateRecord],
+        *,
+        off_policy: bool = True,
+        counts: bool = True,
     ) -> StepResult:
         totals, began = self._totals, self._version
         self._begin_step()
         applied = [update for update in updates if not update.skipped]
-        if applied:
+        if applied and counts:
             self._version += 1
         metrics = totals.metrics(normalizer, began if off_policy else None) | {
             "learning_rate": rate,
