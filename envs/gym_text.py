@@ -8,7 +8,7 @@ success, or registered a `reward_threshold`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import gymnasium
@@ -68,14 +68,12 @@ class GymText(MoveEnv):
         self._observation: Any = None
         self._total = 0.0
         self._policy: dict[int, int] = {}
-        self.full_reward = float("-inf")
-        """What the best moves from the start of this episode earn, where the environment tells its transitions."""
+        self._start: Any = None
 
     def begin(self, seed: int) -> str:
         self._observation, _ = self._env.reset(seed=seed % (1 << 31))
+        self._start = self._observation
         self._total = 0.0
-        if transitions_of(self._env) is not None:
-            self.full_reward = self._best()[1]
         return self._about
 
     def move(self, index: int) -> tuple[float, bool, bool | None]:
@@ -91,7 +89,19 @@ class GymText(MoveEnv):
         return in_words(self._observation, self._env.observation_space)
 
     def plan(self) -> Sequence[int]:
-        return self._best()[0]
+        return self._best(self._observation)[0]
+
+    @property
+    def full_reward(self) -> float:
+        """What the best moves from the start of this episode earn; infinite where nothing tells."""
+        return float("inf") if transitions_of(self._env) is None else self._best(self._start)[1]
+
+    @property
+    def oracle(self) -> Callable[[], str]:
+        """There is one where the environment tells its transitions."""
+        if transitions_of(self._env) is None:
+            raise AttributeError("oracle: this environment does not tell its transitions")
+        return super().oracle
 
     def close(self) -> None:
         self._env.close()
@@ -102,12 +112,11 @@ class GymText(MoveEnv):
         threshold = self._env.spec.reward_threshold if self._env.spec else None
         return None if threshold is None else self._total >= threshold
 
-    def _best(self) -> tuple[list[int], float]:
+    def _best(self, state: Any) -> tuple[list[int], float]:
         transitions = transitions_of(self._env)
-        if transitions is None:
-            raise NotImplementedError("this environment does not tell its transitions, so the best moves are not known")
+        assert transitions is not None
         self._policy = self._policy or best_actions(transitions)
-        return likely_path(transitions, int(self._observation), self._policy, LONGEST_PLAN)
+        return likely_path(transitions, int(state), self._policy, LONGEST_PLAN)
 
     @property
     def _first_action(self) -> int:

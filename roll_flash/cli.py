@@ -20,11 +20,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, redi
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from roll_flash import __version__
+from roll_flash.cli_sandbox import add_sandbox
 from roll_flash.errors import ConfigError, RollFlashError
 
 if TYPE_CHECKING:
     from roll_flash.config import Config
-    from roll_flash.sandboxes import SandboxEntry
 
 INTERRUPTED = 130
 Handler = Callable[[argparse.Namespace], int]
@@ -253,6 +253,14 @@ def _add_envs(commands: Any) -> None:
     actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
     listing = _command(actions, "list", _envs_list, "ids that `env.id` takes, with what each is about")
     listing.add_argument("--all", action="store_true", help="gymnasium's own environments too")
+    usage = "roll-flash envs check ID [key=value ...] [--seeds N] [--provider NAME] [--json] [--debug]"
+    checking = _command(actions, "check", _envs_check, "is an environment fit to train on? plays it to find out", usage)
+    checking.add_argument("id", metavar="ID", help="a registered id, module:ID or path/to/file.py:ID")
+    checking.add_argument("words", nargs="*", metavar="key=value", help="arguments of the environment")
+    checking.add_argument("--seeds", type=int, default=4, metavar="N", help="tasks that each agent plays")
+    checking.add_argument("--provider", default="auto", metavar="NAME", help="of sandboxes: docker, local, or auto")
+    creating = _command(actions, "new", _envs_new, "write a small project with an environment, its test and a config")
+    creating.add_argument("name", metavar="NAME", help="such as word-count; the folder must not exist")
 
 
 def _envs_list(arguments: argparse.Namespace) -> int:
@@ -268,54 +276,38 @@ def _envs_list(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _add_sandbox(commands: Any) -> None:
-    parser = commands.add_parser("sandbox", help="sandboxes on this machine", description="Sandboxes on this machine.")
-    actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
-    _command(actions, "ls", _sandbox_ls, "what runs, and whose it is")
-    _command(actions, "reap", _sandbox_reap, "remove what dead runs have left behind")
-    checking = _command(actions, "check", _sandbox_check, "run the conformance suite on a provider")
-    checking.add_argument("--provider", default="auto", metavar="NAME", help="docker, local, a plug-in's name, or auto")
-    checking.add_argument("--image", metavar="IMAGE", help="check sandboxes of this image")
+def _envs_check(arguments: argparse.Namespace) -> int:
+    from roll_flash.config_files import apply_override
+    from roll_flash.envs.check import check_environment
 
-
-def _sandbox_ls(arguments: argparse.Namespace) -> int:
-    from roll_flash.sandboxes import list_sandboxes
-
-    return _print_sandboxes(arguments, list_sandboxes(), "no sandboxes")
-
-
-def _sandbox_reap(arguments: argparse.Namespace) -> int:
-    from roll_flash.sandboxes import reap
-
-    return _print_sandboxes(arguments, reap(), "nothing to remove")
-
-
-def _sandbox_check(arguments: argparse.Namespace) -> int:
-    from roll_flash.sandboxes import SandboxSpec
-    from roll_flash.sandboxes.conformance import check_provider
-
-    found = check_provider(arguments.provider, spec=SandboxSpec(image=arguments.image))
+    kwargs: dict[str, Any] = {}
+    for word in arguments.words:
+        apply_override(kwargs, word)
+    with _standard_output_for_json(arguments.json):
+        found = check_environment(arguments.id, kwargs, provider=arguments.provider, seeds=arguments.seeds)
     if arguments.json:
         _print_json({**dataclasses.asdict(found), "ok": found.ok})
-        return 0 if found.ok else 1
-    for check in found.checks:
-        words = check.name.replace("_", " ")
-        print(f"{'ok   ' if check.ok else 'FAIL '} {words}" + ("" if check.ok else f": {check.detail}"))
-    failed = sum(not check.ok for check in found.checks)
-    print(f"{found.provider} ({found.isolation} isolation): {len(found.checks) - failed} of {len(found.checks)} hold")
+    else:
+        print(found.as_table())
     return 0 if found.ok else 1
 
 
-def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[SandboxEntry], none: str) -> int:
+def _envs_new(arguments: argparse.Namespace) -> int:
+    from roll_flash.envs.new_project import write_project
+
+    project = write_project(arguments.name)
     if arguments.json:
-        _print_json([dataclasses.asdict(item) for item in found])
-        return 0
-    for item in found:
-        state = "leaked" if item.leaked else item.state
-        print(f"{item.name}  {state}  {item.age_s:.0f} s old  run {item.run or '-'}  owner {item.owner or '-'}")
-    if not found:
-        print(none)
+        _print_json({"folder": str(project.folder), "files": list(project.files), "env_id": project.env_id})
+    else:
+        print(f"{project.folder}: {', '.join(project.files)}")
+        print(f"try it:  cd {project.folder} && roll-flash envs check {project.source}:{project.env_id}")
     return 0
+
+
+def _add_sandbox(commands: Any) -> None:
+    parser = commands.add_parser("sandbox", help="sandboxes on this machine", description="Sandboxes on this machine.")
+    actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
+    add_sandbox(lambda name, handler, text: _command(actions, name, handler, text))
 
 
 def _add_export(commands: Any) -> None:
