@@ -111,8 +111,15 @@ class TokenPolicy:
         return tuple(self._conversation.messages)
 
     def arrays(self) -> TokenArrays:
+        """Up to the last token that the model wrote: nothing is learnt from an observation that nobody answered, and
+        one that filled the context may be a million tokens long."""
         conversation = self._conversation
-        return TokenArrays(*conversation.arrays(), prompt_length=conversation.prompt_length)
+        token_ids, policy_mask, logprobs, versions = conversation.arrays()
+        written = np.flatnonzero(policy_mask)
+        end = int(written[-1]) + 1 if len(written) else len(token_ids)
+        return TokenArrays(
+            token_ids[:end], policy_mask[:end], logprobs[:end], versions[:end], conversation.prompt_length
+        )
 
 
 class ChatPolicy:
