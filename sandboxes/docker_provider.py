@@ -26,7 +26,7 @@ from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, San
 from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.image_build import image_of
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
-from roll_flash.sandboxes.reaper import sweep
+from roll_flash.sandboxes.reaper import remove_container, sweep
 from roll_flash.sandboxes.spec import SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
@@ -141,7 +141,7 @@ class DockerProvider:
         connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
         await asyncio.wait({creating})
         if creating.exception() is None:
-            await self.remove(name)
+            await self.remove(name, has_run=False)
 
     async def _commit(self, name: str) -> str:
         """Keep a container's writable root as an image until this provider is closed."""
@@ -151,12 +151,10 @@ class DockerProvider:
         self._snapshots.append(f"{SNAPSHOTS}:{tag}")
         return self._snapshots[-1]
 
-    async def remove(self, name: str) -> None:
+    async def remove(self, name: str, *, has_run: bool = True) -> None:
         """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""
         self._live.discard(name)
-        query = {"force": "1", "v": "1"}
-        answer = await self.engine.call("DELETE", f"/containers/{name}", query=query, accept=(404, 409))
-        if answer.status_code != 409:
+        if await remove_container(self.engine, name, has_run=has_run):
             return
         await self.engine.call(
             "POST",

@@ -80,6 +80,12 @@ async def _list(engine: EngineApi) -> list[SandboxEntry]:
     return [_entry(item, engine.address.host) for item in listed]
 
 
+async def labelled(engine: EngineApi, label: str | None) -> list[str]:
+    """Ids of the containers, in whatever state, that carry a label; None is all of the engine's."""
+    query = {"all": "1", **({"filters": json.dumps({"label": [label]})} if label else {})}
+    return [str(item["Id"]) for item in await engine.json("GET", "/containers/json", query=query)]
+
+
 async def sweep(engine: EngineApi) -> list[SandboxEntry]:
     """Remove what was left behind on this engine."""
     leaked = [entry for entry in await _list(engine) if entry.leaked]
@@ -92,10 +98,19 @@ async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:
 
     async def remove(entry: SandboxEntry) -> None:
         async with limit:
-            query = {"force": "1", "v": "1"}
-            await engine.call("DELETE", f"/containers/{entry.name}", query=query, accept=(404, 409))
+            await remove_container(engine, entry.name, has_run=entry.state != "created")
 
     await asyncio.gather(*(remove(entry) for entry in entries))
+
+
+async def remove_container(engine: EngineApi, name: str, *, has_run: bool = True) -> bool:
+    """False: somebody else is removing it just now. Raises SandboxUnreachable."""
+    if not has_run:
+        # Removed without having run, an attached container keeps its connection in the engine for ever.
+        await engine.call("POST", f"/containers/{name}/start", accept=(400, 404, 409, 500))
+    query = {"force": "1", "v": "1"}
+    answer = await engine.call("DELETE", f"/containers/{name}", query=query, accept=(404, 409))
+    return answer.status_code != 409
 
 
 def _entry(item: dict[str, Any], engine: str) -> SandboxEntry:

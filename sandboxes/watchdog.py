@@ -83,6 +83,9 @@ def sweep(engine: Engine, label: str) -> None:
     while time.monotonic() < min(end, quiet_since + QUIET_S):
         try:
             for item in engine.call("GET", f"/containers/json?all=1&filters={filters}") or []:
+                if item["State"] == "created":
+                    # Removed without having run, an attached container keeps its connection in the engine for ever.
+                    engine.call("POST", f"/containers/{item['Id']}/start")
                 engine.call("DELETE", f"/containers/{item['Id']}?force=1&v=1")
                 quiet_since = time.monotonic()
         except (OSError, http.client.HTTPException, ValueError) as error:

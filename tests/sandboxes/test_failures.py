@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import random
 import subprocess
 
 import pytest
@@ -12,22 +10,17 @@ from conftest import need
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from roll_flash.sandboxes import (
-    Sandbox,
     SandboxDied,
     SandboxError,
     SandboxImageError,
-    SandboxPool,
     SandboxSpec,
     SandboxSpecError,
     SandboxUnavailable,
-    list_sandboxes,
     open_sandbox,
 )
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.frames import HEADER, MAX_REQUEST, Request
 from roll_flash.sandboxes.opening import connect_provider
-
-LEASES = int(os.environ.get("ROLL_FLASH_SOAK_LEASES", "60"))
 
 
 def opening(spec: SandboxSpec | None = None, provider: str = "docker") -> None:
@@ -152,41 +145,3 @@ def test_an_agent_that_is_sent_garbage_ends_with_a_reason(garbage: bytes) -> Non
     error = asyncio.run(send())
     assert isinstance(error, SandboxDied)
     assert error.reason == "protocol" or "roll-flash agent: " in str(error)
-
-
-@pytest.mark.docker
-def test_leases_with_random_kills_leave_nothing(docker: str) -> None:
-    """ROLL_FLASH_SOAK_LEASES=500 for the long form."""
-    run = f"soak-{os.getpid()}"
-    chance = random.Random(0)
-
-    async def one(pool: SandboxPool, limit: asyncio.Semaphore) -> str:
-        async with limit:
-            try:
-                async with pool.lease(timeout=20) as sandbox:
-                    await ordeal(sandbox, chance)
-                    return "fine"
-            except SandboxDied as error:
-                return error.reason
-
-    async def many() -> list[str]:
-        async with SandboxPool(provider=docker, size=4, run=run) as pool:
-            limit = asyncio.Semaphore(8)
-            return await asyncio.gather(*(one(pool, limit) for _ in range(LEASES)))
-
-    outcomes = asyncio.run(many())
-    assert len(outcomes) == LEASES
-    assert outcomes.count("fine") > LEASES // 4
-    assert set(outcomes) <= {"fine", "killed", "closed"}
-    assert [entry.name for entry in list_sandboxes() if entry.run == run] == []
-
-
-async def ordeal(sandbox: Sandbox, chance: random.Random) -> None:
-    kind = chance.randrange(4)
-    if kind == 0:
-        await asyncio.to_thread(subprocess.run, ["docker", "rm", "-f", sandbox.name], capture_output=True, check=True)
-    elif kind == 1:
-        await sandbox.exec("(setsid sleep 900 &); kill -9 -1", timeout=5)
-    elif kind == 2:
-        await sandbox.exec("sleep 30", timeout=0.1)
-    assert (await sandbox.exec("echo fine")).stdout == b"fine\n"

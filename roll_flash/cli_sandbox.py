@@ -1,0 +1,108 @@
+"""`roll-flash sandbox ls | reap | check | bench | soak`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from roll_flash.sandboxes import SandboxEntry
+
+Handler = Callable[[argparse.Namespace], int]
+Command = Callable[[str, Handler, str], argparse.ArgumentParser]
+
+
+def add_sandbox(command: Command) -> None:
+    """`command` makes one action's parser of its name, what it calls and a line about it."""
+    for name, handler, text in (
+        ("ls", _sandbox_ls, "what runs, and whose it is"),
+        ("reap", _sandbox_reap, "remove what dead runs have left behind"),
+    ):
+        listing = command(name, handler, text)
+        listing.add_argument("--engine", action="append", default=[], metavar="URL", help="instead of DOCKER_HOST's")
+    checking = command("check", _sandbox_check, "run the conformance suite on a provider")
+    checking.add_argument("--provider", default="auto", metavar="NAME", help="docker, local, a plug-in's name, or auto")
+    checking.add_argument("--image", metavar="IMAGE", help="check sandboxes of this image")
+    measuring = command("bench", _sandbox_bench, "what sandboxes cost on this machine")
+    measuring.add_argument(
+        "--provider", default="auto", metavar="NAME", help="docker, local, a plug-in's name, or auto"
+    )
+    soaking = command("soak", _sandbox_soak, "kill sandboxes, agents and controllers; nothing may be left")
+    soaking.add_argument("--leases", type=int, default=500, metavar="N")
+    soaking.add_argument("--seed", type=int, default=0, metavar="N")
+
+
+def _sandbox_ls(arguments: argparse.Namespace) -> int:
+    from roll_flash.sandboxes import list_sandboxes
+
+    return _print_sandboxes(arguments, list_sandboxes(*arguments.engine), "no sandboxes")
+
+
+def _sandbox_reap(arguments: argparse.Namespace) -> int:
+    from roll_flash.sandboxes import reap
+
+    return _print_sandboxes(arguments, reap(*arguments.engine), "nothing to remove")
+
+
+def _sandbox_check(arguments: argparse.Namespace) -> int:
+    from roll_flash.sandboxes import SandboxSpec
+    from roll_flash.sandboxes.conformance import check_provider
+
+    found = check_provider(arguments.provider, spec=SandboxSpec(image=arguments.image))
+    if arguments.json:
+        _print_json({**dataclasses.asdict(found), "ok": found.ok})
+        return 0 if found.ok else 1
+    for check in found.checks:
+        words = check.name.replace("_", " ")
+        print(f"{'ok   ' if check.ok else 'FAIL '} {words}" + ("" if check.ok else f": {check.detail}"))
+    failed = sum(not check.ok for check in found.checks)
+    print(f"{found.provider} ({found.isolation} isolation): {len(found.checks) - failed} of {len(found.checks)} hold")
+    return 0 if found.ok else 1
+
+
+def _sandbox_bench(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from roll_flash.sandboxes.bench import bench
+
+    found = asyncio.run(bench(arguments.provider))
+    if arguments.json:
+        _print_json(dataclasses.asdict(found))
+        return 0
+    print(f"{found.provider} ({found.isolation} isolation), {found.cores} cores, load {found.load:g}")
+    for figure in found.figures:
+        print(f"  {figure.name:<28} {figure.value:.3g} {figure.unit}")
+    return 0
+
+
+def _sandbox_soak(arguments: argparse.Namespace) -> int:
+    import asyncio
+
+    from roll_flash.sandboxes.soak import soak
+
+    found = asyncio.run(soak(arguments.leases, seed=arguments.seed))
+    if arguments.json:
+        _print_json(found.to_dict())
+    else:
+        print(found.table())
+    return 0 if found.ok else 1
+
+
+def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[SandboxEntry], none: str) -> int:
+    if arguments.json:
+        _print_json([dataclasses.asdict(item) for item in found])
+        return 0
+    for item in found:
+        state = "leaked" if item.leaked else item.state
+        beside = f"  beside {item.network}" if item.network not in ("", item.name) else ""
+        print(f"{item.name}  {state}  {item.age_s:.0f} s old  run {item.run or '-'}  owner {item.owner or '-'}{beside}")
+    if not found:
+        print(none)
+    return 0
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))

@@ -1,0 +1,173 @@
+"""The soak: many leases while sandboxes, agents and whole controllers are killed at random. Nothing may be left.
+
+`roll-flash sandbox soak --leases 500`. Docker provider; the engine of DOCKER_HOST or of this machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import re
+import signal
+import sys
+import time
+import uuid
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from roll_flash.sandboxes.engine_address import EngineAddress
+from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.sandboxes.errors import SandboxError
+from roll_flash.sandboxes.identity import LABEL_RUN
+from roll_flash.sandboxes.reaper import labelled
+
+CONTROLLERS = 2
+LEASES_OF_ONE = (4, 24)
+"""A controller is killed after a number of leases between these."""
+STALL_S = 120.0
+"""With no lease ended for so long the soak has failed."""
+SETTLE_S = 30.0
+"""How long what the killed ones left may take to go: the watchdog sweeps when the engine has nothing new for 2 s."""
+SOCKETS_SETTLE_S = 180.0
+"""The engine closes its end of an attached connection at its next garbage collection: every two minutes when idle."""
+MARK = "ROLL_FLASH_SOAK"
+CONTAINER_GROUP = re.compile(r"docker[-/]([0-9a-f]{64})")
+
+
+@dataclass
+class SoakReport:
+    """What was done, and what was left of it (names or process ids) when it should all be gone."""
+
+    leases: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    """How the leases ended: `fine`, or the reason of the sandbox's death."""
+    controllers_killed: int = 0
+    left_containers: list[str] = field(default_factory=list)
+    left_processes: list[int] = field(default_factory=list)
+    left_sockets: int | None = None
+    """The engine's ends of connections beyond those that were there before; None where that was not looked at."""
+    duration_s: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        return not (self.left_containers or self.left_processes or (self.left_sockets or 0) > 0)
+
+    def table(self) -> str:
+        """What is printed."""
+        ended = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.most_common())
+        sockets = "not looked at" if self.left_sockets is None else str(self.left_sockets)
+        return (
+            f"{self.leases} leases ({ended}), {self.controllers_killed} controllers killed, {self.duration_s:.0f} s\n"
+            f"left: containers {len(self.left_containers)}, processes {len(self.left_processes)}, sockets {sockets}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "ok": self.ok}
+
+
+async def soak(leases: int, *, seed: int = 0, sockets: bool = True) -> SoakReport:
+    """`sockets`: wait for the engine's ends of connections too; for a machine on which nobody else uses the engine.
+
+    Raises SandboxError if the engine cannot be used, or if no lease ends for STALL_S.
+    """
+    name = f"soak-{uuid.uuid4().hex[:8]}"
+    report = SoakReport()
+    began = time.monotonic()
+    engine = EngineApi(EngineAddress.from_environment())
+    try:
+        await engine.connect()
+        connections = _connections(engine.address) if sockets else None
+        chance = random.Random(seed)
+        await asyncio.gather(*(_controllers(name, leases, chance, report) for _ in range(CONTROLLERS)))
+        await _settle(engine, name, connections, report)
+    finally:
+        await engine.close()
+    report.duration_s = time.monotonic() - began
+    return report
+
+
+async def _controllers(name: str, leases: int, chance: random.Random, report: SoakReport) -> None:
+    """One controller after another, each killed in the middle of what it does."""
+    while report.leases < leases:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "roll_flash.sandboxes.soak_controller", name, str(chance.randrange(1 << 30))),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, MARK: name},
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        try:
+            for _ in range(chance.randint(*LEASES_OF_ONE)):
+                outcome = await _next_line(process.stdout)
+                report.leases += 1
+                report.outcomes[outcome] += 1
+                if report.leases >= leases:
+                    break
+            await asyncio.sleep(chance.uniform(0.0, 0.2))
+        finally:
+            # As a crash, as a scheduler's stop, as Ctrl-C.
+            process.send_signal(chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
+            await process.wait()
+            report.controllers_killed += 1
+
+
+async def _next_line(stdout: asyncio.StreamReader) -> str:
+    try:
+        async with asyncio.timeout(STALL_S):
+            line = await stdout.readline()
+    except TimeoutError:
+        raise SandboxError(f"soak: no lease has ended for {STALL_S:g} s") from None
+    if not line:
+        raise SandboxError("soak: a controller ended by itself; its error is above")
+    return line.decode().strip()
+
+
+async def _settle(engine: EngineApi, name: str, connections: int | None, report: SoakReport) -> None:
+    end = time.monotonic() + (SETTLE_S if connections is None else SOCKETS_SETTLE_S)
+    while True:
+        report.left_containers = await labelled(engine, f"{LABEL_RUN}={name}")
+        report.left_processes = await asyncio.to_thread(_marked_processes, name)
+        report.left_processes += await asyncio.to_thread(_orphans_of_containers, await labelled(engine, None))
+        if connections is not None:
+            report.left_sockets = max(0, _connections(engine.address) - connections)
+        if report.ok or time.monotonic() > end:
+            return
+        await asyncio.sleep(0.2)
+
+
+def _marked_processes(name: str) -> list[int]:
+    """Controllers and watchdogs of this soak."""
+    mark = f"{MARK}={name}".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+        except OSError:  # ended since, or another user's
+            continue
+    return found
+
+
+def _orphans_of_containers(known: list[str]) -> list[int]:
+    """Processes in the control group of a container that the engine does not know any more."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            group = CONTAINER_GROUP.search((folder / "cgroup").read_text())
+        except OSError:
+            continue
+        if group is not None and group.group(1) not in known:
+            found.append(int(folder.name))
+    return found
+
+
+def _connections(address: EngineAddress) -> int:
+    """The engine's ends of connections to its unix socket; 0 for an engine that is reached otherwise."""
+    path = address.socket_path
+    if path is None:
+        return 0
+    real = {path, os.path.realpath(path)}
+    return sum(line.split()[-1] in real for line in Path("/proc/net/unix").read_text().splitlines())
