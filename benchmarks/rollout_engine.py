@@ -37,7 +37,7 @@ HERE = Path(__file__).parent
 GROUP_SIZE = 8
 MODEL = "smollm2-135m"
 ANSWER = "I open the second door, because the draught says it leads out."
-SAMPLE_S = 1.0
+SAMPLE_S = 2.0
 """How often memory is looked at."""
 
 
@@ -118,7 +118,7 @@ class Processes:
         }
 
     def resident_mib(self) -> tuple[float, float]:
-        """Of driver and workers, and of Ray's own; pages that processes share are counted in each."""
+        """Of driver and workers, and of Ray's own; pages that processes share are counted once."""
         ours = [psutil.Process(), *self.workers]
         return sum(map(_resident_mib, ours)), sum(map(_resident_mib, self.ray))
 
@@ -140,7 +140,7 @@ def _cpu_s(process: psutil.Process) -> float:
 
 def _resident_mib(process: psutil.Process) -> float:
     try:
-        return process.memory_info().rss / 2**20
+        return process.memory_full_info().pss / 2**20
     except psutil.NoSuchProcess:
         return 0.0
 
