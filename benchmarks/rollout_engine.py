@@ -31,7 +31,7 @@ from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.tasks import SeedTasks
-from roll_flash.system import worker_settings
+from roll_flash.system import open_fleet, worker_settings
 
 HERE = Path(__file__).parent
 GROUP_SIZE = 8
@@ -192,7 +192,7 @@ async def measure(load: Load, servers: Sequence[tuple[str, int]]) -> Measured:
     settings = worker_settings(config, spec, resolve_model(MODEL), needs_sandbox=False)
     with tempfile.TemporaryDirectory(prefix="roll-flash-rollout-") as folder:
         async with local_ray(RayConfig()):
-            fleet = WorkerFleet(settings, load.workers)
+            fleet = open_fleet(config, settings)
             try:
                 await fleet.start()
                 processes = Processes.find([pid for _, pid in servers])

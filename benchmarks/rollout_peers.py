@@ -110,18 +110,11 @@ def verifiers(url: str, concurrent: int, rollouts: int) -> Measured | None:
 
 def _run(python: str, program: str, arguments: Sequence[str], concurrent: int, rollouts: int) -> Measured:
     """Runs a program that prints its wall and CPU seconds as its last line."""
-    process = psutil.Popen(
-        [python, "-c", program, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        output, errors = process.communicate(timeout=RUN_TIMEOUT_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
-        raise
-    if process.returncode:
-        raise RuntimeError(f"the peer failed: {errors.strip()[-1000:]}")
-    took = json.loads(output.strip().splitlines()[-1])
+    command = [python, "-c", program, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_TIMEOUT_S, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the peer failed: {done.stderr.strip()[-1000:]}")
+    took = json.loads(done.stdout.strip().splitlines()[-1])
     return Measured(
         concurrent=concurrent,
         rollouts=rollouts,

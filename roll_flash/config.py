@@ -151,6 +151,14 @@ class RolloutConfig(Section):
     """Episodes in flight, over all workers."""
     workers: PositiveInt = 1
     """Ray actors that host the per-environment async workers."""
+    worker_threads: PositiveInt = 32
+    """Calls of blocking environments at the same time in one worker."""
+    placement: Literal["pack", "spread"] = "pack"
+    """Where Ray puts the workers: together on few nodes, or spread over all."""
+    worker_resources: dict[str, PositiveFloat] = {}
+    """Ray resources that one worker takes, such as `{CPU: 1, sandboxes: 1}`. A worker mostly waits: none by default."""
+    heartbeat_timeout_s: PositiveFloat = 30.0
+    """A worker that gives no sign of life for so long is replaced, and its episodes are started again."""
     temperature: PositiveFloat = 1.0
     max_new_tokens: PositiveInt = 64
     """Most tokens the model may write in one turn."""

@@ -117,9 +117,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         learner = open_learner(config, model_folder=model_folder)
         stack.push_async_callback(learner.close)
         await _all_or_first_error(engine.start(), learner.start())
-        fleet = WorkerFleet(
-            worker_settings(config, engine.client_spec(), model_folder, needs_sandbox), config.rollout.workers
-        )
+        fleet = open_fleet(config, worker_settings(config, engine.client_spec(), model_folder, needs_sandbox))
         stack.push_async_callback(fleet.close)
         await fleet.start()
         if checkpoint:
@@ -166,10 +164,22 @@ async def open_rollout(
             stack.push_async_callback(engine.close)
             await engine.start()
             model = engine.client_spec()
-        fleet = WorkerFleet(worker_settings(config, model, model_folder, needs_sandbox), config.rollout.workers)
+        fleet = open_fleet(config, worker_settings(config, model, model_folder, needs_sandbox))
         stack.push_async_callback(fleet.close)
         await fleet.start()
         yield fleet
+
+
+def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:
+    """The workers of a run, not yet started."""
+    rollout = config.rollout
+    return WorkerFleet(
+        settings,
+        rollout.workers,
+        placement=rollout.placement,
+        resources=rollout.worker_resources,
+        heartbeat_timeout_s=rollout.heartbeat_timeout_s,
+    )
 
 
 def worker_settings(config: Config, model: Any, model_folder: Path | None, needs_sandbox: bool) -> WorkerSettings:
@@ -183,6 +193,7 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
         deadlines=Deadlines(rollout.generate_timeout_s, rollout.step_timeout_s, rollout.episode_timeout_s),
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",
+        threads=rollout.worker_threads,
     )
 
 
