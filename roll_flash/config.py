@@ -155,7 +155,7 @@ class RolloutConfig(Section):
     """Calls of blocking environments at the same time in one worker."""
     placement: Literal["pack", "spread"] = "pack"
     """Where Ray puts the workers: together on few nodes, or spread over all."""
-    worker_resources: dict[str, PositiveFloat] = {}
+    worker_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Ray resources that one worker takes, such as `{CPU: 1, sandboxes: 1}`. A worker mostly waits: none by default."""
     heartbeat_timeout_s: PositiveFloat = 30.0
     """A worker that gives no sign of life for so long is replaced, and its episodes are started again."""
