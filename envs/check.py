@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from roll_flash.errors import ConfigError
 Status = Literal["pass", "fail", "skip"]
 TOLERANCE = 1e-6
 DEFAULT_SEEDS = 4
-DEFAULT_TIMEOUT_S = 60.0
+DEFAULT_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +99,16 @@ async def _check(
 ) -> EnvReport:
     run = f"env-check-{os.getpid()}-{time.time_ns()}"
     with own_temporary_folder() as temporary:
+        at_first = Snapshot.take(temporary)
         async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
             env, _ = await _made(player, env_id)
             has_oracle = callable(getattr(env.unwrapped, "oracle", None))
-            await player.play(agents.silent(""), seeds[0])  # imports and caches are not left behind by the environment
-        before = Snapshot.take(temporary)
+            await player.play(agents.silent(""), seeds[0])
+        # What the first use of a library starts is not left behind by the environment; files are.
+        before = replace(Snapshot.take(temporary), files=at_first.files)
         async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
             broken = await contract_broken(player, seeds[0], timeout_s)
-            games = await _play_all(player, seeds, has_oracle)
+            games = None if broken else await _play_all(player, seeds, has_oracle)
         left = await asyncio.to_thread(_left, before, temporary, run)
     ask: tuple[Callable[[_Games], EnvCheck], ...] = (
         _reproduces,
@@ -120,7 +122,8 @@ async def _check(
         _is_quick(timeout_s),
     )
     contract = _answer("keeps gymnasium's contract", not broken, broken or "reset, step and close", _CONTRACT_ADVICE)
-    return EnvReport(env_id, (contract, *(check(games) for check in ask), _leaves_nothing(left)))
+    answers = () if games is None else (check(games) for check in ask)  # without the contract all else is noise
+    return EnvReport(env_id, (contract, *answers, _leaves_nothing(left)))
 
 
 _CONTRACT_ADVICE = "see https://gymnasium.farama.org/api/env and docs/environments.md"
@@ -136,17 +139,17 @@ async def _made(player: Player, env_id: str) -> tuple[Any, Any]:
 
 
 async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _Games:
-    async def play(agent: Callable[[int], Agent], chosen: Sequence[int]) -> list[Played]:
-        return [await player.play(agent(seed), seed) for seed in chosen]
+    async def play(agent: Callable[[int], Agent], chosen: Sequence[int], full: bool = False) -> list[Played]:
+        return [await player.play(agent(seed), seed, with_full_reward=full) for seed in chosen]
 
     return _Games(
-        silent=[*await play(lambda _: agents.silent(""), seeds[:2]), *await play(lambda _: _IDLE, seeds[:2])],
+        silent=[*await play(lambda _: agents.silent(""), seeds[:2], True), *await play(lambda _: _IDLE, seeds[:2])],
         rambling=await play(agents.rambling, seeds),
         again=await play(agents.rambling, seeds),
         talkative=await play(lambda _: agents.talkative, seeds[:1]),
         malformed=await play(lambda _: agents.malformed, seeds[:1])
         + [await player.play(agents.silent(text), seeds[0]) for text in agents.MALFORMED],
-        oracle=await play(lambda _: agents.oracle, seeds) if has_oracle else None,
+        oracle=await play(lambda _: agents.oracle, seeds, True) if has_oracle else None,
     )
 
 
@@ -216,9 +219,10 @@ def _oracle_earns_all(games: _Games) -> EnvCheck:
         return EnvCheck(name, "skip", "it has no oracle", "define oracle(), which returns the right action now")
     for played in games.oracle:
         told = "an end" if played.ended else f"no end after {len(played.steps)} turns"
-        short = played.reward < played.full_reward - TOLERANCE
+        full = played.full_reward if played.full_reward is not None else 1.0
+        short = played.reward < full - TOLERANCE
         if played.error or short or not played.ended or played.success is False:
-            detail = played.error or f"seed {played.seed}: {played.reward:g} of {played.full_reward:g}, {told}"
+            detail = played.error or f"seed {played.seed}: {played.reward:g} of {full:g}, {told}"
             advice = (
                 "either the task cannot be solved as it is, or the oracle or the reward is wrong; success must be True"
             )
@@ -229,8 +233,8 @@ def _oracle_earns_all(games: _Games) -> EnvCheck:
 
 def _rewards_in_range(games: _Games) -> EnvCheck:
     earned = [played.reward for played in games.all]
-    full = max(played.full_reward for played in games.all)
-    too_much = [reward for reward in earned if math.isfinite(full) and reward > full + TOLERANCE]
+    full = max((played.full_reward for played in games.all if played.full_reward is not None), default=math.inf)
+    too_much = [reward for reward in earned if reward > full + TOLERANCE]
     return _answer(
         "no episode earns more than the full reward",
         not too_much,

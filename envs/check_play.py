@@ -33,7 +33,8 @@ class Played:
     """Action, what the environment answered, reward."""
     ended: bool = False
     success: bool | None = None
-    full_reward: float = 1.0
+    full_reward: float | None = None
+    """Known if it was asked for: some environments search for it."""
     reset_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     error: str = ""
@@ -70,7 +71,7 @@ class Player:
         inner.sandbox = cast(Sandbox, lease)
         return env, lease
 
-    async def play(self, agent: Agent, seed: int) -> Played:
+    async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> Played:
         """Errors of the environment are part of what comes back. Raises SandboxError if no sandbox can be had."""
         from roll_flash.rollout.environments import AsyncEnvironment
 
@@ -83,7 +84,8 @@ class Player:
                 began = time.monotonic()
                 played.prompt, _ = await wrapped.reset(seed)
                 played.reset_s = time.monotonic() - began
-            played.full_reward = float(getattr(env.unwrapped, "full_reward", 1.0))
+            if with_full_reward:
+                played.full_reward = float(getattr(env.unwrapped, "full_reward", 1.0))
             for turn in range(MOST_TURNS):
                 part = f"step {turn + 1}"
                 async with asyncio.timeout(self._timeout_s):

@@ -20,6 +20,8 @@ class DaemonThreads(Executor):
         context = contextvars.copy_context()
 
         def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(context.run(fn, *args, **kwargs))
             except BaseException as error:

@@ -6,12 +6,13 @@ of the model's can read them. Reward 1 when all pass, else half the share of the
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Sequence
 from typing import Any
 
 from roll_flash.envs.held_out import draw_problem
-from roll_flash.envs.repair_bugs import Repair, draw_repair
+from roll_flash.envs.repair_bugs import Repair, draw_bug, make_repair
 from roll_flash.envs.rewards import reward
 from roll_flash.envs.tool_env import SandboxToolEnv
 from roll_flash.envs.tools import tool
@@ -46,7 +47,8 @@ class PythonRepair(SandboxToolEnv):
         self._has_program = False
 
     async def begin(self, seed: int) -> str:
-        self._repair = repair = draw_problem(seed, draw_repair, str)
+        bug = draw_problem(seed, draw_bug, str)
+        self._repair = repair = make_repair(bug, random.Random(seed))
         self._has_program = False
         return (
             f"The file {PROGRAM}:\n```python\n{repair.broken}```\n"

@@ -14,8 +14,8 @@ from typing import Any
 from roll_flash.envs.repair_programs import DRAWERS
 
 TESTS = 10
-_TRIALS = 60
-"""Inputs tried to find some that a bug fails on; a bug that none of them shows is not used."""
+_TRIALS, _VISIBLE = 60, 4
+"""A bug is used if it shows in so many of the inputs tried."""
 
 _COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -39,7 +39,6 @@ class Repair:
     """A program with a bug. `expected` are the `repr`s of what a right program returns for `arguments`."""
 
     name: str
-    about: str
     broken: str
     right: str
     arguments: tuple[tuple[Any, ...], ...]
@@ -49,34 +48,55 @@ class Repair:
     example: str
     """A call that fails, in words."""
 
+
+@dataclass(frozen=True, slots=True)
+class Bug:
+    """A function and the source of a broken version of it."""
+
+    function: Callable[..., Any]
+    broken: str
+
     def __str__(self) -> str:
         return self.broken
 
 
-def draw_repair(chance: random.Random) -> Repair:
-    """A program, one bug in it, and `TESTS` inputs of which the broken program fails some."""
-    while True:
-        function = chance.choice(list(DRAWERS))
-        broken = chance.choice(broken_versions(function))
-        inputs = [DRAWERS[function](chance) for _ in range(_TRIALS)]
-        right = [outcome(function, arguments) for arguments in inputs]
-        wrong = [outcome(_function(broken, function.__name__), arguments) for arguments in inputs]
-        failing = [index for index in range(_TRIALS) if right[index] != wrong[index]]
-        if len(failing) < 2:
-            continue
-        shown, hidden = failing[0], failing[1 : 1 + TESTS // 2]
-        others = [index for index in range(_TRIALS) if index not in failing]
-        chosen = [*hidden, *others[: TESTS - len(hidden)]]
-        return Repair(
-            name=function.__name__,
-            about=inspect.getdoc(function) or "",
-            broken=broken,
-            right=source_of(function),
-            arguments=tuple(inputs[index] for index in chosen),
-            expected=tuple(right[index] for index in chosen),
-            passing=len(chosen) - len(hidden),
-            example=_example(function.__name__, inputs[shown], right[shown], wrong[shown]),
-        )
+def draw_bug(chance: random.Random) -> Bug:
+    function = chance.choice(list(DRAWERS))
+    return Bug(function, chance.choice(broken_versions(function)))
+
+
+def make_repair(bug: Bug, chance: random.Random) -> Repair:
+    """The bug with `TESTS` inputs, of which the broken program fails some, and one more that it fails, to be shown."""
+    function, name = bug.function, bug.function.__name__
+    failing: list[_Trial] = []
+    passing: list[_Trial] = []
+    while len(failing) < 2 or len(failing) + len(passing) < TESTS + 1:
+        trial = _try(function, _function(bug.broken, name), chance)
+        (failing if trial.wrong != trial.right else passing).append(trial)
+    hidden = failing[1 : 1 + TESTS // 2]
+    others = passing[: TESTS - len(hidden)]
+    chosen = [*hidden, *others]
+    return Repair(
+        name=name,
+        broken=bug.broken,
+        right=source_of(function),
+        arguments=tuple(trial.arguments for trial in chosen),
+        expected=tuple(trial.right for trial in chosen),
+        passing=len(others),
+        example=_example(name, failing[0]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Trial:
+    arguments: tuple[Any, ...]
+    right: str
+    wrong: str
+
+
+def _try(function: Callable[..., Any], broken: Callable[..., Any], chance: random.Random) -> _Trial:
+    arguments = DRAWERS[function](chance)
+    return _Trial(arguments, outcome(function, arguments), outcome(broken, arguments))
 
 
 def outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
@@ -93,7 +113,7 @@ def source_of(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def broken_versions(function: Callable[..., Any]) -> list[str]:
-    """Every program that differs from the right one by one of the changes known here."""
+    """Every program that differs from the right one by one change known here, and that enough inputs show."""
     right = ast.parse(inspect.getsource(function))
     count = sum(1 for _ in _changes(right))
     broken: list[str] = []
@@ -101,7 +121,13 @@ def broken_versions(function: Callable[..., Any]) -> list[str]:
         tree = copy.deepcopy(right)
         list(_changes(tree))[index]()
         broken.append(ast.unparse(tree) + "\n")
-    return sorted(set(broken) - {source_of(function)})
+    return [source for source in sorted(set(broken)) if _is_visible(function, source)]
+
+
+def _is_visible(function: Callable[..., Any], broken: str) -> bool:
+    chance = random.Random(0)
+    trials = [_try(function, _function(broken, function.__name__), chance) for _ in range(_TRIALS)]
+    return sum(trial.wrong != trial.right for trial in trials) >= _VISIBLE
 
 
 def _changes(tree: ast.AST) -> Iterator[Callable[[], None]]:
@@ -130,6 +156,7 @@ def _swap_ends(part: ast.Slice, upper: ast.expr) -> None:
     part.lower, part.upper = upper, None
 
 
+@functools.cache
 def _function(source: str, name: str) -> Callable[..., Any]:
     namespace: dict[str, Any] = {"__name__": "program"}
     exec(compile("from __future__ import annotations\n" + source, "program.py", "exec"), namespace)
@@ -137,7 +164,7 @@ def _function(source: str, name: str) -> Callable[..., Any]:
     return found
 
 
-def _example(name: str, arguments: tuple[Any, ...], right: str, wrong: str) -> str:
-    call = f"{name}({', '.join(map(repr, arguments))})"
-    gives = wrong if wrong.startswith("raises ") else f"returns {wrong}"
-    return f"{call} should return {right}, but {gives}."
+def _example(name: str, trial: _Trial) -> str:
+    call = f"{name}({', '.join(map(repr, trial.arguments))})"
+    gives = trial.wrong if trial.wrong.startswith("raises ") else f"returns {trial.wrong}"
+    return f"{call} should return {trial.right}, but {gives}."

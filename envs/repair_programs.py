@@ -50,17 +50,13 @@ def is_palindrome(text: str) -> bool:
     return True
 
 
-def clamp_all(numbers: list[int], low: int, high: int) -> list[int]:
-    """Return the numbers with those below low raised to low and those above high lowered to high."""
-    result = []
+def count_between(numbers: list[int], low: int, high: int) -> int:
+    """Return how many of the numbers lie between low and high, both included."""
+    count = 0
     for number in numbers:
-        if number < low:
-            result.append(low)
-        elif number > high:
-            result.append(high)
-        else:
-            result.append(number)
-    return result
+        if number >= low and number <= high:
+            count = count + 1
+    return count
 
 
 def longest_run(text: str) -> int:
@@ -185,7 +181,7 @@ DRAWERS: Mapping[Callable[..., Any], Drawer] = {
     second_largest: lambda chance: (_numbers(chance),),
     running_total: lambda chance: (_numbers(chance),),
     is_palindrome: _mirrored,
-    clamp_all: _limits,
+    count_between: _limits,
     longest_run: lambda chance: (_text(chance, "ab"),),
     count_pairs: lambda chance: (_numbers(chance), chance.randint(-5, 5)),
     caesar: lambda chance: (_text(chance, "abcxyzABZ !"), chance.randint(-30, 30)),

@@ -1,0 +1,233 @@
+"""`envs check` passes what is fit to train on, and says what is wrong with what is not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium
+import pytest
+from roll_flash.envs import Env, left_behind
+from roll_flash.envs.base import StepResult
+from roll_flash.envs.check import EnvReport, check_environment
+from roll_flash.envs.registration import SHIPPED, register_env
+
+from roll_flash.cli import main
+from roll_flash.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check looks for files in the working folder, where other work may be going on."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(left_behind, "SETTLE_S", 0.5)
+    stop.clear()
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("env_id", sorted(SHIPPED))
+def test_every_shipped_environment_is_fit_to_train_on(env_id: str) -> None:
+    report = check_environment(env_id, provider="docker", seeds=2)
+    assert report.ok, report.as_table()
+    assert not [check for check in report.checks if check.status == "skip"], report.as_table()
+
+
+class Good(Env):
+    """Fit to train on; each of the others breaks one thing."""
+
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        self.number = (seed or 0) % 7
+        return f"Say {self.number}", {}
+
+    async def step(self, action: str) -> StepResult:
+        right = action == str(self.number)
+        return "", float(right), True, False, {"success": right}
+
+    async def oracle(self) -> str:
+        return str(self.number)
+
+
+class PaysForNothing(Good):
+    async def step(self, action: str) -> StepResult:
+        return "", 1.0, True, False, {}
+
+
+class CannotBeSolved(Good):
+    async def step(self, action: str) -> StepResult:
+        return "", 0.0, True, False, {}
+
+
+class TellsTheTime(Good):
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        await super().reset(seed=seed)
+        return f"It is {time.time_ns()}", {}
+
+
+class RaisesOnLongText(Good):
+    async def step(self, action: str) -> StepResult:
+        if len(action) > 10_000:
+            raise MemoryError("too long")
+        return await super().step(action)
+
+
+class RaisesOnOddText(Good):
+    async def step(self, action: str) -> StepResult:
+        action.encode("ascii")
+        return await super().step(action)
+
+
+class PaysTooMuch(Good):
+    async def step(self, action: str) -> StepResult:
+        observation, reward, *rest = await super().step(action)
+        return observation, 5 * reward, *rest  # type: ignore[return-value]
+
+
+class ReturnsFour(Good):
+    async def step(self, action: str) -> StepResult:
+        return (await super().step(action))[:4]  # type: ignore[return-value]
+
+
+class ReturnsNumbers(Good):
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        await super().reset(seed=seed)
+        return [1.0, 2.0], {}
+
+
+class LeavesAProcess(Good):
+    async def step(self, action: str) -> StepResult:
+        children.append(subprocess.Popen(["sleep", "60"]))  # noqa: ASYNC220
+        return await super().step(action)
+
+
+class LeavesAThread(Good):
+    async def step(self, action: str) -> StepResult:
+        threading.Thread(target=stop.wait, name="left", daemon=True).start()
+        return await super().step(action)
+
+
+class LeavesAFile(Good):
+    async def step(self, action: str) -> StepResult:
+        Path("left.txt").write_text(action)  # noqa: ASYNC240
+        return await super().step(action)
+
+
+class NeverEnds(Good):
+    async def step(self, action: str) -> StepResult:
+        return "again", 0.0, False, False, {}
+
+
+children: list[subprocess.Popen[bytes]] = []
+stop = threading.Event()
+
+
+def check(env_type: type[Env], **options: Any) -> EnvReport:
+    id = f"{env_type.__name__}-v0"
+    if id not in gymnasium.registry:
+        register_env(id, env_type)
+    return check_environment(id, seeds=3, **options)
+
+
+def test_a_good_environment_passes_every_check() -> None:
+    report = check(Good)
+    assert report.ok, report.as_table()
+    assert {check.status for check in report.checks} == {"pass"}
+
+
+@pytest.mark.parametrize(
+    ("env_type", "question", "says"),
+    [
+        (PaysForNothing, "doing nothing earns nothing", "earns 1 -> this can be hacked"),
+        (CannotBeSolved, "the oracle earns the full reward", "0 of 1"),
+        (NeverEnds, "the oracle earns the full reward", "no end after 64 turns"),
+        (TellsTheTime, "same seed and actions, same episode", "differs -> draw everything from"),
+        (RaisesOnLongText, "bears a talkative agent", "MemoryError: too long"),
+        (RaisesOnOddText, "bears malformed text", "UnicodeEncodeError"),
+        (PaysTooMuch, "no episode earns more than the full reward", "0 to 5, full is 1 -> set full_reward"),
+        (ReturnsFour, "keeps gymnasium's contract", "step returned 4 values"),
+        (ReturnsNumbers, "keeps gymnasium's contract", "must be a dict with role and content"),
+        (LeavesAProcess, "leaves nothing behind", "process sleep"),
+        (LeavesAThread, "leaves nothing behind", "thread left"),
+        (LeavesAFile, "leaves nothing behind", "left.txt"),
+    ],
+)
+def test_what_is_wrong_is_found_and_what_to_do_is_said(env_type: type[Env], question: str, says: str) -> None:
+    try:
+        report = check(env_type)
+    finally:
+        stop.set()
+        while children:
+            child = children.pop()
+            child.kill()
+            child.wait()
+    failed = {check.name: check for check in report.checks if check.status == "fail"}
+    assert question in failed, report.as_table()
+    assert says in report.as_table()
+    assert not report.ok
+
+
+def test_a_step_that_hangs_is_given_up() -> None:
+    class Hangs(gymnasium.Env[str, str]):
+        observation_space = action_space = gymnasium.spaces.Text(100)
+
+        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            return "hang", {}
+
+        def step(self, action: str) -> Any:
+            released.wait(60)
+
+    released = threading.Event()
+    register_env("Hangs-v0", Hangs)
+    try:
+        report = check_environment("Hangs-v0", seeds=2, timeout_s=0.1)
+    finally:
+        released.set()
+        del gymnasium.registry["Hangs-v0"]
+    assert not report.ok
+    assert "took longer than 0.1 s" in report.as_table()
+    assert "thread environment" in report.as_table()
+
+
+def test_the_command_says_pass_or_fail_by_its_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    check(Good)
+    check(PaysForNothing)
+    assert main(["envs", "check", "Good-v0", "--seeds", "2"]) == 0
+    assert "Good-v0: fit to train on" in capsys.readouterr().out
+    assert main(["envs", "check", "PaysForNothing-v0", "--seeds", "2", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False
+    assert {check["status"] for check in found["checks"]} == {"pass", "fail"}
+
+
+def test_arguments_of_the_environment_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["envs", "check", "TextFrozenLake-v0", "size=3", "max_turns=4", "--seeds", "2"]) == 0
+    assert main(["envs", "check", "TextFrozenLake-v0", "size=1"]) == 2
+    assert "size >= 2" in capsys.readouterr().err
+
+
+def test_what_cannot_be_made_is_an_error_of_usage() -> None:
+    with pytest.raises(ConfigError, match="not registered"):
+        check_environment("NoSuch-v0")
+
+
+def test_a_new_project_passes_its_own_test_and_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["envs", "new", "word-count"]) == 0
+    folder = tmp_path / "word-count"
+    lines = [line for line in (folder / "word_count.py").read_text().splitlines() if line.strip()]
+    assert len(lines) < 30
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout
+    assert "2 passed" in done.stdout
+    assert main(["envs", "check", "word-count/word_count.py:WordCount-v0", "--seeds", "2"]) == 0
+    assert main(["envs", "new", "word-count"]) == 2
+    assert "exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["../up", "1st", "a b", "class", "", "-x-"])
+def test_a_name_that_cannot_be_a_projects_is_refused(name: str) -> None:
+    assert main(["envs", "new", "--", name]) == 2

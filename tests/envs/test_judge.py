@@ -1,0 +1,80 @@
+"""A judge on an OpenAI-compatible endpoint: a stand-in on loopback that says what a test wants."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from aiohttp import web
+from roll_flash.envs.judge import Judge
+
+from roll_flash.errors import ConfigError, EnvError
+
+
+def judged(replies: Sequence[str | int], **options: Any) -> tuple[float, list[dict[str, Any]]]:
+    """The score, and the requests that the endpoint saw. A reply that is a number is an HTTP status."""
+    seen: list[dict[str, Any]] = []
+    left = list(replies)
+
+    async def chat(request: web.Request) -> web.Response:
+        seen.append({**await request.json(), "key": request.headers.get("Authorization")})
+        reply = left.pop(0)
+        if isinstance(reply, int):
+            return web.json_response({"error": {"message": "no"}}, status=reply)
+        return web.json_response({"choices": [{"message": {"content": reply}, "finish_reason": "stop"}]})
+
+    async def run() -> float:
+        app = web.Application()
+        app.router.add_post("/v1/chat/completions", chat)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]
+        judge = Judge(f"http://127.0.0.1:{port}/v1", "grader", timeout_s=20, **options)
+        try:
+            return await judge.score(question="2+2?", answer="four", reference="4")
+        finally:
+            await judge.close()
+            await runner.cleanup()
+
+    return asyncio.run(run()), seen
+
+
+def test_a_score_is_scaled_and_the_judge_sees_question_answer_and_reference() -> None:
+    value, (request,) = judged(["Right. <score>7</score>"], criteria="Be strict.")
+    assert value == 0.7
+    text = str(request["messages"])
+    for part in ("2+2?", "four", "<reference>", "Be strict."):
+        assert part in text
+    assert request["temperature"] == 0
+
+
+def test_a_reply_without_a_score_is_asked_for_again() -> None:
+    value, requests = judged(["no idea", "<score>10</score>"])
+    assert (value, len(requests)) == (1.0, 2)
+
+
+@pytest.mark.parametrize("replies", [["what?", "<score>99</score>"], [400], [401]])
+def test_no_score_fails_the_episode_and_is_never_zero(replies: list[str | int]) -> None:
+    with pytest.raises(EnvError, match="judge grader"):
+        judged(replies)
+
+
+def test_the_key_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GRADER_KEY", "secret")
+    _, (request,) = judged(["<score>1</score>"], api_key_env="GRADER_KEY")
+    assert request["key"] == "Bearer secret"
+    monkeypatch.delenv("GRADER_KEY")
+    with pytest.raises(ConfigError, match="GRADER_KEY"):
+        judged([], api_key_env="GRADER_KEY")
+
+
+def test_an_endpoint_that_is_down_fails_the_episode() -> None:
+    async def ask() -> None:
+        await Judge("http://127.0.0.1:9/v1", "grader", timeout_s=1).score(question="", answer="")
+
+    with pytest.raises(EnvError, match="judge grader"):
+        asyncio.run(ask())
