@@ -1,7 +1,8 @@
-"""The data plane on many nodes: rows lie in Ray actors (shards), row i in shard i mod n.
+"""The data plane on many nodes: rows lie in Ray actors (shards), neighbours together.
 
-Rows travel as one flat buffer per shard and call. What a consumer gets is a view of Ray's shared memory where it reads
-on the node of the shard. A shard that dies is an error that names it; nothing is retried behind anyone's back.
+Rows travel as flat buffers. Changes of one shard go in order, and all that are waiting go in one call, so that many
+writers cost no more than one. What a consumer gets is a view of Ray's shared memory where it reads on the shard's node.
+A shard that dies is an error that names it; nothing is retried behind anyone's back.
 """
 
 from __future__ import annotations
@@ -12,56 +13,31 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import ray
-from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
 from roll_flash.errors import ShardDiedError, StreamError
 from roll_flash.stream.blocks import decode_block, encode_block
 from roll_flash.stream.rows import Array, Columns, same_columns
+from roll_flash.stream.shard import StoreShard, release_message, write_message
 
-
-class StoreShard:
-    """One shard, as a Ray actor. Calls carry `bytes` only, which Ray moves without pickling."""
-
-    def __init__(self) -> None:
-        self._rows: dict[int, dict[str, Array]] = {}
-        self._bytes = 0
-
-    def write(self, block: bytes) -> None:
-        for row_id, columns in zip(*decode_block(block), strict=True):
-            row = self._rows.setdefault(row_id, {})
-            self._bytes += sum(
-                new.nbytes - row[name].nbytes if name in row else new.nbytes for name, new in columns.items()
-            )
-            row.update(columns)
-
-    def get(self, request: bytes) -> NDArray[np.uint8]:
-        """The reply is an array and not `bytes`, so that who reads it on this node reads it in place."""
-        wanted = json.loads(request)
-        row_ids, columns = wanted["rows"], wanted["columns"]
-        for row_id in row_ids:
-            if lacking := [column for column in columns if column not in self._rows.get(row_id, {})]:
-                raise StreamError(f"row {row_id} has no column {lacking[0]!r} in the store")
-        block = encode_block(row_ids, [self._rows[row_id] for row_id in row_ids], columns)
-        return np.frombuffer(block, np.uint8)
-
-    def release(self, request: bytes) -> None:
-        for row_id in json.loads(request):
-            for array in self._rows.pop(row_id, {}).values():
-                self._bytes -= array.nbytes
-
-    def stats(self) -> tuple[int, int]:
-        return len(self._rows), self._bytes
+ROWS_TOGETHER = 16
+"""Rows with neighbouring ids share a shard, so that a group mostly comes in one call."""
+MESSAGES_PER_CALL = 64
+RELEASES_PER_CALL = 32
+"""Releases wait for the next write, or until there are so many of them."""
 
 
 class RayStore:
-    """`store.Store` over shards. Picklable: workers on any node write and read the shards themselves."""
+    """`store.Store` over shards. Picklable: workers on any node read and write the shards themselves."""
 
     def __init__(self, shards: Sequence[ActorHandle[Any]], *, timeout_s: float = 60.0) -> None:
         self._shards = list(shards)
         self._timeout_s = timeout_s
+        self._outboxes = [_Outbox() for _ in self._shards]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self._shards, self._timeout_s)
 
     @classmethod
     async def start(cls, num_shards: int, *, timeout_s: float = 60.0) -> RayStore:
@@ -81,37 +57,41 @@ class RayStore:
 
     async def write(self, row_ids: Sequence[int], rows: Sequence[Columns]) -> None:
         names = same_columns(rows)
-        places = self._places(row_ids)
-        calls = {
-            shard: self._shards[shard].write.remote(
-                encode_block([row_ids[place] for place in at], [rows[place] for place in at], names)
-            )
-            for shard, at in places.items()
-        }
-        await self._gather(calls, {shard: [row_ids[place] for place in at] for shard, at in places.items()})
+        sent = []
+        for shard, places in self._places(row_ids).items():
+            block = encode_block([row_ids[place] for place in places], [rows[place] for place in places], names)
+            sent.append(self._send(shard, write_message(block)))
+        await asyncio.gather(*sent)
 
     async def get(self, row_ids: Sequence[int], columns: Sequence[str]) -> dict[str, list[Array]]:
-        asked = {shard: [row_ids[place] for place in at] for shard, at in self._places(row_ids).items()}
-        calls = {
-            shard: self._shards[shard].get.remote(json.dumps({"rows": ids, "columns": list(columns)}).encode())
-            for shard, ids in asked.items()
-        }
-        replies = await self._gather(calls, asked)
-        found = {row_id: row for block in replies for row_id, row in zip(*decode_block(block), strict=True)}
+        calls = []
+        for shard, places in self._places(row_ids).items():
+            ids = [row_ids[place] for place in places]
+            request = json.dumps({"rows": ids, "columns": list(columns)}).encode()
+            calls.append(self._reply(shard, self._shards[shard].get.remote(request), ids))
+        blocks = await asyncio.gather(*calls)
+        found = {row_id: row for block in blocks for row_id, row in zip(*decode_block(block), strict=True)}
         return {column: [found[row_id][column] for row_id in row_ids] for column in columns}
 
     async def release(self, row_ids: Sequence[int]) -> None:
-        for shard, at in self._places(row_ids).items():
-            # Nobody waits for it: whether a dead shard can still forget something is not worth an error.
-            self._shards[shard].release.remote(json.dumps([row_ids[place] for place in at]).encode())
+        for shard, places in self._places(row_ids).items():
+            outbox = self._outboxes[shard]
+            outbox.messages.append((release_message([row_ids[place] for place in places]), None))
+            if len(outbox.messages) >= RELEASES_PER_CALL:
+                self._start_sending(shard)
 
     async def stats(self) -> dict[str, float]:
-        calls = {index: shard.stats.remote() for index, shard in enumerate(self._shards)}
-        parts = await self._gather(calls, {index: [] for index in calls})
+        """Also sends what waits."""
+        await asyncio.gather(*(self._send(shard, release_message([])) for shard in range(len(self._shards))))
+        calls = [self._reply(index, shard.stats.remote(), []) for index, shard in enumerate(self._shards)]
+        parts = await asyncio.gather(*calls)
         return {"rows": sum(rows for rows, _ in parts), "bytes": sum(held for _, held in parts)}
 
     async def close(self) -> None:
         shards, self._shards = self._shards, []
+        for outbox in self._outboxes:
+            if outbox.sending is not None:
+                outbox.sending.cancel()
         for shard in shards:
             ray.kill(shard)
 
@@ -121,11 +101,37 @@ class RayStore:
             raise StreamError("the stream's store is closed")
         places: dict[int, list[int]] = defaultdict(list)
         for place, row_id in enumerate(row_ids):
-            places[row_id % len(self._shards)].append(place)
+            places[row_id // ROWS_TOGETHER % len(self._shards)].append(place)
         return places
 
-    async def _gather(self, calls: dict[int, Any], row_ids: dict[int, list[int]]) -> list[Any]:
-        return list(await asyncio.gather(*(self._reply(shard, call, row_ids[shard]) for shard, call in calls.items())))
+    def _send(self, shard: int, message: bytes) -> asyncio.Future[None]:
+        """Done when the shard has applied the message and all before it."""
+        done = asyncio.get_running_loop().create_future()
+        self._outboxes[shard].messages.append((message, done))
+        self._start_sending(shard)
+        return done
+
+    def _start_sending(self, shard: int) -> None:
+        outbox = self._outboxes[shard]
+        if outbox.sending is None or outbox.sending.done():
+            outbox.sending = asyncio.create_task(self._send_all(shard))
+
+    async def _send_all(self, shard: int) -> None:
+        outbox = self._outboxes[shard]
+        while outbox.must_go():
+            taken = outbox.messages[:MESSAGES_PER_CALL]
+            del outbox.messages[:MESSAGES_PER_CALL]
+            waiting = [done for _, done in taken if done is not None]
+            try:
+                await self._reply(shard, self._shards[shard].apply.remote(*(message for message, _ in taken)), [])
+            except StreamError as error:
+                for done in waiting:
+                    if not done.done():  # whoever waited may have been cancelled
+                        done.set_exception(error)
+            else:
+                for done in waiting:
+                    if not done.done():
+                        done.set_result(None)
 
     async def _reply(self, shard: int, call: Any, row_ids: list[int]) -> Any:
         name = f"stream shard {shard + 1} of {len(self._shards)}"
@@ -135,12 +141,26 @@ class RayStore:
         except TimeoutError:
             raise StreamError(f"{name} did not answer within {self._timeout_s:g} s") from None
         except ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, StreamError):
-                raise error.cause from None
-            raise
-        except ray.exceptions.RayActorError as error:
+            cause = error.cause
+            raise cause if isinstance(cause, StreamError) else StreamError(f"{name} failed: {cause}") from None
+        except ray.exceptions.RayError as error:
             reason = str(error).strip().splitlines()[0]
             raise ShardDiedError(
                 f"{name} died ({reason}); the rows it held are lost: resume the run from its newest checkpoint",
                 row_ids,
             ) from None
+
+
+class _Outbox:
+    """What waits to be sent to one shard, in order. Nobody waits for a release."""
+
+    def __init__(self) -> None:
+        self.messages: list[tuple[bytes, asyncio.Future[None] | None]] = []
+        self.sending: asyncio.Task[None] | None = None
+
+    def must_go(self) -> bool:
+        return len(self.messages) >= RELEASES_PER_CALL or any(done is not None for _, done in self.messages)
+
+
+def _rebuild(shards: list[ActorHandle[Any]], timeout_s: float) -> RayStore:
+    return RayStore(shards, timeout_s=timeout_s)

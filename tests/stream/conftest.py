@@ -10,7 +10,7 @@ import pytest
 from roll_flash.stream.store import MemoryStore, Store
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def ray_store(ray_local: None) -> Iterator[Store]:
     from roll_flash.stream.ray_store import RayStore
 

@@ -14,7 +14,7 @@ import ray
 
 from roll_flash.errors import ShardDiedError, StreamError
 from roll_flash.stream import Consumer, Row, Sequential, TrajectoryStream
-from roll_flash.stream.ray_store import RayStore
+from roll_flash.stream.ray_store import ROWS_TOGETHER, RayStore
 from roll_flash.stream.store import Store
 
 pytestmark = pytest.mark.ray
@@ -37,19 +37,23 @@ def test_a_shard_that_is_killed_is_named_its_rows_are_counted_and_the_rest_goes_
     ray_local: None, mortal: RayStore
 ) -> None:
     async def main() -> None:
-        stream = TrajectoryStream([Consumer("learner", ("number",), Sequential(4))], mortal)
-        await stream.put([Row({"number": np.array(number)}) for number in range(4)])
+        stream = TrajectoryStream([Consumer("learner", ("number",), Sequential(100))], mortal)
+        await stream.put([Row({"number": np.array(number)}) for number in range(ROWS_TOGETHER + 2)])
         os.kill(shard_process(mortal, 1), signal.SIGKILL)
         with pytest.raises(ShardDiedError, match=r"stream shard 2 of 2 died.*resume the run"):
             await stream.next_batch("learner")
-        assert stream.books() == {"produced": 4, "dropped_shard_died": 2, "waiting": 2}
+        assert stream.books() == {
+            "produced": ROWS_TOGETHER + 2,
+            "dropped_shard_died": 2,
+            "waiting": ROWS_TOGETHER,
+        }
         batch = await stream.next_batch("learner")
         assert batch is not None
-        assert [int(number) for number in batch.columns["number"]] == [0, 2]
+        assert [int(number) for number in batch.columns["number"]] == list(range(ROWS_TOGETHER))
         await stream.release(batch)
         with pytest.raises(ShardDiedError, match="stream shard 2 of 2"):
-            await stream.put([Row({"number": np.array(number)}) for number in range(2)])
-        assert stream.books()["produced"] == 4, "nothing was put"
+            await stream.put([Row({"number": np.array(number)}) for number in range(ROWS_TOGETHER)])
+        assert stream.books()["produced"] == ROWS_TOGETHER + 2, "nothing was put"
         assert stream.metrics()["balanced"] == 1.0
 
     asyncio.run(main())
