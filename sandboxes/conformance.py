@@ -18,7 +18,10 @@ from roll_flash.sandboxes.opening import START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.protocol import Provider, Sandbox
 from roll_flash.sandboxes.spec import SandboxSpec
 
-CHECK_TIMEOUT_S = 60.0
+CHECK_TIMEOUT_S = 120.0
+PATIENCE_S = 20.0
+"""How much later than promised an answer may be here: a busy machine is no broken promise. The promised times are held
+against `duration_s`, which is measured in the sandbox."""
 
 Open = Callable[[SandboxSpec], AbstractAsyncContextManager[Sandbox]]
 Check = Callable[[Open], Awaitable[None]]
@@ -38,6 +41,14 @@ def same(seen: object, wanted: object) -> None:
 def holds(condition: bool, what: object) -> None:
     if not condition:
         raise AssertionError(str(what))
+
+
+async def _until(sandbox: Sandbox, line: str, otherwise: str) -> None:
+    """Wait until a shell line succeeds."""
+    end = time.monotonic() + PATIENCE_S
+    while not (await sandbox.exec(line, timeout=PATIENCE_S)).ok:
+        holds(time.monotonic() < end, otherwise)
+        await asyncio.sleep(0.1)
 
 
 @check
@@ -72,7 +83,8 @@ async def a_timeout_returns_the_partial_output_in_time(open: Open) -> None:
         began = time.monotonic()
         result = await sandbox.exec("echo before; sleep 60; echo after", timeout=0.5, grace=0.2)
         holds(result.timed_out and result.stdout == b"before\n", result)
-        holds(time.monotonic() - began < 0.5 + 0.2 + 1.0, f"took {time.monotonic() - began:.2f} s")
+        holds(result.duration_s < 0.5 + 0.2 + 1.0, f"took {result.duration_s:.2f} s")
+        holds(time.monotonic() - began < 0.5 + 0.2 + 1.0 + PATIENCE_S, f"took {time.monotonic() - began:.2f} s")
 
 
 @check
@@ -82,9 +94,8 @@ async def a_timeout_kills_the_whole_tree_and_nothing_else(open: Open) -> None:
         tree = (
             "trap '' TERM; setsid sleep 7771 & (setsid sh -c 'trap \"\" TERM; sleep 7772; sleep 7773' &) ; sleep 7774"
         )
-        began = time.monotonic()
         result = await sandbox.exec(tree, timeout=0.4, grace=0.3)
-        holds(result.timed_out and time.monotonic() - began < 0.4 + 0.3 + 1.0, result)
+        holds(result.timed_out and result.duration_s < 0.4 + 0.3 + 1.0, result)
         left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
         holds("777" not in left.stdout_text, left.stdout_text)
         same((await other).stdout, b"fine\n")
@@ -93,12 +104,10 @@ async def a_timeout_kills_the_whole_tree_and_nothing_else(open: Open) -> None:
 @check
 async def background_children_do_not_hold_a_command_back(open: Open) -> None:
     async with open(SandboxSpec()) as sandbox:
-        began = time.monotonic()
         result = await sandbox.exec("(sleep 2; echo late; touch /tmp/lived) & echo started", timeout=20)
         same((result.stdout, result.timed_out), (b"started\n", False))
-        holds(time.monotonic() - began < 1.5, "the command was held back by its background child")
-        await asyncio.sleep(2.5)
-        same((await sandbox.exec("test -e /tmp/lived")).exit_code, 0)
+        holds(result.duration_s < 1.5, "the command was held back by its background child")
+        await _until(sandbox, "test -e /tmp/lived", "the background child did not live on")
 
 
 @check
@@ -118,9 +127,9 @@ async def output_is_capped_at_both_ends_with_true_totals(open: Open) -> None:
 async def commands_run_side_by_side(open: Open) -> None:
     async with open(SandboxSpec()) as sandbox:
         began = time.monotonic()
-        results = await asyncio.gather(*(sandbox.exec(f"sleep 0.5; echo {i}", timeout=30) for i in range(16)))
+        results = await asyncio.gather(*(sandbox.exec(f"sleep 2; echo {i}", timeout=60) for i in range(16)))
         same([int(result.stdout) for result in results], list(range(16)))
-        holds(time.monotonic() - began < 5, f"16 times 0.5 s took {time.monotonic() - began:.1f} s")
+        holds(time.monotonic() - began < 2 + PATIENCE_S, f"16 times 2 s took {time.monotonic() - began:.1f} s")
 
 
 @check
@@ -131,9 +140,8 @@ async def cancelling_ends_the_command(open: Open) -> None:
         task.cancel()
         await asyncio.wait({task})
         holds(task.cancelled(), "the task was not cancelled")
-        await asyncio.sleep(0.3)
-        left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
-        holds("8881" not in left.stdout_text, left.stdout_text)
+        gone = "! cat /proc/[0-9]*/cmdline | tr '\\0' ' ' | grep -q 'sleep 888[1]'"
+        await _until(sandbox, gone, "the command still runs")
 
 
 @check

@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 import uuid
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ class SoakReport:
     """What was done, and what was left of it (names or process ids) when it should all be gone."""
 
     leases: int = 0
-    outcomes: Counter[str] = field(default_factory=Counter)
+    outcomes: dict[str, int] = field(default_factory=dict)
     """How the leases ended: `fine`, or the reason of the sandbox's death."""
     controllers_killed: int = 0
     left_containers: list[str] = field(default_factory=list)
@@ -57,7 +56,7 @@ class SoakReport:
 
     def table(self) -> str:
         """What is printed."""
-        ended = ", ".join(f"{count} {outcome}" for outcome, count in self.outcomes.most_common())
+        ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
         sockets = "not looked at" if self.left_sockets is None else str(self.left_sockets)
         return (
             f"{self.leases} leases ({ended}), {self.controllers_killed} controllers killed, {self.duration_s:.0f} s\n"
@@ -103,7 +102,7 @@ async def _controllers(name: str, leases: int, chance: random.Random, report: So
             for _ in range(chance.randint(*LEASES_OF_ONE)):
                 outcome = await _next_line(process.stdout)
                 report.leases += 1
-                report.outcomes[outcome] += 1
+                report.outcomes[outcome] = report.outcomes.get(outcome, 0) + 1
                 if report.leases >= leases:
                     break
             await asyncio.sleep(chance.uniform(0.0, 0.2))

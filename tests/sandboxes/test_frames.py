@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import struct
 from itertools import pairwise
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxSpec, SandboxStartError
+from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxError, SandboxSpec, SandboxStartError, commands
 from roll_flash.sandboxes.commands import Command, run_command
 from roll_flash.sandboxes.connection import AgentConnection
-from roll_flash.sandboxes.frames import HEADER, MAX_REPLY, Frame, FrameDecoder, FrameError, Reply, encode, u32
+from roll_flash.sandboxes.frames import HEADER, MAX_REPLY, ExitFlag, Frame, FrameDecoder, FrameError, Reply, encode, u32
 from roll_flash.sandboxes.multiplex import Demultiplexer
 
 frames = st.lists(
@@ -102,6 +103,36 @@ def test_an_agent_that_breaks_the_protocol_is_given_up(replies: bytes) -> None:
     _, error = asyncio.run(with_hostile_agent(replies))
     assert isinstance(error, SandboxDied)
     assert error.reason == "protocol"
+
+
+class BusyTransport(SilentTransport):
+    """Answers each command with "not started for want of a process"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+        self.connection: AgentConnection
+
+    def write(self, data: Any) -> None:
+        _, channel, _ = HEADER.unpack_from(data)
+        self.asked += 1
+        end = struct.pack("<IiIQQQQQ", ExitFlag.NOT_STARTED | ExitFlag.BUSY, 126, 0, 0, 0, 0, 0, 0)
+        asyncio.get_running_loop().call_soon(self.connection.receive, encode(Reply.EXIT, channel, end))
+
+
+def test_an_agent_that_always_says_busy_is_asked_again_for_so_long_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "PROCESS_WAIT_S", 0.2)
+
+    async def ask() -> tuple[ExecResult, int]:
+        transport = BusyTransport()
+        connection = transport.connection = AgentConnection("busy")
+        connection.opened(transport)
+        connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+        return await run_command(connection, SandboxSpec(), Command("x", 30, max_output=100), None), transport.asked
+
+    result, asked = asyncio.run(ask())
+    assert result.exit_code == 126
+    assert 2 <= asked <= 11
 
 
 def test_an_agent_of_another_version_is_refused() -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
+import os
 import time
 from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Callable
@@ -23,9 +24,10 @@ from roll_flash.sandboxes import (
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
 from roll_flash.sandboxes.shelf import Shelf
+from test_no_leaks import children_of, orphaned_sandboxes
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end, "it did not come true in time"
@@ -49,17 +51,18 @@ def test_a_lease_is_fresh_and_its_traces_are_gone(provider: str) -> None:
 
 
 def test_a_lease_from_a_warm_pool_does_not_wait_for_a_start(provider: str) -> None:
-    async def lease() -> float:
+    async def lease() -> None:
         async with SandboxPool(provider=provider, size=3) as pool:
             await pool.start()
             await until(lambda: pool.stats().ready == 3)
-            began = time.monotonic()
-            async with pool.lease() as sandbox:
-                took = time.monotonic() - began
-                assert (await sandbox.exec("echo ok")).stdout == b"ok\n"
-            return took
+            warm = {sandbox.name for shelf in pool._shelves.values() for sandbox in shelf.ready}
+            for _ in range(3):
+                async with pool.lease() as sandbox:
+                    assert sandbox.name in warm
+                    assert (await sandbox.exec("echo ok")).stdout == b"ok\n"
+            assert pool.stats().wait_s.quantile(0.5) < 0.5
 
-    assert asyncio.run(lease()) < 0.05
+    asyncio.run(lease())
 
 
 def test_more_leases_than_the_pool_holds_are_served(provider: str) -> None:
@@ -193,7 +196,7 @@ def test_what_the_leases_used_is_counted(provider: str) -> None:
             stats = pool.stats()
             assert (stats.leases, stats.timeouts, stats.truncations) == (1, 1, 1)
             assert stats.exec_s.count == 3
-            assert 0.2 <= stats.exec_s.largest < 2
+            assert 0.2 <= stats.exec_s.largest < 10
             assert stats.as_metrics()["wait_s.p50"] > 0
             if provider == "docker":
                 assert stats.cpu_s > 0
@@ -263,24 +266,24 @@ def test_a_start_that_is_given_up_when_its_process_exists_ends_in_time_and_leave
         provider = await connect_provider("local")
         monkeypatch.setattr(BaseSubprocessTransport, "_connect_pipes", cancel_first)
         opening = asyncio.ensure_future(provider.open(SandboxSpec(), run="given-up", timeout_s=20))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await asyncio.gather(opening, return_exceptions=True)
         assert opening.cancelled()
         await provider.close()
 
     before = _agents()
     asyncio.run(give_up())
-    end = time.monotonic() + 5
+    end = time.monotonic() + 30
     while _agents() - before and time.monotonic() < end:
         time.sleep(0.05)
     assert _agents() - before == set()
 
 
-def _agents() -> set[str]:
-    """Process ids of the agents on this machine."""
-    found = set()
-    for folder in Path("/proc").glob("[0-9]*"):
+def _agents() -> set[int]:
+    """Process ids of the agents below this process, and of those whose controller is gone."""
+    mine = set()
+    for pid in children_of(os.getpid()):
         with contextlib.suppress(OSError):  # gone since it was listed
-            if b"/.roll-flash/agent" in (folder / "cmdline").read_bytes():
-                found.add(folder.name)
-    return found
+            if b"/.roll-flash/agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                mine.add(pid)
+    return mine | set(orphaned_sandboxes())

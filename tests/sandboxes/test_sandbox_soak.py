@@ -7,6 +7,7 @@ result.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 
 import pytest
@@ -23,3 +24,4 @@ def test_leases_with_random_kills_of_sandboxes_agents_and_controllers_leave_noth
     assert set(report.outcomes) <= {"fine", "killed", "agent", "closed"}, report
     assert report.outcomes["fine"] > report.leases // 4
     assert report.ok, report
+    json.dumps(report.to_dict())
