@@ -19,6 +19,7 @@ def test_a_fork_bomb_stops_at_the_process_limit_and_is_killed(limited: str) -> N
         await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
         quiet = await processes(sandbox)
         result = await sandbox.exec(["/tmp/attack", "forks"], timeout=2)
+        assert result.timed_out
         assert 20 <= int(result.stdout.split()[0]) <= 32
         await until_processes(sandbox, lambda count: count <= quiet)
         await sandbox.exec("f() { f | f & f; }; f", timeout=2)
