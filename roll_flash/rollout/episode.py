@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +18,11 @@ from roll_flash.errors import InferenceError
 from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
 from roll_flash.rollout.policy import ContextFullError, Policy
 from roll_flash.sandboxes import SandboxError
-from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Trajectory, Turn
+from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
+
+LARGE_CHARACTERS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ async def _play(
         progress.now("reset")
         async with _environment_errors(deadlines.step_s, "reset"):
             messages, info = await env.reset(spec.task.seed)
-        policy.begin(messages)
+        await _take_in(policy.begin, messages)
         turns, end, last_info = await _play_turns(spec, env, policy, deadlines, progress)
         progress.now("close")
     finally:
@@ -153,8 +155,16 @@ async def _play_turns(
         )
         if step.terminated or step.truncated:
             return turns, "terminated" if step.terminated else "truncated", info
-        policy.observe(step.messages)
+        await _take_in(policy.observe, step.messages)
     return turns, "max_turns", info
+
+
+async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
+    """A megabyte takes the better part of a second to tokenise: in a thread, where it holds up no other episode."""
+    if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
+        await asyncio.to_thread(take, messages)
+    else:
+        take(messages)
 
 
 @asynccontextmanager
