@@ -9,7 +9,7 @@ from typing import Any
 
 from roll_flash.stream.rows import Consumer, Key, Unit
 
-WINDOW = 512
+WINDOW = 256
 """Units that a sampler sees at once: the cost of a claim must not grow with what waits."""
 
 
