@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -146,30 +147,32 @@ def _update(
 
 
 def measure(
-    ages: Sequence[int], names: Sequence[str], seeds: int, settings: Settings, report: Callable[[str], None]
+    ages: Sequence[int], names: Sequence[str], seeds: int, settings: Settings, report: Callable[[dict[str, Any]], None]
 ) -> dict[str, Any]:
+    """`report` gets the figures so far after each seed."""
     folder = resolve_model("tiny")
     task = Task(folder)
     curves: dict[str, dict[str, list[list[float]]]] = {name: {str(age): [] for age in ages} for name in names}
     started = time.monotonic()
+    results: dict[str, Any] = {}
     for seed in range(seeds):
         for name in names:
             for age in ages:
                 policy = load_policy_model(folder)
                 loss = LossConfig(name=name, **LOSSES[name])  # type: ignore[arg-type]
                 curves[name][str(age)].append(run(task, policy, loss, age, seed, settings))
-        report(f"seed {seed}: {time.monotonic() - started:.0f} s")
-    return {
-        "steps": settings.steps,
-        "evaluate_every": settings.evaluate_every,
-        "learning_rate": settings.learning_rate,
-        "seeds": seeds,
-        "seconds": time.monotonic() - started,
-        "curves": curves,
-        "final": {
-            name: {age: interval(final(runs)) for age, runs in by_age.items()} for name, by_age in curves.items()
-        },
-    }
+        results = {
+            "steps": settings.steps,
+            "evaluate_every": settings.evaluate_every,
+            "learning_rate": settings.learning_rate,
+            "seeds": seed + 1,
+            "seconds": time.monotonic() - started,
+            "cpu_seconds": time.process_time(),
+            "curves": curves,
+            "final": {n: {age: interval(final(runs)) for age, runs in by.items()} for n, by in curves.items()},
+        }
+        report(results)
+    return results
 
 
 def final(runs: Sequence[Sequence[float]]) -> list[float]:
@@ -230,20 +233,23 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="two ages, two losses, a few steps: within a minute")
     parser.add_argument("--json", action="store_true", help="one object of named figures on standard output")
     parser.add_argument("--seeds", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--output", type=Path, help="folder for staleness.json and staleness.png")
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
-    console = Console(stderr=True)
     settings = Settings(10 if options.quick else options.steps, options.learning_rate, 5)
     ages, names = ((0, 4), ("decoupled_ppo", "reinforce")) if options.quick else (AGES, tuple(LOSSES))
-    results = measure(ages, names, 2 if options.quick else options.seeds, settings, console.print)
-    if options.output is not None:
-        options.output.mkdir(parents=True, exist_ok=True)
-        (options.output / "staleness.json").write_text(json.dumps(results, indent=1) + "\n")
-        plot(results, options.output / "staleness.png")
+
+    def save(so_far: dict[str, Any]) -> None:
+        print(f"{so_far['seeds']} seeds: {so_far['seconds']:.0f} s", file=sys.stderr)
+        if options.output is not None:
+            options.output.mkdir(parents=True, exist_ok=True)
+            (options.output / "staleness.json").write_text(json.dumps(so_far) + "\n")
+            plot(so_far, options.output / "staleness.png")
+
+    results = measure(ages, names, 2 if options.quick else options.seeds, settings, save)
     if options.json:
         print(json.dumps(results))
     else:

@@ -7,18 +7,22 @@ differ from it, is incomplete. Folders are written beside their place and rename
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -57,6 +61,20 @@ def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
             shutil.rmtree(partial)
 
 
+@asynccontextmanager
+async def new_folder_aside(folder: Path, *, replaces: bool = False) -> AsyncIterator[Path]:
+    """`new_folder` whose work on the disk is done in a thread: the event loop goes on."""
+    context = new_folder(folder, replaces=replaces)
+    partial = await asyncio.to_thread(context.__enter__)
+    try:
+        yield partial
+    except BaseException as error:
+        await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
+        raise
+    else:
+        await asyncio.to_thread(context.__exit__, None, None, None)
+
+
 def write_manifest(folder: Path, metadata: dict[str, Any]) -> None:
     """List the files that are there, with their sizes. The last thing to be written."""
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
@@ -90,14 +108,29 @@ def fingerprint(model: nn.Module) -> str:
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
 
 
-def write_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """This rank's shard of weights, optimizer and random state. A collective."""
+def begin_write(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, group: dist.ProcessGroup
+) -> Future[Any]:
+    """Copy this rank's shard of weights and optimizer aside, and write it in the background. A collective.
+
+    When it returns, steps may go on. `group` serves the background alone. `finish_write` says how it went.
+    """
     weights, moments = get_state_dict(model, optimizer)
+    random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
     try:
-        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
-        random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
         torch.save(random_state, folder / f"random-{rank}.pt")
+        started = dcp.async_save({"model": weights, "optimizer": moments}, checkpoint_id=folder, process_group=group)
     except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
+    assert isinstance(started, Future)
+    return started
+
+
+def finish_write(folder: Path, writing: Future[Any]) -> None:
+    """Wait for the background to have written. Raises CheckpointError if it could not."""
+    try:
+        writing.result()
+    except (CheckpointException, OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot be written: {_last_line(error)}") from None
 
 

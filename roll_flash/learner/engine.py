@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,12 +79,20 @@ class LearnerEngine(Protocol):
         """Write a complete checkpoint of the training state (weights, optimizer, RNG, version) into a new folder."""
         ...
 
+    async def begin_save(self, folder: Path) -> asyncio.Task[None]:
+        """`save` in the background: returns when the state is copied and steps may go on."""
+        ...
+
     async def load(self, folder: Path) -> None:
         """Read one back. Raises CheckpointError."""
         ...
 
     async def export_hf(self, folder: Path) -> None:
         """Write a model folder that `transformers` loads, tokenizer included."""
+        ...
+
+    async def begin_export(self, folder: Path) -> asyncio.Task[None]:
+        """`export_hf` in the background: returns when the weights are copied and steps may go on."""
         ...
 
     async def close(self) -> None: ...

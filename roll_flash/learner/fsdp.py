@@ -22,6 +22,7 @@ from ray.actor import ActorHandle
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
 from roll_flash.inference.engine import StagedWeights
 from roll_flash.learner import checkpoint
+from roll_flash.learner.background_write import write_in_background
 from roll_flash.learner.credit import CreditRules
 from roll_flash.learner.engine import StepResult
 from roll_flash.learner.minibatches import split_minibatches
@@ -187,17 +188,20 @@ class FsdpLearner:
         await self._on_rank(0, "release", weights, timeout_s=self._config.step_timeout_s)
 
     async def save(self, folder: Path) -> None:
+        """`begin_save`, and wait until it is written."""
+        await (await self.begin_save(folder))
+
+    async def begin_save(self, folder: Path) -> asyncio.Task[None]:
         """Write a complete checkpoint (weights, optimizer, random state, version) into a new folder, atomically.
 
-        Raises CheckpointError when the folder exists or cannot be written, LearnerError inside a step; nothing is left
-        behind then.
+        When this returns the state has been copied and steps may go on; the task ends when all of it is on disk. Raises
+        CheckpointError, here or from the task, when the folder exists or cannot be written, LearnerError inside a step;
+        nothing is left behind then.
         """
         if not self._totals.empty:
             raise LearnerError(f"{folder}: a checkpoint is written between steps, after finish_step")
         metadata = {"model": self._fingerprint, "version": self._version, "ranks": self._config.ranks}
-        with checkpoint.new_folder(folder) as partial:
-            await self._on_all("save", partial, timeout_s=self._config.step_timeout_s)
-            await asyncio.to_thread(checkpoint.write_manifest, partial, metadata)
+        return await self._in_background("begin_save", folder, manifest=metadata)
 
     async def load(self, folder: Path) -> None:
         """Read a checkpoint back, at any number of ranks.
@@ -216,12 +220,32 @@ class FsdpLearner:
         self._skipped_in_a_row = 0
 
     async def export_hf(self, folder: Path) -> None:
+        """`begin_export`, and wait until it is written."""
+        await (await self.begin_export(folder))
+
+    async def begin_export(self, folder: Path) -> asyncio.Task[None]:
         """Write a model folder that `transformers` loads, tokenizer included, atomically; replaces an earlier one.
 
-        Raises CheckpointError when it cannot be written, or `folder` exists and is not a model folder.
+        As `begin_save`. Raises CheckpointError when it cannot be written, or `folder` exists and is not a model folder.
         """
-        with checkpoint.new_folder(folder, replaces=(folder / "config.json").is_file()) as partial:
-            await self._on_all("export", partial, timeout_s=self._config.step_timeout_s)
+        return await self._in_background("begin_export", folder, replaces=(folder / "config.json").is_file())
+
+    async def _in_background(
+        self, begin: str, folder: Path, *, replaces: bool = False, manifest: dict[str, Any] | None = None
+    ) -> asyncio.Task[None]:
+        timeout_s = self._config.step_timeout_s
+
+        async def has_written(partial: Path) -> bool:
+            return all(await self._on_all("has_written", partial, timeout_s=timeout_s))
+
+        return await write_in_background(
+            folder,
+            begin=lambda partial: self._on_all(begin, partial, timeout_s=timeout_s),
+            has_written=has_written,
+            timeout_s=timeout_s,
+            replaces=replaces,
+            manifest=manifest,
+        )
 
     async def close(self) -> None:
         """Stop all ranks. Safe to call twice, and after a failure."""

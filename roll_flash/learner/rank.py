@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import ray
@@ -54,6 +56,8 @@ class LearnerRank:
         self._temperature = temperature
         self._run = run
         self._store: dist.Store | None = None
+        self._writing: dict[Path, Future[Any]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
         self._device = _device(config.device, rank)
         if self._device.type == "cpu":
             torch.set_num_threads(config.threads)
@@ -80,6 +84,8 @@ class LearnerRank:
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         ranks = self._config.ranks
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
+        # What the background says to other ranks must not come between what FSDP says to them.
+        self._background = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
         policy = load_policy_model(self._folder, self._temperature)
         if self._config.lora.rank:
@@ -90,7 +96,7 @@ class LearnerRank:
         if self._config.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         fingerprint = checkpoint.fingerprint(policy.model)
-        tied = policy.tied_names()
+        self._tied = policy.tied_names()
         self._policy = self._shard(policy)
         self._objective = Objective(self._config, self._policy, self._load_reference())
         self._optimizer = torch.optim.AdamW(
@@ -101,7 +107,7 @@ class LearnerRank:
             fused=True,
         )
         staged_dtype = torch.float32 if self._device.type == "cpu" else torch.bfloat16
-        self._stage = WeightStage(self._policy.model, tied, staged_dtype, self._run)
+        self._stage = WeightStage(self._policy.model, self._tied, staged_dtype, self._run)
         if self._rank == 0:
             self._stage.reserve()
         return fingerprint
@@ -172,23 +178,43 @@ class LearnerRank:
         """First rank only."""
         self._stage.release(weights)
 
-    def save(self, folder: Path) -> None:
-        """This rank's part of a checkpoint. A collective."""
-        checkpoint.write_state(folder, self._policy, self._optimizer, self._rank)
+    def begin_save(self, folder: Path) -> None:
+        """Copy this rank's part of a checkpoint aside and write it in the background. A collective."""
+        self._writing[folder] = checkpoint.begin_write(
+            folder, self._policy, self._optimizer, self._rank, self._background
+        )
+
+    def has_written(self, folder: Path) -> bool:
+        """Whether what was begun for `folder` is done. Raises CheckpointError if it went wrong."""
+        writing = self._writing.get(folder)
+        if writing is not None and not writing.done():
+            return False
+        if writing is not None:
+            del self._writing[folder]
+            checkpoint.finish_write(folder, writing)
+        return True
 
     def load(self, folder: Path) -> None:
         """Read a checkpoint; a step under way is forgotten. A collective."""
         self._optimizer.zero_grad()
         checkpoint.read_state(folder, self._policy, self._optimizer, self._rank)
 
-    def export(self, folder: Path) -> None:
-        """A Hugging Face folder, written by the first rank. A collective."""
-        tensors = {name: tensor.cpu() for name, tensor in whole_tensors(self._policy.model)}
-        if self._rank == 0:
-            self._policy.model.save_pretrained(folder, state_dict=tensors)
-            AutoTokenizer.from_pretrained(self._folder).save_pretrained(folder)
+    def begin_export(self, folder: Path) -> None:
+        """Copy the weights aside; the first rank writes a Hugging Face folder in the background. A collective."""
+        first = self._rank == 0
+        tensors = {}
+        for name, tensor in whole_tensors(self._policy.model, self._tied):
+            if first:
+                tensors[name] = tensor.to("cpu", copy=True)
+        if first:
+            self._writing[folder] = self._writer.submit(self._write_model, folder, tensors)
+
+    def _write_model(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        self._policy.model.save_pretrained(folder, state_dict=tensors)
+        AutoTokenizer.from_pretrained(self._folder).save_pretrained(folder)
 
     def close(self) -> None:
+        self._writer.shutdown(cancel_futures=True)
         self._stage.close()
         dist.destroy_process_group()
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import resource
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
@@ -263,3 +266,49 @@ def test_adapters_learn_and_leave_everything_else_alone(tiny_model: Path, tmp_pa
 def test_an_adapter_for_a_layer_that_is_not_there_is_one_clear_line(tiny_model: Path) -> None:
     with pytest.raises(ModelError, match=r"no linear layer named query"):
         trained(tiny_model, [GROUPS[:1]], lora={"rank": 2, "targets": ["query"]})
+
+
+def test_steps_go_on_while_a_checkpoint_and_a_model_are_written(tiny_model: Path, tmp_path: Path) -> None:
+    """What is written is what was there when it began, to the bit."""
+
+    async def write(learner: FsdpLearner) -> tuple[Weights, Weights]:
+        await step(learner, GROUPS[:2])
+        before = await weights_of(learner)
+        saving = await learner.begin_save(tmp_path / "state")
+        exporting = await learner.begin_export(tmp_path / "hf")
+        await step(learner, GROUPS[2:])
+        await saving
+        await exporting
+        return before, await weights_of(learner)
+
+    async def read(learner: FsdpLearner) -> tuple[Weights, Weights]:
+        await learner.load(tmp_path / "state")
+        loaded = await weights_of(learner)
+        await step(learner, GROUPS[2:])
+        return loaded, await weights_of(learner)
+
+    before, after = in_process(tiny_model, write)
+    loaded, again = in_process(tiny_model, read)
+    assert_equal_weights(loaded, before)
+    assert_equal_weights(again, after)
+    assert_equal_weights(load_file(tmp_path / "hf" / "model.safetensors"), before)
+
+
+@pytest.mark.parametrize("what", ["begin_save", "begin_export"])
+def test_a_full_disk_loses_nothing_but_the_checkpoint(tiny_model: Path, tmp_path: Path, what: str) -> None:
+    async def use(learner: FsdpLearner) -> None:
+        folder = tmp_path / "state"
+        before = await weights_of(learner)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+        try:
+            with pytest.raises(CheckpointError, match="cannot be written"):
+                await (await getattr(learner, what)(folder))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert os.listdir(tmp_path) == []
+        assert_equal_weights(await weights_of(learner), before)
+        await (await getattr(learner, what)(folder))
+        assert (await step(learner, GROUPS[:1])).version == 1
+
+    in_process(tiny_model, use)
