@@ -8,18 +8,25 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import pytest
 
+from roll_flash.config import load_config
+from roll_flash.errors import RunError
+from roll_flash.monitor.episodes import EpisodesWriter
+from roll_flash.rollout import fleet as fleet_module
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.tasks import make_task
+from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.tasks import SeedTasks, make_task
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, WorkerSettings
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 
 COUNTING = "tests.counting:Counting-v0"
+STUCK = "tests.stuck:Stuck-v0"
 ANSWER = b'{"choices": [{"message": {"role": "assistant", "content": "go"}, "finish_reason": "stop"}]}'
 
 
@@ -66,6 +73,10 @@ def make_episodes(count: int, step_s: float) -> list[EpisodeSpec]:
     """Of three turns each, and not all equally long, so that they do not all end at once."""
     tasks = [make_task(COUNTING, seed, {"turns": 3, "step_s": step_s * (1 + seed % 3)}) for seed in range(count)]
     return [EpisodeSpec(f"e{task.seed}", "g", 0, task, SamplingParams(), max_turns=5) for task in tasks]
+
+
+def stuck_episode(how: str) -> EpisodeSpec:
+    return EpisodeSpec("stuck", "g", 0, make_task(STUCK, 0, {"how": how}), SamplingParams(), max_turns=5)
 
 
 def workers_of(outcomes: Sequence[Outcome]) -> set[int]:
@@ -119,6 +130,73 @@ def test_a_killed_worker_loses_only_its_episodes_and_is_replaced(endpoint: str) 
     lost = [outcome for outcome in outcomes if isinstance(outcome, EpisodeFailure)]
     assert 1 <= len(lost) <= 6
     assert {outcome.cause for outcome in lost} == {"worker_died"}
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_worker_whose_event_loop_is_held_up_is_replaced_and_says_where(endpoint: str) -> None:
+    async def run() -> tuple[Outcome, list[Outcome]]:
+        fleet = WorkerFleet(make_settings(endpoint), workers=1, heartbeat_timeout_s=6.0)
+        try:
+            await fleet.start()
+            [stuck] = await play(fleet, [stuck_episode("holds up the event loop")], max_concurrent=1)
+            return stuck, await play(fleet, make_episodes(2, step_s=0.0), max_concurrent=2)
+        finally:
+            await fleet.close()
+
+    stuck, others = asyncio.run(run())
+    assert isinstance(stuck, EpisodeFailure)
+    assert stuck.cause == "worker_died"
+    assert "no sign of life for 6 s" in stuck.message
+    assert "held up in step (stuck.py:" in stuck.message
+    assert all(isinstance(outcome, Trajectory) for outcome in others)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_workers_that_no_node_has_the_resources_for_are_one_clear_error(
+    endpoint: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet_module, "START_TIMEOUT_S", 2.0)
+
+    async def run() -> None:
+        fleet = WorkerFleet(make_settings(endpoint), workers=1, placement="spread", resources={"unobtainium": 1})
+        try:
+            await fleet.start()
+        finally:
+            await fleet.close()
+
+    with pytest.raises(RunError, match=r"worker_resources asks for unobtainium: 1, which the Ray cluster"):
+        asyncio.run(run())
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_run_that_stalls_names_the_episode_its_turn_and_what_it_waits_for(endpoint: str, tmp_path: Path) -> None:
+    config = load_config(
+        {
+            "model": {"path": "tiny"},
+            "env": {"id": STUCK},
+            "rollout": {"groups_per_step": 1, "group_size": 2, "max_concurrent": 2},
+            "monitor": {"stall_timeout_s": 3.0},
+        }
+    )
+
+    async def run() -> None:
+        fleet = WorkerFleet(make_settings(endpoint), workers=1)
+        try:
+            await fleet.start()
+            tasks = SeedTasks(STUCK, {}, (0, 10), seed=0)
+            with EpisodesWriter(tmp_path) as episodes:
+                async with Rollout(config, fleet, tasks, episodes) as rollout:
+                    async for _ in rollout.groups_for_step():
+                        raise AssertionError("no group can become ready")
+        finally:
+            await fleet.close()
+
+    says = r"no episode ended for 3 s .*g00000000-r\d turn 0 waits for the environment's step since \d+ s"
+    with pytest.raises(RunError, match=says):
+        asyncio.run(run())
 
 
 @pytest.mark.ray
