@@ -43,6 +43,10 @@ class ToolUse:
     timeouts: int = 0
     seconds: float = 0.0
 
+    @property
+    def successes(self) -> int:
+        return self.calls - self.errors
+
     def as_info(self) -> dict[str, float]:
         return {"calls": self.calls, "errors": self.errors, "timeouts": self.timeouts, "seconds": self.seconds}
 
@@ -70,7 +74,7 @@ class ToolEnv(Env):
     """Define `begin`, mark methods with `@tool()` and `@reward()`; that is a whole environment.
 
     While an episode runs: `turn` (from 1), `last_calls` (outcomes of this turn), `final_answer` (None until the model
-    gives one: its text without a call, or what it wrote in `<answer>`), `finish()` ends the episode after this turn.
+    gives one: its text without a call, or what it wrote in `<answer>`), `used(tool)`; `finish()` ends the episode.
     At the end the final rewards are asked; `info["success"]` is `self.success` where that was set, else whether every
     final reward was earned in full. `info["tools"]` has calls, errors, timeouts and seconds of each tool.
     """
@@ -115,6 +119,10 @@ class ToolEnv(Env):
     @property
     def turn(self) -> int:
         return self._episode.turn
+
+    def used(self, tool: str) -> ToolUse:
+        """How the tool of this name was used so far in this episode."""
+        return self._episode.use.get(tool, ToolUse())
 
     @property
     def full_reward(self) -> float:
