@@ -80,7 +80,7 @@ class Sandbox(Protocol):
     async def put_tree(
         self, source: str | Path | bytes, path: str = ".", *, max_bytes: int = 1 << 28, max_entries: int = 20_000
     ) -> TreeReport:
-        """Copy a folder of this machine, or a tar archive, into a directory. Raises SandboxFileError."""
+        """Copy a folder of this machine, or a tar or zip archive, into a directory. Raises SandboxFileError."""
         ...
 
     async def get_tree(

@@ -12,11 +12,12 @@ import stat
 import tarfile
 
 from roll_flash.sandboxes import files
+from roll_flash.sandboxes.archives import EFBIG
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.frames import Entry
 from roll_flash.sandboxes.spec import SandboxSpec
-from roll_flash.sandboxes.trees import EFBIG, MAX_ENTRIES, is_safe_name
+from roll_flash.sandboxes.trees import MAX_ENTRIES, is_safe_name
 
 MAX_SNAPSHOT_BYTES = 64 << 20
 SHARED_FOLDER = "/tmp"

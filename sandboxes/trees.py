@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import os
 import stat
-import tarfile
 import tempfile
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -14,17 +12,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from roll_flash.sandboxes import files
+from roll_flash.sandboxes.archives import EFBIG, EINVAL, unpack
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.frames import Entry
 
 MAX_ENTRIES = 20_000
 MAX_BYTES = 1 << 28
-MAX_RATIO = 200
-"""Largest unpacked size of an archive as a multiple of its packed size (beyond the first MiB)."""
 PARALLEL_FILES = 16
-EFBIG = 27
-EINVAL = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +94,15 @@ async def _together(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
 async def put_tree(
     connection: AgentConnection, source: Path | bytes, path: str, *, max_bytes: int, max_entries: int
 ) -> TreeReport:
-    """Copy a directory, or the content of a tar archive (a file, or its bytes), into a directory of the sandbox.
+    """Copy a directory, or the content of a tar or zip archive (a file, or its bytes), into a directory of the sandbox.
 
-    Raises SandboxFileError for an archive that leads outside, is too large or unpacks to more than MAX_RATIO times its
-    size, before anything is sent.
+    Raises SandboxFileError for an archive that leads outside, is too large or unpacks to more than
+    `archives.MAX_RATIO` times its size, before anything is sent.
     """
     if isinstance(source, bytes) or await asyncio.to_thread(source.is_file):
         packed = source if isinstance(source, bytes) else await asyncio.to_thread(source.read_bytes)
         with tempfile.TemporaryDirectory(prefix="roll-flash-tree-") as folder:
-            await asyncio.to_thread(_unpack, packed, Path(folder), max_bytes, max_entries)
+            await asyncio.to_thread(unpack, packed, Path(folder), max_bytes=max_bytes, max_entries=max_entries)
             return await put_tree(connection, Path(folder), path, max_bytes=max_bytes, max_entries=max_entries)
     members = await asyncio.to_thread(_members, source, max_bytes, max_entries)
     await files.make_directory(connection, path, 0o755)
@@ -146,23 +141,6 @@ def _members(source: Path, max_bytes: int, max_entries: int) -> list[tuple[Path,
             if len(found) > max_entries or total > max_bytes:
                 raise SandboxFileError(f"{source} has more than {max_entries} members or {max_bytes} bytes", EFBIG)
     return found
-
-
-def _unpack(packed: bytes, folder: Path, max_bytes: int, max_entries: int) -> None:
-    allowed = min(max_bytes, (1 << 20) + MAX_RATIO * len(packed))
-    total = count = 0
-    try:
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            for member in archive:
-                count += 1
-                total += member.size
-                if total > allowed or count > max_entries:
-                    raise SandboxFileError(
-                        f"the archive unpacks to more than {allowed} bytes or {max_entries} files", EFBIG
-                    )
-                archive.extract(member, folder, filter="data")
-    except (tarfile.TarError, OSError, EOFError) as error:
-        raise SandboxFileError(f"the archive cannot be unpacked: {error}", EINVAL) from None
 
 
 def _make_empty(destination: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,58 @@ def test_a_hostile_archive_is_refused(provider: str, packed: bytes) -> None:
         with pytest.raises(SandboxFileError):
             await sandbox.put_tree(packed, "d")
         assert (await sandbox.exec("ls -A")).stdout in (b"", b"d\n")
+
+    within(provider, put)
+
+
+def zipped(*members: tuple[str, int, bytes]) -> bytes:
+    """Of (name, mode with type, content)."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, mode, content in members:
+            info = zipfile.ZipInfo(name)
+            info.external_attr = mode << 16
+            archive.writestr(info, content, zipfile.ZIP_DEFLATED)
+    return packed.getvalue()
+
+
+def lying(packed: bytes, size: int) -> bytes:
+    """The same zip, whose directory and header say that its one file is small."""
+    told, small = size.to_bytes(4, "little"), (10).to_bytes(4, "little")
+    assert packed.count(told) == 2
+    return packed.replace(told, small)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        pytest.param(zipped(("../../escaped", 0o100644, b"x")), id="a path that leads up"),
+        pytest.param(zipped(("/etc/escaped", 0o100644, b"x")), id="an absolute path"),
+        pytest.param(zipped(("link", 0o120777, b"/etc")), id="a link"),
+        pytest.param(zipped(("link", 0o120777, b".."), ("link/escaped", 0o100644, b"x")), id="a file through a link"),
+        pytest.param(zipped(("a", 0o100644, b"1"), ("a", 0o100644, b"2")), id="one name twice"),
+        pytest.param(zipped(("bomb", 0o100644, bytes(300 << 20))), id="a bomb"),
+        pytest.param(
+            lying(zipped(("bomb", 0o100644, bytes(299_999_999))), 299_999_999), id="a bomb that says it is none"
+        ),
+        pytest.param(zipped(("f", 0o100644, b"x" * 1000))[:-20], id="a zip cut short"),
+    ],
+)
+def test_a_hostile_zip_is_refused(provider: str, packed: bytes) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError):
+            await sandbox.put_tree(packed, "d")
+        assert (await sandbox.exec("ls -A")).stdout in (b"", b"d\n")
+
+    within(provider, put)
+
+
+def test_an_honest_zip_arrives(provider: str) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        packed = zipped(("bin/", 0o40755, b""), ("bin/run", 0o100755, b"#!/bin/sh\necho ran\n"), ("f", 0, b"x"))
+        report = await sandbox.put_tree(packed, "d")
+        assert (report.files, report.bytes) == (2, 20)
+        assert (await sandbox.exec("d/bin/run; cat d/f")).stdout == b"ran\nx"
 
     within(provider, put)
 

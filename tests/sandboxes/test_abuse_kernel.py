@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import socket
 
 import pytest
@@ -83,12 +84,22 @@ def test_a_socket_of_a_harmless_family_is_allowed(provider: str, family: int) ->
     assert attempt(provider, "stream-socket", str(family)).stdout == b"0\n"
 
 
-def test_a_listener_on_this_machine_cannot_be_reached(provider: str) -> None:
-    with socket.create_server(("0.0.0.0", 0)) as server:
-        port = server.getsockname()[1]
-        code = f"import socket; s = socket.socket(); s.settimeout(2); print(s.connect_ex(('127.0.0.1', {port})))"
-        result = shell(provider, f'python3 -c "{code}"')
-        assert result.stdout.strip() not in (b"0", b""), result
+@pytest.mark.parametrize(
+    ("family", "address"),
+    [("AF_INET", "127.0.0.1"), ("AF_INET6", "::1"), ("AF_UNIX", "")],
+    ids=["ipv4", "ipv6", "unix"],
+)
+def test_a_listener_on_this_machine_cannot_be_reached(provider: str, family: str, address: str) -> None:
+    with socket.socket(getattr(socket, family)) as server:
+        server.bind(f"\0roll-flash-{secrets.token_hex(8)}" if family == "AF_UNIX" else (address, 0))
+        server.listen()
+        where = repr(server.getsockname())
+        code = f"import socket; s = socket.socket(socket.{family}); s.settimeout(2); print(s.connect_ex({where}))"
+
+        async def connect(sandbox: Sandbox) -> bytes:
+            return (await sandbox.exec(["python3", "-c", code], timeout=20)).stdout.strip()
+
+        assert within(provider, connect) not in (b"0", b"")
         server.settimeout(0.2)
         with pytest.raises(TimeoutError):
             server.accept()

@@ -125,6 +125,23 @@ def test_a_gigabyte_of_output_is_counted_and_not_kept(provider: str, target: str
     within(provider, flood)
 
 
+@pytest.mark.docker
+def test_a_gigabyte_written_to_a_file_is_read_only_as_far_as_is_allowed(docker: str) -> None:
+    """On the writable root, where nothing but the engine's disk ends it."""
+
+    async def fill(sandbox: Sandbox) -> None:
+        written = await sandbox.exec("head -c 1000000000 /dev/zero > /full; stat -c %s /full", timeout=120)
+        assert written.stdout == b"1000000000\n"
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with pytest.raises(SandboxFileError):
+            await sandbox.read("/full", max_bytes=1 << 20)
+        result = await sandbox.exec(["cat", "/full"], timeout=120, max_output=1000)
+        assert (result.stdout_bytes, len(result.stdout) < 1100) == (1_000_000_000, True)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
+
+    within(docker, fill, SandboxSpec(writable_root=True, user="0:0"))
+
+
 def test_a_huge_file_is_not_read_beyond_the_limit(provider: str) -> None:
     async def read(sandbox: Sandbox) -> None:
         await sandbox.exec("truncate -s 1000000000000 huge; head -c 30000000 /dev/zero > big")
