@@ -227,11 +227,11 @@ async def whole_batch_step(learner: FsdpLearner, groups: list[Group], delays_s: 
     return timeline
 
 
-async def streamed_step(learner: FsdpLearner, groups: list[Group], delays_s: list[float], step: int) -> Timeline:
+async def streamed_step(learner: FsdpLearner, groups: list[Group], delays_s: list[float]) -> Timeline:
     """What a run does: the learner takes micro-batches while other groups are still on their way."""
     timeline = Timeline()
     loader = LearnerLoader(TrajectoryStream([learner_consumer(MICRO_BATCH_TOKENS)]))
-    async with aclosing(loader.stream_step(arriving(groups, delays_s, timeline), step)) as micro_batches:
+    async with aclosing(loader.stream_step(arriving(groups, delays_s, timeline))) as micro_batches:
         async for micro_batch in micro_batches:
             with timeline.working(len(micro_batch.groups)):
                 await learner.accumulate(micro_batch.groups)
@@ -253,7 +253,7 @@ async def overlap(num_groups: int, repeats: int) -> tuple[list[Timeline], list[T
             tail = np.random.default_rng(repeat).lognormal(0.0, 1.0, num_groups)
             delays_s = (tail / tail.max() * compute_s).tolist()
             whole.append(await whole_batch_step(learner, groups, delays_s))
-            streamed.append(await streamed_step(learner, groups, delays_s, repeat))
+            streamed.append(await streamed_step(learner, groups, delays_s))
         return whole, streamed
     finally:
         await learner.close()

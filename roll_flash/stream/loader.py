@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 
+from roll_flash.errors import StreamStarvedError
 from roll_flash.stream.rows import Array, Batch, Consumer
 from roll_flash.stream.samplers import TokenBalanced
 from roll_flash.stream.stream import TrajectoryStream
@@ -42,18 +43,23 @@ class LearnerLoader:
     """Takes what consumer `learner` gets and makes groups of it again."""
 
     def __init__(self, stream: TrajectoryStream, *, timeout_s: float = 600.0, without: Collection[str] = ()) -> None:
-        """`timeout_s`: longest wait for a micro-batch or for room. `without`: columns that stages write (`reward`)."""
+        """`timeout_s`: longest wait for room, and for a micro-batch when all groups are there. `without`: columns that
+        stages write (`reward`)."""
         self._stream = stream
         self._timeout_s = timeout_s
         self._without = without
+        self._partition = stream.unused_partition()
 
-    async def micro_batches(self, step: int) -> AsyncGenerator[MicroBatch, None]:
-        """What is in partition `step`, as it becomes ready, until the partition is sealed and all was taken.
+    async def micro_batches(
+        self, partition: int, *, may_starve: Callable[[], bool] = lambda: False
+    ) -> AsyncGenerator[MicroBatch, None]:
+        """What is in a partition, as it becomes ready, until the partition is sealed and all was taken.
 
         A micro-batch counts as consumed when the next one is asked for. Close the generator (`contextlib.aclosing`):
-        one that was not finished comes again then.
+        one that was not finished comes again then. Raises StreamStarvedError after `timeout_s` without one, unless it
+        `may_starve`.
         """
-        while (batch := await self._stream.next_batch(LEARNER, step, timeout_s=self._timeout_s)) is not None:
+        while (batch := await self._next_batch(partition, may_starve)) is not None:
             try:
                 yield _micro_batch(batch)
             except BaseException:
@@ -61,22 +67,26 @@ class LearnerLoader:
                 raise
             await self._stream.release(batch)
 
-    async def feed(self, groups: AsyncIterator[list[Group]], step: int) -> None:
-        """Put the groups of a step into its partition as they come, and seal it."""
+    async def feed(self, groups: AsyncIterator[list[Group]], partition: int) -> None:
+        """Put groups into a partition as they come, and seal it."""
         async for several in groups:
             for group in several:
-                rows = group_rows(group, partition=step, without=self._without)
+                rows = group_rows(group, partition=partition, without=self._without)
                 await self._stream.put(rows, timeout_s=self._timeout_s)
-        await self._stream.seal(step)
+        await self._stream.seal(partition)
 
-    async def stream_step(self, groups: AsyncIterator[list[Group]], step: int) -> AsyncGenerator[MicroBatch, None]:
-        """`feed` in the background and `micro_batches` in front of it: one step of the run.
+    async def stream_step(self, groups: AsyncIterator[list[Group]]) -> AsyncGenerator[MicroBatch, None]:
+        """`feed` in the background and `micro_batches` in front of it: one step of the run, in a partition of its own.
 
-        An error of `groups` ends the iteration and is raised as it is. Close the generator (`contextlib.aclosing`).
+        While `groups` still come, how long that may take is for their source to judge. An error of `groups` ends the
+        iteration and is raised as it is. Close the generator (`contextlib.aclosing`).
         """
-        feeder = asyncio.create_task(self._feed_or_fail(groups, step))
+        # Not the learner's version: a step that was skipped is followed by another one of the same version.
+        partition, self._partition = self._partition, self._partition + 1
+        feeder = asyncio.create_task(self._feed_or_fail(groups, partition))
         try:
-            async with aclosing(self.micro_batches(step)) as micro_batches:
+            source = self.micro_batches(partition, may_starve=lambda: not feeder.done())
+            async with aclosing(source) as micro_batches:
                 async for micro_batch in micro_batches:
                     yield micro_batch
             await feeder
@@ -84,9 +94,17 @@ class LearnerLoader:
             feeder.cancel()
             await asyncio.gather(feeder, return_exceptions=True)
 
-    async def _feed_or_fail(self, groups: AsyncIterator[list[Group]], step: int) -> None:
+    async def _next_batch(self, partition: int, may_starve: Callable[[], bool]) -> Batch | None:
+        while True:
+            try:
+                return await self._stream.next_batch(LEARNER, partition, timeout_s=self._timeout_s)
+            except StreamStarvedError:
+                if not may_starve():
+                    raise
+
+    async def _feed_or_fail(self, groups: AsyncIterator[list[Group]], partition: int) -> None:
         try:
-            await self.feed(groups, step)
+            await self.feed(groups, partition)
         except Exception as error:
             self._stream.fail(error)
             raise

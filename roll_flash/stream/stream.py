@@ -176,6 +176,11 @@ class TrajectoryStream:
         self._room.set()
         self._wake()
 
+    def unused_partition(self) -> int:
+        """A partition that no row is or was in, and neither in any above it."""
+        ledger = self._ledger
+        return max([-1, *ledger.sealed, *(group.partition for group in ledger.groups.values())]) + 1
+
     def books(self) -> dict[str, int]:
         """What became of every row: `produced == consumed + dropped_* + waiting`, and counts per consumer."""
         return {**self._ledger.books, "waiting": self._ledger.num_waiting}

@@ -10,7 +10,7 @@ from contextlib import aclosing
 import numpy as np
 import pytest
 
-from roll_flash.errors import RunError
+from roll_flash.errors import RunError, StreamStarvedError
 from roll_flash.learner.packing import pack
 from roll_flash.learner.sequences import prepare_demonstrations
 from roll_flash.stream import (
@@ -84,15 +84,15 @@ async def groups_of(*several: list[Group]) -> AsyncIterator[list[Group]]:
         yield groups
 
 
-async def collect(loader: LearnerLoader, source: AsyncIterator[list[Group]], step: int) -> list[MicroBatch]:
-    async with aclosing(loader.stream_step(source, step)) as micro_batches:
+async def collect(loader: LearnerLoader, source: AsyncIterator[list[Group]]) -> list[MicroBatch]:
+    async with aclosing(loader.stream_step(source)) as micro_batches:
         return [micro_batch async for micro_batch in micro_batches]
 
 
 def test_a_trajectory_comes_back_as_it_went(new_store: Callable[[], Store]) -> None:
     async def main() -> None:
         stream = TrajectoryStream([learner_consumer(1000)], new_store())
-        (batch,) = await collect(LearnerLoader(stream), groups_of([group(1)]), step=0)
+        (batch,) = await collect(LearnerLoader(stream), groups_of([group(1)]))
         for sent, came in zip(group(1).trajectories, batch.groups[0].trajectories, strict=True):
             assert_same(sent, came)
         assert batch.groups[0].group_id == "g1"
@@ -116,7 +116,7 @@ def test_a_step_ends_with_its_own_groups_and_micro_batches_keep_their_budget() -
         loader = LearnerLoader(stream)
         for step in range(3):
             numbers = range(10 * step, 10 * step + 7)
-            batches = await collect(loader, groups_of(*([group(number)] for number in numbers)), step)
+            batches = await collect(loader, groups_of(*([group(number)] for number in numbers)))
             assert sorted(g.group_id for batch in batches for g in batch.groups) == sorted(f"g{n}" for n in numbers)
             assert all(batch.tokens <= 70 for batch in batches)
         assert stream.books() == {"produced": 63, "consumed_by_learner": 63, "consumed": 63, "waiting": 0}
@@ -131,11 +131,24 @@ def test_the_learner_begins_before_the_last_group_is_there() -> None:
         yield [group(2)]
 
     async def main() -> None:
-        async with aclosing(LearnerLoader(TrajectoryStream([learner_consumer(999)])).stream_step(slow(), 0)) as batches:
+        async with aclosing(LearnerLoader(TrajectoryStream([learner_consumer(999)])).stream_step(slow())) as batches:
             async for _ in batches:
                 begun.set()
 
     begun = asyncio.Event()
+    asyncio.run(main())
+
+
+def test_a_step_may_be_long_but_not_when_all_its_groups_are_there() -> None:
+    async def slow() -> AsyncIterator[list[Group]]:
+        await asyncio.sleep(0.2)
+        yield [group(1)]
+
+    async def main() -> None:
+        stream = TrajectoryStream([learner_consumer(99, extra_columns=("ref_logprobs",))])
+        with pytest.raises(StreamStarvedError, match="3 rows lack 'ref_logprobs'"):
+            await collect(LearnerLoader(stream, timeout_s=0.02), slow())
+
     asyncio.run(main())
 
 
@@ -161,7 +174,7 @@ def test_an_error_of_the_source_ends_the_step_as_it_is() -> None:
 
     async def main() -> None:
         with pytest.raises(RunError, match="the last 64 episodes all failed"):
-            await collect(LearnerLoader(TrajectoryStream([learner_consumer(99)])), broken(), 0)
+            await collect(LearnerLoader(TrajectoryStream([learner_consumer(99)])), broken())
 
     asyncio.run(main())
 
@@ -170,7 +183,7 @@ def test_a_micro_batch_that_was_not_finished_comes_again() -> None:
     async def main() -> None:
         stream = TrajectoryStream([learner_consumer(40)])
         loader = LearnerLoader(stream)
-        async with aclosing(loader.stream_step(groups_of([group(1), group(2)]), 0)) as batches:
+        async with aclosing(loader.stream_step(groups_of([group(1), group(2)]))) as batches:
             await anext(batches)
         assert stream.books()["waiting"] == 6
         await stream.seal(0)
@@ -187,7 +200,7 @@ def test_a_reward_that_a_stage_writes_is_the_trajectorys_reward() -> None:
     async def main() -> None:
         stream = TrajectoryStream([learner_consumer(99), Consumer("judge", ("token_ids",), Sequential(2))])
         stage = asyncio.create_task(Stage(stream, "judge", judge).run())
-        batches = await collect(LearnerLoader(stream, without=("reward",)), groups_of([group(1)]), 0)
+        batches = await collect(LearnerLoader(stream, without=("reward",)), groups_of([group(1)]))
         assert [t.reward for t in batches[0].groups[0].trajectories] == [13.0, 14.0, 15.0]
         await stream.seal()
         await stage
