@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,8 @@ DEATH_NOTICE_S = 5.0
 """How long after a failed request a server may turn out to be dead."""
 MAX_RESTARTS = 3
 """Restarts of one server without a publication between them; after that it stays down and `publish` fails."""
+
+T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +139,7 @@ class ServerEngine:
     async def _score(self, server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
         async with self._busy[server]:
             try:
-                return await _score(server, token_ids)
+                return await self._unless_hung(server, _score(server, token_ids))
             except InferenceError:
                 if not await _has_died(server):
                     raise
@@ -148,15 +150,24 @@ class ServerEngine:
         """New weights for one server, which is started again once if it dies or hangs over them."""
         if server.is_running:
             try:
-                async with asyncio.timeout(self._hung_after_s):
-                    return await _update(server, weights.version, weights.path, in_flight)
-            except TimeoutError:
-                await self._kill_hung(server)
+                return await self._unless_hung(server, _update(server, weights.version, weights.path, in_flight))
             except InferenceError:
                 if not await _has_died(server):
                     raise
         await self._restart(server)
         return await _update(server, weights.version, weights.path, in_flight)
+
+    async def _unless_hung(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:
+        """Does `work`, of any length, with a server. One that answers nothing meanwhile is killed: `work` then fails."""
+        task = asyncio.create_task(work)
+        try:
+            while not (await asyncio.wait([task], timeout=self._hung_after_s))[0]:
+                if not await server.is_healthy():
+                    await self._kill_hung(server)
+            return await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
 
     async def _supervise(self, server: ServerProcess) -> None:
         """Start the server again when it has died or hangs. Ends when it cannot be started."""

@@ -34,7 +34,7 @@ class Served:
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 120))
+        return self.loop.run_until_complete(asyncio.wait_for(work, 240))
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(text, add_special_tokens=False))

@@ -240,7 +240,7 @@ def test_a_killed_server_comes_back_with_the_newest_weights(served: Served) -> N
     async def kill_in_flight() -> Generation:
         client = open_client(engine.client_spec())
         sampling = SamplingParams(max_new_tokens=400)
-        ask = asyncio.create_task(client.generate([5, 6, 7], sampling, request_id="survivor", timeout_s=110))
+        ask = asyncio.create_task(client.generate([5, 6, 7], sampling, request_id="survivor", timeout_s=220))
         await asyncio.sleep(0.05)
         _kill_server(engine)
         generation = await ask
