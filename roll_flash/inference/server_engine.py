@@ -158,7 +158,7 @@ class ServerEngine:
         return await _update(server, weights.version, weights.path, in_flight)
 
     async def _unless_hung(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:
-        """Does `work`, of any length, with a server. One that answers nothing meanwhile is killed: `work` then fails."""
+        """Does `work`, of any length, with a server; kills one that answers nothing meanwhile, so that `work` fails."""
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait([task], timeout=self._hung_after_s))[0]:
