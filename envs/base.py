@@ -59,6 +59,13 @@ class Env(_GymnasiumEnv):
         """Take the model's text and answer it."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def step`")
 
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        """The episode ends here, by the run's limit of turns or of tokens: the reward for the whole so far, and info.
+
+        Asked only if `step` has not ended the episode.
+        """
+        return 0.0, {}
+
     async def close(self) -> None:
         """Give back what the episode holds."""
 

@@ -75,6 +75,10 @@ class MoveEnv(gymnasium.Env[str, str]):
         reply = f"Moves: {moves}.{several} Reply like this: <move>{self.words[0]}</move>"
         return f"{about}\n{reply}\n\n{self.show()}", {}
 
+    def conclude(self) -> tuple[float, dict[str, Any]]:
+        """The run ends the game before it is over."""
+        return 0.0, {"success": False}
+
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turns += 1
         moves = parse_moves(action, self.words)

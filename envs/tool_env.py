@@ -88,7 +88,7 @@ class ToolEnv(Env):
     tool_format: ToolFormat = "hermes"
     """How tools are described and results shown; calls are understood in every format."""
     max_turns: int = 8
-    """After so many turns the episode is scored as it stands (`truncated`). No more than a run's `env.max_turns`."""
+    """After so many turns the episode is scored as it stands (`truncated`); a run's `env.max_turns` does the same."""
     max_calls_per_turn: int = 16
 
     success: bool | None = None
@@ -144,18 +144,19 @@ class ToolEnv(Env):
         observation = await (self._run_calls(calls) if calls else self._take_answer(action))
         terminated = observation is None or self._episode.finished
         truncated = not terminated and self._episode.turn >= self.max_turns
-        total, values = 0.0, dict[str, float]()
-        for when in ("turn", *(("final",) if terminated or truncated else ())):
-            score = await _rubric_of(type(self)).score(self, "final" if when == "final" else "turn")
-            total += score.total
-            values |= score.values
-            final = score.total
-        info: dict[str, Any] = {"tools": {name: use.as_info() for name, use in self._episode.use.items()}}
-        if values:
-            info["rewards"] = values
-        if terminated or truncated:
-            info["success"] = self.success if self.success is not None else final >= self.full_reward - 1e-9
-        return observation or "", total, terminated, truncated, info
+        of_turn = await _rubric_of(type(self)).score(self, "turn")
+        final, info = await self.conclude() if terminated or truncated else (0.0, self._tool_info())
+        info["rewards"] = {**of_turn.values, **info.get("rewards", {})}
+        return observation or "", of_turn.total + final, terminated, truncated, info
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        """The final rewards, for the episode as it stands."""
+        final = await _rubric_of(type(self)).score(self, "final")
+        success = self.success if self.success is not None else final.total >= self.full_reward - 1e-9
+        return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
+
+    def _tool_info(self) -> dict[str, Any]:
+        return {"tools": {name: use.as_info() for name, use in self._episode.use.items()}}
 
     async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
         outcomes = [await self._run_call(call) for call in calls[: self.max_calls_per_turn]]

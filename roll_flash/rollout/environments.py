@@ -88,6 +88,14 @@ class AsyncEnvironment:
         text = "\n".join(str(message.get("content", "")) for message in messages)
         return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), info)
 
+    async def conclude(self) -> tuple[float, Mapping[str, Any]]:
+        """What the episode is worth as it stands, where the environment can say; for one that is ended from outside."""
+        method = getattr(self._env.unwrapped, "conclude", None)
+        if method is None:
+            return 0.0, {}
+        reward, info = await self._call(method)
+        return _as_reward(reward), info
+
     async def close(self) -> None:
         if self._is_async or _has_own_close(self._env):
             await self._call(self._env.close)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_flash.errors import InferenceError
@@ -92,6 +92,8 @@ async def _play(
             messages, info = await env.reset(spec.task.seed)
         await _take_in(policy.begin, messages)
         turns, end, last_info = await _play_turns(spec, env, policy, deadlines, progress)
+        if end in ("max_turns", "context_limit"):
+            last_info |= await _conclude(env, turns, deadlines, progress)
         progress.now("close")
     finally:
         close_error = await _close(env, deadlines.step_s)
@@ -165,6 +167,17 @@ async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence
         await asyncio.to_thread(take, messages)
     else:
         take(messages)
+
+
+async def _conclude(
+    env: AsyncEnvironment, turns: list[Turn], deadlines: Deadlines, progress: Progress
+) -> Mapping[str, Any]:
+    """The environment did not end the episode, so it has not scored the whole of it yet."""
+    progress.now("the environment's score")
+    async with _environment_errors(deadlines.step_s, "conclude"):
+        reward, info = await env.conclude()
+    turns[-1] = replace(turns[-1], reward=turns[-1].reward + reward)
+    return info
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from roll_flash.envs import Env, register_env
+from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
 from roll_flash.sandboxes import SandboxError
 
 from roll_flash.errors import ConfigError, InferenceError
@@ -159,6 +159,35 @@ def test_an_episode_ends_at_its_turn_limit() -> None:
     outcome = play(Echo(turns=9), ScriptedPolicy("a", "b", "c"), max_turns=2)
     assert isinstance(outcome, Trajectory)
     assert (outcome.end, len(outcome.turns)) == ("max_turns", 2)
+
+
+class ScoredAtTheEnd(ToolEnv):
+    """Its only reward is for the whole episode."""
+
+    async def begin(self, seed: int) -> str:
+        return "work"
+
+    @tool()
+    async def work(self) -> str:
+        """Work."""
+        return "worked"
+
+    @reward()
+    async def has_worked(self) -> bool:
+        return self.used("work").calls > 1
+
+
+WORK = '{"name": "work", "parameters": {}}'
+
+
+@pytest.mark.parametrize(
+    ("script", "end"), [([WORK, WORK], "max_turns"), ([WORK, WORK, ContextFullError("full")], "context_limit")]
+)
+def test_an_episode_that_the_run_ends_is_scored_as_it_stands(script: list[Any], end: str) -> None:
+    outcome = play(ScoredAtTheEnd(), ScriptedPolicy(*script), max_turns=len(script))
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.end, outcome.reward, outcome.success) == (end, 1.0, True)
+    assert outcome.info["tools"]["work"]["calls"] == 2
 
 
 def test_a_full_context_ends_the_episode_but_keeps_what_was_played() -> None:
