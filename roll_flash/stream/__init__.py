@@ -4,7 +4,7 @@
 """
 
 from roll_flash.stream.loader import LEARNER, LearnerLoader, MicroBatch, learner_consumer
-from roll_flash.stream.rows import Batch, Claim, Columns, Consumer, Row
+from roll_flash.stream.rows import Batch, Claim, Columns, Consumer, Row, RowInfo
 from roll_flash.stream.samplers import Groups, RankAware, Sampler, Sequential, TokenBalanced
 from roll_flash.stream.stage import Stage
 from roll_flash.stream.store import MemoryStore, Store
@@ -25,6 +25,7 @@ __all__ = [
     "MicroBatch",
     "RankAware",
     "Row",
+    "RowInfo",
     "Sampler",
     "Sequential",
     "Stage",

@@ -67,17 +67,31 @@ class TrajectoryStream:
         names = same_columns(columns)
         if not rows:
             return []
-        infos = [row.info() for row in rows]
-        row_ids = await self._reserve(infos, timeout_s)
+        row_ids = await self.reserve([row.info() for row in rows], timeout_s=timeout_s)
         try:
             await self._store.put(row_ids, columns)
         except BaseException:
-            self._ledger.withdraw(row_ids)
-            await self._after_change()
+            await self.withdraw(row_ids)
             raise
-        self._ledger.arrive(row_ids, names)
-        await self._after_change()
+        await self.announce(row_ids, names)
         return row_ids
+
+    async def reserve(self, infos: Sequence[RowInfo], *, timeout_s: float = 600.0) -> list[int]:
+        """`put` without the data, which another process writes into the store itself; then `announce` or `withdraw`."""
+        self._raise_failure()
+        if self._ledger.has_begun(infos) or (not self._writers_waiting and self._ledger.has_room(infos)):
+            return self._ledger.reserve(infos)
+        return await self._wait_for_room(infos, timeout_s)
+
+    async def announce(self, row_ids: Sequence[int], columns: Sequence[str]) -> None:
+        """The reserved rows are in the store, with these columns: from here on they count as produced."""
+        self._ledger.arrive(row_ids, columns)
+        await self._after_change()
+
+    async def withdraw(self, row_ids: Sequence[int]) -> None:
+        """The reserved rows will not come."""
+        self._ledger.withdraw(row_ids)
+        await self._after_change()
 
     async def write(self, row_ids: Sequence[int], rows: Sequence[Columns]) -> None:
         """Add columns to rows; each column of a row once. Never waits for room. Rows dropped meanwhile are passed over.
@@ -235,10 +249,7 @@ class TrajectoryStream:
 
     # How it waits
 
-    async def _reserve(self, infos: Sequence[RowInfo], timeout_s: float) -> list[int]:
-        self._raise_failure()
-        if self._ledger.has_begun(infos) or (not self._writers_waiting and self._ledger.has_room(infos)):
-            return self._ledger.reserve(infos)
+    async def _wait_for_room(self, infos: Sequence[RowInfo], timeout_s: float) -> list[int]:
         self._writers_waiting += 1
         self._wake()  # consumers that hold out for more must take what there is
         try:
