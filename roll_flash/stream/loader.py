@@ -14,7 +14,7 @@ from roll_flash.stream.stream import TrajectoryStream
 from roll_flash.stream.trajectories import TRAJECTORY_COLUMNS, group_rows, row_trajectory
 from roll_flash.types import Group
 
-LEARNER = "learner"
+LEARNER, ABANDONED = "learner", "abandoned"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +79,8 @@ class LearnerLoader:
         """`feed` in the background and `micro_batches` in front of it: one step of the run, in a partition of its own.
 
         While `groups` still come, how long that may take is for their source to judge. An error of `groups` ends the
-        iteration and is raised as it is. Close the generator (`contextlib.aclosing`).
+        iteration and is raised as it is. Close the generator (`contextlib.aclosing`): what is left of a step that is
+        not finished is dropped then (`abandoned`), since the gradient it belongs to is abandoned too.
         """
         # Not the learner's version: a step that was skipped is followed by another one of the same version.
         partition, self._partition = self._partition, self._partition + 1
@@ -93,6 +94,7 @@ class LearnerLoader:
         finally:
             feeder.cancel()
             await asyncio.gather(feeder, return_exceptions=True)
+            await self._stream.drop_partition(partition, ABANDONED)
 
     async def _next_batch(self, partition: int, may_starve: Callable[[], bool]) -> Batch | None:
         while True:

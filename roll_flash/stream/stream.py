@@ -184,6 +184,12 @@ class TrajectoryStream:
         self._ledger.evict(oldest_version)
         await self._after_change()
 
+    async def drop_partition(self, partition: int, reason: str) -> None:
+        """Seal a partition and drop what is left in it; nothing happens to one that is sealed and was all consumed."""
+        self._ledger.seal(partition)
+        left = [row_id for row_id, row in self._ledger.rows.items() if row.group.partition == partition]
+        await self.drop(left, reason)
+
     def fail(self, error: BaseException) -> None:
         """What the stream depends on is broken: whoever waits for rows or room gets the error."""
         self._error = self._error or error

@@ -183,12 +183,28 @@ def test_a_micro_batch_that_was_not_finished_comes_again() -> None:
     async def main() -> None:
         stream = TrajectoryStream([learner_consumer(40)])
         loader = LearnerLoader(stream)
-        async with aclosing(loader.stream_step(groups_of([group(1), group(2)]))) as batches:
+        await loader.feed(groups_of([group(1), group(2)]), 0)
+        async with aclosing(loader.micro_batches(0)) as batches:
             await anext(batches)
         assert stream.books()["waiting"] == 6
-        await stream.seal(0)
         async with aclosing(loader.micro_batches(0)) as batches:
             assert [g.group_id async for batch in batches for g in batch.groups] == ["g1", "g2"]
+
+    asyncio.run(main())
+
+
+def test_what_is_left_of_a_step_that_is_given_up_is_dropped_and_the_next_step_is_clean() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([learner_consumer(40)])
+        loader = LearnerLoader(stream)
+        async with aclosing(loader.stream_step(groups_of([group(1)], [group(2)], [group(3)]))) as batches:
+            await anext(batches)
+            await anext(batches)
+        books = stream.books()
+        assert (books["consumed"], books["waiting"]) == (3, 0)
+        assert books["dropped_abandoned"] == books["produced"] - 3
+        (batch,) = await collect(loader, groups_of([group(4)]))
+        assert [g.group_id for g in batch.groups] == ["g4"]
 
     asyncio.run(main())
 
