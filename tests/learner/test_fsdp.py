@@ -24,6 +24,8 @@ from roll_flash.learner.engine import StepResult
 from roll_flash.learner.fsdp import FsdpLearner
 from roll_flash.types import Group
 from tests.learner.conftest import make_tiny_model
+from tests.learner.in_process import assert_same_weights, in_process, weights_of
+from tests.learner.plain_loop import plain_loop
 from tests.learner.samples import make_group, make_trajectory, replace_trajectory
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("local_ray")]
@@ -35,7 +37,7 @@ def with_learner(
     model: Path, use: Callable[[FsdpLearner], Awaitable[Result]], *, async_ratio: float = 10, **settings: Any
 ) -> Result:
     async def run() -> Result:
-        config = LearnerConfig(**{"learning_rate": 1e-3, "start_timeout_s": 120, "step_timeout_s": 60} | settings)
+        config = LearnerConfig(**{"learning_rate": 1e-3, "start_timeout_s": 300, "step_timeout_s": 120} | settings)
         learner = FsdpLearner(model, config, async_ratio=async_ratio)
         try:
             await learner.start()
@@ -52,52 +54,29 @@ async def step(learner: FsdpLearner, *batches: list[Group]) -> StepResult:
     return await learner.finish_step()
 
 
-async def staged(learner: FsdpLearner) -> dict[str, torch.Tensor]:
-    weights = await learner.stage_weights()
-    tensors = {name: tensor.clone() for name, tensor in load_file(weights.path).items()}
-    await learner.release_weights(weights)
-    return tensors
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_rows_and_accumulation_do_not_change_the_step(tiny_model: Path, ranks: int) -> None:
+    """Minibatches, a reference and an entropy bonus included; ranks that have no row for a pass, too."""
+    settings: dict[str, Any] = {
+        "minibatches": 2,
+        "kl": {"coefficient": 0.1},
+        "entropy_bonus": 0.01,
+        "loss_normalization": "sequences",
+    }
 
-
-def assert_same_weights(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
-    torch.testing.assert_close(first, second, atol=2e-5, rtol=1e-4)
-
-
-def plain_loop(model_folder: Path, steps: list[list[Group]], settings: dict[str, float]) -> dict[str, torch.Tensor]:
-    """What a step must be, written down without packing, FSDP and Ray."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=0.0)
-    for groups in steps:
-        tokens = sum(group.policy_tokens for group in groups)
-        for group in groups:
-            rewards = torch.tensor([t.reward for t in group.trajectories], dtype=torch.float64)
-            advantages = (rewards - rewards.mean()) / rewards.std(correction=0)
-            for trajectory, advantage in zip(group.trajectories, advantages, strict=True):
-                ids = torch.tensor(trajectory.token_ids, dtype=torch.int64)
-                mask = torch.tensor(trajectory.policy_mask[1:])
-                logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])[mask, 0]
-                behavior = torch.tensor(trajectory.logprobs[1:])[mask]
-                weight = (logprobs.detach() - behavior).exp().clamp(max=2.0)
-                (-(weight * float(advantage) * logprobs).sum() / tokens).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
-
-
-@pytest.mark.parametrize(("ranks", "micro_batch_tokens", "split"), [(1, 4096, False), (1, 90, True), (2, 90, True)])
-def test_ranks_rows_and_accumulation_do_not_change_the_step(
-    tiny_model: Path, ranks: int, micro_batch_tokens: int, split: bool
-) -> None:
     async def use(learner: FsdpLearner) -> tuple[dict[str, torch.Tensor], StepResult]:
-        batches = [[group] for group in GROUPS[:3]] if split else [GROUPS[:3]]
-        await step(learner, *batches)
+        await step(learner, *([group] for group in GROUPS[:3]))
         result = await step(learner, GROUPS[3:])
-        return await staged(learner), result
+        return await weights_of(learner), result
 
-    weights, result = with_learner(tiny_model, use, ranks=ranks, micro_batch_tokens=micro_batch_tokens)
-    expected = plain_loop(tiny_model, [GROUPS[:3], GROUPS[3:]], {"learning_rate": 1e-3})
-    assert_same_weights(weights, expected)
+    weights, result = with_learner(tiny_model, use, ranks=ranks, micro_batch_tokens=90, **settings)
+
+    async def whole(learner: FsdpLearner) -> dict[str, torch.Tensor]:
+        await step(learner, GROUPS[:3])
+        await step(learner, GROUPS[3:])
+        return await weights_of(learner)
+
+    assert_same_weights(weights, in_process(tiny_model, whole, **settings))
     assert result.version == 2
     assert result.metrics["staleness_max"] == 1
     assert result.metrics["shared_tokens_saved"] > 0
@@ -106,7 +85,7 @@ def test_ranks_rows_and_accumulation_do_not_change_the_step(
 def test_a_step_reports_what_it_did_and_leaves_out_what_is_broken(tiny_model: Path) -> None:
     nan = dataclasses.replace(GROUPS[0].trajectories[1], reward=float("nan"))
     batch = [replace_trajectory(GROUPS[0], 1, nan), make_group(9, rewards=[1.0] * 4)]
-    result = with_learner(tiny_model, lambda learner: step(learner, batch))
+    result = in_process(tiny_model, lambda learner: step(learner, batch))
     metrics = result.metrics
     assert result.policy_tokens == sum(g.policy_tokens for g in batch) - nan.policy_tokens
     assert metrics["dropped_reward_not_finite"] == 1
@@ -127,7 +106,7 @@ def test_a_step_without_any_signal_is_taken_also_after_the_parity_probe(tiny_mod
         await learner.logprobs([1, 2, 3])
         return [first, await step(learner, [make_group(9, rewards=[1.0] * 4, version=1)])]
 
-    results = with_learner(tiny_model, use)
+    results = in_process(tiny_model, use)
     assert [(result.version, result.metrics["grad_norm"], result.skipped) for result in results] == [
         (1, 0.0, False),
         (2, 0.0, False),
@@ -139,10 +118,10 @@ def test_an_abandoned_step_leaves_no_trace(tiny_model: Path) -> None:
         await learner.accumulate(GROUPS[3:])
         await learner.abandon_step()
         await step(learner, GROUPS[:3])
-        return await staged(learner)
+        return await weights_of(learner)
 
-    expected = plain_loop(tiny_model, [GROUPS[:3]], {"learning_rate": 1e-3})
-    assert_same_weights(with_learner(tiny_model, use), expected)
+    expected = plain_loop(tiny_model, [[GROUPS[:3]]])
+    assert_same_weights(in_process(tiny_model, use), expected)
 
 
 def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) -> None:
@@ -167,7 +146,7 @@ def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) 
             await learner.release_weights(weights)
         assert os.listdir(tmp_path) == []
 
-    with_learner(tiny_model, use, async_ratio=0)
+    in_process(tiny_model, use, async_ratio=0)
 
 
 def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_when_they_go_on(
@@ -178,19 +157,19 @@ def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_wh
     poisoned = replace_trajectory(group, 0, huge)
 
     async def use(learner: FsdpLearner) -> None:
-        before = await staged(learner)
+        before = await weights_of(learner)
         for _ in range(2):
             result = await step(learner, [poisoned])
             assert result.skipped
             assert result.version == 0
-        assert_same_weights(before, await staged(learner))
+        assert_same_weights(before, await weights_of(learner))
         assert not (await step(learner, [group])).skipped
         for _ in range(2):
             await step(learner, [poisoned])
         with pytest.raises(LearnerError, match="3 steps in a row"):
             await step(learner, [poisoned])
 
-    with_learner(tiny_model, use, max_skipped_steps=2, normalize_advantage="none")
+    in_process(tiny_model, use, max_skipped_steps=2, normalize_advantage="none")
 
 
 def test_staged_weights_are_a_copy_in_checkpoint_format_that_dies_with_the_learner(tiny_model: Path) -> None:
@@ -259,16 +238,17 @@ def test_a_resumed_learner_takes_the_same_next_step(
         await learner.save(folder)
         assert os.listdir(folder.parent) == ["state"]
         await step(learner, GROUPS[2:])
-        return await staged(learner)
+        return await weights_of(learner)
 
     async def read(learner: FsdpLearner) -> dict[str, torch.Tensor]:
         await learner.load(folder)
         assert learner.version == 1
         assert (await step(learner, GROUPS[2:])).version == 2
-        return await staged(learner)
+        return await weights_of(learner)
 
-    expected = with_learner(tiny_model, write, ranks=written_by)
-    assert_same_weights(with_learner(tiny_model, read, ranks=read_by), expected)
+    started = {1: in_process, 2: with_learner}
+    expected = started[written_by](tiny_model, write, ranks=written_by)
+    assert_same_weights(started[read_by](tiny_model, read, ranks=read_by), expected)
 
 
 def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(tiny_model: Path, tmp_path: Path) -> None:
@@ -298,8 +278,8 @@ def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(tin
         with pytest.raises(CheckpointError, match="another model"):
             await learner.load(tmp_path / "good")
 
-    with_learner(tiny_model, write)
-    with_learner(other_model, read_other)
+    in_process(tiny_model, write)
+    in_process(other_model, read_other)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -315,7 +295,7 @@ def test_the_export_is_a_model_folder_that_transformers_loads(tmp_path: Path, ti
             await learner.export_hf(tmp_path)
         return await learner.logprobs(text)
 
-    logprobs = with_learner(model_folder, use)
+    logprobs = in_process(model_folder, use)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     ids = torch.tensor(text)
     with torch.no_grad():
@@ -332,7 +312,7 @@ def test_supervised_steps_learn_the_demonstrations_and_count_as_versions(tiny_mo
     async def use(learner: FsdpLearner) -> list[StepResult]:
         return [await learner.sft_step(demonstrations, learning_rate=1e-2) for _ in range(12)]
 
-    results = with_learner(tiny_model, use, warmup_steps=2)
+    results = in_process(tiny_model, use, warmup_steps=2)
     losses = [result.metrics["loss"] for result in results]
     assert losses[-1] < 0.1 * losses[0]
     assert results[-1].version == 12
