@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 import random
 import re
 import time
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.daemon_threads import call_in_thread
+from roll_flash.envs.printed_output import capped_prints
 from roll_flash.envs.rewards import Rubric
 from roll_flash.envs.tool_calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls, without_thinking
 from roll_flash.envs.tool_prompt import TOOL_FORMATS, ToolFormat, describe_tools, show_results
@@ -29,6 +31,8 @@ from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 
 from roll_flash.errors import EnvError
 from roll_flash.types import Message
+
+logger = logging.getLogger("roll_flash.envs")
 
 ERROR_CHARACTERS = 600
 _ANSWER = re.compile(rf"<{ANSWER_TAG}>(.*?)</{ANSWER_TAG}>", re.DOTALL)
@@ -183,7 +187,10 @@ class ToolEnv(Env):
                 raise WrongArguments(call.message)
             tool = _tools_of(type(self))[call.name]
             arguments = tool.check(call.arguments)
-            output, ok = await self._run_tool(tool, arguments), True
+            with capped_prints() as printed:
+                output, ok = await self._run_tool(tool, arguments), True
+            if printed.left_out:
+                logger.warning("tool %s printed too much: %d characters left out", tool.name, printed.left_out)
         except WrongArguments as error:
             output, ok = str(error), False
         except _ToolFailed as error:

@@ -21,8 +21,9 @@ class EnvironmentEntry:
 
 def list_environments(*, everything: bool) -> list[EnvironmentEntry]:
     """Environments of this package and of plug-ins, by id; with `everything` those of gymnasium itself too."""
-    import roll_flash.envs  # noqa: F401  registers what ships
+    from roll_flash.envs.registration import load_plugins
 
+    load_plugins()  # what cannot be loaded is logged as a warning
     specs = [spec for spec in gymnasium.registry.values() if everything or not _is_gymnasiums_own(spec)]
     return [
         EnvironmentEntry(spec.id, _entry_point(spec), "" if _is_gymnasiums_own(spec) else _about(spec))

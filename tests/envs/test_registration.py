@@ -14,6 +14,7 @@ import pytest
 from roll_flash.envs import Env, registration
 from roll_flash.envs.registration import load_plugins, make_env, register_env
 
+from roll_flash.catalog import list_environments
 from roll_flash.errors import ConfigError
 
 SOURCE = """
@@ -139,6 +140,7 @@ def test_plug_ins_are_found_and_a_broken_one_harms_no_other(maze: Path, monkeypa
     monkeypatch.setattr(registration, "_plugins", {})
     assert make_env("Registered-v0")
     assert make_env("Called-v0")
+    assert "Called-v0" in [entry.id for entry in list_environments(everything=False)]
     (trouble,) = load_plugins()
     assert "plug-in broken" in trouble
 

@@ -158,6 +158,33 @@ def test_a_tool_that_returns_100_mb_shows_its_head_and_tail(action: str) -> None
     assert next(iter(info["tools"].values()))["errors"] == 0
 
 
+@pytest.mark.parametrize("name", ["shout", "shout_at_ease"])
+def test_a_tool_that_prints_100_mb_fills_no_log(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    class Loud(ToolEnv):
+        async def begin(self, seed: int) -> str:
+            return "go"
+
+        @tool()
+        def shout(self) -> str:
+            """Print from a thread."""
+            print("x" * 100_000_000)
+            return "done"
+
+        @tool()
+        async def shout_at_ease(self) -> str:
+            """Print from a coroutine."""
+            for _ in range(100):
+                print("x" * 1_000_000)
+            return "done"
+
+    ((text, _, _, _, _),) = play(Loud(), f"<{name}/>")
+    assert "done" in text
+    print("still here")
+    printed = capsys.readouterr().out
+    assert len(printed) < 100_000
+    assert printed.endswith("still here\n")
+
+
 def test_a_dead_sandbox_is_not_the_models_fault_and_fails_the_episode() -> None:
     with pytest.raises(SandboxDied):
         play(Workshop(), "<sandbox_is_gone/>")
