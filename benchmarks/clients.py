@@ -156,6 +156,8 @@ class StreamingMock(asyncio.Protocol):
         )
         for piece in self._pieces:
             await asyncio.sleep(PIECE_GAP_S)
+            if self._transport.is_closing():
+                return
             event = b"data: " + piece + b"\n\n"
             self._transport.write(f"{len(event):x}\r\n".encode() + event + b"\r\n")
         self._transport.write(b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n")
