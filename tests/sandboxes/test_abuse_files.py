@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -169,7 +170,8 @@ def test_a_hostile_archive_is_refused(provider: str, packed: bytes) -> None:
 def zipped(*members: tuple[str, int, bytes]) -> bytes:
     """Of (name, mode with type, content)."""
     packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one name twice is meant
         for name, mode, content in members:
             info = zipfile.ZipInfo(name)
             info.external_attr = mode << 16

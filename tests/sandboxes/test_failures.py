@@ -106,6 +106,20 @@ def test_a_container_that_is_killed_from_outside_says_so(docker: str, kill: list
 
 
 @pytest.mark.docker
+def test_a_sandbox_that_has_no_memory_left_for_its_agent_says_oom(docker: str) -> None:
+    fill = "for d in /tmp /sandbox /dev/shm; do head -c 16000000 /dev/zero >> $d/fill$$; done"
+
+    async def until_it_dies() -> None:
+        async with open_sandbox(SandboxSpec(memory_mb=16, tmpfs_mb=8), provider="docker") as sandbox:
+            for _ in range(1000):
+                await sandbox.exec(fill, timeout=20)
+
+    with pytest.raises(SandboxDied, match="raise memory_mb") as caught:
+        asyncio.run(until_it_dies())
+    assert caught.value.reason == "oom"
+
+
+@pytest.mark.docker
 def test_pings_find_a_paused_container(docker: str) -> None:
     async def pause() -> None:
         async with open_sandbox(provider="docker") as sandbox:
