@@ -6,6 +6,7 @@ Importing this package registers what ships, so that `gymnasium.make("ShellMath-
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.registration import make_env, register_env, register_shipped
 from roll_flash.envs.rewards import Rubric, reward
+from roll_flash.envs.text_space import TextSpace
 from roll_flash.envs.tool_env import SandboxToolEnv, ToolEnv
 from roll_flash.envs.tools import tool
 
@@ -16,6 +17,7 @@ __all__ = [
     "SandboxEnv",
     "SandboxToolEnv",
     "StepResult",
+    "TextSpace",
     "ToolEnv",
     "make_env",
     "register_env",

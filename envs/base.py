@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium
+from roll_flash.envs.text_space import TextSpace
 
 from roll_flash.types import Message
 
@@ -37,8 +38,6 @@ if TYPE_CHECKING:
 else:
     _GymnasiumEnv = gymnasium.Env
 
-_TEXT = gymnasium.spaces.Text(min_length=0, max_length=1 << 20)
-
 
 class Env(_GymnasiumEnv):
     """A gymnasium environment whose methods are coroutines. One instance plays one episode at a time.
@@ -46,8 +45,8 @@ class Env(_GymnasiumEnv):
     An exception from `reset` or `step` fails the episode with the cause `env_error`; it never ends the run.
     """
 
-    observation_space = _TEXT
-    action_space = _TEXT
+    observation_space = TextSpace()
+    action_space = TextSpace()
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

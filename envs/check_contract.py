@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import warnings
 from typing import Any
 
 import gymnasium
+from gymnasium.utils.env_checker import check_env
+from roll_flash.envs.base import Env
 from roll_flash.envs.check_play import Player, call
+from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.sandboxes import SandboxError
 
 
@@ -33,7 +37,9 @@ async def _first_fault(env: Any, seed: int) -> str:
         return f"{type(env).__name__} is no gymnasium.Env"
     for name in ("observation_space", "action_space"):
         if not isinstance(getattr(env, name, None), gymnasium.Space):
-            return f"{name} is missing (a gymnasium.spaces.Text for text)"
+            return f"{name} is missing (for text: roll_flash.TextSpace())"
+    if not isinstance(env.unwrapped, Env) and (fault := await call_in_thread(lambda: _gymnasiums_own_check(env))):
+        return fault
     for _ in range(2):  # it can be played again
         fault = _fault_of_reset(await call(env.reset, seed=seed)) or _fault_of_step(await call(env.step, "hello"))
         if fault:
@@ -42,6 +48,18 @@ async def _first_fault(env: Any, seed: int) -> str:
         return f"with options={{}}: {fault}"
     await call(env.close)
     await call(env.close)
+    return ""
+
+
+def _gymnasiums_own_check(env: Any) -> str:
+    """Its checker wants synchronous environments. What it only warns of is a matter of taste."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_env(env, skip_render_check=True, skip_close_check=True)
+    except (AssertionError, gymnasium.error.Error) as error:
+        hint = "; roll_flash.TextSpace() holds every text" if "space" in str(error) else ""
+        return f"gymnasium's checker: {' '.join(str(error).split())[:200]}{hint}"
     return ""
 
 

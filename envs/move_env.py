@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import gymnasium
+from roll_flash.envs.held_out import HELD_OUT_SEEDS
+from roll_flash.envs.text_space import TextSpace
 from roll_flash.envs.tool_calls import without_thinking
 
-_TEXT = gymnasium.spaces.Text(min_length=0, max_length=1 << 20)
 _TAGGED = re.compile(r"<(?:move|answer)>(.*?)</(?:move|answer)>", re.DOTALL | re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s,;|]+|->|\.(?=\s|$)")
 
@@ -35,8 +35,8 @@ class MoveEnv(gymnasium.Env[str, str]):
     A turn is up to `moves_per_turn` moves; text without moves costs a turn. After `max_turns` turns it is truncated.
     """
 
-    observation_space = _TEXT
-    action_space = _TEXT
+    observation_space = TextSpace()
+    action_space = TextSpace()
     words: Sequence[str] = ()
 
     def __init__(self, *, max_turns: int, moves_per_turn: int) -> None:
@@ -69,7 +69,7 @@ class MoveEnv(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self._turns = 0
-        about = self.begin(random.randrange(1_000_000_000) if seed is None else seed)
+        about = self.begin(int(self.np_random.integers(HELD_OUT_SEEDS)) if seed is None else seed)
         several = f" You may give up to {self._moves_per_turn} at once." if self._moves_per_turn > 1 else ""
         moves = ", ".join(self.words)
         reply = f"Moves: {moves}.{several} Reply like this: <move>{self.words[0]}</move>"

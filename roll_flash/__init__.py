@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from roll_flash.envs.judge import Judge
     from roll_flash.envs.registration import make_env, register_env
     from roll_flash.envs.rewards import Rubric, reward
+    from roll_flash.envs.text_space import TextSpace
     from roll_flash.envs.tool_env import SandboxToolEnv, ToolEnv
     from roll_flash.envs.tools import tool
     from roll_flash.sandboxes import ExecResult, SandboxSpec, open_sandbox
@@ -26,6 +27,7 @@ _HOMES = {
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
     "SandboxToolEnv": "roll_flash.envs.tool_env",
+    "TextSpace": "roll_flash.envs.text_space",
     "ToolEnv": "roll_flash.envs.tool_env",
     "Judge": "roll_flash.envs.judge",
     "Rubric": "roll_flash.envs.rewards",
@@ -47,6 +49,7 @@ __all__ = [
     "SandboxEnv",
     "SandboxSpec",
     "SandboxToolEnv",
+    "TextSpace",
     "ToolEnv",
     "load_config",
     "make_env",

@@ -12,7 +12,7 @@ from typing import Any
 
 import gymnasium
 import pytest
-from roll_flash.envs import Env, left_behind
+from roll_flash.envs import Env, TextSpace, left_behind
 from roll_flash.envs.base import StepResult
 from roll_flash.envs.check import EnvReport, check_environment
 from roll_flash.envs.registration import SHIPPED, register_env
@@ -172,9 +172,10 @@ def test_what_is_wrong_is_found_and_what_to_do_is_said(env_type: type[Env], ques
 
 def test_a_step_that_hangs_is_given_up() -> None:
     class Hangs(gymnasium.Env[str, str]):
-        observation_space = action_space = gymnasium.spaces.Text(100)
+        observation_space = action_space = TextSpace()
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
+            super().reset(seed=seed)
             return "hang", {}
 
         def step(self, action: str) -> Any:
