@@ -16,7 +16,7 @@ import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -37,8 +37,6 @@ HERE = Path(__file__).parent
 GROUP_SIZE = 8
 MODEL = "smollm2-135m"
 ANSWER = "I open the second door, because the draught says it leads out."
-SAMPLE_S = 2.0
-"""How often memory is looked at."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Measured:
     ray_resident_mib: float = 0.0
     lost: int = 0
     """Episodes that failed, were cancelled or dropped; a load that loses any is no measurement of equal work."""
+    machine_load: float = field(default_factory=lambda: os.getloadavg()[0])
 
 
 @contextmanager
@@ -145,28 +144,6 @@ def _resident_mib(process: psutil.Process) -> float:
         return 0.0
 
 
-class Peak:
-    """The largest memory seen while the block runs."""
-
-    def __init__(self, processes: Processes) -> None:
-        self._processes = processes
-        self.ours = self.ray = 0.0
-
-    async def __aenter__(self) -> Peak:
-        self._task = asyncio.create_task(self._watch())
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-
-    async def _watch(self) -> None:
-        while True:
-            ours, ray = self._processes.resident_mib()
-            self.ours, self.ray = max(self.ours, ours), max(self.ray, ray)
-            await asyncio.sleep(SAMPLE_S)
-
-
 def make_config(load: Load) -> Config:
     return load_config(
         {
@@ -212,12 +189,13 @@ async def _play(
 ) -> Measured:
     env = config.env
     tasks = SeedTasks(env.id, env.kwargs, env.train_seeds, config.seed)
-    async with Rollout(config, fleet, tasks, episodes) as rollout, Peak(processes) as peak:
+    async with Rollout(config, fleet, tasks, episodes) as rollout:
         await _step(rollout, 0, urls)
         before, began, first = processes.cpu_s(), time.perf_counter(), rollout.books()["produced"]
         for version in range(1, load.steps + 1):
             await _step(rollout, version, urls)
         seconds, after, books = time.perf_counter() - began, processes.cpu_s(), rollout.books()
+        resident_mib, ray_resident_mib = processes.resident_mib()  # all slots are taken: the next step is under way
     rollouts = books["produced"] - first
     ms = {role: 1e3 * (after[role] - before[role]) / (rollouts * TURNS) for role in after}
     accounted = ("produced", "trained", "waiting")
@@ -231,8 +209,8 @@ async def _play(
         workers_cpu_ms_per_turn=ms["workers"],
         ray_cpu_ms_per_turn=ms["ray"],
         mock_cpu_ms_per_turn=ms["mock"],
-        resident_mib=peak.ours,
-        ray_resident_mib=peak.ray,
+        resident_mib=resident_mib,
+        ray_resident_mib=ray_resident_mib,
         lost=sum(count for name, count in books.items() if name not in accounted),
     )
 

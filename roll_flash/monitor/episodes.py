@@ -7,14 +7,15 @@ not apply is null (or an empty list).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
-from roll_flash.types import EpisodeFailure, Task, Trajectory
+from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
 Outcome = Trajectory | EpisodeFailure
+TURN_COLUMNS = tuple(field.name for field in fields(Turn))
 
 
 def episode_record(outcome: Outcome) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def _trajectory_columns(trajectory: Trajectory) -> dict[str, Any]:
         "finished_s": trajectory.finished_s,
         "prompt_length": trajectory.prompt_length,
         "policy_tokens": trajectory.policy_tokens,
-        "turns": [asdict(turn) for turn in trajectory.turns],
+        "turns": [{name: getattr(turn, name) for name in TURN_COLUMNS} for turn in trajectory.turns],
         "messages": list(trajectory.messages),
         "token_ids": trajectory.token_ids,
         "policy_mask": trajectory.policy_mask,
