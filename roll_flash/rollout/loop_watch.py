@@ -23,7 +23,7 @@ class LoopWatch:
 
 
 def _innermost(frame: FrameType | None) -> list[FrameType]:
-    frames = []
+    frames: list[FrameType] = []
     while frame is not None and len(frames) < FRAMES_SHOWN:
         frames.append(frame)
         frame = frame.f_back
