@@ -194,7 +194,7 @@ async def _environment_errors(timeout_s: float, what: str) -> AsyncIterator[None
         raise _Failed("sandbox_error", str(error)) from error
     except BadRewardError as error:
         raise _Failed("bad_reward", str(error)) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # SystemExit would end the worker and all its episodes
         raise _Failed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -93,6 +94,8 @@ class Echo(Env):
             await asyncio.sleep(60)
         if self._fault == f"{where} raises":
             raise RuntimeError("boom")
+        if self._fault == f"{where} exits":
+            sys.exit("enough")
         if self._fault == f"{where} loses its sandbox":
             raise SandboxError("the container is gone")
 
@@ -201,6 +204,7 @@ def test_a_full_context_ends_the_episode_but_keeps_what_was_played() -> None:
     [
         ("reset raises", "env_error", "reset raised RuntimeError: boom"),
         ("step raises", "env_error", "step raised RuntimeError: boom"),
+        ("step exits", "env_error", "step raised SystemExit: enough"),
         ("reset hangs", "env_timeout", "reset took longer than 0.2 s"),
         ("step hangs", "env_timeout", "step took longer than 0.2 s"),
         ("nan", "bad_reward", "nan"),
