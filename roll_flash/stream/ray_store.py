@@ -11,6 +11,7 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from math import ceil
 from typing import Any
 
 import ray
@@ -23,6 +24,8 @@ from roll_flash.stream.shard import StoreShard, release_message, write_message
 
 ROWS_TOGETHER = 16
 """Rows with neighbouring ids share a shard, so that a group mostly comes in one call."""
+SMALL_REPLY_BYTES, MOST_SMALL_REPLIES = 90_000, 4
+"""Ray sends up to 100 KB inside its own messages and more through shared memory, which pays from about 400 KB on."""
 MESSAGES_PER_CALL = 64
 RELEASES_PER_CALL = 32
 """Releases wait for the next write, or until there are so many of them."""
@@ -35,6 +38,8 @@ class RayStore:
         self._shards = list(shards)
         self._timeout_s = timeout_s
         self._outboxes = [_Outbox() for _ in self._shards]
+        self._row_bytes = 0.0
+        """Of the newest rows that were read."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._shards, self._timeout_s)
@@ -64,12 +69,15 @@ class RayStore:
         await asyncio.gather(*sent)
 
     async def get(self, row_ids: Sequence[int], columns: Sequence[str]) -> dict[str, list[Array]]:
-        calls = []
+        calls: list[Any] = []
         for shard, places in self._places(row_ids).items():
-            ids = [row_ids[place] for place in places]
-            request = json.dumps({"rows": ids, "columns": list(columns)}).encode()
-            calls.append(self._reply(shard, self._shards[shard].get.remote(request), ids))
+            lists = self._in_small_replies([row_ids[place] for place in places])
+            request = json.dumps({"rows": lists, "columns": list(columns)}).encode()
+            replies: Any = self._shards[shard].get.options(num_returns=len(lists)).remote(request)
+            replies = [replies] if len(lists) == 1 else replies
+            calls += [self._reply(shard, reply, ids) for reply, ids in zip(replies, lists, strict=True)]
         blocks = await asyncio.gather(*calls)
+        self._row_bytes = sum(len(block) for block in blocks) / max(1, len(row_ids))
         found = {row_id: row for block in blocks for row_id, row in zip(*decode_block(block), strict=True)}
         return {column: [found[row_id][column] for row_id in row_ids] for column in columns}
 
@@ -103,6 +111,14 @@ class RayStore:
         for place, row_id in enumerate(row_ids):
             places[row_id // ROWS_TOGETHER % len(self._shards)].append(place)
         return places
+
+    def _in_small_replies(self, row_ids: list[int]) -> list[list[int]]:
+        """Rows of one shard, split where that saves the way through the object store, which costs more than a call."""
+        parts = max(1, ceil(len(row_ids) * self._row_bytes / SMALL_REPLY_BYTES))
+        if parts > MOST_SMALL_REPLIES:
+            return [row_ids]
+        size = ceil(len(row_ids) / parts)
+        return [row_ids[start : start + size] for start in range(0, len(row_ids), size)]
 
     def _send(self, shard: int, message: bytes) -> asyncio.Future[None]:
         """Done when the shard has applied the message and all before it."""

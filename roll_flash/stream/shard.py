@@ -39,10 +39,16 @@ class StoreShard:
             else:
                 self._release(json.loads(message[1:]))
 
-    def get(self, request: bytes) -> NDArray[np.uint8]:
-        """The reply is an array and not `bytes`, so that who reads it on this node reads it in place."""
+    def get(self, request: bytes) -> NDArray[np.uint8] | list[NDArray[np.uint8]]:
+        """One block for each of the lists of rows that are asked for; the block itself where there is one list.
+
+        Replies are arrays and not `bytes`, so that who reads them on this node reads them in place.
+        """
         wanted = json.loads(request)
-        row_ids, columns = wanted["rows"], wanted["columns"]
+        blocks = [self._block(row_ids, wanted["columns"]) for row_ids in wanted["rows"]]
+        return blocks[0] if len(blocks) == 1 else blocks
+
+    def _block(self, row_ids: Sequence[int], columns: Sequence[str]) -> NDArray[np.uint8]:
         for row_id in row_ids:
             if lacking := [column for column in columns if column not in self._rows.get(row_id, {})]:
                 raise StreamError(f"row {row_id} has no column {lacking[0]!r} in the store")
