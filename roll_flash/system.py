@@ -32,6 +32,7 @@ from roll_flash.rollout.mixed_tasks import open_tasks
 from roll_flash.rollout.rollout import EpisodeLog, Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run_dir import Checkpoint, RunDir
+from roll_flash.stream import TrajectoryStream, learner_consumer, load_stream, save_stream
 from roll_flash.warm_start import warm_start
 
 
@@ -46,6 +47,7 @@ class System:
     fleet: WorkerFleet
     publisher: Publisher
     rollout: Rollout
+    stream: TrajectoryStream
     metrics: MetricsLog
 
     async def evaluate(self) -> EvalResult:
@@ -74,7 +76,7 @@ class System:
         )
 
     async def save_checkpoint(self) -> None:
-        """All that `--resume` needs: learner state, model folder, and the state of the rollout."""
+        """All that `--resume` needs: learner state, model folder, and the states of the rollout and the stream."""
         version = self.learner.version
         newest = self.run_dir.latest_checkpoint()
         if newest is not None and newest.step == version:
@@ -83,6 +85,7 @@ class System:
         with self.run_dir.writing_checkpoint(version) as folder:
             await self.learner.save(folder / "state")
             await self.learner.export_hf(folder / "hf")
+            await save_stream(self.stream, folder)
             state = {"version": version, **self.rollout.state()}
             (folder / "trainer.json").write_text(json.dumps(state))
 
@@ -128,6 +131,9 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         stack.callback(metrics.close)
         episodes = stack.enter_context(run_dir.episodes_writer())
         rollout = _open_rollout(config, fleet, episodes, learner.version, checkpoint)
+        stream = await stack.enter_async_context(open_stream(config))
+        if checkpoint:
+            await load_stream(stream, checkpoint.folder)
         publisher = Publisher(
             learner,
             engine,
@@ -144,7 +150,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         else:
             await publisher.check()
             await _warm_start(config, learner, publisher, metrics, progress, model_folder)
-        yield System(config, run_dir, engine, learner, fleet, publisher, rollout, metrics)
+        yield System(config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics)
 
 
 @asynccontextmanager
@@ -168,6 +174,12 @@ async def open_rollout(
         stack.push_async_callback(fleet.close)
         await fleet.start()
         yield fleet
+
+
+def open_stream(config: Config) -> TrajectoryStream:
+    """Between rollout and learner. Its micro-batches hold one row of the learner's for each rank."""
+    tokens = config.learner.micro_batch_tokens * config.learner.ranks
+    return TrajectoryStream([learner_consumer(tokens, fair=config.rollout.fair)])
 
 
 def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:

@@ -1,12 +1,13 @@
 """A training run on one page: build, loop, close.
 
-While the learner accumulates the gradient of a step, episodes of the next one are already being played, and servers
-take the weights of the last one. What may overlap with what is decided by the staleness rule in `rollout/`.
+Groups go through the trajectory stream to the learner as they become complete. While it accumulates the gradient of a
+step, episodes of the next one are already being played, and servers take the weights of the last one. What may overlap with what is decided by the staleness rule in `rollout/`.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
@@ -21,6 +22,7 @@ from roll_flash.publication import Publication
 from roll_flash.rollout.environments import check_environments
 from roll_flash.run_dir import RunDir
 from roll_flash.step_metrics import StepRecord
+from roll_flash.stream import LearnerLoader
 from roll_flash.system import System, open_system
 
 
@@ -49,6 +51,7 @@ class Trainer:
         self._system = system
         self._config = system.config
         self._progress = progress
+        self._loader = LearnerLoader(system.stream, timeout_s=system.config.monitor.stall_timeout_s)
 
     async def run(self) -> dict[str, Any]:
         system = self._system
@@ -76,9 +79,11 @@ class Trainer:
     async def _step(self) -> None:
         learner, rollout = self._system.learner, self._system.rollout
         record = StepRecord(learner.version, rollout.idle_s())
-        async for groups in rollout.groups_for_step(self._progress.status):
-            with record.learner_works(groups):
-                await learner.accumulate(groups)
+        source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
+        async with aclosing(source) as micro_batches:
+            async for micro_batch in micro_batches:
+                with record.learner_works(micro_batch.groups):
+                    await learner.accumulate(micro_batch.groups)
         with record.learner_works():
             result = await learner.finish_step()
         await rollout.version_advanced(result.version)
@@ -110,6 +115,7 @@ class Trainer:
             **result.metrics,
             **(publication.metrics() if publication else {}),
             **{f"books/{name}": count for name, count in rollout.books().items()},
+            **{f"stream/{name}": value for name, value in self._system.stream.metrics().items()},
         }
         self._system.metrics.log(result.version, metrics | rollout.metrics())
         self._progress.step(result.version, metrics)
