@@ -55,8 +55,9 @@ def test_a_command_waits_for_a_place_below_the_process_limit(limited: str, monke
     monkeypatch.setattr(commands, "PROCESS_WAIT_S", 60.0)
 
     async def crowd(sandbox: Sandbox) -> None:
-        last = await fill_the_process_limit(sandbox, 2)
-        assert (await sandbox.exec("cat", stdin=b"once", timeout=10)).stdout == b"once"
+        last = await fill_the_process_limit(sandbox, 3)
+        result = await sandbox.exec(["cat"], stdin=b"once", timeout=30)
+        assert result.stdout == b"once", result
         await last
 
     within(limited, crowd, SandboxSpec(pids=16))
