@@ -134,6 +134,7 @@ class VllmClient:
                 failed = False
             except ConnectionLostError as error:
                 self.counts.tokens_kept += turn.end_early()
+                self._note_version(server, turn)
                 self._remove(server, str(error))
             except BadAnswerError as error:
                 turn.discard()
@@ -164,13 +165,18 @@ class VllmClient:
             turn.take(decode_piece(answer.body))
         gained = turn.finish()
         self._bad_in_a_row[server] = 0
-        if turn.newest_version is not None:
-            self._health[server].succeeded(turn.newest_version)
+        self._health[server].succeeded()
+        self._note_version(server, turn)
         if turn.finish_reason is None:
             self.counts.aborted += 1
             self.counts.tokens_kept += gained
             if turn.known_tokens == known:
                 await asyncio.sleep(ABORT_PAUSE_S)
+
+    def _note_version(self, server: str, turn: PartialTurn) -> None:
+        """A server that comes back must have what the newest tokens were sampled with."""
+        if turn.newest_version is not None:
+            self._health[server].sampled_with(turn.newest_version)
 
     def _note_bad_answer(self, server: str, trouble: str) -> None:
         self.counts.bad_answers += 1

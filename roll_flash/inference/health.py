@@ -56,9 +56,11 @@ class ServerHealth:
         self._penalty_s = min(2 * self._penalty_s, LONGEST_PENALTY_S)
         self._was_removed.set()
 
-    def succeeded(self, version: int) -> None:
-        """The server gave tokens of `version`."""
+    def succeeded(self) -> None:
         self._penalty_s = FIRST_PENALTY_S
+
+    def sampled_with(self, version: int) -> None:
+        """The server gave tokens of `version`."""
         self.newest_version = max(self.newest_version, version)
 
     async def run(self) -> None:

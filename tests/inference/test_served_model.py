@@ -237,22 +237,29 @@ def test_a_killed_server_comes_back_with_the_newest_weights(served: Served) -> N
     os.unlink(weights.path)
     deaths = engine.deaths
 
-    async def kill_in_flight() -> Generation:
+    async def kill_in_flight() -> list[Generation]:
         client = open_client(engine.client_spec())
         sampling = SamplingParams(max_new_tokens=400)
-        ask = asyncio.create_task(client.generate([5, 6, 7], sampling, request_id="survivor", timeout_s=220))
+        # So that the client knows what the server had, and does not take less from it when it is back.
+        await client.generate([5, 6, 7], SamplingParams(max_new_tokens=2), request_id="first", timeout_s=60)
+        # Many, because some turns end before the blow.
+        asks = [
+            asyncio.create_task(client.generate([5, 6, 7], sampling, request_id=f"survivor-{i}", timeout_s=220))
+            for i in range(16)
+        ]
         await asyncio.sleep(0.05)
         _kill_server(engine)
-        generation = await ask
+        generations = await asyncio.gather(*asks)
+        assert client.metrics()["asked_again"] > 0
         await client.close()
-        return generation
+        return generations
 
-    generation = served.run(kill_in_flight())
-    assert engine.deaths == deaths + 1
-    assert generation.versions[-1] in {0, served.version}
+    for generation in served.run(kill_in_flight()):
+        assert (generation.versions == served.version).all()
     probe = served.encode(PROBE)
     [score] = served.run(engine.score(probe))
     assert np.abs(score - served.logprobs(probe)).max() < TOLERANCE
+    assert engine.deaths == deaths + 1
 
 
 def _kill_server(engine: ServerEngine) -> None:

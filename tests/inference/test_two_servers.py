@@ -77,6 +77,10 @@ class Traffic:
         end = len(self.turns) + turns
         await self.until(lambda: len(self.turns) >= end)
 
+    async def until_both_have_answered(self) -> None:
+        """From then on the client takes no older weights from a server that comes back."""
+        await self.until(lambda: len({generation.server for _, generation in self.turns}) == 2)
+
     async def until(self, condition: Callable[[], bool]) -> None:
         async with asyncio.timeout(100):
             while not condition():
@@ -201,7 +205,7 @@ def test_turns_of_a_server_that_is_gone_go_on_at_the_other_one(
         await publish(two)
         version_before = two.version
         async with traffic(two, **changes) as running:
-            await running.for_a_while(2)
+            await running.until_both_have_answered()
             await running.until(lambda: running.client.metrics()["outstanding_tokens_1"] > 0)
             os.kill(server_process(engine, 1), blow)
             if blow is signal.SIGKILL:
@@ -238,6 +242,7 @@ def test_two_vllm_servers_lose_no_turn_over_updates_and_a_kill(tmp_path: Path) -
                 await running.for_a_while(6)
                 await publish(served, "keep")
                 await running.for_a_while(6)
+                await running.until_both_have_answered()
                 await running.until(lambda: running.client.metrics()["outstanding_tokens_1"] > 0)
                 os.kill(server_process(engine, 1), signal.SIGKILL)
                 await running.for_a_while(12)
