@@ -29,6 +29,11 @@ SHIPPED = {
     "TextFrozenLake-v0": "roll_flash.envs.frozen_lake:TextFrozenLake",
     "TextSokoban-v0": "roll_flash.envs.sokoban:TextSokoban",
 }
+ADAPTERS = {
+    "ReasoningGym-v0": "roll_flash.envs.reasoning_gym_tasks:ReasoningGym",
+    "TextArena-v0": "roll_flash.envs.textarena_games:TextArena",
+}
+"""Each needs a package that is not installed with this one, and says which."""
 _SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
 
 logger = logging.getLogger("roll_flash.envs")
@@ -46,7 +51,7 @@ def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, An
 
 def register_shipped() -> None:
     """Register what ships here."""
-    for id, entry_point in SHIPPED.items():
+    for id, entry_point in {**SHIPPED, **ADAPTERS}.items():
         if id not in gymnasium.registry:
             register_env(id, entry_point)
 

@@ -1,0 +1,72 @@
+"""ReasoningGym-v0: any data set of the package reasoning-gym, one question and one answer an episode.
+
+The package generates the questions and scores the answers; each seed makes a data set of one question. It is optional:
+`pip install reasoning-gym`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+from roll_flash.envs.optional_package import import_optional
+from roll_flash.envs.text_space import TextSpace
+from roll_flash.envs.tool_calls import without_thinking
+
+from roll_flash.errors import ConfigError, EnvError
+
+MOST_SEEDS = 1 << 31
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+class ReasoningGym(gymnasium.Env[str, str]):
+    """Arguments: `dataset` (its name), `config` (the data set's own options).
+
+    The answer is what stands in `<answer>`, else the whole text. Reward is the package's score, 0 to 1.
+    """
+
+    observation_space = TextSpace()
+    action_space = TextSpace()
+
+    def __init__(self, dataset: str = "basic_arithmetic", config: Mapping[str, Any] | None = None) -> None:
+        self._name = dataset
+        self._config = dict(config or {})
+        self._dataset: Any = None
+        self._entry: dict[str, Any] = {}
+        self._open(0)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._dataset = self._open(int(self.np_random.integers(MOST_SEEDS)) if seed is None else seed)
+        self._entry = self._dataset[0]
+        return f"{self._entry['question']}\nReply with <answer>YOUR ANSWER</answer>.", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        text = without_thinking(action)
+        found = _ANSWER.findall(text)
+        answer = (found[-1] if found else text).strip()
+        score, trouble = self._score(answer) if answer else (0.0, "")
+        info = {"success": score >= 1.0, "answer": answer[:1000], **({"score_error": trouble} if trouble else {})}
+        return "", score, True, False, info
+
+    def oracle(self) -> str:
+        """The right action now, for checks and demonstrations."""
+        if self._entry["answer"] is None:
+            raise EnvError(f"the data set {self._name} tells no answer to its questions")
+        return f"<answer>{self._entry['answer']}</answer>"
+
+    def _score(self, answer: str) -> tuple[float, str]:
+        """Some scorers of the package raise for text that is no answer at all: that is a wrong answer, and is noted."""
+        try:
+            return float(self._dataset.score_answer(answer=answer, entry=self._entry)), ""
+        except Exception as error:  # others' code may raise anything
+            return 0.0, f"{type(error).__name__}: {error}"
+
+    def _open(self, seed: int) -> Any:
+        package = import_optional("reasoning_gym", package="reasoning-gym", needed_by="ReasoningGym-v0")
+        try:
+            return package.create_dataset(self._name, **{"seed": seed % MOST_SEEDS, "size": 1, **self._config})
+        except (ValueError, AssertionError, TypeError) as error:
+            raise ConfigError(f"ReasoningGym-v0: dataset {self._name!r} with {self._config}: {error}") from None

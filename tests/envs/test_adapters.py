@@ -1,0 +1,73 @@
+"""Adapters to what others wrote: played with the real package where it is installed; where not, they say what to do."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+from roll_flash.envs.check import check_environment
+from roll_flash.envs.registration import make_env
+
+from roll_flash.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("env_id", "module", "package"),
+    [("ReasoningGym-v0", "reasoning_gym", "reasoning-gym"), ("TextArena-v0", "textarena", "textarena")],
+)
+def test_a_missing_package_is_one_line_that_says_what_to_install(
+    env_id: str, module: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(ConfigError, match=f"{env_id}: the package {package} .*pip install {package}"):
+        make_env(env_id)
+
+
+@pytest.mark.parametrize("dataset", ["basic_arithmetic", "leg_counting", "syllogism", "tower_of_hanoi"])
+def test_a_data_set_of_reasoning_gym_is_fit_to_train_on(dataset: str) -> None:
+    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
+    report = check_environment("ReasoningGym-v0", {"dataset": dataset}, seeds=3)
+    assert report.ok, report.as_table()
+
+
+def test_a_wrong_data_set_or_option_of_reasoning_gym_is_one_line() -> None:
+    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
+    for kwargs in ({"dataset": "no_such"}, {"config": {"no_such": 1}}, {"config": {"min_terms": 9, "max_terms": 2}}):
+        with pytest.raises(ConfigError, match="ReasoningGym-v0: dataset"):
+            make_env("ReasoningGym-v0", **kwargs)
+
+
+def test_an_answer_that_its_scorer_cannot_read_is_a_wrong_answer() -> None:
+    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
+    env: Any = make_env("ReasoningGym-v0", dataset="prime_factorization")
+    env.reset(seed=1)
+    _, reward, terminated, _, info = env.step("I do not know")
+    assert (reward, terminated) == (0.0, True)
+    assert "score_error" in info
+
+
+@pytest.mark.parametrize("game", ["GuessTheNumber-v0", "FrozenLake-v0", "TowerOfHanoi-v0"])
+def test_a_single_player_game_of_textarena_is_fit_to_train_on(game: str) -> None:
+    pytest.importorskip("textarena", reason="the optional package textarena is not installed")
+    report = check_environment("TextArena-v0", {"game": game}, seeds=2)
+    assert report.ok, report.as_table()
+
+
+def test_a_game_of_textarena_is_won_by_the_right_moves_and_told_without_repetition() -> None:
+    pytest.importorskip("textarena", reason="the optional package textarena is not installed")
+    env: Any = make_env("TextArena-v0", game="GuessTheNumber-v0")
+    env.reset(seed=5)
+    low, high, reward, terminated, info = 1, 20, 0.0, False, {}
+    while not terminated:
+        guess = (low + high) // 2
+        said, reward, terminated, _, info = env.step(f"I try [{guess}]")
+        assert "You are playing" not in said
+        low, high = (guess + 1, high) if "higher" in said else (low, guess - 1)
+    assert (reward, info["success"]) == (1.0, True)
+
+
+def test_a_game_for_two_is_refused() -> None:
+    pytest.importorskip("textarena", reason="the optional package textarena is not installed")
+    with pytest.raises(ConfigError, match="number of players has to be 2"):
+        make_env("TextArena-v0", game="TicTacToe-v0")
