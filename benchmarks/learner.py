@@ -1,14 +1,16 @@
 """How fast the learner computes a step: packed with shared prefixes against padded, FSDP, optimizer, weight staging.
 
-    python benchmarks/learner.py [--quick] [--json] [--model NAME|FOLDER] [--threads N] [--device cpu|cuda]
+    python benchmarks/learner.py [--quick] [--json] [--model NAME|FOLDER] [--threads N] [--device cpu|cuda] [--trl]
 
 Both sides run forward and backward of the same groups with the same loss and the output head on policy tokens only.
 Padded: one transformers batch per group, right-padded. Packed: what the learner does. All in one process, in turns.
+`--trl` adds the training part of TRL's GRPO trainer on the same groups, in a process that waits for its turn.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable
@@ -23,6 +25,7 @@ from rich.table import Table
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from trl_peer import Peer, open_peer
 
 from roll_flash.learner.losses import policy_loss
 from roll_flash.learner.packing import PackedRow, TrainSequence, pack
@@ -125,14 +128,24 @@ def flops(model: Any, tokens: int, pairs: int, heads_applied: int) -> float:
 
 
 def compare(
-    policy: PolicyModel, plain: PreTrainedModel, groups: list[list[TrainSequence]], repeats: int, max_tokens: int
+    policy: PolicyModel,
+    plain: PreTrainedModel,
+    groups: list[list[TrainSequence]],
+    repeats: int,
+    max_tokens: int,
+    peer: Peer | None = None,
 ) -> dict[str, float]:
+    """With `peer` TRL runs between; CPU time is compared too, which other work on the machine disturbs less."""
     rows = pack([sequence for group in groups for sequence in group], max_tokens)
     device = policy.head.device
-    packed_s, padded_s, matmul = [], [], []
+    packed_s, padded_s, matmul, packed_cpu_s, trl = [], [], [], [], []
     for _ in range(repeats):
         matmul.append(matmul_gflops(device))
+        began = time.process_time()
         packed_s.append(timed(lambda: packed_pass(policy, rows), device))
+        packed_cpu_s.append(time.process_time() - began)
+        if peer is not None:
+            trl.append(peer.run())
         padded_s.append(timed(lambda: padded_pass(plain, groups), device))
         policy.zero_grad(set_to_none=False)
         plain.zero_grad(set_to_none=False)
@@ -146,7 +159,18 @@ def compare(
     packed_flops = flops(plain, packed_tokens, packed_pairs, sources)
     ratio = flops(plain, padded_tokens, padded_pairs, policy_tokens) / packed_flops
     speedup = min(padded_s) / min(packed_s)
+    against_trl = {}
+    if trl:
+        trl_s, trl_cpu_s = (min(run[name] for run in trl) for name in ("wall_s", "cpu_s"))
+        against_trl = {
+            "trl_s": trl_s,
+            "trl_cpu_s": trl_cpu_s,
+            "packed_cpu_s": min(packed_cpu_s),
+            "speedup_against_trl": trl_s / min(packed_s),
+            "cpu_speedup_against_trl": trl_cpu_s / min(packed_cpu_s),
+        }
     return {
+        **against_trl,
         "packed_s": min(packed_s),
         "padded_s": min(padded_s),
         "speedup": speedup,
@@ -204,16 +228,26 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--max-tokens", type=int, default=4096, help="most tokens of a packed row")
+    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--replicas", type=int, nargs="+", help="replicas of each comparison (default: 4 8 16)")
+    parser.add_argument("--trl", action="store_true", help="TRL's GRPO trainer beside it, in an environment of its own")
+    parser.add_argument("--trl-environment", type=Path, help="a virtual environment that has TRL already")
     options = parser.parse_args()
+    if options.trl and options.device != "cpu":
+        parser.error("--trl compares on the CPU")
     torch.set_num_threads(options.threads)
     folder: Path = resolve_model(options.model or ("tiny" if options.quick else "smollm2-135m"))
     policy = load_policy_model(folder).to(options.device)
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(options.device).train()
     results: dict[str, dict[str, float]] = {}
-    for replicas in (8,) if options.quick else (4, 8, 16):
-        groups = make_groups(2, replicas, policy.head.shape[0])
+    for replicas in options.replicas or ((8,) if options.quick else (4, 8, 16)):
+        groups = make_groups(options.groups, replicas, policy.head.shape[0])
         compare(policy, plain, [group[:2] for group in groups[:1]], 1, options.max_tokens)
-        results[f"replicas_{replicas}"] = compare(policy, plain, groups, 2, options.max_tokens)
+        with contextlib.ExitStack() as stack:
+            peer = None
+            if options.trl:
+                peer = stack.enter_context(open_peer(folder, groups, options.threads, options.trl_environment))
+            results[f"replicas_{replicas}"] = compare(policy, plain, groups, 2, options.max_tokens, peer)
     rows = pack([sequence for group in make_groups(2, 4, policy.head.shape[0]) for sequence in group], 4096)
     del plain
     results["surroundings"] = surroundings(policy, rows)
