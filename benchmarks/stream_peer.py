@@ -97,7 +97,7 @@ def main() -> None:
     import ray
     import transfer_queue as tq
 
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
     tq.init()
     client = tq.get_client()
     put_one_after_the_other(client, [trajectory(tokens) for _ in range(20)], "warm up")
