@@ -108,6 +108,31 @@ def test_a_row_is_ready_for_each_consumer_when_its_own_columns_are_there(new_sto
     run(main())
 
 
+@pytest.mark.parametrize(("in_order", "expected"), [(False, [2, 0, 1]), (True, [0, 1, 2])])
+def test_rows_come_as_they_become_ready_or_in_the_order_of_puts(in_order: bool, expected: list[int]) -> None:
+    async def main() -> None:
+        consumer = Consumer("learner", ("tokens", "reward"), Sequential(1), in_order=in_order)
+        stream = TrajectoryStream([consumer])
+        row_ids = await stream.put([row(number) for number in range(3)])
+        got: list[int] = []
+        reader = asyncio.create_task(_read(stream, got, 3))
+        for number in (2, 0, 1):
+            await asyncio.sleep(0)
+            await stream.write([row_ids[number]], [reward(number)])
+        await reader
+        assert got == expected
+
+    run(main())
+
+
+async def _read(stream: TrajectoryStream, got: list[int], count: int) -> None:
+    while len(got) < count:
+        batch = await stream.next_batch("learner")
+        assert batch is not None
+        got.extend(numbers(batch))
+        await stream.release(batch)
+
+
 def test_many_writers_and_readers_get_every_row_once(new_store: NewStore) -> None:
     async def main() -> None:
         stream = TrajectoryStream(
