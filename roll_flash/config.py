@@ -154,7 +154,7 @@ class RolloutConfig(Section):
     worker_threads: PositiveInt = 32
     """Calls of blocking environments at the same time in one worker."""
     placement: Literal["pack", "spread"] = "pack"
-    """Where Ray puts the workers: together on few nodes, or spread over all."""
+    """Where Ray puts the workers: beside the driver where its node has the resources, or spread over all nodes."""
     worker_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
     """Ray resources that one worker takes, such as `{CPU: 1, sandboxes: 1}`. A worker mostly waits: none by default."""
     heartbeat_timeout_s: PositiveFloat = 30.0

@@ -35,6 +35,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         # A new cluster asks for a token by Ray's own default; that it says so is no news to whoever trains.
         logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
         options |= {
+            "address": "local",  # else Ray would join a cluster of somebody else's that runs on this machine
             "include_dashboard": False,
             "object_store_memory": OBJECT_STORE_BYTES,
             "num_cpus": config.num_cpus,

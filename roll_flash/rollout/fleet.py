@@ -11,13 +11,15 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_flash.errors import RollFlashError, RunError
 from roll_flash.inference.client_metrics import combined
+from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.types import EpisodeFailure, EpisodeSpec
 
@@ -34,7 +36,6 @@ WORKER_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 MAX_WORKER_DEATHS = 20
 """Workers that may die in one run before it stops."""
 
-Placement = Literal["pack", "spread"]
 Receiver = Callable[[Outcome], None]
 T = TypeVar("T")
 
@@ -68,7 +69,7 @@ class WorkerFleet:
         self._settings = settings
         self._count = workers
         self._resources = dict(resources or {})
-        self._ray_options = ray_options(placement, self._resources)
+        self._placement = placement
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members: list[_Member] = []
         self._receivers: dict[str, Receiver] = {}
@@ -78,7 +79,7 @@ class WorkerFleet:
 
     async def start(self) -> None:
         """Start every worker. Raises what a worker's start raised (SandboxError, RunError, ...)."""
-        actors = await asyncio.gather(*(self._start_actor() for _ in range(self._count)))
+        actors = await asyncio.gather(*(self._start_actor(index) for index in range(self._count)))
         self._members = [_Member(index, actor) for index, actor in enumerate(actors)]
         for member in self._members:
             member.ready.set()
@@ -197,9 +198,10 @@ class WorkerFleet:
             raise RunError(f"no rollout worker came back within {START_TIMEOUT_S:g} s")
         return members
 
-    async def _start_actor(self) -> Any:
+    async def _start_actor(self, index: int) -> Any:
+        planned = plan(self._placement, self._count, self._resources, await asyncio.to_thread(_living_nodes))
         remote_class: Any = ray.remote(concurrency_groups={WATCH: 1})(WorkerActor)  # type: ignore[call-overload]
-        actor: Any = remote_class.options(**self._ray_options).remote(self._settings)
+        actor: Any = remote_class.options(**ray_options(self._resources, planned[index])).remote(self._settings)
         try:
             await _within(actor.start.remote(), START_TIMEOUT_S, "start")
         except RunError as error:
@@ -243,7 +245,7 @@ class WorkerFleet:
         try:
             if self._deaths > MAX_WORKER_DEATHS:
                 raise RunError(f"{self._deaths} rollout workers died; the last one {what}")
-            member.actor = await self._start_actor()
+            member.actor = await self._start_actor(member.index)
         except Exception as failure:
             self._error = failure
             raise
@@ -292,17 +294,25 @@ def _worker_died(spec: EpisodeSpec, message: str) -> EpisodeFailure:
     return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, "worker_died", message, 0, spec.attempt)
 
 
-def ray_options(placement: Placement, resources: Mapping[str, float]) -> dict[str, Any]:
+def ray_options(resources: Mapping[str, float], node_id: str | None) -> dict[str, Any]:
     """How Ray is asked for a worker. A worker mostly waits, so it takes no CPU unless `resources` says so."""
     named = dict(resources)
+    affinity = None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=False)
     return {
         "num_cpus": named.pop("CPU", 0),
         "num_gpus": named.pop("GPU", 0),
         "resources": named,
-        "scheduling_strategy": "SPREAD" if placement == "spread" else "DEFAULT",
+        "scheduling_strategy": affinity or "DEFAULT",
         "max_restarts": 0,
         "max_concurrency": 1000,
     }
+
+
+def _living_nodes() -> list[Node]:
+    """The driver's first."""
+    here = ray.get_runtime_context().get_node_id()
+    nodes = [Node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
+    return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 
 
 def _lacking(resources: Mapping[str, float]) -> str:
