@@ -178,7 +178,7 @@ def test_a_run_that_stalls_names_the_episode_its_turn_and_what_it_waits_for(endp
             "model": {"path": "tiny"},
             "env": {"id": STUCK},
             "rollout": {"groups_per_step": 1, "group_size": 2, "max_concurrent": 2},
-            "monitor": {"stall_timeout_s": 3.0},
+            "monitor": {"stall_timeout_s": 6.0},
         }
     )
 
@@ -194,7 +194,7 @@ def test_a_run_that_stalls_names_the_episode_its_turn_and_what_it_waits_for(endp
         finally:
             await fleet.close()
 
-    says = r"no episode ended for 3 s .*g00000000-r\d turn 0 waits for the environment's step since \d+ s"
+    says = r"no episode ended for 6 s .*g00000000-r\d turn 0 waits for the environment's step since \d+ s"
     with pytest.raises(RunError, match=says):
         asyncio.run(run())
 
