@@ -29,7 +29,7 @@ from .conftest import MAX_MODEL_LEN, Served
 
 TOLERANCE = 1e-3
 LONGEST = 300
-HUNG_AFTER_S = 4.0
+HUNG_AFTER_S = 10.0
 """Instead of a minute and a half, in the one test that stops a server."""
 
 
@@ -82,7 +82,7 @@ class Traffic:
         await self.until(lambda: len({generation.server for _, generation in self.turns}) == 2)
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(200):
             while not condition():
                 await asyncio.sleep(0.01)
                 self.raise_error()
