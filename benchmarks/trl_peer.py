@@ -1,4 +1,4 @@
-"""TRL in a virtual environment of its own, with the torch and transformers of this one: the other side of a benchmark."""
+"""TRL in an environment of its own, with the torch and transformers of this one: the other side of a benchmark."""
 
 from __future__ import annotations
 
