@@ -1,7 +1,8 @@
 """A training run on one page: build, loop, close.
 
 Groups go through the trajectory stream to the learner as they become complete. While it accumulates the gradient of a
-step, episodes of the next one are already being played, and servers take the weights of the last one. What may overlap with what is decided by the staleness rule in `rollout/`.
+step, episodes of the next one are already being played, and servers take the weights of the last one. What may overlap
+with what is decided by the staleness rule in `rollout/`.
 """
 
 from __future__ import annotations
