@@ -37,6 +37,8 @@ class Played:
     """Known if it was asked for: some environments search for it."""
     reset_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
+    part: str = "reset"
+    """Where it is, for `error`."""
     error: str = ""
 
     @property
@@ -78,39 +80,42 @@ class Player:
         env, lease = await self.open()
         played = Played(seed)
         wrapped = AsyncEnvironment(env, DaemonThreads())
-        part = "reset"
         try:
-            async with asyncio.timeout(self._timeout_s):
-                began = time.monotonic()
-                played.prompt, _ = await wrapped.reset(seed)
-                played.reset_s = time.monotonic() - began
-            if with_full_reward:
-                played.full_reward = float(getattr(env.unwrapped, "full_reward", 1.0))
-            for turn in range(MOST_TURNS):
-                part = f"step {turn + 1}"
-                async with asyncio.timeout(self._timeout_s):
-                    action = await agent(env.unwrapped, _messages(played), turn)
-                    began = time.monotonic()
-                    step = await wrapped.step(action)
-                    played.step_s.append(time.monotonic() - began)
-                played.steps.append((action, tuple(step.messages), step.reward))
-                if step.terminated or step.truncated:
-                    played.ended = True
-                    success = step.info.get("success")
-                    played.success = None if success is None else bool(success)
-                    break
-            part = "close"
-        except (SandboxError, TimeoutError) as error:
-            if isinstance(error, SandboxError) and not isinstance(error, SandboxDied):
-                raise
-            played.error = f"{part}: {error or f'took longer than {self._timeout_s:g} s'}"
+            await self._play(wrapped, agent, played, with_full_reward)
+        except SandboxDied as error:
+            played.error = f"{played.part}: {error}"
+        except SandboxError:
+            raise
+        except TimeoutError as error:
+            played.error = f"{played.part}: {error or f'took longer than {self._timeout_s:g} s'}"
         except Exception as error:  # users' code may raise anything
-            played.error = f"{part} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            played.error = f"{played.part} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         finally:
             played.error = played.error or await self._close(wrapped)
             if lease is not None:
                 await lease.close()
         return played
+
+    async def _play(self, env: Any, agent: Agent, played: Played, with_full_reward: bool) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            began = time.monotonic()
+            played.prompt, _ = await env.reset(played.seed)
+            played.reset_s = time.monotonic() - began
+        if with_full_reward:
+            played.full_reward = float(getattr(env.unwrapped, "full_reward", 1.0))
+        for turn in range(MOST_TURNS):
+            played.part = f"step {turn + 1}"
+            async with asyncio.timeout(self._timeout_s):
+                action = await agent(env.unwrapped, _messages(played), turn)
+                began = time.monotonic()
+                step = await env.step(action)
+                played.step_s.append(time.monotonic() - began)
+            played.steps.append((action, tuple(step.messages), step.reward))
+            if step.terminated or step.truncated:
+                played.ended = True
+                success = step.info.get("success")
+                played.success = None if success is None else bool(success)
+                return
 
     async def _close(self, env: Any) -> str:
         try:

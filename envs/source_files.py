@@ -6,11 +6,15 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import threading
 import traceback
 from pathlib import Path
 from types import ModuleType
 
 from roll_flash.errors import ConfigError
+
+_loading = threading.RLock()
+"""Environments are made in many threads, and a module is in `sys.modules` before it is complete."""
 
 
 def load_file(path: str) -> ModuleType:
@@ -20,8 +24,11 @@ def load_file(path: str) -> ModuleType:
     """
     file = Path(path).expanduser().resolve()
     name = f"roll_flash_env_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
-    if name in sys.modules:
-        return sys.modules[name]
+    with _loading:
+        return sys.modules[name] if name in sys.modules else _run(file, name, path)
+
+
+def _run(file: Path, name: str, path: str) -> ModuleType:
     if not file.is_file():
         raise ConfigError(f"{path}: no such file (looked in {Path.cwd()})")
     spec = importlib.util.spec_from_file_location(name, file)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -140,8 +141,10 @@ def _arguments_model(
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], pydantic.Field(default, description=about.get(parameter.name)))
     try:
-        config = pydantic.ConfigDict(extra="forbid", hide_input_in_errors=False)
-        model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)
+        config = pydantic.ConfigDict(extra="forbid", protected_namespaces=())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # an argument may be called `copy` or `schema`
+            model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)
         model.model_json_schema()
     except (pydantic.errors.PydanticUserError, NameError) as error:
         reason = str(error).partition("\n")[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -127,22 +127,28 @@ def test_steps_that_cannot_be_counted_are_refused(maze: Path) -> None:
 
 
 def test_plug_ins_are_found_and_a_broken_one_harms_no_other(maze: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(maze.parent)
-    points = [
-        EntryPoint("broken", "no_such_module_anywhere", "roll_flash.envs"),
-        EntryPoint("maze", "maze", "roll_flash.envs"),
-        EntryPoint("called", "plug:register", "roll_flash.envs"),
-    ]
+    installed = maze.parent / "mazes-1.0.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: mazes\nVersion: 1.0\n")
+    points = ("broken = no_such_module_anywhere", "maze = maze", "called = plug:register")
+    (installed / "entry_points.txt").write_text("\n".join(["[roll_flash.envs]", *points, ""]))
     (maze.parent / "plug.py").write_text(
         "import roll_flash\ndef register():\n    roll_flash.register_env('Called-v0', 'maze:Maze')\n"
     )
-    monkeypatch.setattr(registration, "entry_points", lambda group: points)
+    monkeypatch.syspath_prepend(maze.parent)
     monkeypatch.setattr(registration, "_plugins", {})
     assert make_env("Registered-v0")
     assert make_env("Called-v0")
     assert "Called-v0" in [entry.id for entry in list_environments(everything=False)]
     (trouble,) = load_plugins()
     assert "plug-in broken" in trouble
+
+
+def test_a_file_that_many_threads_want_is_run_once(tmp_path: Path) -> None:
+    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(0.2)\n{SOURCE}")
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(lambda _: make_env(f"{tmp_path}/slow.py:Registered-v0"), range(8)))
+    assert len({type(env) for env in made}) == 1
 
 
 def test_a_plain_gymnasium_environment_keeps_its_wrappers() -> None:

@@ -151,6 +151,16 @@ def test_no_text_breaks_the_parser(text: str) -> None:
             assert isinstance(call, ToolCall | BadCall)
 
 
+def test_an_argument_may_have_any_name() -> None:
+    def store(copy: str, schema: int, json: bool, model_name: str, title: str = "") -> None:
+        """Store."""
+
+    tool = make_tool(store)
+    given = {"copy": "a", "schema": 1, "json": True, "model_name": "m", "title": "t"}
+    assert tool.check(given) == given
+    assert set(tool.parameters["properties"]) == set(given)
+
+
 @pytest.mark.parametrize("tool_format", TOOL_FORMATS)
 def test_every_tool_is_described_in_every_format(tool_format: ToolFormat) -> None:
     text = describe_tools(list(TOOLS.values()), tool_format)
