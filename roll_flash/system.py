@@ -75,6 +75,11 @@ class System:
             label=f"step_{self.learner.version}",
         )
 
+    async def inference_metrics(self) -> dict[str, float]:
+        """What the workers' clients counted, and under `server_*` what the servers say of themselves."""
+        clients, servers = await asyncio.gather(self.fleet.client_metrics(), self.engine.metrics())
+        return {**clients, **{f"server_{name}": value for name, value in servers.items()}}
+
     async def save_checkpoint(self) -> None:
         """All that `--resume` needs: learner state, model folder, and the states of the rollout and the stream."""
         version = self.learner.version
