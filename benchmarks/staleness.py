@@ -200,16 +200,17 @@ def plot(results: dict[str, Any], path: Path) -> None:
         ages = list(results["final"][name])
         places = np.arange(len(ages)) + (index - (len(names) - 1) / 2) * 0.09
         means = [results["final"][name][age]["mean"] for age in ages]
-        widths = [results["final"][name][age]["half_width"] for age in ages]
+        widths = [_bar(results, name, age) for age in ages]
         style = {"linestyle": "--", "color": "black"} if name == "reinforce" else {}
         label = "reinforce, uncorrected" if name == "reinforce" else name
-        left.errorbar(places, means, yerr=widths, marker="o", capsize=2, label=label, **style)
+        left.errorbar(places, means, yerr=np.transpose(widths), marker="o", capsize=2, label=label, **style)
         curves = np.asarray(results["curves"][name][ages[-1]])
         right.plot(np.arange(curves.shape[1]) * results["evaluate_every"], curves.mean(0), label=label, **style)
     left.set_xticks(range(len(ages)), ages)
     left.set_xlabel("age of the data (versions)")
     left.set_ylabel("reward of the newest weights")
-    left.set_title(f"after {results['steps']} steps ({results['seeds']} seeds, 95 % intervals)")
+    bars = "95 % intervals" if results["seeds"] > 2 else "bars: from seed to seed"
+    left.set_title(f"after {results['steps']} steps ({results['seeds']} seeds, {bars})")
     right.set_xlabel("step")
     right.set_title(f"learning at age {ages[-1]} (mean of seeds)")
     left.set_ylim(0, 1.02)
@@ -218,6 +219,15 @@ def plot(results: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
+
+
+def _bar(results: dict[str, Any], name: str, age: str) -> tuple[float, float]:
+    """Below and above the mean: the interval, or the range where two seeds make an interval meaningless."""
+    found = results["final"][name][age]
+    if results["seeds"] > 2:
+        return found["half_width"], found["half_width"]
+    values = final(results["curves"][name][age])
+    return found["mean"] - min(values), max(values) - found["mean"]
 
 
 def table(results: dict[str, Any]) -> Table:
