@@ -6,9 +6,10 @@ import asyncio
 import fcntl
 import hashlib
 import json
-import logging
 import os
+import sys
 import tempfile
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -23,8 +24,7 @@ from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 REPOSITORY = "roll-flash-build"
 IDLE_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.2
-
-_log = logging.getLogger("roll_flash.sandboxes")
+PROGRESS_S = 5.0
 
 
 def image_key(dockerfile: str, context: bytes = b"") -> str:
@@ -71,7 +71,7 @@ async def _one_at_a_time(image: str) -> AsyncIterator[None]:
 
 
 async def _build(engine: EngineApi, image: str, archive: bytes) -> None:
-    _log.info("building %s", image)
+    progress = _Progress(image)
     query = {"t": image, "rm": "1", "forcerm": "1", "labels": json.dumps({LABEL: "image"})}
     try:
         async for line in engine.stream("POST", "/build", query=query, content=archive, idle_timeout_s=IDLE_TIMEOUT_S):
@@ -80,6 +80,27 @@ async def _build(engine: EngineApi, image: str, archive: bytes) -> None:
             if "error" in line:
                 raise SandboxImageError(f"building the image of a spec failed: {str(line['error'])[:300]}")
             if said := str(line.get("stream", "")).strip():
-                _log.info("  %s", said[:200])
+                progress.note(said)
     except httpx.HTTPError as error:
         raise SandboxImageError(f"building the image of a spec: the engine stopped answering: {error!r}") from None
+    progress.done()
+
+
+class _Progress:
+    """Lines on standard error: at the beginning, every PROGRESS_S, and at the end."""
+
+    def __init__(self, image: str) -> None:
+        self._image = image
+        self._began = self._shown = time.monotonic()
+        self._show("is built, once")
+
+    def note(self, line: str) -> None:
+        if time.monotonic() - self._shown >= PROGRESS_S:
+            self._shown = time.monotonic()
+            self._show(line[:160])
+
+    def done(self) -> None:
+        self._show(f"is ready after {time.monotonic() - self._began:.0f} s")
+
+    def _show(self, what: str) -> None:
+        print(f"sandbox image {self._image}: {what}", file=sys.stderr, flush=True)

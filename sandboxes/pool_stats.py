@@ -40,6 +40,8 @@ class PoolStats:
     lease_s: Histogram = field(default_factory=Histogram)
     exec_s: Histogram = field(default_factory=Histogram)
     peak_memory_mib: Histogram = field(default_factory=Histogram)
+    cpu_of_lease_s: Histogram = field(default_factory=Histogram)
+    """Processor time of each sandbox."""
 
     def note_usage(self, usage: SandboxStats) -> None:
         self.commands += usage.commands
@@ -48,6 +50,8 @@ class PoolStats:
         self.oom_kills += usage.oom_kills or 0
         self.cpu_s += usage.cpu_s or 0.0
         self.exec_s.merge(usage.exec_s)
+        if usage.cpu_s is not None:
+            self.cpu_of_lease_s.add(usage.cpu_s)
         if usage.peak_memory_bytes is not None:
             self.peak_memory_mib.add(usage.peak_memory_bytes / 2**20)
 

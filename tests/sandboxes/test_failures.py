@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+from pathlib import Path
 
 import pytest
 from conftest import need
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from roll_flash.sandboxes import (
     SandboxDied,
@@ -142,14 +143,31 @@ HEADERS = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(HEADERS, max_size=6).map(b"".join) | st.binary(max_size=200))
+GARBAGE = st.lists(HEADERS, max_size=6).map(b"".join) | st.binary(max_size=200)
+
+
+@settings(max_examples=40, deadline=None)
+@given(GARBAGE)
 def test_an_agent_that_is_sent_garbage_ends_with_a_reason(garbage: bytes) -> None:
-    """The zeros complete whatever frame the garbage began, and are then a frame of no known kind."""
     need("local")
+    send_garbage("local", garbage)
+
+
+@pytest.mark.skipif(not Path("/usr/bin/python3").exists(), reason="the local sandbox shows /usr, which has no python3")
+@settings(max_examples=10, deadline=None)
+@given(GARBAGE)
+def test_a_python_agent_that_is_sent_garbage_ends_with_a_reason(garbage: bytes) -> None:
+    need("local")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROLL_FLASH_AGENT", "python")
+        send_garbage("local", garbage)
+
+
+def send_garbage(provider: str, garbage: bytes) -> None:
+    """The zeros complete whatever frame the garbage began, and are then a frame of no known kind."""
 
     async def send() -> SandboxError | None:
-        async with open_sandbox(provider="local") as sandbox:
+        async with open_sandbox(provider=provider) as sandbox:
             assert isinstance(sandbox, AgentSandbox)
             sandbox._connection._transport.write(garbage + b"\0" * (MAX_REQUEST + HEADER.size))  # type: ignore[union-attr]
             with pytest.raises(SandboxDied) as caught:

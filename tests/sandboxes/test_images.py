@@ -34,7 +34,9 @@ def images(repository: str) -> list[str]:
     return listed.stdout.split()
 
 
-def test_a_dockerfile_is_built_once_for_all_who_ask_at_once(dockerfile: str) -> None:
+def test_a_dockerfile_is_built_once_for_all_who_ask_at_once(
+    dockerfile: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def many() -> set[bytes]:
         async def one() -> bytes:
             async with open_sandbox(SandboxSpec(dockerfile=dockerfile), provider="docker") as sandbox:
@@ -43,6 +45,8 @@ def test_a_dockerfile_is_built_once_for_all_who_ask_at_once(dockerfile: str) -> 
         return set(await asyncio.gather(*(one() for _ in range(4))))
 
     assert len(asyncio.run(many())) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1].split()[:2] for line in said if "is " in line] == [["is", "built,"], ["is", "ready"]]
 
 
 def test_a_dockerfile_copies_what_its_folder_holds(docker: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 from asyncio.base_subprocess import BaseSubprocessTransport
 from collections.abc import Callable
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ from roll_flash.sandboxes import (
     SandboxPool,
     SandboxSpec,
     SandboxStartError,
+    SandboxUnavailable,
+    opening,
 )
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
@@ -174,6 +177,15 @@ def test_a_pool_whose_starts_fail_does_not_start_for_ever() -> None:
     assert asyncio.run(fail()) < 20
 
 
+def test_a_plug_in_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    point = EntryPoint("cloud", "test_pool:FailingProvider", "roll_flash.sandboxes")
+    monkeypatch.setattr(opening, "entry_points", lambda group, name=None: [point] if name in (None, "cloud") else [])
+    assert opening.provider_names() == ["docker", "local", "cloud"]
+    assert asyncio.run(connect_provider("cloud")).name == "failing"
+    with pytest.raises(SandboxUnavailable, match="auto, docker, local, cloud"):
+        asyncio.run(connect_provider("clod"))
+
+
 def test_a_provider_of_the_callers_own_is_left_open(provider: str) -> None:
     async def shared() -> None:
         own: Provider = await connect_provider(provider)
@@ -200,6 +212,7 @@ def test_what_the_leases_used_is_counted(provider: str) -> None:
             assert stats.as_metrics()["wait_s.p50"] > 0
             if provider == "docker":
                 assert stats.cpu_s > 0
+                assert stats.cpu_of_lease_s.count == 1
                 assert stats.peak_memory_mib.largest > 0
 
     asyncio.run(use())

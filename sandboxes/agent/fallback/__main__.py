@@ -46,6 +46,15 @@ class Agent:
         self.ignored: list[int] = []
         self.transfers = Transfers(self.wire)
 
+    def dispatch_or_end(self, kind: int, channel: int, data: bytes) -> None:
+        try:
+            if not EXEC <= kind <= SIGNAL or (kind == EXEC and channel in self.commands):
+                raise ValueError("no request, or one for a channel that is in use")
+            self.dispatch(kind, channel, data)
+        except (struct.error, ValueError, OverflowError):
+            os.write(2, b"roll-flash agent: the controller sent a malformed request\n")
+            os._exit(1)
+
     def dispatch(self, kind: int, channel: int, data: bytes) -> None:
         payload = Payload(data)
         command = self.commands.get(channel)
@@ -67,7 +76,7 @@ class Agent:
         elif kind == CREDIT:
             command.credit += payload.take("<I")
         elif kind == SIGNAL and command.status is None:
-            with contextlib.suppress(ProcessLookupError):
+            with contextlib.suppress(OSError):
                 os.killpg(command.pid, payload.take("<I"))
 
     def reap(self) -> None:
@@ -143,7 +152,7 @@ class Agent:
             self.reap()
             if 0 in ready:
                 for frame in self.wire.frames():
-                    self.dispatch(*frame)
+                    self.dispatch_or_end(*frame)
             self.tick()
             self.transfers.pump()
             self.wire.flush()

@@ -20,6 +20,8 @@ DEEPEST = 200
 
 
 class Payload:
+    """`take` and `text` raise struct.error or ValueError for a payload that ends too early."""
+
     def __init__(self, data: bytes) -> None:
         self.data, self.at = data, 0
 
@@ -30,6 +32,8 @@ class Payload:
 
     def text(self) -> str:
         length = self.take("<I")
+        if length > len(self.data) - self.at:
+            raise ValueError("a string runs over the end of its frame")
         self.at += length
         return os.fsdecode(self.data[self.at - length : self.at])
 
