@@ -28,6 +28,7 @@ from roll_flash.learner.engine import StepResult
 from roll_flash.learner.minibatches import split_minibatches
 from roll_flash.learner.packing import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.rank import LearnerRank, UpdateRecord
+from roll_flash.learner.rank_process import cluster_has_gpus, rank_environment
 from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_groups
 from roll_flash.learner.step_totals import StepTotals
 from roll_flash.learner_config import LearnerConfig
@@ -84,13 +85,13 @@ class FsdpLearner:
     async def start(self) -> None:
         """Start all ranks, load the model. Raises LearnerError or ModelError; nothing is left running then."""
         config = self._config
-        gpus = 1 if config.device == "cuda" or (config.device == "auto" and _cluster_has_gpus()) else 0
+        gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus()) else 0
         actor: Any = ray.remote(LearnerRank)
         actor = actor.options(
             num_cpus=self._num_cpus,
             num_gpus=gpus,
             max_restarts=0,
-            runtime_env={"env_vars": _environment(config.threads)},
+            runtime_env={"env_vars": rank_environment(config.threads)},
         )
         self._failure = None
         self._ranks = [
@@ -385,23 +386,6 @@ class FsdpLearner:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
-
-
-def _environment(threads: int) -> dict[str, str]:
-    return {
-        "OMP_NUM_THREADS": str(threads),
-        "MKL_NUM_THREADS": str(threads),
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
-        # Activations and gradients come and go in large pieces every pass. Memory that stays with the process is not
-        # faulted in page by page again, which costs several per cent of a step on CPU.
-        "MALLOC_MMAP_MAX_": "0",
-        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    }
-
-
-def _cluster_has_gpus() -> bool:
-    return bool(ray.cluster_resources().get("GPU", 0) >= 1)
 
 
 def _first_line(error: BaseException) -> str:
