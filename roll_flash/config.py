@@ -189,6 +189,15 @@ class RolloutConfig(Section):
         return self
 
 
+class StreamConfig(Section):
+    shards: NonNegativeInt = 0
+    """Ray actors, spread over the nodes, that hold trajectories on their way to the learner; 0: the driver does."""
+    capacity_rows: PositiveInt = 4096
+    """Most trajectories on their way; whoever puts more waits."""
+    capacity_mb: PositiveInt = 1024
+    """The same in memory."""
+
+
 class InferenceConfig(Section):
     engine: str = "vllm"
     """`vllm`, `transformers` (in-process, tiny models), or a plug-in of `roll_flash.inference_engines`."""
@@ -278,6 +287,7 @@ class Config(Section):
     """Smallest and largest `async_ratio` of `auto`."""
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
     """What happens to groups that can no longer be trained in time."""
+    stream: StreamConfig = StreamConfig()
     inference: InferenceConfig = InferenceConfig()
     learner: LearnerConfig = LearnerConfig()
     warm_start: WarmStartConfig | None = None

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, Future
-from typing import Any
 
 from roll_flash.config import Config, EnvConfig
+from roll_flash.envs.daemon_threads import DaemonThreads
 from roll_flash.errors import ConfigError, EnvError, RollFlashError
 from roll_flash.models import resolve_model
 from roll_flash.rollout.environments import AsyncEnvironment, check_environments, open_environment
@@ -32,7 +29,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
 async def _try_environment(config: Config, tried: EnvConfig) -> list[str]:
     seed = tried.train_seeds[0]
     task = make_task(tried.id, seed, tried.kwargs)
-    env = await open_environment(task, _DaemonThreads())
+    env = await open_environment(task, DaemonThreads())
     try:
         if env.sandbox_env is None:
             return [await _reset(config, tried.id, env, seed)]
@@ -43,22 +40,6 @@ async def _try_environment(config: Config, tried: EnvConfig) -> list[str]:
             return [started, await _reset(config, tried.id, env, seed)]
     finally:
         await env.close()
-
-
-class _DaemonThreads(Executor):
-    """A thread for each call, which does not keep the process from ending when an environment hangs in it."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        future: Future[Any] = Future()
-
-        def call() -> None:
-            try:
-                future.set_result(fn(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=call, name="environment", daemon=True).start()
-        return future
 
 
 async def _reset(config: Config, env_id: str, env: AsyncEnvironment, seed: int) -> str:

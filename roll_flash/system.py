@@ -32,7 +32,8 @@ from roll_flash.rollout.mixed_tasks import open_tasks
 from roll_flash.rollout.rollout import EpisodeLog, Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run_dir import Checkpoint, RunDir
-from roll_flash.stream import TrajectoryStream, learner_consumer, load_stream, save_stream
+from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer, load_stream, save_stream
+from roll_flash.stream.ray_store import RayStore
 from roll_flash.warm_start import warm_start
 
 
@@ -136,7 +137,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         stack.callback(metrics.close)
         episodes = stack.enter_context(run_dir.episodes_writer())
         rollout = _open_rollout(config, fleet, episodes, learner.version, checkpoint)
-        stream = await stack.enter_async_context(open_stream(config))
+        stream = await stack.enter_async_context(await open_stream(config))
         if checkpoint:
             await load_stream(stream, checkpoint.folder)
         publisher = Publisher(
@@ -181,10 +182,16 @@ async def open_rollout(
         yield fleet
 
 
-def open_stream(config: Config) -> TrajectoryStream:
+async def open_stream(config: Config) -> TrajectoryStream:
     """Between rollout and learner. Its micro-batches hold one row of the learner's for each rank."""
-    tokens = config.learner.micro_batch_tokens * config.learner.ranks
-    return TrajectoryStream([learner_consumer(tokens, fair=config.rollout.fair)])
+    settings, tokens = config.stream, config.learner.micro_batch_tokens * config.learner.ranks
+    return TrajectoryStream(
+        [learner_consumer(tokens, fair=config.rollout.fair)],
+        await RayStore.start(settings.shards) if settings.shards else MemoryStore(),
+        capacity_rows=settings.capacity_rows,
+        capacity_bytes=settings.capacity_mb << 20,
+        smallest_group=2,
+    )
 
 
 def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:

@@ -50,7 +50,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *("inference.engine=transformers", "inference.servers=2", "eval.before_and_after=false"),
         *("env.id=tests.misbehaving:Misbehaving-v0", "env.max_turns=3", "rollout.workers=2"),
         *("extra_envs=[{id: 'tests.letter_count:LetterCount-v0', max_turns: 2, weight: 0.5}]",),
-        *("rollout.step_timeout_s=3", "rollout.extra_replicas=1", "rollout.max_concurrent=24"),
+        *("rollout.step_timeout_s=3", "rollout.extra_replicas=1", "rollout.max_concurrent=24", "stream.shards=2"),
         **environment,
     )
     folder = runs / "soak"

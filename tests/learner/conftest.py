@@ -43,6 +43,6 @@ def make_tiny_model(folder: Path, hidden_size: int = 48, tied: bool = True) -> P
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    ray.init(num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=True)
+    ray.init(address="local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=True)
     yield
     ray.shutdown()
