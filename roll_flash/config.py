@@ -288,6 +288,7 @@ class Config(Section):
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
     """What happens to groups that can no longer be trained in time."""
     stream: StreamConfig = StreamConfig()
+    """The way of trajectories from rollout to learner."""
     inference: InferenceConfig = InferenceConfig()
     learner: LearnerConfig = LearnerConfig()
     warm_start: WarmStartConfig | None = None

@@ -76,10 +76,17 @@ class System:
             label=f"step_{self.learner.version}",
         )
 
-    async def inference_metrics(self) -> dict[str, float]:
-        """What the workers' clients counted, and under `server_*` what the servers say of themselves."""
-        clients, servers = await asyncio.gather(self.fleet.client_metrics(), self.engine.metrics())
-        return {**clients, **{f"server_{name}": value for name, value in servers.items()}}
+    async def usage_metrics(self) -> dict[str, float]:
+        """What the workers counted of requests (`inference/*`) and sandboxes (`sandbox/*`), and what the servers say of
+        themselves (`inference/server_*`)."""
+        clients, servers, sandboxes = await asyncio.gather(
+            self.fleet.client_metrics(), self.engine.metrics(), self.fleet.sandbox_metrics()
+        )
+        return {
+            **{f"inference/{name}": value for name, value in clients.items()},
+            **{f"inference/server_{name}": value for name, value in servers.items()},
+            **{f"sandbox/{name}": value for name, value in sandboxes.items()},
+        }
 
     async def save_checkpoint(self) -> None:
         """All that `--resume` needs: learner state, model folder, and the states of the rollout and the stream."""

@@ -91,7 +91,7 @@ class Trainer:
         publication = await self._settle()
         with record.learner_works():
             await self._system.publisher.begin()
-        self._report(record, result, publication, await self._system.inference_metrics())
+        self._report(record, result, publication, await self._system.usage_metrics())
         every = self._config.checkpoint.every
         if every and result.version % every == 0:
             await self.checkpoint()
@@ -110,7 +110,7 @@ class Trainer:
         return result
 
     def _report(
-        self, record: StepRecord, result: StepResult, publication: Publication | None, inference: dict[str, float]
+        self, record: StepRecord, result: StepResult, publication: Publication | None, usage: dict[str, float]
     ) -> None:
         rollout = self._system.rollout
         metrics = {
@@ -119,7 +119,7 @@ class Trainer:
             **(publication.metrics() if publication else {}),
             **{f"books/{name}": count for name, count in rollout.books().items()},
             **{f"stream/{name}": value for name, value in self._system.stream.metrics().items()},
-            **{f"inference/{name}": value for name, value in inference.items()},
+            **usage,
         }
         self._system.metrics.log(result.version, metrics | rollout.metrics())
         self._progress.step(result.version, metrics)

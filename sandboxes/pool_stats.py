@@ -55,6 +55,14 @@ class PoolStats:
         if usage.peak_memory_bytes is not None:
             self.peak_memory_mib.add(usage.peak_memory_bytes / 2**20)
 
+    def merge(self, other: PoolStats) -> None:
+        """Add what another pool counted."""
+        for name, value in vars(other).items():
+            if isinstance(value, Histogram):
+                getattr(self, name).merge(value)
+            else:
+                setattr(self, name, getattr(self, name) + value)
+
     def as_metrics(self) -> dict[str, float]:
         """Flat numbers for a metrics file: counts as they are, histograms as mean, p50, p95 and maximum."""
         flat: dict[str, float] = {}

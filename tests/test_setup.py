@@ -111,9 +111,7 @@ def test_without_docker_and_bubblewrap_the_machine_is_not_usable(
     assert not doctor.is_usable(doctor.check_machine(["docker"]))
 
 
-def test_doctor_says_whether_the_quickstarts_model_is_prepared(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doctor_says_whether_the_quickstarts_model_is_prepared(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("ROLL_FLASH_CACHE", str(tmp_path))
     (missing,) = doctor.check_machine(["model"])
     assert (missing.ok, missing.required, missing.fix) == (False, False, "make model")

@@ -139,6 +139,14 @@ class TestOneRunThroughItsLife:
         tokenizer = AutoTokenizer.from_pretrained(life["folder"] / "model")
         assert model.config.vocab_size >= len(tokenizer)
 
+    def test_the_metrics_tell_what_requests_sandboxes_and_the_stream_did(self, life: dict[str, Any]) -> None:
+        last = step_rows(life["folder"])[-1]
+        assert last["inference/requests"] > 0
+        assert last["sandbox/leases"] > 0
+        assert last["sandbox/commands"] >= last["sandbox/leases"]
+        assert last["stream/consumed_by_learner"] == last["stream/produced"]
+        assert last["stream/balanced"] == 1
+
     def test_two_environments_are_mixed_by_weight_across_the_interruption(self, life: dict[str, Any]) -> None:
         episodes = read_episodes(life["folder"] / "episodes")
         groups = {episode["group_id"]: episode["env_id"] for episode in episodes}

@@ -21,6 +21,7 @@ from roll_flash.errors import RollFlashError, RunError
 from roll_flash.inference.client_metrics import combined
 from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
+from roll_flash.sandboxes.pool_stats import PoolStats
 from roll_flash.types import EpisodeFailure, EpisodeSpec
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,16 @@ class WorkerFleet:
         calls = (_within(m.actor.client_metrics.remote(), CALL_TIMEOUT_S, "client_metrics") for m in self._members)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return combined(answer for answer in answers if isinstance(answer, dict))
+
+    async def sandbox_metrics(self) -> dict[str, float]:
+        """What the workers' sandbox pools have counted, all together; empty where there are none."""
+        calls = (_within(m.actor.pool_stats.remote(), CALL_TIMEOUT_S, "pool_stats") for m in self._members)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        total = PoolStats()
+        pools = [answer for answer in answers if isinstance(answer, PoolStats)]
+        for pool in pools:
+            total.merge(pool)
+        return total.as_metrics() if pools else {}
 
     async def close(self) -> None:
         """Cancel everything, free every sandbox, end the actors. Safe to call twice."""

@@ -23,6 +23,7 @@ from roll_flash.rollout.loop_watch import LoopWatch
 from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.sandboxes import Sandbox, SandboxPool
+from roll_flash.sandboxes.pool_stats import PoolStats
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -147,6 +148,10 @@ class Worker:
         """What this worker's client of the model servers has counted; nothing where the endpoint is not ours."""
         return self._client.metrics() if self._client is not None else {}
 
+    def pool_stats(self) -> PoolStats | None:
+        """What this worker's sandbox pool has counted; None without one."""
+        return self._pool.stats() if self._pool is not None else None
+
     async def close(self) -> None:
         tasks = [task for task, _ in self._episodes.values()]
         for task in tasks:
@@ -223,6 +228,9 @@ class WorkerActor:
 
     async def client_metrics(self) -> dict[str, float]:
         return self._worker.client_metrics()
+
+    async def pool_stats(self) -> PoolStats | None:
+        return self._worker.pool_stats()
 
     async def stuck_at(self) -> str:
         """What holds the event loop up. Must be called in another concurrency group, which has a loop of its own."""
