@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 PINS := $(wildcard requirements/*)
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine image model quickstart test lint clean
+.PHONY: help setup engine image model quickstart test test-adapters lint clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -38,6 +38,10 @@ quickstart: image model ## set everything up, train, show the result
 
 test: image model ## set everything up, run the tests
 	@$(BIN)/python -m pytest
+
+test-adapters: setup ## install reasoning-gym and textarena (one of their packages needs a compiler) and test the adapters
+	@$(BIN)/pip install --quiet -e '.[reasoning-gym,textarena]'
+	@$(BIN)/python -m pytest -m adapters tests/envs
 
 lint: setup ## ruff, and mypy --strict on the packages as a wheel installs them
 	@$(BIN)/ruff check .

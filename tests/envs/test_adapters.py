@@ -24,22 +24,22 @@ def test_a_missing_package_is_one_line_that_says_what_to_install(
         make_env(env_id)
 
 
+@pytest.mark.adapters
 @pytest.mark.parametrize("dataset", ["basic_arithmetic", "leg_counting", "syllogism", "tower_of_hanoi"])
 def test_a_data_set_of_reasoning_gym_is_fit_to_train_on(dataset: str) -> None:
-    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
     report = check_environment("ReasoningGym-v0", {"dataset": dataset}, seeds=3)
     assert report.ok, report.as_table()
 
 
+@pytest.mark.adapters
 def test_a_wrong_data_set_or_option_of_reasoning_gym_is_one_line() -> None:
-    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
     for kwargs in ({"dataset": "no_such"}, {"config": {"no_such": 1}}, {"config": {"min_terms": 9, "max_terms": 2}}):
         with pytest.raises(ConfigError, match="ReasoningGym-v0: dataset"):
             make_env("ReasoningGym-v0", **kwargs)
 
 
+@pytest.mark.adapters
 def test_an_answer_that_its_scorer_cannot_read_is_a_wrong_answer() -> None:
-    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
     env: Any = make_env("ReasoningGym-v0", dataset="prime_factorization")
     env.reset(seed=1)
     _, reward, terminated, _, info = env.step("I do not know")
@@ -47,15 +47,15 @@ def test_an_answer_that_its_scorer_cannot_read_is_a_wrong_answer() -> None:
     assert "score_error" in info
 
 
+@pytest.mark.adapters
 @pytest.mark.parametrize("game", ["GuessTheNumber-v0", "FrozenLake-v0", "TowerOfHanoi-v0"])
 def test_a_single_player_game_of_textarena_is_fit_to_train_on(game: str) -> None:
-    pytest.importorskip("textarena", reason="the optional package textarena is not installed")
     report = check_environment("TextArena-v0", {"game": game}, seeds=2)
     assert report.ok, report.as_table()
 
 
+@pytest.mark.adapters
 def test_a_game_of_textarena_is_won_by_the_right_moves_and_told_without_repetition() -> None:
-    pytest.importorskip("textarena", reason="the optional package textarena is not installed")
     env: Any = make_env("TextArena-v0", game="GuessTheNumber-v0")
     env.reset(seed=5)
     low, high, reward, terminated, info = 1, 20, 0.0, False, {}
@@ -67,7 +67,7 @@ def test_a_game_of_textarena_is_won_by_the_right_moves_and_told_without_repetiti
     assert (reward, info["success"]) == (1.0, True)
 
 
+@pytest.mark.adapters
 def test_a_game_for_two_is_refused() -> None:
-    pytest.importorskip("textarena", reason="the optional package textarena is not installed")
     with pytest.raises(ConfigError, match="number of players has to be 2"):
         make_env("TextArena-v0", game="TicTacToe-v0")
