@@ -6,6 +6,7 @@ A test marked `docker` or `vllm` skips on a machine that lacks it, naming what i
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from functools import cache
 
@@ -17,6 +18,10 @@ from roll_flash.doctor import Check, check_bubblewrap, check_docker, check_vllm
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
 SESSION = pytest.StashKey[Session]()
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell starts its background jobs like that, and what they start inherits it: Ctrl-C would do nothing.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline: on a shared machine one slow example says nothing about the code. In CI the same examples every time.
 hypothesis.settings.register_profile("here", deadline=None)
