@@ -79,7 +79,8 @@ class LossConfig(Section):
         if async_ratio <= 0:
             return None
         advice = (
-            f"use learner.loss.name=decoupled_ppo (with its correction), or async_ratio=0 instead of {async_ratio:g}"
+            "use learner.loss.name=topr, or decoupled_ppo with its correction where episodes are about one step old, "
+            f"or async_ratio=0 instead of {async_ratio:g}"
         )
         if "correction" in LOSS_PARAMETERS[self.name] and self.correction == "none":
             return f"learner.loss: {self.name} with correction=none takes old episodes as if they were fresh; {advice}"
