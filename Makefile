@@ -27,18 +27,10 @@ engine: setup ## make sure a Docker engine can be used (as root with apt: instal
 	@$(BIN)/python docker/ensure_engine.py
 
 image: engine ## build the sandbox image
-	@if $(BIN)/python docker/ensure_engine.py --check; then \
-		$(BIN)/python -m roll_flash.sandboxes.images ensure; \
-	else \
-		echo "image: no Docker engine, so none is needed"; \
-	fi
+	@$(BIN)/python docker/ensure_image.py
 
 agents-image: image ## build the image of agents that others wrote (about a minute, once)
-	@if $(BIN)/python docker/ensure_engine.py --check; then \
-		$(BIN)/python docker/agents_image.py; \
-	else \
-		echo "agents-image: no Docker engine, so none is needed"; \
-	fi
+	@$(BIN)/python docker/agents_image.py
 
 model: setup ## prepare SmolLM2-135M-Instruct in the model cache folder
 	@$(BIN)/python -m roll_flash.models smollm2-135m

@@ -30,6 +30,7 @@ from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.images import find_image
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
 
+from roll_flash.doctor import check_docker, check_image
 from roll_flash.errors import RollFlashError
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements" / "agents.txt"
@@ -131,9 +132,7 @@ def _fetch_system_packages(debs: Path, root: Path) -> bool:
         return False
     root.mkdir()
     for package in sorted(debs.glob("*.deb")):
-        _run(["dpkg-deb", "--fsys-tarfile", str(package)], into=debs / "files.tar")
-        with tarfile.open(debs / "files.tar") as unpacked:
-            unpacked.extractall(root, filter="data")
+        _run(["dpkg-deb", "--extract", str(package), str(root)])
     for links in ("lib", "bin", "sbin"):  # those of the image are links into /usr
         if (root / links).is_dir():
             shutil.copytree(root / links, root / "usr" / links, dirs_exist_ok=True, symlinks=True)
@@ -153,7 +152,7 @@ def _download_debs(folder: Path) -> None:
         _run(command, cwd=folder)
 
 
-def _run(command: list[str], *, cwd: Path | None = None, into: Path | None = None) -> None:
+def _run(command: list[str], *, cwd: Path | None = None) -> None:
     try:
         done = subprocess.run(
             command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S, check=False
@@ -163,8 +162,6 @@ def _run(command: list[str], *, cwd: Path | None = None, into: Path | None = Non
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-MAX_ERROR:]
         raise SandboxImageError(f"{' '.join(command[:4])} failed: {said}")
-    if into is not None:
-        into.write_bytes(done.stdout)
 
 
 async def _build(engine: EngineApi, image: str, context: Path, recipe: str) -> None:
@@ -184,6 +181,12 @@ async def _build(engine: EngineApi, image: str, context: Path, recipe: str) -> N
 
 
 def main() -> int:
+    if not check_docker().ok:
+        print("agents image: no Docker engine, so none is needed")
+        return 0
+    if not check_image().ok:
+        print("agents image: there is no sandbox image to build it on, so none is built (make image says why)")
+        return 0
     try:
         asyncio.run(ensure())
     except RollFlashError as error:

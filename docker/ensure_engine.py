@@ -3,8 +3,7 @@
 Uses the engine that runs. As root on a machine with apt and none running, installs docker.io and starts it; where
 no service manager works (containers, small virtual machines) dockerd is started by hand and goes on after this
 command: its log is LOG_FILE, and `kill $(cat /var/run/docker.pid)` stops it. Also installs bubblewrap for the `local`
-sandbox where it can. Exit status 0 if either sandbox can be used, 1 if neither. With --check: only look, change
-nothing, say nothing, exit status 0 if an engine answers.
+sandbox where it can. Exit status 0 if either sandbox can be used, 1 if neither.
 """
 
 from __future__ import annotations
@@ -14,15 +13,15 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
+
+import apt
 
 from roll_flash.doctor import Check, check_bubblewrap, check_docker
 
 LOG_FILE = Path("/var/log/roll-flash-dockerd.log")
 START_TIMEOUT_S = 60.0
 SERVICE_TIMEOUT_S = 30.0
-INSTALL_TIMEOUT_S = 300.0
 POLL_S = 0.5
 
 
@@ -30,10 +29,8 @@ class EngineUnavailable(Exception):
     """Why no engine can be had on this machine."""
 
 
-def main(arguments: Sequence[str]) -> int:
+def main() -> int:
     engine = check_docker()
-    if "--check" in arguments:
-        return 0 if engine.ok else 1
     bubblewrap = _provide_bubblewrap()
     if not engine.ok:
         try:
@@ -51,16 +48,16 @@ def _provide(engine: Check) -> Check:
     if os.geteuid() != 0:
         raise EngineUnavailable(f"{engine.detail}; to have one: {engine.fix}")
     if shutil.which("dockerd") is None:
-        _apt_install("docker.io")
+        _install("docker.io")
     return _start_service() or _start_by_hand()
 
 
 def _provide_bubblewrap() -> Check:
     """The program behind the `local` sandbox, installed if that can be done here."""
-    if shutil.which("bwrap") is None and os.geteuid() == 0 and shutil.which("apt-get"):
+    if shutil.which("bwrap") is None and apt.can_install():
         try:
-            _apt_install("bubblewrap")
-        except EngineUnavailable as error:
+            apt.install("bubblewrap")
+        except apt.PackageUnavailable as error:
             print(f"engine: {error}", file=sys.stderr)
     return check_bubblewrap()
 
@@ -74,27 +71,11 @@ def _fall_back(reason: str, bubblewrap: Check) -> int:
     return 1
 
 
-def _apt_install(package: str) -> None:
-    if shutil.which("apt-get") is None:
-        raise EngineUnavailable(f"{package} is not installed and there is no apt-get to install it with")
-    print(f"engine: installing the system package {package}", flush=True)
-    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-    install = ["apt-get", "install", "-y", "--no-install-recommends", package]
-    for command in (["apt-get", "update"], install):
-        try:
-            done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=INSTALL_TIMEOUT_S,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise EngineUnavailable(f"`{' '.join(command)}` took over {INSTALL_TIMEOUT_S:.0f} s") from None
-        if done.returncode != 0:
-            raise EngineUnavailable(f"`{' '.join(command)}` failed: {_last_line(done.stderr or done.stdout)}")
+def _install(package: str) -> None:
+    try:
+        apt.install(package)
+    except apt.PackageUnavailable as error:
+        raise EngineUnavailable(str(error)) from None
 
 
 def _start_service() -> Check | None:
@@ -144,13 +125,8 @@ def _wait_for_engine(daemon: subprocess.Popen[bytes] | None) -> Check:
 
 def _last_error() -> str:
     text = LOG_FILE.read_text(errors="replace") if LOG_FILE.is_file() else ""
-    return f"{_last_line(text)} (all of it in {LOG_FILE})" if text else "no log was written"
-
-
-def _last_line(text: str) -> str:
-    lines = text.strip().splitlines()
-    return lines[-1][:300] if lines else "it said nothing"
+    return f"{apt.last_line(text)} (all of it in {LOG_FILE})" if text else "no log was written"
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

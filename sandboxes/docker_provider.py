@@ -25,6 +25,7 @@ from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnreachable
 from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.image_build import image_of
+from roll_flash.sandboxes.images import find_image
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reaper import remove_container, sweep
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -68,6 +69,9 @@ class DockerProvider:
         if self._watching is None:
             self._watching = asyncio.create_task(self._events.watch(), name="engine events")
             self._watchdog = await asyncio.to_thread(self._start_watchdog)
+
+    async def has_image(self, image: str) -> bool:
+        return await find_image(self.engine, image) is not None
 
     def _start_watchdog(self) -> subprocess.Popen[bytes]:
         label = f"{LABEL_OWNER}={Owner.current()}"

@@ -89,6 +89,11 @@ class EngineSet:
         if len(failed) == len(self._members):
             raise SandboxUnavailable(f"none of the engines can be used: {'; '.join(failed)}")
 
+    async def has_image(self, image: str) -> bool:
+        """Whether at least one of the engines that answered at `connect` has it."""
+        answers = (member.provider.has_image(image) for member in self._members if member.connected)
+        return any(await asyncio.gather(*answers))
+
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         asked: list[_Member] = []
         refusals: list[SandboxError] = []

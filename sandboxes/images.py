@@ -49,8 +49,17 @@ STRIPPED = (
 Report = Callable[[str], None]
 
 
-async def ensure_image(image: str = DEFAULT_IMAGE, *, host: str | None = None, report: Report = print) -> str:
-    """Make sure that the engine has `image`; returns its id. Raises SandboxError with what to do."""
+async def ensure_image(
+    image: str = DEFAULT_IMAGE,
+    *,
+    host: str | None = None,
+    report: Report = print,
+    provide_debootstrap: Callable[[], None] | None = None,
+) -> str:
+    """Make sure that the engine has `image`; returns its id. Raises SandboxError with what to do.
+
+    `provide_debootstrap` is called before that program is needed: it may install it.
+    """
     engine = EngineApi(EngineAddress.from_environment(host))
     try:
         await engine.connect()
@@ -61,6 +70,8 @@ async def ensure_image(image: str = DEFAULT_IMAGE, *, host: str | None = None, r
         if await _registry_answers(engine, report):
             await _build_on_registry_image(engine, image, report)
         else:
+            if provide_debootstrap is not None:
+                await asyncio.to_thread(provide_debootstrap)
             await _build_by_debootstrap(engine, image, report)
         built = await find_image(engine, image)
         if built is None:
@@ -134,8 +145,8 @@ def _sdk_tls(certificates: str | None) -> Any:
 async def _build_by_debootstrap(engine: EngineApi, image: str, report: Report) -> None:
     if os.geteuid() != 0 or shutil.which("debootstrap") is None:
         raise SandboxImageError(
-            f"{image} cannot be built: no image registry answers, and debootstrap needs root and "
-            "`apt-get install debootstrap`"
+            f"{image} cannot be built: no image registry answers, and its substitute, the program debootstrap, "
+            + ("needs root" if os.geteuid() else "is not installed (apt-get install debootstrap)")
         )
     with tempfile.TemporaryDirectory(prefix="roll-flash-image-") as folder:
         root = Path(folder) / "root"

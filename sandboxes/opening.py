@@ -12,7 +12,7 @@ from roll_flash.sandboxes.engine_set import EngineSet
 from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.sandboxes.local_provider import LocalProvider
 from roll_flash.sandboxes.protocol import Provider, Sandbox
-from roll_flash.sandboxes.spec import SandboxSpec
+from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 ENTRY_POINTS = "roll_flash.sandboxes"
 START_TIMEOUT_S = 30.0
@@ -47,15 +47,24 @@ def make_provider(
 
 
 async def connect_provider(
-    name: str, *, engines: Sequence[str] = (), max_parallel_starts: int = DEFAULT_PARALLEL_STARTS
+    name: str,
+    *,
+    spec: SandboxSpec | None = None,
+    engines: Sequence[str] = (),
+    max_parallel_starts: int = DEFAULT_PARALLEL_STARTS,
 ) -> Provider:
-    """`auto` takes docker where an engine answers, else local with one warning. Raises SandboxUnavailable."""
+    """`auto` takes docker where an engine answers that has the image of `spec`, else local with one warning.
+
+    An image of your own is not asked for: `local` could not replace it. Raises SandboxUnavailable.
+    """
     if name != "auto":
         provider = make_provider(name, engines=engines, max_parallel_starts=max_parallel_starts)
         await _connect(provider)
         return provider
     try:
-        return await connect_provider("docker", engines=engines, max_parallel_starts=max_parallel_starts)
+        docker = await connect_provider("docker", engines=engines, max_parallel_starts=max_parallel_starts)
+        await _require_image(docker, spec or SandboxSpec())
+        return docker
     except SandboxUnavailable as no_docker:
         try:
             provider = await connect_provider("local", max_parallel_starts=max_parallel_starts)
@@ -63,6 +72,19 @@ async def connect_provider(
             raise SandboxUnavailable(f"no sandbox can be used: {no_docker}; {no_local}") from None
         _log.warning("using the local sandbox (bubblewrap, weaker isolation than docker): %s", no_docker)
         return provider
+
+
+async def _require_image(provider: Provider, spec: SandboxSpec) -> None:
+    """Raises SandboxUnavailable, with the provider closed, if `spec` needs the default image and no engine has it."""
+    if spec.dockerfile is not None or spec.image not in (None, DEFAULT_IMAGE):
+        return
+    assert isinstance(provider, DockerProvider | EngineSet)
+    try:
+        if not await provider.has_image(DEFAULT_IMAGE):
+            raise SandboxUnavailable(f"the engine has no image {DEFAULT_IMAGE}; to build it: python -m roll_flash.sandboxes.images ensure")
+    except BaseException:
+        await provider.close()
+        raise
 
 
 async def _connect(provider: Provider) -> None:
@@ -85,7 +107,7 @@ async def open_sandbox(
 
     For many sandboxes, one after another or side by side, a SandboxPool is faster.
     """
-    connected = await connect_provider(provider) if isinstance(provider, str) else provider
+    connected = await connect_provider(provider, spec=spec) if isinstance(provider, str) else provider
     try:
         sandbox = await connected.open(spec or SandboxSpec(), run=run or "", timeout_s=start_timeout)
         try:

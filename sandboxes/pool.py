@@ -78,7 +78,7 @@ class SandboxPool:
     async def start(self, spec: SandboxSpec | None = None) -> None:
         """Connect and fill the shelf of `spec`; returns with the first sandbox. Raises SandboxError if it fails."""
         wanted = spec or SandboxSpec()
-        await self._connect()
+        await self._connect(wanted)
         shelf = self._shelf(wanted)
         shelf.floor = self._size
         self._refill(shelf)
@@ -95,8 +95,9 @@ class SandboxPool:
 
         Raises SandboxError if none can be started. After the time it is gone: its calls raise SandboxDied("lease").
         """
-        await self._connect()
-        shelf = self._shelf(spec or SandboxSpec())
+        wanted = spec or SandboxSpec()
+        await self._connect(wanted)
+        shelf = self._shelf(wanted)
         asked = time.monotonic()
         shelf.note_arrival(asked)
         sandbox = await self._acquire(shelf)
@@ -151,14 +152,17 @@ class SandboxPool:
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _connect(self) -> None:
+    async def _connect(self, spec: SandboxSpec) -> None:
         if self._closed:
             raise SandboxDied("the sandbox pool is closed", "closed")
         async with self._connecting:
             if self._provider is None:
                 assert isinstance(self._provider_choice, str)
                 self._provider = await connect_provider(
-                    self._provider_choice, engines=self._engines, max_parallel_starts=self._max_parallel_starts
+                    self._provider_choice,
+                    spec=spec,
+                    engines=self._engines,
+                    max_parallel_starts=self._max_parallel_starts,
                 )
             if self._upkeep is None:
                 self._upkeep = asyncio.create_task(self._keep_up(), name="sandbox pool upkeep")

@@ -1,0 +1,85 @@
+#!/usr/bin/env bash
+# The README's set-up as a new user has it: a clean Debian with python3, make and git, nothing else, and a fresh clone.
+# Finds a system package that a maintainer's machine has and a user's has not. Debian's own Python runs the tests that
+# need neither engine nor model; so does a newer Python, if there is one here.
+# Runs in a container of the machine's engine, with this machine's settings of pip and apt; about 8 minutes.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+SUITE=bookworm
+PACKAGES=python3,make,git
+IMAGE=roll-flash-clean-root:$$
+LIMIT_S=1500
+# What an engine inside needs. Not --privileged: that asks for every capability, more than root of some machines has.
+PRIVILEGES=(--cap-add ALL --cap-drop SYS_RESOURCE --security-opt seccomp=unconfined --security-opt apparmor=unconfined
+    --security-opt systempaths=unconfined --volume /sys/fs/cgroup:/sys/fs/cgroup)
+
+folder=$(mktemp -d)
+cleanup() {
+    docker rm --force --volumes "${IMAGE/:/-}" >/dev/null 2>&1 || true
+    docker rmi --force "$IMAGE" >/dev/null 2>&1 || true
+    rm -rf "$folder"
+}
+trap cleanup EXIT
+
+settings=()
+pass_path() { # a file or folder of the machine, read-only at the same place
+    if [ -e "$1" ]; then
+        settings+=(--volume "$1:$1:ro")
+    fi
+}
+
+pass_pip_settings() {
+    local name path
+    while IFS='=' read -r name _; do
+        case $name in
+        PIP_* | *_CA_BUNDLE | SSL_CERT_FILE | *_proxy | *_PROXY) settings+=(--env "$name") ;;
+        esac
+    done < <(env)
+    # The files that pip's settings name: certificates, folders of wheels, indexes on this disk.
+    for path in $(python3 -m pip config list | grep -o "/[^' ]*" | sort -u); do
+        case $path in //*) ;; *) pass_path "$path" ;; esac
+    done
+    pass_path /etc/pip.conf
+    if [ -f "${XDG_CONFIG_HOME:-$HOME/.config}/pip/pip.conf" ]; then
+        settings+=(--volume "${XDG_CONFIG_HOME:-$HOME/.config}/pip:/root/.config/pip:ro")
+    fi
+}
+
+pass_apt_settings() {
+    local path
+    for path in /etc/apt/sources.list /etc/apt/sources.list.d /etc/apt/apt.conf /etc/apt/apt.conf.d \
+        /etc/apt/keyrings /etc/apt/trusted.gpg /etc/apt/trusted.gpg.d; do
+        pass_path "$path"
+    done
+}
+
+in_the_clean_root() {
+    cat <<'INSIDE'
+set -eu
+git clone --quiet /source /root/checkout
+cd /root/checkout
+make setup engine image model
+.venv/bin/roll-flash doctor
+.venv/bin/roll-flash doctor --json >/root/doctor.json
+.venv/bin/python - <<'CHECK'
+import json, sys
+missing = [check["name"] for check in json.load(open("/root/doctor.json"))["checks"] if not check["ok"]]
+sys.exit(f"the set-up left out: {', '.join(missing)}" if missing else 0)
+CHECK
+.venv/bin/python --version
+CI= .venv/bin/python -m pytest -m "not docker and not vllm and not ray and not adapters" tests/sandboxes tests/test_setup.py
+INSIDE
+}
+
+echo "clean root: $SUITE with $PACKAGES"
+debootstrap --variant=minbase --include="$PACKAGES" "$SUITE" "$folder/root" >"$folder/debootstrap.log" 2>&1 ||
+    { tail -n 3 "$folder/debootstrap.log" >&2; exit 1; }
+tar -C "$folder/root" --exclude=./dev -c . | docker import - "$IMAGE" >/dev/null
+rm -rf "$folder/root"
+pass_pip_settings
+pass_apt_settings
+in_the_clean_root >"$folder/inside.sh"
+timeout --kill-after=30 "$LIMIT_S" docker run --name "${IMAGE/:/-}" --privileged --shm-size=1g \
+    --volume /var/lib/docker --volume "$PWD:/source:ro" --volume "$folder/inside.sh:/inside.sh:ro" \
+    --env HOME=/root --env LC_ALL=C.UTF-8 "${settings[@]}" "$IMAGE" sh /inside.sh

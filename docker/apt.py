@@ -1,0 +1,45 @@
+"""System packages that the set-up needs, installed with apt where this user may."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+INSTALL_TIMEOUT_S = 300.0
+
+
+class PackageUnavailable(Exception):
+    """Why a system package cannot be had on this machine."""
+
+
+def can_install() -> bool:
+    return os.geteuid() == 0 and shutil.which("apt-get") is not None
+
+
+def install(package: str) -> None:
+    """Raises PackageUnavailable."""
+    if not can_install():
+        raise PackageUnavailable(f"{package} is not installed, and installing it needs root and apt-get")
+    print(f"setup: installing the system package {package}", flush=True)
+    environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    for command in (["apt-get", "update"], ["apt-get", "install", "-y", "--no-install-recommends", package]):
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                env=environment,
+                timeout=INSTALL_TIMEOUT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            raise PackageUnavailable(f"`{' '.join(command)}` took over {INSTALL_TIMEOUT_S:.0f} s") from None
+        if done.returncode != 0:
+            raise PackageUnavailable(f"`{' '.join(command)}` failed: {last_line(done.stderr or done.stdout)}")
+
+
+def last_line(text: str) -> str:
+    lines = text.strip().splitlines()
+    return lines[-1][:300] if lines else "it said nothing"

@@ -1,0 +1,56 @@
+"""Build the sandbox image (`make image`), or say in one line why the weaker `local` sandbox is used instead.
+
+Where no image registry answers, debootstrap makes the image; as root it is installed with apt if it is missing.
+Exit status 0 if either sandbox can be used, 1 if neither.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+
+import apt
+from roll_flash.sandboxes.images import ensure_image
+
+from roll_flash.doctor import check_bubblewrap, check_docker
+from roll_flash.errors import RollFlashError
+
+
+def main() -> int:
+    if not check_docker().ok:
+        print("image: no Docker engine, so none is needed")
+        return 0
+    try:
+        asyncio.run(ensure_image(report=_say, provide_debootstrap=_provide_debootstrap))
+    except RollFlashError as error:
+        return _fall_back(str(error))
+    return 0
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _provide_debootstrap() -> None:
+    if shutil.which("debootstrap") is None and apt.can_install():
+        try:
+            apt.install("debootstrap")
+        except apt.PackageUnavailable as error:
+            print(f"image: {error}", file=sys.stderr)
+
+
+def _fall_back(reason: str) -> int:
+    bubblewrap = check_bubblewrap()
+    if bubblewrap.ok:
+        print(f"image: the weaker `local` sandbox (bubblewrap) is used, because {reason}")
+        return 0
+    print(
+        f"image: no sandbox can be used: {reason}; and bubblewrap: {bubblewrap.detail} ({bubblewrap.fix})",
+        file=sys.stderr,
+    )
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
