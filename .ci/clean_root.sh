@@ -30,19 +30,25 @@ pass_path() { # a file or folder of the machine, read-only at the same place
 }
 
 pass_pip_settings() {
-    local name path
-    while IFS='=' read -r name _; do
+    local name value
+    while IFS='=' read -r name value; do
         case $name in
-        PIP_* | *_CA_BUNDLE | SSL_CERT_FILE | *_proxy | *_PROXY) settings+=(--env "$name") ;;
+        PIP_CERT | *_CA_BUNDLE | SSL_CERT_FILE) ;;
+        PIP_* | *_proxy | *_PROXY) settings+=(--env "$name=$value") ;;
         esac
     done < <(env)
-    # The files that pip's settings name: certificates, folders of wheels, indexes on this disk.
-    for path in $(python3 -m pip config list | grep -o "/[^' ]*" | sort -u); do
-        case $path in //*) ;; *) pass_path "$path" ;; esac
+    # Wheels and indexes on this disk.
+    for value in $(python3 -m pip config list | grep -v cert | grep -o "/[^' ]*" | sort -u); do
+        case $value in //*) ;; *) pass_path "$value" ;; esac
     done
     pass_path /etc/pip.conf
-    if [ -f "${XDG_CONFIG_HOME:-$HOME/.config}/pip/pip.conf" ]; then
-        settings+=(--volume "${XDG_CONFIG_HOME:-$HOME/.config}/pip:/root/.config/pip:ro")
+    if [ -f "$HOME/.config/pip/pip.conf" ]; then
+        settings+=(--volume "$HOME/.config/pip/pip.conf:/root/.config/pip/pip.conf:ro")
+    fi
+    # Elsewhere than on this machine: the package ca-certificates writes its own file to the usual place.
+    value=$(python3 -m pip config list | sed -n "s/.*cert='\(.*\)'/\1/p" | tail -n 1)
+    if [ -n "$value" ]; then
+        settings+=(--volume "$value:/certificates.crt:ro" --env PIP_CERT=/certificates.crt --env SSL_CERT_FILE=/certificates.crt)
     fi
 }
 
@@ -75,11 +81,12 @@ INSIDE
 echo "clean root: $SUITE with $PACKAGES"
 debootstrap --variant=minbase --include="$PACKAGES" "$SUITE" "$folder/root" >"$folder/debootstrap.log" 2>&1 ||
     { tail -n 3 "$folder/debootstrap.log" >&2; exit 1; }
+[ -z "$(ls /etc/apt/sources.list.d)" ] || rm "$folder/root/etc/apt/sources.list"
 tar -C "$folder/root" --exclude=./dev -c . | docker import - "$IMAGE" >/dev/null
 rm -rf "$folder/root"
 pass_pip_settings
 pass_apt_settings
 in_the_clean_root >"$folder/inside.sh"
-timeout --kill-after=30 "$LIMIT_S" docker run --name "${IMAGE/:/-}" --privileged --shm-size=1g \
+timeout --kill-after=30 "$LIMIT_S" docker run --name "${IMAGE/:/-}" "${PRIVILEGES[@]}" --shm-size=1g \
     --volume /var/lib/docker --volume "$PWD:/source:ro" --volume "$folder/inside.sh:/inside.sh:ro" \
     --env HOME=/root --env LC_ALL=C.UTF-8 "${settings[@]}" "$IMAGE" sh /inside.sh

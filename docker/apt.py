@@ -37,7 +37,13 @@ def install(package: str) -> None:
         except subprocess.TimeoutExpired:
             raise PackageUnavailable(f"`{' '.join(command)}` took over {INSTALL_TIMEOUT_S:.0f} s") from None
         if done.returncode != 0:
-            raise PackageUnavailable(f"`{' '.join(command)}` failed: {last_line(done.stderr or done.stdout)}")
+            raise PackageUnavailable(f"`{' '.join(command)}` failed: {_cause(done.stdout + done.stderr)}")
+
+
+def _cause(said: str) -> str:
+    """The first line that apt or dpkg mark as an error; what follows are its consequences."""
+    errors = [line for line in said.splitlines() if line.startswith(("E:", "Err:", "dpkg: error"))]
+    return errors[0][:300] if errors else last_line(said)
 
 
 def last_line(text: str) -> str:

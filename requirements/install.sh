@@ -19,7 +19,7 @@ apt_can_help() {
 apt_install() {
     echo "      installing the system package $1"
     said=$({ apt-get update && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$1"; } \
-        2>&1 </dev/null) || fail "apt-get install $1 failed: $(echo "$said" | tail -n 1)"
+        2>&1 </dev/null) || fail "apt-get install $1 failed: $(echo "$said" | grep -m 1 -E '^(E:|dpkg: error|Err:)')"
 }
 
 check_python() {

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 from roll_flash.sandboxes.build_context import build_archive
 from roll_flash.sandboxes.engine_api import EngineApi, disk_full
-from roll_flash.sandboxes.errors import SandboxImageError
+from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError
 from roll_flash.sandboxes.identity import LABEL
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
@@ -75,15 +75,23 @@ async def _build(engine: EngineApi, image: str, archive: bytes) -> None:
     query = {"t": image, "rm": "1", "forcerm": "1", "labels": json.dumps({LABEL: "image"})}
     try:
         async for line in engine.stream("POST", "/build", query=query, content=archive, idle_timeout_s=IDLE_TIMEOUT_S):
-            if "no space left" in str(line.get("error")):
-                raise disk_full(str(line["error"]))
             if "error" in line:
-                raise SandboxImageError(f"building the image of a spec failed: {str(line['error'])[:300]}")
+                raise build_error(str(line["error"]))
             if said := str(line.get("stream", "")).strip():
                 progress.note(said)
     except httpx.HTTPError as error:
         raise SandboxImageError(f"building the image of a spec: the engine stopped answering: {error!r}") from None
     progress.done()
+
+
+def build_error(said: str) -> SandboxImageError | SandboxDiskFull:
+    """What the engine's words about a build that failed mean."""
+    if "no space left" in said:
+        return disk_full(said)
+    if "could not find bridge" in said:
+        # Seen after a second engine of the same machine, without a bridge of its own, had removed it.
+        said = f"the engine's network bridge is gone, restart the engine ({said})"
+    return SandboxImageError(f"building the image of a spec failed: {said[:300]}")
 
 
 class _Progress:

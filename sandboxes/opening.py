@@ -81,7 +81,9 @@ async def _require_image(provider: Provider, spec: SandboxSpec) -> None:
     assert isinstance(provider, DockerProvider | EngineSet)
     try:
         if not await provider.has_image(DEFAULT_IMAGE):
-            raise SandboxUnavailable(f"the engine has no image {DEFAULT_IMAGE}; to build it: python -m roll_flash.sandboxes.images ensure")
+            raise SandboxUnavailable(
+                f"the engine has no image {DEFAULT_IMAGE}; to build it: python -m roll_flash.sandboxes.images ensure"
+            )
     except BaseException:
         await provider.close()
         raise

@@ -130,8 +130,8 @@ def test_tests_without_a_verdict_fail_the_episode_and_are_no_zero(tmp_path: Path
 
 @pytest.mark.docker
 def test_an_image_that_cannot_be_built_names_its_task(tmp_path: Path) -> None:
-    task = harbor_task(tmp_path / "unbuilt", dockerfile=f"{ON_OUR_IMAGE}RUN exit 3\n")
-    with pytest.raises(SandboxError, match=r"unbuilt: .*exit 3"):
+    task = harbor_task(tmp_path / "unbuilt", dockerfile=f"{ON_OUR_IMAGE}COPY missing /\n")
+    with pytest.raises(SandboxError, match=r"unbuilt: .*missing"):
         play(task, "<answer>done</answer>")
 
 

@@ -244,6 +244,67 @@ def test_engines_of_which_none_answers_are_all_named() -> None:
         asyncio.run(use())
 
 
+ENSURE_IMAGE = Path(__file__).parents[2] / "docker" / "ensure_image.py"
+
+
+def only_bubblewrap(folder: Path) -> Path:
+    """A PATH without debootstrap and apt."""
+    folder.mkdir()
+    for name in ("bwrap", "true"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    return folder
+
+
+def program(folder: Path, name: str, script: str) -> None:
+    (folder / name).write_text(f"#!/bin/sh\n{script}\n")
+    (folder / name).chmod(0o755)
+
+
+def ensure_image(engine: SecondEngine, path: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"DOCKER_HOST": engine.host, "PATH": path}
+    command = [sys.executable, str(ENSURE_IMAGE)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.docker
+def test_an_engine_without_the_sandbox_image_means_the_local_sandbox_and_one_line_says_why(
+    engine: SecondEngine, require_bubblewrap: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DOCKER_HOST", engine.host)
+
+    async def name(spec: SandboxSpec | None, engines: tuple[str, ...] = ()) -> str:
+        provider = await connect_provider("auto", spec=spec, engines=engines)
+        await provider.close()
+        return provider.name
+
+    assert asyncio.run(name(None)) == asyncio.run(name(SandboxSpec(), (engine.host,))) == "local"
+    assert [record.getMessage().count("has no image roll-flash-sandbox") for record in caplog.records] == [1, 1]
+    assert asyncio.run(name(SPEC)) == "docker"  # an image of one's own is the engine's business
+
+
+@pytest.mark.docker
+def test_where_no_image_can_be_made_the_set_up_goes_on_with_the_local_sandbox(
+    engine: SecondEngine, require_bubblewrap: None, tmp_path: Path
+) -> None:
+    done = ensure_image(engine, str(only_bubblewrap(tmp_path / "bin")))
+    assert done.returncode == 0, done.stderr
+    assert "the weaker `local` sandbox (bubblewrap) is used, because" in done.stdout.splitlines()[-1]
+    assert "debootstrap" in done.stdout.splitlines()[-1]
+
+
+@pytest.mark.docker
+def test_the_set_up_installs_debootstrap_where_the_image_needs_it(
+    engine: SecondEngine, require_bubblewrap: None, tmp_path: Path
+) -> None:
+    """`apt-get` is a stand-in here; the real one runs in .ci/clean_root.sh."""
+    folder = only_bubblewrap(tmp_path / "bin")
+    program(folder, "debootstrap-of-apt", "echo 'E: no mirror' && exit 1")
+    program(folder, "apt-get", f'[ "$1" = update ] || /bin/mv {folder}/debootstrap-of-apt {folder}/debootstrap')
+    done = ensure_image(engine, str(folder))
+    assert "installing the system package debootstrap" in done.stdout
+    assert "debootstrap bookworm failed: E: no mirror" in done.stdout.splitlines()[-1]
+
+
 @pytest.fixture
 def tls_host(docker: str, tmp_path: Path) -> Iterator[str]:
     socket = EngineAddress.from_environment().socket_path
