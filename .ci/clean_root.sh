@@ -12,7 +12,8 @@ IMAGE=roll-flash-clean-root:$$
 LIMIT_S=1500
 # What an engine inside needs. Not --privileged: that asks for every capability, more than root of some machines has.
 PRIVILEGES=(--cap-add ALL --cap-drop SYS_RESOURCE --security-opt seccomp=unconfined --security-opt apparmor=unconfined
-    --security-opt systempaths=unconfined --volume /sys/fs/cgroup:/sys/fs/cgroup)
+    --security-opt systempaths=unconfined --sysctl net.ipv6.conf.all.disable_ipv6=0
+    --volume /sys/fs/cgroup:/sys/fs/cgroup)
 
 folder=$(mktemp -d)
 cleanup() {

