@@ -131,9 +131,7 @@ def _fetch_system_packages(debs: Path, root: Path) -> bool:
         return False
     root.mkdir()
     for package in sorted(debs.glob("*.deb")):
-        _run(["dpkg-deb", "--fsys-tarfile", str(package)], into=debs / "files.tar")
-        with tarfile.open(debs / "files.tar") as unpacked:
-            unpacked.extractall(root, filter="data")
+        _run(["dpkg-deb", "--extract", str(package), str(root)])
     for links in ("lib", "bin", "sbin"):  # those of the image are links into /usr
         if (root / links).is_dir():
             shutil.copytree(root / links, root / "usr" / links, dirs_exist_ok=True, symlinks=True)
@@ -153,7 +151,7 @@ def _download_debs(folder: Path) -> None:
         _run(command, cwd=folder)
 
 
-def _run(command: list[str], *, cwd: Path | None = None, into: Path | None = None) -> None:
+def _run(command: list[str], *, cwd: Path | None = None) -> None:
     try:
         done = subprocess.run(
             command, cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, timeout=FETCH_TIMEOUT_S, check=False
@@ -163,8 +161,6 @@ def _run(command: list[str], *, cwd: Path | None = None, into: Path | None = Non
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-MAX_ERROR:]
         raise SandboxImageError(f"{' '.join(command[:4])} failed: {said}")
-    if into is not None:
-        into.write_bytes(done.stdout)
 
 
 async def _build(engine: EngineApi, image: str, context: Path, recipe: str) -> None:
