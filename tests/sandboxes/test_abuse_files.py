@@ -167,6 +167,85 @@ def test_a_hostile_archive_is_refused(provider: str, packed: bytes) -> None:
     within(provider, put)
 
 
+def test_an_archive_with_links_longer_than_any_path_writes_nothing_outside(provider: str, tmp_path: Path) -> None:
+    """The public archive of CVE-2025-4517, pointed at a folder of this test."""
+    part, path, members = "d" * 247, "", []
+    for letter in "abcdefghijklmnop":
+        members += [member(f"{path}{part}", type=tarfile.DIRTYPE)]
+        members += [member(f"{path}{letter}", type=tarfile.SYMTYPE, linkname=part)]
+        path += part + "/"
+    chain = "/".join("abcdefghijklmnop") + "/" + "l" * 254
+    members += [member(chain, type=tarfile.SYMTYPE, linkname="../" * 16)]
+    members += [member("escape", type=tarfile.SYMTYPE, linkname=f"{chain}/{'../' * 8}{tmp_path}")]
+    packed = archive(*((one, b"") for one in members), (member("escape/planted"), b"x"))
+
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError, match="leads out"):
+            await sandbox.put_tree(packed, "d")
+
+    within(provider, put)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "magic", [b"\x1f\x8b", b"\x1f\x8b\x08\0" + bytes(6), b"BZh9", b"\xfd7zXZ\0", b"]\0\0\x80\0", b"PK"]
+)
+def test_a_damaged_compressed_archive_is_an_error_of_ours(provider: str, magic: bytes) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError, match="cannot be unpacked"):
+            await sandbox.put_tree(magic + b"\xff\x07 garbage" * 50, "d")
+
+    within(provider, put)
+
+
+def test_a_source_that_is_not_there_is_an_error(provider: str, tmp_path: Path) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError, match="No such file"):
+            await sandbox.put_tree(tmp_path / "missing", "d")
+
+    within(provider, put)
+
+
+def test_links_that_lead_out_through_other_links_do_not_come_out(provider: str, tmp_path: Path, secret: Path) -> None:
+    """As text each stays inside; step by step they reach a file of this machine, and a folder to plant files in."""
+    down, up = "a/" * 40, "../" * 40
+    line = f"mkdir -p d/{down} d/r; ln -s {up}r d/{down}z; cd d; "
+    line += f"ln -s {down}z/{up}{secret} report.txt; ln -s {down}z/{up}{tmp_path} folder; "
+    line += f"ln -s report.txt twice; ln -s {down}z/x fine; ln -s {down}z/.. root; echo x > r/x"
+
+    async def fetch(sandbox: Sandbox) -> list[str]:
+        assert (await sandbox.exec(line)).ok
+        return sorted((await sandbox.get_tree("d", tmp_path / "out")).left_out)
+
+    assert within(provider, fetch) == ["folder", "report.txt", "twice"]
+    assert (tmp_path / "out/fine").read_text() == "x\n"
+    assert (tmp_path / "out/root").resolve() == (tmp_path / "out").resolve()
+
+
+def test_names_that_were_planted_do_not_stop_a_write(provider: str) -> None:
+    async def write(sandbox: Sandbox) -> None:
+        planted = await sandbox.exec("seq -f .roll-flash-%.0f~ 0 20000 | xargs touch", timeout=30)
+        assert planted.ok, planted
+        await sandbox.write("file", b"written")
+        assert await sandbox.read("file") == b"written"
+
+    within(provider, write)
+
+
+def test_a_tree_of_long_names_is_refused_and_the_sandbox_lives(provider: str, tmp_path: Path) -> None:
+    """Its listing would be larger than what the agent may have under way."""
+    line = "p=$(printf %0250d 0); mkdir -p d; cd d; for i in 1 2 3 4 5 6 7; do mkdir $p; cd $p; done; seq -w 20000 | "
+    line += f"sed 's/$/{'x' * 240}/' | xargs touch"
+
+    async def fetch(sandbox: Sandbox) -> None:
+        made = await sandbox.exec(line, timeout=60)
+        assert made.ok, made.stderr
+        with pytest.raises(SandboxFileError, match="too long"):
+            await sandbox.get_tree("d", tmp_path / "out", max_entries=30_000)
+
+    within(provider, fetch)
+
+
 def zipped(*members: tuple[str, int, bytes]) -> bytes:
     """Of (name, mode with type, content)."""
     packed = io.BytesIO()
