@@ -155,7 +155,7 @@ class _Capture:
     @property
     def status(self) -> int | None:
         """None if what the line says is no exit code."""
-        found = re.match(rb"(\d{1,3})(?!\d)", bytes(self._line or b"")[len(self._needle) :])
+        found = re.match(rb"(\d{1,3})(?=[:\s'\"])", bytes(self._line or b"")[len(self._needle) :])
         return int(found[1]) if found and int(found[1]) < 256 else None
 
     def content(self) -> bytes:
