@@ -1,6 +1,6 @@
-"""The agent as bytes: the static C program for a processor, or the standard-library Python one where there is none.
+"""The agent as bytes: a static C program, for the processor of the machine or the engine that it is to run on.
 
-The C program comes with the wheel. In a source checkout it is built once, with the `ziglang` package or the machine's C
+It comes with the wheel. In a source checkout it is built once, with the `ziglang` package or the machine's C
 compiler, into the user's cache folder under the hash of its sources.
 """
 
@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import io
 import os
 import platform
 import shutil
 import subprocess
 import sys
-import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -44,28 +42,20 @@ FOLDER = "/.roll-flash"
 def agent_program(processor: str | None = None) -> AgentProgram:
     """The agent for a processor (this machine's by default), built if need be.
 
-    ROLL_FLASH_AGENT=python takes the fallback.
-    Raises SandboxUnavailable if the C program cannot be built.
+    Raises SandboxUnavailable for a processor that there is no agent for, or if it cannot be built.
     """
-    if os.environ.get("ROLL_FLASH_AGENT") == "python":
-        return _python_program()
     machine = processor or platform.machine()
     known = PROCESSORS.get(machine.lower())
-    return _c_program(known) if known else _python_program()
-
-
-def _python_program() -> AgentProgram:
-    """The Python agent's modules in one file, which `python3` runs as it is."""
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w") as archive:
-        for module in sorted((SOURCES / "fallback").glob("*.py")):
-            archive.writestr(zipfile.ZipInfo(module.name), module.read_bytes())
-    content = packed.getvalue()
-    return AgentProgram(content, _digest(content), ("python3", "-I", "-S", f"{FOLDER}/agent"))
+    if known is None:
+        raise SandboxUnavailable(
+            f"the sandbox agent runs on {' and '.join(sorted(set(PROCESSORS.values())))} processors, not on {machine}: "
+            "name a docker engine on one of those (DOCKER_HOST); local sandboxes need this machine to be one"
+        )
+    return _program(known)
 
 
 @cache
-def _c_program(processor: str) -> AgentProgram:
+def _program(processor: str) -> AgentProgram:
     shipped = SOURCES / f"agent-{processor}"
     content = (shipped if shipped.exists() else _cached_build(processor)).read_bytes()
     return AgentProgram(content, _digest(content), (f"{FOLDER}/agent",))

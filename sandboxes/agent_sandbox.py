@@ -126,7 +126,7 @@ class AgentSandbox:
         return CommandStream(self._connection, self.spec, command, lambda result: None)
 
     def shell(self, program: str = "/bin/sh") -> Shell:
-        return Shell(lambda: self.stream([program], timeout=SHELL_TIMEOUT_S, stdin=True, grace=0.0))
+        return Shell(program, lambda: self.stream([program], timeout=SHELL_TIMEOUT_S, stdin=True, grace=0.0))
 
     async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
         return await files.read_file(self._connection, inside(self.spec, path), max_bytes)

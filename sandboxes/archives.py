@@ -1,73 +1,195 @@
-"""Archives that users bring, tar and zip, unpacked within limits and never outside the folder."""
+"""Archives that users bring, tar and zip, read within limits. Their names meet no file system of this machine.
+
+The contents go one after another into one nameless file; what lies where, and where links lead, is found out in a model
+of the tree (`tree_model.py`) before anything is sent on.
+"""
 
 from __future__ import annotations
 
 import io
 import stat
-import tarfile
+import struct
 import zipfile
-from pathlib import Path, PurePosixPath
+import zlib
+from collections.abc import Iterator
+from typing import IO, BinaryIO
 
+from roll_flash.sandboxes.archive_stream import CHUNK, EFBIG, MAX_RATIO, ArchiveError, Blocks, Budget, decompressed
 from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.tar_reader import Member, tar_members
+from roll_flash.sandboxes.tree_model import File, Folder, LeadsOut, Link, Node, follow, parts_of, walk
 
-MAX_RATIO = 200
-"""Largest unpacked size of an archive as a multiple of its packed size (beyond the first MiB)."""
-CHUNK = 1 << 20
-EFBIG, EINVAL = 27, 22
+__all__ = ["EFBIG", "EINVAL", "MAX_RATIO", "max_packed", "unpack"]
+
+EINVAL = 22
+ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+"""Others are decompressed by `zipfile` without a bound on what one step yields."""
+ZIP_MEMBER = b"PK\x01\x02"
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    OSError,
+    EOFError,
+    RuntimeError,
+    ArithmeticError,
+    LookupError,
+    ValueError,
+)
 
 
-class _Budget:
-    """What may still be unpacked. A zip's own figures are not believed: bytes are counted as they come."""
-
-    def __init__(self, packed: bytes, max_bytes: int, max_entries: int) -> None:
-        self._bytes = min(max_bytes, (1 << 20) + MAX_RATIO * len(packed))
-        self._entries = max_entries
-        self._error = f"the archive unpacks to more than {self._bytes} bytes or {max_entries} files"
-
-    def take(self, count: int, entries: int = 0) -> None:
-        self._bytes -= count
-        self._entries -= entries
-        if self._bytes < 0 or self._entries < 0:
-            raise SandboxFileError(self._error, EFBIG)
+def max_packed(max_bytes: int, max_entries: int) -> int:
+    """The size beyond which an archive need not be read: it holds more than `max_bytes`, or is padded."""
+    return max_bytes + 4 * 1024 * max_entries + (1 << 20)
 
 
-def unpack(packed: bytes, folder: Path, *, max_bytes: int, max_entries: int) -> None:
-    """Raises SandboxFileError for what is no archive, leads outside, or passes a limit."""
-    budget = _Budget(packed, max_bytes, max_entries)
+def unpack(packed: bytes, contents: BinaryIO, *, max_bytes: int, max_entries: int) -> Folder:
+    """The tree of an archive; what its files hold is written to `contents`.
+
+    Raises SandboxFileError for what is no archive, leads outside, holds anything but files, folders and links, or
+    passes a limit.
+    """
+    budget = Budget(len(packed), max_bytes, max_entries)
+    if len(packed) > max_packed(max_bytes, max_entries):
+        raise SandboxFileError(f"an archive of {len(packed)} bytes, for at most {max_bytes} bytes unpacked", EFBIG)
+    tree = _Unpacked(contents, budget)
     try:
         if packed.startswith(b"PK"):
-            _unpack_zip(packed, folder, budget)
+            _read_zip(packed, tree, budget, max_entries)
         else:
-            _unpack_tar(packed, folder, budget)
-    except (tarfile.TarError, zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, EOFError) as error:
+            for member, content in tar_members(Blocks(decompressed(packed, budget)), budget):
+                _add_member(tree, member, content)
+        for folder, _, node in walk(tree.root):
+            if isinstance(node, Link):
+                follow(folder, node.target)
+    except (ArchiveError, LeadsOut) as error:
         raise SandboxFileError(f"the archive cannot be unpacked: {error}", EINVAL) from None
+    return tree.root
 
 
-def _unpack_tar(packed: bytes, folder: Path, budget: _Budget) -> None:
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        for member in archive:
-            budget.take(member.size, 1)
-            archive.extract(member, folder, filter="data")
+class _Unpacked:
+    """The tree of what has been read so far."""
+
+    def __init__(self, contents: BinaryIO, budget: Budget) -> None:
+        self.root = Folder()
+        self._contents = contents
+        self._budget = budget
+
+    def store(self, content: Iterator[bytes], mode: int) -> File:
+        """Set-id bits and what others might write are dropped; the owner can always read and write."""
+        start = self._contents.tell()
+        for piece in content:
+            self._contents.write(piece)
+        kept = mode & (0o755 if mode & 0o100 else 0o644) | 0o600
+        return File(kept, self._contents.tell() - start, start)
+
+    def add(self, name: str, node: Node, *, replace: bool) -> None:
+        """Folders on the way are made. A member takes the place of an earlier one as far as `replace` says."""
+        self._budget.take(entries=1)
+        *above, last = parts_of(name)
+        folder = self.find_folder(above)
+        known = folder.members.get(last)
+        if known is not None and (not replace or isinstance(known, Folder) or isinstance(node, Folder)):
+            raise ArchiveError(f"{name[:80]!r} is in it twice")
+        folder.members[last] = node
+
+    def make_folder(self, name: str) -> None:
+        if name:
+            self.find_folder(parts_of(name))
+
+    def find_folder(self, parts: list[str]) -> Folder:
+        """As `mkdir -p` would, through links too as long as they stay inside. Raises LeadsOut."""
+        here = self.root
+        for part in parts:
+            found = here.members.get(part)
+            if found is None:
+                self._budget.take(entries=1)
+                found = here.make_folder(part)
+            elif isinstance(found, Link):
+                found = follow(here, found.target)
+            if not isinstance(found, Folder):
+                raise ArchiveError(f"{'/'.join(parts)[:80]!r} is used as a folder, which it is not")
+            here = found
+        return here
+
+    def find_file(self, name: str) -> File:
+        """What a hard link may mean. Raises ArchiveError."""
+        *above, last = parts_of(name)
+        here = self.root
+        for part in above:
+            found = follow(here, part)
+            if not isinstance(found, Folder):
+                break
+            here = found
+        else:
+            if isinstance(linked := here.members.get(last), File):
+                self._budget.take(linked.size)
+                return linked
+        raise ArchiveError(f"a hard link to {name[:80]!r}, which is no file before it in the archive")
 
 
-def _unpack_zip(packed: bytes, folder: Path, budget: _Budget) -> None:
+def _plain(name: str) -> str:
+    """Without the slashes and the `./` at its ends; nothing else is taken off."""
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+def _add_member(tree: _Unpacked, member: Member, content: Iterator[bytes]) -> None:
+    name = _plain(member.name)
+    if member.kind == "folder":
+        tree.make_folder(name)
+    elif member.kind == "link":
+        tree.add(name, Link(member.target), replace=True)
+    elif member.kind == "hard link":
+        if member.target.startswith("/"):
+            raise ArchiveError(f"a hard link to {member.target[:80]!r} leads out of the folder")
+        tree.add(name, tree.find_file(_plain(member.target)), replace=True)
+    else:
+        tree.add(name, tree.store(content, member.mode), replace=True)
+
+
+class _ZipBytes(io.BytesIO):
+    """`zipfile` reads the whole directory of a zip at once and makes an object for each member in it."""
+
+    max_members: int | None = None
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        data = super().read(size)
+        if self.max_members is not None and data.count(ZIP_MEMBER) > self.max_members:
+            raise SandboxFileError(f"the archive holds more than {self.max_members} files", EFBIG)
+        return data
+
+
+def _read_zip(packed: bytes, tree: _Unpacked, budget: Budget, max_entries: int) -> None:
     """Regular files and folders; a zip with links, devices or names that lead out is refused whole."""
-    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
-        for member in archive.infolist():
-            mode = member.external_attr >> 16
-            name = PurePosixPath(member.filename)
-            if name.is_absolute() or ".." in name.parts or not name.parts:
-                raise zipfile.BadZipFile(f"{member.filename!r} leads out of the folder")
-            if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFDIR):
-                raise zipfile.BadZipFile(f"{member.filename!r} is no regular file")
-            target = folder / name
-            budget.take(0, 1)
-            if member.is_dir():
-                target.mkdir(parents=True, exist_ok=True)
-                continue
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with archive.open(member) as source, target.open("xb") as file:
-                while piece := source.read(CHUNK):
-                    budget.take(len(piece))
-                    file.write(piece)
-            target.chmod(0o755 if mode & 0o100 else 0o644)
+    file = _ZipBytes(packed)
+    file.max_members = max_entries
+    try:
+        with zipfile.ZipFile(file) as archive:
+            file.max_members = None
+            for member in archive.infolist():
+                _add_zipped(tree, archive, member, budget)
+    except _ZIP_ERRORS as error:
+        raise ArchiveError(str(error)) from None
+
+
+def _add_zipped(tree: _Unpacked, archive: zipfile.ZipFile, member: zipfile.ZipInfo, budget: Budget) -> None:
+    mode = member.external_attr >> 16
+    name = member.filename
+    if name.startswith("/"):
+        raise ArchiveError(f"{name[:80]!r} leads out of the folder")
+    if stat.S_IFMT(mode) not in (0, stat.S_IFREG, stat.S_IFDIR):
+        raise ArchiveError(f"{name[:80]!r} is no regular file")
+    if member.is_dir():
+        tree.make_folder(_plain(name))
+        return
+    if member.compress_type not in ZIP_METHODS:
+        raise ArchiveError(f"{name[:80]!r} is compressed by a method that is not taken; pack it with deflate")
+    with archive.open(member) as source:
+        tree.add(_plain(name), tree.store(_counted(source, budget), 0o644 | mode & 0o100), replace=False)
+
+
+def _counted(source: IO[bytes], budget: Budget) -> Iterator[bytes]:
+    """A zip's own figures are not believed: bytes are counted as they come."""
+    while piece := source.read(CHUNK):
+        budget.take(len(piece))
+        yield piece

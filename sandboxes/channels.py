@@ -10,6 +10,7 @@ from collections import deque
 
 from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 from roll_flash.sandboxes.frames import (
+    MAX_LISTING,
     WINDOW,
     Entry,
     Exit,
@@ -66,6 +67,13 @@ class Channel:
         self.window -= count
         return True
 
+    @staticmethod
+    def _output(frame: Frame) -> bytes:
+        """An empty piece counts against no cap, so there must be none."""
+        if not frame.payload:
+            raise FrameError("a piece of output that holds nothing")
+        return frame.payload
+
     def _granted(self, frame: Frame) -> None:
         self.window += parse_u32(frame.payload)
         if self.window > WINDOW:
@@ -81,11 +89,13 @@ class CommandChannel(Channel):
         self._left = {Reply.OUT: cap + SLACK_BYTES, Reply.ERR: cap + SLACK_BYTES}
         self._credit = None if window is None else window + SLACK_BYTES
         self.pieces: deque[tuple[Reply, bytes]] = deque()
+        """Of a stream; what comes at the end is joined at once, however small the pieces are."""
+        self._collected = {Reply.OUT: bytearray(), Reply.ERR: bytearray()}
         self.exit: Exit | None = None
 
     def receive(self, frame: Frame) -> bool:
         if frame.type in (Reply.OUT, Reply.ERR):
-            self._take(Reply(frame.type), frame.payload)
+            self._take(Reply(frame.type), self._output(frame))
             return False
         if frame.type == Reply.GRANT:
             self._granted(frame)
@@ -101,10 +111,11 @@ class CommandChannel(Channel):
             self._left[source] -= len(data)
             if self._left[source] < 0:
                 raise FrameError("a command's output is longer than its cap")
-        else:
-            self._credit -= len(data)
-            if self._credit < 0:
-                raise FrameError("the agent sent more than was granted")
+            self._collected[source] += data
+            return
+        self._credit -= len(data)
+        if self._credit < 0:
+            raise FrameError("the agent sent more than was granted")
         self.pieces.append((source, data))
         self.notify()
 
@@ -113,30 +124,38 @@ class CommandChannel(Channel):
         self._credit += count
 
     def collected(self, source: Reply) -> bytes:
-        return b"".join(data for came_from, data in self.pieces if came_from == source)
+        return bytes(self._collected[source])
 
 
 class FileChannel(Channel):
-    """A file operation: pieces of a file, entries of a tree, or nothing, then DONE or ERROR."""
+    """A file operation: pieces of a file, entries of a tree, or nothing, then DONE or ERROR.
 
-    def __init__(self, label: str, *, window: int = 0, entries: int = 0) -> None:
+    `most_bytes` of the file and `entries` of the tree are what was asked for at most.
+    """
+
+    def __init__(self, label: str, *, window: int = 0, most_bytes: int = 0, entries: int = 0) -> None:
         super().__init__()
         self._label = label
         self._credit = window
+        self._bytes_left = most_bytes
         self._entries_left = entries
+        self._listing_left = MAX_LISTING
         self.pieces: deque[bytes] = deque()
         self.entries: list[Entry] = []
 
     def receive(self, frame: Frame) -> bool:
         if frame.type == Reply.OUT:
-            self._credit -= len(frame.payload)
-            if self._credit < 0:
+            piece = self._output(frame)
+            self._credit -= len(piece)
+            self._bytes_left -= len(piece)
+            if self._credit < 0 or self._bytes_left < 0:
                 raise FrameError("the agent sent more than was granted")
-            self.pieces.append(frame.payload)
+            self.pieces.append(piece)
             self.notify()
         elif frame.type == Reply.ENTRY:
             self._entries_left -= 1
-            if self._entries_left < 0:
+            self._listing_left -= len(frame.payload)
+            if self._entries_left < 0 or self._listing_left < 0:
                 raise FrameError("the agent sent more entries than were asked for")
             self.entries.append(parse_entry(frame.payload))
         elif frame.type == Reply.GRANT:

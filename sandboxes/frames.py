@@ -19,6 +19,8 @@ MAX_REPLY = 1 << 17
 CHUNK = 1 << 16
 WINDOW = 1 << 18
 MAX_CAP = 1 << 24
+MAX_LISTING = 1 << 24
+"""Bytes of the entries of one listing."""
 
 
 class FrameError(Exception):

@@ -12,11 +12,13 @@ import stat
 import tarfile
 
 from roll_flash.sandboxes import files
-from roll_flash.sandboxes.archives import EFBIG
+from roll_flash.sandboxes.archive_stream import ArchiveError, Blocks, Budget, decompressed
+from roll_flash.sandboxes.archives import EFBIG, EINVAL
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.frames import Entry
 from roll_flash.sandboxes.spec import SandboxSpec
+from roll_flash.sandboxes.tar_reader import tar_members
 from roll_flash.sandboxes.trees import MAX_ENTRIES, is_safe_name
 
 MAX_SNAPSHOT_BYTES = 64 << 20
@@ -27,7 +29,7 @@ PARALLEL_FILES = 16
 async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     """A tar archive of what is in the working directory and in /tmp. Raises SandboxFileError if it is too large."""
     packed = io.BytesIO()
-    total = 0
+    total, left = 0, MAX_SNAPSHOT_BYTES
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for folder in (spec.workdir, SHARED_FOLDER):
             for entry in await files.list_tree(connection, folder, MAX_ENTRIES):
@@ -37,11 +39,12 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
                 if total > MAX_SNAPSHOT_BYTES:
                     what = f"sandbox {connection.name}: its files take more than {MAX_SNAPSHOT_BYTES >> 20} MiB"
                     raise SandboxFileError(f"{what}, too much for a snapshot", EFBIG)
-                await _add(archive, connection, folder, entry)
+                left -= await _add(archive, connection, folder, entry, left)
     return packed.getvalue()
 
 
-async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry) -> None:
+async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry, most: int) -> int:
+    """How many bytes were read; sizes in a listing are a sandbox's word, so at most `most`."""
     path = f"{folder}/{os.fsdecode(entry.path)}"
     member = tarfile.TarInfo(path.lstrip("/"))
     member.mode = stat.S_IMODE(entry.mode) & 0o777
@@ -52,9 +55,10 @@ async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: st
         member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(entry.target)
         archive.addfile(member)
     elif stat.S_ISREG(entry.mode):
-        content = await files.read_file(connection, path, MAX_SNAPSHOT_BYTES)
+        content = await files.read_file(connection, path, most)
         member.size = len(content)
         archive.addfile(member, io.BytesIO(content))
+    return member.size
 
 
 async def restore(connection: AgentConnection, tree: bytes) -> None:
@@ -66,16 +70,19 @@ async def restore(connection: AgentConnection, tree: bytes) -> None:
             await files.write_file(connection, path, content, mode)
 
     writes = []
-    with tarfile.open(fileobj=io.BytesIO(tree)) as archive:
-        for member in archive:
+    budget = Budget(len(tree), MAX_SNAPSHOT_BYTES, 2 * MAX_ENTRIES)
+    try:
+        for member, content in tar_members(Blocks(decompressed(tree, budget)), budget):
             path = "/" + member.name
-            if member.isdir():
+            if member.kind == "folder":
                 await files.make_directory(connection, path, member.mode | 0o700)
-            elif member.issym():
-                await files.make_symlink(connection, member.linkname, path)
-            elif (content := archive.extractfile(member)) is not None:
-                writes.append(write(path, content.read(), member.mode))
-    await asyncio.gather(*writes)
+            elif member.kind == "link":
+                await files.make_symlink(connection, member.target, path)
+            else:
+                writes.append((path, b"".join(content), member.mode))
+    except ArchiveError as error:
+        raise SandboxFileError(f"sandbox {connection.name}: its snapshot cannot be read: {error}", EINVAL) from None
+    await asyncio.gather(*(write(*file) for file in writes))
 
 
 async def populate(connection: AgentConnection, spec: SandboxSpec) -> None:

@@ -6,11 +6,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/random.h>
 #include <sys/stat.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
-enum { PROC_MAGIC = 0x9fa0, SYSFS_MAGIC = 0x62656572 };
+enum { PROC_MAGIC = 0x9fa0, SYSFS_MAGIC = 0x62656572, NAME_TRIES = 8 };
 
 struct transfer {
     uint32_t channel;
@@ -139,24 +140,33 @@ static int make_parents(char *path) {
     return 0;
 }
 
+/* A name beside the file that nobody can have put there before: the commands see the folder, and write to it too. */
+static int open_beside(struct transfer *transfer) {
+    char *slash = strrchr(transfer->path, '/');
+    size_t folder = slash ? (size_t)(slash - transfer->path) + 1 : 0, size = folder + 48;
+    if (!(transfer->temporary = malloc(size))) die("out of memory");
+    int error = EEXIST;
+    for (int i = 0; i < NAME_TRIES && error == EEXIST; i++) {
+        uint64_t word[2];
+        if (getrandom(word, sizeof word, 0) != sizeof word) die("no random numbers can be had");
+        snprintf(transfer->temporary, size, "%.*s.roll-flash-%016llx%016llx~", (int)folder, transfer->path,
+                 (unsigned long long)word[0], (unsigned long long)word[1]);
+        transfer->fd = open(transfer->temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+        error = transfer->fd < 0 ? errno : 0;
+    }
+    if (!error) return 0;
+    free(transfer->temporary);
+    transfer->temporary = NULL;
+    return error;
+}
+
 static int open_temporary(struct transfer *transfer, uint32_t mode) {
-    static uint32_t serial;
     struct stat status;
     if (lstat(transfer->path, &status) == 0 && !S_ISREG(status.st_mode) && !S_ISLNK(status.st_mode))
         return S_ISDIR(status.st_mode) ? EISDIR : EINVAL;
     int error = make_parents(transfer->path);
-    if (error) return error;
-    char *slash = strrchr(transfer->path, '/');
-    size_t folder = slash ? (size_t)(slash - transfer->path) + 1 : 0, size = folder + 40;
-    if (!(transfer->temporary = malloc(size))) die("out of memory");
-    snprintf(transfer->temporary, size, "%.*s.roll-flash-%u~", (int)folder, transfer->path, serial++);
-    transfer->fd = open(transfer->temporary, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
-    if (transfer->fd >= 0 && fchmod(transfer->fd, mode & 0777) == 0) return 0;
-    error = errno;
-    if (transfer->fd < 0) {
-        free(transfer->temporary);
-        transfer->temporary = NULL;
-    }
+    if (!error) error = open_beside(transfer);
+    if (!error && fchmod(transfer->fd, mode & 0777) < 0) error = errno;
     return error;
 }
 

@@ -10,18 +10,22 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { DEEPEST = 200 };
+enum {
+    DEEPEST = 200,
+    MAX_LISTING = 1 << 24, /* bytes of one listing; the controller takes no more (frames.py) */
+};
 
 struct walk {
     uint32_t channel;
     uint64_t count, limit;
-    char path[8192];
+    size_t sent;
+    char path[4096];
     int error;
 };
 
 /* u32 mode, u64 size, i64 mtime, u32 length and path (relative), u32 length and link target. */
 static void send_entry(struct walk *walk, int folder, const char *name, const struct stat *status, size_t prefix) {
-    unsigned char frame[32 + 8192 + 4096], *at = frame;
+    unsigned char frame[32 + 4096 + 4096], *at = frame;
     char target[4096];
     ssize_t length = S_ISLNK(status->st_mode) ? readlinkat(folder, name, target, sizeof target) : 0;
     if (length < 0) length = 0;
@@ -35,7 +39,9 @@ static void send_entry(struct walk *walk, int folder, const char *name, const st
     put_u32(&at, (uint32_t)length);
     memcpy(at, target, (size_t)length);
     at += length;
-    wire_send(ENTRY, walk->channel, frame, (size_t)(at - frame));
+    walk->sent += (size_t)(at - frame);
+    if (walk->sent > MAX_LISTING) walk->error = E2BIG;
+    else wire_send(ENTRY, walk->channel, frame, (size_t)(at - frame));
 }
 
 static void visit(struct walk *walk, int folder, size_t prefix, int depth) {
@@ -55,7 +61,7 @@ static void visit(struct walk *walk, int folder, size_t prefix, int depth) {
         snprintf(walk->path + end, sizeof walk->path - end, end > prefix ? "/%s" : "%s", entry->d_name);
         if (fstatat(dirfd(directory), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
             send_entry(walk, dirfd(directory), entry->d_name, &status, prefix);
-            if (S_ISDIR(status.st_mode)) {
+            if (!walk->error && S_ISDIR(status.st_mode)) {
                 int inner = depth < DEEPEST ? openat(dirfd(directory), entry->d_name,
                                                      O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC) : -1;
                 if (inner >= 0) visit(walk, inner, prefix, depth + 1);

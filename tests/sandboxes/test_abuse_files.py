@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
+import lzma
 import os
+import random
 import tarfile
 import warnings
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from abuse import within
@@ -124,9 +130,9 @@ def test_a_tree_over_the_limits_is_refused_before_anything_is_written(provider: 
     assert list(tmp_path.iterdir()) == []
 
 
-def archive(*members: tuple[tarfile.TarInfo, bytes]) -> bytes:
+def archive(*members: tuple[tarfile.TarInfo, bytes], mode: Literal["w", "w:gz"] = "w:gz") -> bytes:
     packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+    with tarfile.open(fileobj=packed, mode=mode) as tar:
         for member, content in members:
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
@@ -167,6 +173,26 @@ def test_a_hostile_archive_is_refused(provider: str, packed: bytes) -> None:
     within(provider, put)
 
 
+def test_an_archive_with_links_longer_than_any_path_writes_nothing_outside(provider: str, tmp_path: Path) -> None:
+    """The public archive of CVE-2025-4517, pointed at a folder of this test."""
+    part, path, members = "d" * 247, "", []
+    for letter in "abcdefghijklmnop":
+        members += [member(f"{path}{part}", type=tarfile.DIRTYPE)]
+        members += [member(f"{path}{letter}", type=tarfile.SYMTYPE, linkname=part)]
+        path += part + "/"
+    chain = "/".join("abcdefghijklmnop") + "/" + "l" * 254
+    members += [member(chain, type=tarfile.SYMTYPE, linkname="../" * 16)]
+    members += [member("escape", type=tarfile.SYMTYPE, linkname=f"{chain}/{'../' * 8}{tmp_path}")]
+    packed = archive(*((one, b"") for one in members), (member("escape/planted"), b"x"))
+
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError, match="leads out"):
+            await sandbox.put_tree(packed, "d")
+
+    within(provider, put)
+    assert list(tmp_path.iterdir()) == []
+
+
 def zipped(*members: tuple[str, int, bytes]) -> bytes:
     """Of (name, mode with type, content)."""
     packed = io.BytesIO()
@@ -177,6 +203,81 @@ def zipped(*members: tuple[str, int, bytes]) -> bytes:
             info.external_attr = mode << 16
             archive.writestr(info, content, zipfile.ZIP_DEFLATED)
     return packed.getvalue()
+
+
+def damaged(pack: Callable[[bytes], bytes]) -> bytes:
+    """An archive of 100 KB that cannot be compressed, with damage in the middle of it."""
+    packed = bytearray(pack(archive((member("f"), random.Random(0).randbytes(100_000)), mode="w")))
+    packed[50_000:50_100] = bytes(100)
+    return bytes(packed)
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        pytest.param(damaged(gzip.compress), id="gzip"),
+        pytest.param(damaged(bz2.compress), id="bzip2"),
+        pytest.param(damaged(lzma.compress), id="xz"),
+        pytest.param(
+            zipped(("n\u00e4me", 0o100644, b"x")).replace("\u00e4".encode(), b"\xff\xff"), id="a name that is no text"
+        ),
+        pytest.param(archive((member("a\0b", pax_headers={"path": "a\0b"}), b"x")), id="a name with a NUL"),
+    ],
+)
+def test_a_damaged_archive_is_an_error_of_ours(provider: str, packed: bytes) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError, match="cannot be unpacked"):
+            await sandbox.put_tree(packed, "d")
+
+    within(provider, put)
+
+
+def test_a_source_that_is_not_there_is_an_error(provider: str, tmp_path: Path) -> None:
+    async def put(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxFileError, match="No such file"):
+            await sandbox.put_tree(tmp_path / "missing", "d")
+
+    within(provider, put)
+
+
+def test_links_that_lead_out_through_other_links_do_not_come_out(provider: str, tmp_path: Path, secret: Path) -> None:
+    """As text each stays inside; step by step they reach a file of this machine, and a folder to plant files in."""
+    down, up = "a/" * 40, "../" * 40
+    line = f"mkdir -p d/{down} d/r; ln -s {up}r d/{down}z; cd d; "
+    line += f"ln -s {down}z/{up}{secret} report.txt; ln -s {down}z/{up}{tmp_path} folder; "
+    line += f"ln -s report.txt twice; ln -s {down}z/x fine; ln -s {down}z/.. root; echo x > r/x"
+
+    async def fetch(sandbox: Sandbox) -> list[str]:
+        assert (await sandbox.exec(line)).ok
+        return sorted((await sandbox.get_tree("d", tmp_path / "out")).left_out)
+
+    assert within(provider, fetch) == ["folder", "report.txt", "twice"]
+    assert (tmp_path / "out/fine").read_text() == "x\n"
+    assert (tmp_path / "out/root").resolve() == (tmp_path / "out").resolve()
+
+
+def test_names_that_were_planted_do_not_stop_a_write(provider: str) -> None:
+    async def write(sandbox: Sandbox) -> None:
+        planted = await sandbox.exec("seq -f .roll-flash-%.0f~ 0 20000 | xargs touch", timeout=30)
+        assert planted.ok, planted
+        await sandbox.write("file", b"written")
+        assert await sandbox.read("file") == b"written"
+
+    within(provider, write)
+
+
+def test_a_tree_of_long_names_is_refused_and_the_sandbox_lives(provider: str, tmp_path: Path) -> None:
+    """Its listing would be larger than what the agent may have under way."""
+    line = "p=$(printf %0250d 0); mkdir -p d; cd d; for i in 1 2 3 4 5 6 7; do mkdir $p; cd $p; done; seq -w 20000 | "
+    line += f"sed 's/$/{'x' * 240}/' | xargs touch"
+
+    async def fetch(sandbox: Sandbox) -> None:
+        made = await sandbox.exec(line, timeout=60)
+        assert made.ok, made.stderr
+        with pytest.raises(SandboxFileError, match="too long"):
+            await sandbox.get_tree("d", tmp_path / "out", max_entries=30_000)
+
+    within(provider, fetch)
 
 
 def lying(packed: bytes, size: int) -> bytes:

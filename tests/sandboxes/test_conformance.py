@@ -13,11 +13,3 @@ from roll_flash.sandboxes.conformance import CHECKS, Check, run_checks
 def test_provider_conforms(provider: str, check: Check) -> None:
     report = asyncio.run(run_checks(provider, SandboxSpec(), [check]))
     assert report.ok, report.checks
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-@pytest.mark.docker
-def test_provider_conforms_with_the_python_agent(docker: str, check: Check, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROLL_FLASH_AGENT", "python")
-    report = asyncio.run(run_checks(docker, SandboxSpec(), [check]))
-    assert report.ok, report.checks

@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import asyncio
+import stat
 import struct
-from itertools import pairwise
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import pairwise, repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxError, SandboxSpec, SandboxStartError, commands
+from roll_flash.sandboxes import (
+    ExecResult,
+    SandboxDied,
+    SandboxError,
+    SandboxFileError,
+    SandboxSpec,
+    SandboxStartError,
+    commands,
+    files,
+    trees,
+)
 from roll_flash.sandboxes.commands import Command, run_command
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.frames import HEADER, MAX_REPLY, ExitFlag, Frame, FrameDecoder, FrameError, Reply, encode, u32
 from roll_flash.sandboxes.multiplex import Demultiplexer
+from roll_flash.sandboxes.tree_writer import TreeWriter
 
 frames = st.lists(
     st.tuples(st.sampled_from(list(Reply)), st.integers(0, 2**32 - 1), st.binary(max_size=300)), max_size=8
@@ -91,6 +106,8 @@ def test_garbage_from_inside_is_an_error_of_that_sandbox_and_nothing_else(replie
     "replies",
     [
         pytest.param(encode(Reply.OUT, 1, b"x" * 1300), id="more output than the cap"),
+        pytest.param(encode(Reply.OUT, 1), id="a piece of output that holds nothing"),
+        pytest.param(encode(Reply.ERR, 1), id="a piece of errors that holds nothing"),
         pytest.param(encode(Reply.OUT, 2, b"x"), id="a channel that nobody opened"),
         pytest.param(encode(Reply.GRANT, 1, u32(1)), id="a grant for what was never sent"),
         pytest.param(encode(Reply.EXIT, 1, b"short"), id="a short exit"),
@@ -103,6 +120,139 @@ def test_an_agent_that_breaks_the_protocol_is_given_up(replies: bytes) -> None:
     _, error = asyncio.run(with_hostile_agent(replies))
     assert isinstance(error, SandboxDied)
     assert error.reason == "protocol"
+
+
+class PlayedAgent(SilentTransport):
+    """Answers the first request with what it is given, and nothing afterwards."""
+
+    def __init__(self, replies: Callable[[int], Iterator[bytes]]) -> None:
+        super().__init__()
+        self._replies = replies
+        self.connection = AgentConnection("played")
+        self.connection.opened(self)
+        self.connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+
+    def write(self, data: Any) -> None:
+        _, channel, _ = HEADER.unpack_from(data)
+        replies, self._replies = self._replies, lambda _: iter(())
+        for reply in replies(channel):
+            asyncio.get_running_loop().call_soon(self.connection.receive, reply)
+
+
+def entry(mode: int, path: bytes, target: bytes = b"", size: int = 0) -> bytes:
+    return struct.pack("<IQq", mode, size, 0) + u32(len(path)) + path + u32(len(target)) + target
+
+
+def test_a_file_that_never_ends_is_given_up_at_its_limit() -> None:
+    async def read() -> None:
+        agent = PlayedAgent(lambda channel: repeat(encode(Reply.OUT, channel, b"x" * 1000), 200))
+        with pytest.raises(SandboxDied, match="more than was granted"):
+            await files.read_file(agent.connection, "/file", 100_000)
+
+    asyncio.run(read())
+
+
+def test_a_file_of_empty_pieces_is_given_up() -> None:
+    async def read() -> None:
+        agent = PlayedAgent(lambda channel: repeat(encode(Reply.OUT, channel), 10))
+        with pytest.raises(SandboxDied, match="holds nothing"):
+            await files.read_file(agent.connection, "/file", 100_000)
+
+    asyncio.run(read())
+
+
+def test_a_listing_of_endless_names_is_given_up() -> None:
+    async def listing() -> None:
+        one = entry(stat.S_IFREG, b"x" * 100_000)
+        agent = PlayedAgent(lambda channel: repeat(encode(Reply.ENTRY, channel, one), 1000))
+        with pytest.raises(SandboxDied, match="more entries"):
+            await files.list_tree(agent.connection, "/", 20_000)
+
+    asyncio.run(listing())
+
+
+def test_output_in_single_bytes_takes_little_more_memory_than_its_size() -> None:
+    async def command() -> int:
+        connection = AgentConnection("bytes")
+        connection.opened(SilentTransport())
+        connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+        running = asyncio.ensure_future(
+            run_command(connection, SandboxSpec(), Command("x", 30, max_output=1 << 17), None)
+        )
+        await asyncio.sleep(0)
+        tracemalloc.start()
+        for _ in range(1 << 12):
+            connection.receive(encode(Reply.OUT, 1, b"x"))
+        used = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        running.cancel()
+        await asyncio.wait({running})
+        return used
+
+    assert asyncio.run(command()) < 1 << 16
+
+
+LISTINGS: dict[str, list[bytes]] = {
+    "a file below a link": [entry(stat.S_IFLNK, b"a", b"."), entry(stat.S_IFREG, b"a/x")],
+    "a link below a link": [entry(stat.S_IFLNK, b"a", b"../.."), entry(stat.S_IFLNK, b"a/x", b"y")],
+    "a link that is a folder too": [
+        entry(stat.S_IFLNK, b"a", b"b"),
+        entry(stat.S_IFDIR, b"a"),
+        entry(stat.S_IFLNK, b"a/x"),
+    ],
+    "a folder that is not listed": [entry(stat.S_IFREG, b"a/" * 1000 + b"x")],
+    "names that lead up": [
+        entry(stat.S_IFDIR, b".."),
+        entry(stat.S_IFLNK, b"../x", b"y"),
+        entry(stat.S_IFDIR, b"a/.."),
+    ],
+    "odd names": [
+        entry(stat.S_IFDIR, name) for name in (b"", b"/", b".", b"a/", b"/tmp", b"a//b", b"a\0b", b"x" * 256)
+    ],
+    "odd links": [entry(stat.S_IFLNK, b"%d" % i, to) for i, to in enumerate((b"", b"/", b"a\0b", b"..", b"a/../.."))],
+    "a loop": [entry(stat.S_IFLNK, b"a", b"b/x"), entry(stat.S_IFLNK, b"b", b"a/x")],
+    "long links": [entry(stat.S_IFLNK, b"a", b"./" * 2100), entry(stat.S_IFLNK, b"b", b"./" * 600 + b"x/y")],
+}
+
+
+@pytest.mark.parametrize("listing", LISTINGS)
+def test_a_listing_that_lies_puts_nothing_but_its_plain_members_down(listing: str, tmp_path: Path) -> None:
+    members = LISTINGS[listing]
+
+    async def fetch() -> trees.TreeReport:
+        def answer(channel: int) -> Iterator[bytes]:
+            yield from (encode(Reply.ENTRY, channel, member) for member in members)
+            yield encode(Reply.DONE, channel, bytes(8))
+
+        agent = PlayedAgent(answer)
+        return await trees.get_tree(agent.connection, "/", tmp_path / "out", max_bytes=1 << 20, max_entries=100)
+
+    report = asyncio.run(fetch())
+    kept = list((tmp_path / "out").rglob("*"))
+    assert len(kept) + len(report.left_out) == len(members)
+    assert all((tmp_path / "out") in (path.resolve(), *path.resolve().parents) for path in kept)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_folder_of_this_machine_that_becomes_a_link_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    with TreeWriter(tmp_path / "out") as writer:
+        writer.make_folders(["a", "a/b"])
+        (tmp_path / "out/a/b").rmdir()
+        (tmp_path / "out/a/b").symlink_to(tmp_path / "elsewhere")
+        (tmp_path / "out/a/file").symlink_to(tmp_path / "elsewhere/file")
+        for write in (
+            lambda: writer.write_file("a/b/x", b"x", 0o644),
+            lambda: writer.write_file("a/file", b"x", 0o644),
+            lambda: writer.make_links([("a/b/x", "y")]),
+            lambda: writer.make_folders(["a/b/x"]),
+            lambda: writer.write_file("a/b", b"x", 0o644),
+        ):
+            with pytest.raises(SandboxFileError, match="cannot be written"):
+                write()
+    with pytest.raises(SandboxFileError, match="given up"):
+        writer.write_file("late", b"x", 0o644)
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 class BusyTransport(SilentTransport):

@@ -1,0 +1,112 @@
+"""A directory tree as names alone, on no disk: where a link leads is found out step by step, as the kernel would."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+MAX_NAME_BYTES = 255
+MAX_PATH_BYTES = 4095
+MAX_DEPTH = 200
+"""Folders below each other; the agent lists no deeper ones either (`agent/walk.c`)."""
+MAX_LINKS = 40
+"""Links that one path may lead through, as in the kernel."""
+MAX_STEPS = 512
+"""Parts of one path, those of the links on it included. Bounds the work; nothing honest comes near it."""
+
+
+class LeadsOut(Exception):
+    """A name or a link that leaves its tree, or of which that cannot be told."""
+
+
+@dataclass(slots=True, eq=False)
+class Folder:
+    above: Folder | None = None
+    """None for the root of the tree."""
+    depth: int = 0
+    path: str = ""
+    """From the root."""
+    members: dict[str, Node] = field(default_factory=dict)
+
+    def path_of(self, name: str) -> str:
+        return f"{self.path}/{name}" if self.path else name
+
+    def make_folder(self, name: str) -> Folder:
+        """Raises LeadsOut for a tree that is deeper than any tool could take."""
+        made = Folder(self, self.depth + 1, self.path_of(name))
+        if made.depth > MAX_DEPTH or len(os.fsencode(made.path)) > MAX_PATH_BYTES:
+            raise LeadsOut(f"{made.path[:80]!r}… lies too deep")
+        self.members[name] = made
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    mode: int
+    size: int
+    offset: int = 0
+    """Where its content begins in what it was unpacked into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    target: str
+
+
+Node: TypeAlias = Folder | File | Link
+
+
+def parts_of(name: str) -> list[str]:
+    """The parts of a relative path that leads nowhere but down. Raises LeadsOut."""
+    parts = name.split("/")
+    if "\0" in name or any(part in ("", ".", "..") for part in parts):
+        raise LeadsOut(f"{name[:80]!r} is no plain path below the folder")
+    too_long = len(os.fsencode(name)) > MAX_PATH_BYTES or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in parts)
+    if too_long or len(parts) > MAX_DEPTH + 1:
+        raise LeadsOut(f"{name[:80]!r}… is too long for a path")
+    return parts
+
+
+def follow(folder: Folder, target: str) -> Node | None:
+    """What a link in `folder` with this target leads to; None for what is not there.
+
+    Raises LeadsOut as soon as one step leaves the tree, goes up from what is not there, or is one too many.
+    """
+    here: Node = folder
+    waiting, links, steps = _reversed_parts(target), 0, 0
+    while waiting:
+        part, steps = waiting.pop(), steps + 1
+        if part in ("", "."):
+            continue
+        if steps > MAX_STEPS or links > MAX_LINKS or not isinstance(here, Folder):
+            raise LeadsOut(f"a link to {target[:80]!r} leads nowhere")
+        found = here.above if part == ".." else here.members.get(part)
+        if found is None:
+            if part == ".." or ".." in waiting:
+                raise LeadsOut(f"a link to {target[:80]!r} leads out of the folder")
+            return None
+        if isinstance(found, Link):
+            links += 1
+            waiting += _reversed_parts(found.target)
+        else:
+            here = found
+    return here
+
+
+def _reversed_parts(target: str) -> list[str]:
+    if not target or target.startswith("/") or "\0" in target or len(os.fsencode(target)) > MAX_PATH_BYTES:
+        raise LeadsOut(f"a link to {target[:80]!r} leads out of the folder")
+    return target.split("/")[::-1]
+
+
+def walk(root: Folder) -> Iterator[tuple[Folder, str, Node]]:
+    """(folder, name in it, member) of everything below, folders before what they hold."""
+    waiting = [root]
+    while waiting:
+        folder = waiting.pop()
+        for name, member in folder.members.items():
+            yield folder, name, member
+            if isinstance(member, Folder):
+                waiting.append(member)

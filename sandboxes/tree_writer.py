@@ -1,0 +1,88 @@
+"""Writing a tree on this machine. Each part of a path is opened by itself, never through a link, never outside."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from roll_flash.sandboxes.errors import SandboxFileError
+
+EINVAL = 22
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class TreeWriter:
+    """Makes what is below one folder, which must not exist or be empty. Nothing that is there is ever replaced.
+
+    Every method raises SandboxFileError.
+    """
+
+    def __init__(self, destination: Path) -> None:
+        self._destination = destination
+        self._lock = threading.Lock()
+        with self._saying(""):
+            destination.mkdir(parents=True, exist_ok=True)
+            self._root = os.open(destination, _FOLDER)
+        if os.listdir(self._root):
+            os.close(self._root)
+            raise SandboxFileError(f"{destination} is not empty; choose a new folder", EINVAL)
+
+    def __enter__(self) -> TreeWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        with self._lock:
+            os.close(self._root)
+            self._root = -1
+
+    def make_folders(self, paths: list[str]) -> None:
+        for path in paths:
+            with self._parent_of(path) as (folder, name):
+                os.mkdir(name, 0o755, dir_fd=folder)
+
+    def write_file(self, path: str, data: bytes, mode: int) -> None:
+        with self._parent_of(path) as (folder, name):
+            fd = os.open(name, _NEW_FILE, mode, dir_fd=folder)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+
+    def make_links(self, links: list[tuple[str, str]]) -> None:
+        """(path, target) of each."""
+        for path, target in links:
+            with self._parent_of(path) as (folder, name):
+                os.symlink(target, name, dir_fd=folder)
+
+    @contextmanager
+    def _parent_of(self, path: str) -> Iterator[tuple[int, str]]:
+        *above, name = path.split("/")
+        with self._saying(path):
+            folder = self._open_root()
+            try:
+                for part in above:
+                    inner = os.open(part, _FOLDER | os.O_NOFOLLOW, dir_fd=folder)
+                    os.close(folder)
+                    folder = inner
+                yield folder, name
+            finally:
+                os.close(folder)
+
+    def _open_root(self) -> int:
+        """A thread whose caller was cancelled may come late: the number may mean another folder by then."""
+        with self._lock:
+            if self._root < 0:
+                raise OSError(errno.EBADF, "given up")
+            return os.dup(self._root)
+
+    @contextmanager
+    def _saying(self, path: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            where = self._destination / path
+            raise SandboxFileError(f"{where} cannot be written: {error.strerror}", error.errno or EINVAL) from None
