@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import io
-import subprocess
-import sys
 import tarfile
+import time
 import uuid
-from pathlib import Path
 from typing import Any
 
 from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
@@ -22,17 +20,20 @@ from roll_flash.sandboxes.container_config import container_config, volume_name
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
-from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnreachable
+from roll_flash.sandboxes.errors import SandboxError, SandboxSpecError, SandboxStartError, SandboxUnreachable
+from roll_flash.sandboxes.guard import Guard
 from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.image_build import image_of
+from roll_flash.sandboxes.kept_images import SNAPSHOTS, remove_image
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
-from roll_flash.sandboxes.reaper import remove_container, sweep
+from roll_flash.sandboxes.reaper import list_entries, remove_container, remove_leaked, sweep
+from roll_flash.sandboxes.scratch import own_folders
 from roll_flash.sandboxes.spec import SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
-WATCHDOG_TIMEOUT_S = 10.0
 COMMIT_TIMEOUT_S = 120.0
-SNAPSHOTS = "roll-flash-snapshot"
+PRUNE_EVERY_S = 3600.0
+"""Each build is looked at one by one."""
 
 
 class DockerProvider:
@@ -48,9 +49,11 @@ class DockerProvider:
         self._volume_lock = asyncio.Lock()
         self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
         self._watching: asyncio.Task[None] | None = None
-        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._guard = Guard(SNAPSHOTS, own_folders())
         self._snapshots: list[str] = []
+        self._creating: set[str] = set()
         self._live: set[str] = set()
+        self._prune_at = 0.0
         self._machine_memory_mb = 0
         self._processor = ""
 
@@ -66,21 +69,9 @@ class DockerProvider:
         self._machine_memory_mb = int(info.get("MemTotal", 0)) >> 20
         self._processor = str(info.get("Architecture", ""))
         if self._watching is None:
+            address = self.engine.address
+            await asyncio.to_thread(self._guard.start, address.host, self.engine.version, address.certificates or "")
             self._watching = asyncio.create_task(self._events.watch(), name="engine events")
-            self._watchdog = await asyncio.to_thread(self._start_watchdog)
-
-    def _start_watchdog(self) -> subprocess.Popen[bytes]:
-        label = f"{LABEL_OWNER}={Owner.current()}"
-        program = str(Path(__file__).with_name("watchdog.py"))
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-I", "-S", program, self.engine.address.host, self.engine.version, label),
-                self.engine.address.certificates or "",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         if self._machine_memory_mb and spec.memory_mb > self._machine_memory_mb:
@@ -104,7 +95,7 @@ class DockerProvider:
                 spec=spec,
                 connection=connection,
                 end=lambda: self.remove(name),
-                commit=lambda: self._commit(name),
+                commit=lambda: self._commit(name, run),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
             )
             assert self._agent is not None
@@ -134,7 +125,19 @@ class DockerProvider:
         return sandbox
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
-        await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+        """The engine may finish a creation that it did not answer: the guard and `sweep` look for that one."""
+        self._guard.asked(name, body["Image"])
+        self._creating.add(name)
+        try:
+            await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+        except SandboxUnreachable:
+            raise
+        except SandboxError:
+            self._guard.answered(name)
+            raise
+        finally:
+            self._creating.discard(name)
+        self._guard.answered(name)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
         """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
@@ -143,13 +146,17 @@ class DockerProvider:
         if creating.exception() is None:
             await self.remove(name, has_run=False)
 
-    async def _commit(self, name: str) -> str:
+    async def _commit(self, name: str, run: str) -> str:
         """Keep a container's writable root as an image until this provider is closed."""
-        tag = f"{name}-{uuid.uuid4().hex[:8]}"
-        query = {"container": name, "repo": SNAPSHOTS, "tag": tag}
-        await self.engine.call("POST", "/commit", query=query, body={}, timeout_s=COMMIT_TIMEOUT_S)
-        self._snapshots.append(f"{SNAPSHOTS}:{tag}")
-        return self._snapshots[-1]
+        image = f"{SNAPSHOTS}:{name}-{uuid.uuid4().hex[:8]}"
+        repository, _, tag = image.partition(":")
+        query = {"container": name, "repo": repository, "tag": tag}
+        self._guard.asked(image)
+        self._snapshots.append(image)  # also if nobody waits for the answer any more
+        body = {"Labels": labels(run, None)}
+        await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
+        self._guard.answered(image)
+        return image
 
     async def remove(self, name: str, *, has_run: bool = True) -> None:
         """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""
@@ -165,18 +172,26 @@ class DockerProvider:
         )
 
     async def sweep(self) -> int:
+        """Also removes what this provider asked for and had no answer about, if it has come up since."""
+        for entry in await list_entries(self.engine):
+            if entry.name in self._guard.unanswered and entry.name not in self._creating:
+                await self.remove(entry.name, has_run=False)
+                self._guard.answered(entry.name)
+        if time.monotonic() < self._prune_at:
+            return len(await remove_leaked(self.engine))
+        self._prune_at = time.monotonic() + PRUNE_EVERY_S
         return len(await sweep(self.engine))
 
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        for image in self._snapshots:
-            await self.engine.call("DELETE", f"/images/{image}", query={"force": "1"}, accept=(404, 409))
-        if self._watchdog is not None:
-            watchdog, self._watchdog = self._watchdog, None
-            await asyncio.to_thread(watchdog.communicate, b"q", WATCHDOG_TIMEOUT_S)
-        await self.engine.close()
+        try:
+            for image in self._snapshots:
+                await remove_image(self.engine, image)
+        finally:
+            await asyncio.to_thread(self._guard.stop)
+            await self.engine.close()
 
     async def _provide_agent(self, image: str) -> None:
         """Fill the engine's agent volume, once per provider; what another process fills in meanwhile is the same."""

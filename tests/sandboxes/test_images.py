@@ -14,8 +14,9 @@ import pytest
 from abuse import attack_program
 from roll_flash.sandboxes import SandboxImageError, SandboxPool, SandboxSpec, SandboxSpecError, open_sandbox
 from roll_flash.sandboxes.build_context import packed_files
-from roll_flash.sandboxes.image_build import REPOSITORY, image_key
+from roll_flash.sandboxes.image_build import image_key
 from roll_flash.sandboxes.images import ensure_image
+from roll_flash.sandboxes.kept_images import BUILDS
 from roll_flash.sandboxes.opening import connect_provider
 
 pytestmark = pytest.mark.docker
@@ -26,7 +27,7 @@ BASE = "FROM roll-flash-sandbox:latest\n"
 def dockerfile(docker: str) -> Iterator[str]:
     text = f"{BASE}USER root\nRUN echo {uuid.uuid4().hex} > /built\n"
     yield text
-    subprocess.run(["docker", "rmi", "-f", f"{REPOSITORY}:{image_key(text)}"], capture_output=True, check=True)
+    subprocess.run(["docker", "rmi", "-f", f"{BUILDS}:{image_key(text)}"], capture_output=True, check=True)
 
 
 def images(repository: str) -> list[str]:
@@ -67,7 +68,7 @@ def test_a_dockerfile_copies_what_its_folder_holds(docker: str, tmp_path: Path) 
     try:
         assert asyncio.run(run()) == b"content"
     finally:
-        image = f"{REPOSITORY}:{image_key(spec.dockerfile, spec.context)}"
+        image = f"{BUILDS}:{image_key(spec.dockerfile, spec.context)}"
         subprocess.run(["docker", "rmi", "-f", image], capture_output=True, check=True)
 
 
