@@ -226,9 +226,9 @@ class AgentSandbox:
         await asyncio.shield(self._ending)
 
     async def _finish(self) -> None:
-        if self._egress is not None:
-            await self._egress.close()
         try:
+            if self._egress is not None:
+                await self._egress.close()
             await asyncio.gather(*(sandbox.close() for sandbox in self._beside))
         finally:
             await self._remove()

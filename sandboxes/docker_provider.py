@@ -50,6 +50,7 @@ class DockerProvider:
         self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
         self._watching: asyncio.Task[None] | None = None
         self._guard = Guard(SNAPSHOTS, own_folders())
+        self._guarding: asyncio.Future[None] | None = None
         self._snapshots: list[str] = []
         self._creating: set[str] = set()
         self._live: set[str] = set()
@@ -70,7 +71,9 @@ class DockerProvider:
         self._processor = str(info.get("Architecture", ""))
         if self._watching is None:
             address = self.engine.address
-            await asyncio.to_thread(self._guard.start, address.host, self.engine.version, address.certificates or "")
+            words = (address.host, self.engine.version, address.certificates or "")
+            self._guarding = asyncio.ensure_future(asyncio.to_thread(self._guard.start, *words))
+            await asyncio.shield(self._guarding)
             self._watching = asyncio.create_task(self._events.watch(), name="engine events")
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
@@ -190,6 +193,8 @@ class DockerProvider:
             for image in self._snapshots:
                 await remove_image(self.engine, image)
         finally:
+            if self._guarding is not None:
+                await asyncio.wait({self._guarding})
             await asyncio.to_thread(self._guard.stop)
             await self.engine.close()
 

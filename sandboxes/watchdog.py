@@ -33,6 +33,7 @@ LONGEST_S = 60.0
 UNREACHABLE_S = 10.0
 """An engine that nobody listens for is given up after so long."""
 POLL_S = 0.1
+DYING_S = 10.0
 READY = b"ready\n"
 FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError)
 """Of a request, or of an answer that is none."""
@@ -106,7 +107,7 @@ class Journal:
                 continue
             piece = os.read(0, 1 << 16)
             if not piece:
-                return True
+                return _ends(owner)
             *lines, self._rest = (self._rest + piece).split(b"\n")
             for line in lines:
                 if line == b"q":
@@ -119,6 +120,15 @@ class Journal:
             self.unanswered[name] = image
         else:
             self.unanswered.pop(name, None)
+
+
+def _ends(owner: str) -> bool:
+    """A process closes its files just before it is dead; one that lives on only did not say that it is done."""
+    for _ in range(round(DYING_S / POLL_S)):
+        if not _lives(owner):
+            return True
+        time.sleep(POLL_S)
+    return False
 
 
 def _lives(owner: str) -> bool:
