@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import stat
+import tempfile
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -15,7 +16,6 @@ from roll_flash.sandboxes.archives import EFBIG, EINVAL, unpack
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.frames import Entry
-from roll_flash.sandboxes.scratch import scratch_folder
 
 MAX_ENTRIES = 20_000
 MAX_BYTES = 1 << 28
@@ -101,9 +101,9 @@ async def put_tree(
     """
     if isinstance(source, bytes) or await asyncio.to_thread(source.is_file):
         packed = source if isinstance(source, bytes) else await asyncio.to_thread(source.read_bytes)
-        with scratch_folder("tree") as folder:
-            await asyncio.to_thread(unpack, packed, folder, max_bytes=max_bytes, max_entries=max_entries)
-            return await put_tree(connection, folder, path, max_bytes=max_bytes, max_entries=max_entries)
+        with tempfile.TemporaryDirectory(prefix="roll-flash-tree-") as folder:
+            await asyncio.to_thread(unpack, packed, Path(folder), max_bytes=max_bytes, max_entries=max_entries)
+            return await put_tree(connection, Path(folder), path, max_bytes=max_bytes, max_entries=max_entries)
     members = await asyncio.to_thread(_members, source, max_bytes, max_entries)
     await files.make_directory(connection, path, 0o755)
     limit = asyncio.Semaphore(PARALLEL_FILES)
