@@ -7,14 +7,14 @@ with remote engines; unlike a derived image it leaves the user's image, and snap
 from __future__ import annotations
 
 import asyncio
-import io
-import tarfile
+import logging
 import time
 import uuid
 from typing import Any
 
-from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
+from roll_flash.sandboxes.agent_program import AgentProgram, agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.agent_volume import fill, filler_config, make_volume
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.container_config import container_config, volume_name
 from roll_flash.sandboxes.engine_address import EngineAddress
@@ -22,8 +22,8 @@ from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.errors import SandboxError, SandboxSpecError, SandboxStartError, SandboxUnreachable
 from roll_flash.sandboxes.guard import Guard
-from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
-from roll_flash.sandboxes.image_build import image_of
+from roll_flash.sandboxes.identity import LABEL_OWNER, Owner, labels
+from roll_flash.sandboxes.image_build import image_of, one_at_a_time
 from roll_flash.sandboxes.kept_images import SNAPSHOTS, remove_image
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reaper import list_entries, remove_container, remove_leaked, sweep
@@ -34,6 +34,8 @@ REMOVE_TIMEOUT_S = 30.0
 COMMIT_TIMEOUT_S = 120.0
 PRUNE_EVERY_S = 3600.0
 """Each build is looked at one by one."""
+
+_log = logging.getLogger("roll_flash.sandboxes")
 
 
 class DockerProvider:
@@ -47,6 +49,7 @@ class DockerProvider:
         self._starts = asyncio.Semaphore(max_parallel_starts)
         self._agent: AgentProgram | None = None
         self._volume_lock = asyncio.Lock()
+        self._volume_is_good = False
         self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
         self._watching: asyncio.Task[None] | None = None
         self._guard = Guard(SNAPSHOTS, own_folders())
@@ -87,7 +90,7 @@ class DockerProvider:
         """`joins`: the container whose internal network it is on."""
         async with self._starts:
             image = await image_of(self.engine, spec)
-            await self._provide_agent(image)
+            agent = await self._provide_agent(image)
             name = f"roll-flash-{uuid.uuid4().hex[:12]}"
             connection = AgentConnection(name)
             connection.explain = lambda: self._events.why(name)
@@ -101,9 +104,8 @@ class DockerProvider:
                 commit=lambda: self._commit(name, run),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
             )
-            assert self._agent is not None
             network = (joins or name) if spec.network == "internal" else ""
-            body = container_config(spec, image, self._agent, labels(run, None, network), joins)
+            body = container_config(spec, image, agent, labels(run, None, network), joins)
             creating = asyncio.ensure_future(self._create(name, body))
             try:
                 async with asyncio.timeout(timeout_s):
@@ -113,6 +115,7 @@ class DockerProvider:
                     await connection.ready(timeout_s)
                     await sandbox.prepare()
             except TimeoutError:
+                self._volume_is_good = False
                 answered = creating.done()
                 await self._discard(name, connection, creating)
                 if not answered:
@@ -122,6 +125,7 @@ class DockerProvider:
                     ) from None
                 raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
             except BaseException:
+                self._volume_is_good = False  # it may have been removed or damaged
                 await asyncio.shield(self._discard(name, connection, creating))
                 raise
         self._live.add(name)
@@ -198,41 +202,29 @@ class DockerProvider:
             await asyncio.to_thread(self._guard.stop)
             await self.engine.close()
 
-    async def _provide_agent(self, image: str) -> None:
-        """Fill the engine's agent volume, once per provider; what another process fills in meanwhile is the same."""
+    async def _provide_agent(self, image: str) -> AgentProgram:
+        """Look at the engine's agent volume, and fill it if need be: once, and again after a start that failed."""
         async with self._volume_lock:
-            if self._agent is not None:
-                return
-            agent = await asyncio.to_thread(agent_program, self._processor)
-            name = f"roll-flash-filler-{uuid.uuid4().hex[:12]}"
-            volume = volume_name(agent)
-            await self.engine.call("POST", "/volumes/create", body={"Name": volume, "Labels": {LABEL: "agent"}})
-            mount = {"Type": "volume", "Source": volume, "Target": FOLDER, "VolumeOptions": {"NoCopy": True}}
-            body = {
-                "Image": image,
-                "Cmd": ["/none"],
-                "Labels": labels("agent", None),
-                "HostConfig": {"Mounts": [mount], "NetworkMode": "none"},
-            }
-            try:
-                await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
-                found = await self.engine.call(
-                    "HEAD", f"/containers/{name}/archive", query={"path": f"{FOLDER}/agent"}, accept=(404,)
-                )
-                if found.status_code == 404:
-                    await self.engine.call(
-                        "PUT", f"/containers/{name}/archive", query={"path": FOLDER}, content=_agent_archive(agent)
-                    )
-            finally:
-                await asyncio.shield(self.remove(name))
-            self._agent = agent
+            if self._agent is None:
+                self._agent = await asyncio.to_thread(agent_program, self._processor)
+            if not self._volume_is_good:
+                async with one_at_a_time("agent"):
+                    await self._fill_volume(self._agent, image)
+                self._volume_is_good = True
+            return self._agent
 
+    async def _fill_volume(self, agent: AgentProgram, image: str) -> None:
+        name = f"roll-flash-filler-{uuid.uuid4().hex[:12]}"
+        body = filler_config(image, await make_volume(self.engine, agent))
+        creating = asyncio.ensure_future(self._create(name, body))
+        try:
+            await asyncio.shield(creating)
+            if await fill(self.engine, name, agent):
+                _log.debug("the volume %s has been filled", volume_name(agent))
+        finally:
+            await asyncio.shield(self._remove_filler(name, creating))
 
-def _agent_archive(agent: AgentProgram) -> bytes:
-    content = agent.content
-    member = tarfile.TarInfo("agent")
-    member.size, member.mode = len(content), 0o755
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
+    async def _remove_filler(self, name: str, creating: asyncio.Future[None]) -> None:
+        await asyncio.wait({creating})
+        if creating.exception() is None:
+            await self.remove(name)

@@ -42,20 +42,20 @@ async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
     image = f"{BUILDS}:{image_key(spec.dockerfile, spec.context)}"
     if await use_build(engine, image):
         return image
-    async with one_at_a_time(image):
+    async with one_at_a_time("build", image):
         if not await use_build(engine, image):
             await _build(engine, image, build_archive(spec.dockerfile, spec.context))
     return image
 
 
 @asynccontextmanager
-async def one_at_a_time(what: str) -> AsyncIterator[None]:
+async def one_at_a_time(kind: str, what: str = "") -> AsyncIterator[None]:
     """Across the processes of this machine and user; the lock goes with the process that holds it.
 
-    Locks are LOCKS files that stay, chosen by hash: one that were removed could be held twice, as two files.
+    Its files stay, at most LOCKS for a kind, chosen by hash: one that were removed could be held twice, as two files.
     """
     number = hashlib.sha256(what.encode()).digest()[0] % LOCKS
-    path = Path(tempfile.gettempdir()) / f"roll-flash-{os.getuid()}-{number}.lock"
+    path = Path(tempfile.gettempdir()) / f"roll-flash-{kind}-{os.getuid()}-{number}.lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = await asyncio.to_thread(os.open, path, flags, 0o600)
     try:
