@@ -10,6 +10,8 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from roll_flash.sandboxes.agent_program import AgentProgram, agent_program
@@ -21,7 +23,7 @@ from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.errors import SandboxError, SandboxSpecError, SandboxStartError, SandboxUnreachable
-from roll_flash.sandboxes.guard import Guard
+from roll_flash.sandboxes.guard import IMAGE, Guard
 from roll_flash.sandboxes.identity import LABEL_OWNER, Owner, labels
 from roll_flash.sandboxes.image_build import image_of, one_at_a_time
 from roll_flash.sandboxes.kept_images import SNAPSHOTS, remove_image
@@ -55,7 +57,7 @@ class DockerProvider:
         self._guard = Guard(SNAPSHOTS, own_folders())
         self._guarding: asyncio.Future[None] | None = None
         self._snapshots: list[str] = []
-        self._creating: set[str] = set()
+        self._asked: set[str] = set()
         self._live: set[str] = set()
         self._prune_at = 0.0
         self._machine_memory_mb = 0
@@ -132,19 +134,25 @@ class DockerProvider:
         return sandbox
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
-        """The engine may finish a creation that it did not answer: the guard and `sweep` look for that one."""
-        self._guard.asked(name, body["Image"])
-        self._creating.add(name)
-        try:
+        with self._asking(name, body["Image"]):
             await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+
+    @contextmanager
+    def _asking(self, name: str, image: str = IMAGE) -> Iterator[None]:
+        """The engine may finish what it did not answer: the guard and `sweep` look for that."""
+        self._guard.asked(name, image)
+        self._asked.add(name)
+        try:
+            yield
         except SandboxUnreachable:
             raise
         except SandboxError:
             self._guard.answered(name)
             raise
+        else:
+            self._guard.answered(name)
         finally:
-            self._creating.discard(name)
-        self._guard.answered(name)
+            self._asked.discard(name)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
         """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
@@ -158,11 +166,10 @@ class DockerProvider:
         image = f"{SNAPSHOTS}:{name}-{uuid.uuid4().hex[:8]}"
         repository, _, tag = image.partition(":")
         query = {"container": name, "repo": repository, "tag": tag}
-        self._guard.asked(image)
-        self._snapshots.append(image)  # also if nobody waits for the answer any more
         body = {"Labels": labels(run, None)}
-        await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
-        self._guard.answered(image)
+        with self._asking(image):
+            await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
+        self._snapshots.append(image)
         return image
 
     async def remove(self, name: str, *, has_run: bool = True) -> None:
@@ -181,8 +188,11 @@ class DockerProvider:
     async def sweep(self) -> int:
         """Also removes what this provider asked for and had no answer about, if it has come up since."""
         for entry in await list_entries(self.engine):
-            if entry.name in self._guard.unanswered and entry.name not in self._creating:
-                await self.remove(entry.name, has_run=False)
+            if entry.name in self._guard.unanswered and entry.name not in self._asked:
+                if entry.kind == "snapshot":
+                    await remove_image(self.engine, entry.name, force=True)
+                else:
+                    await self.remove(entry.name, has_run=False)
                 self._guard.answered(entry.name)
         if time.monotonic() < self._prune_at:
             return len(await remove_leaked(self.engine))
@@ -195,7 +205,7 @@ class DockerProvider:
             await asyncio.gather(self._watching, return_exceptions=True)
         try:
             for image in self._snapshots:
-                await remove_image(self.engine, image)
+                await remove_image(self.engine, image, force=True)
         finally:
             if self._guarding is not None:
                 await asyncio.wait({self._guarding})

@@ -89,14 +89,15 @@ class Guard:
     def _say(self, line: str) -> None:
         if self._stopped:
             return
-        try:
-            if self._process is not None and self._process.stdin is not None:
-                os.write(self._process.stdin.fileno(), line.encode())
+        process = self._process
+        if process is not None and process.stdin is not None:
+            try:
+                os.write(process.stdin.fileno(), line.encode())
                 return
-        except (BrokenPipeError, BlockingIOError):
-            _log.warning("the sandboxes' watchdog was ended or does not answer; another takes its place")
-            _close_pipes(self._process)
-            self._process = None
+            except (BrokenPipeError, BlockingIOError):
+                _log.warning("the sandboxes' watchdog was ended or does not answer; another takes its place")
+                _close_pipes(process)
+                self._process = None
         self._launch()
 
     def stop(self) -> None:
@@ -112,6 +113,7 @@ class Guard:
 
 
 def _answers(process: subprocess.Popen[bytes], within_s: float) -> bool:
+    assert process.stdout is not None
     return bool(select.select([process.stdout], [], [], within_s)[0])
 
 

@@ -30,9 +30,10 @@ async def list_images(engine: EngineApi, repository: str, label: str) -> list[di
     return [image for image in await engine.json("GET", "/images/json", query=query) if image.get("RepoTags")]
 
 
-async def remove_image(engine: EngineApi, name: str) -> bool:
-    """False for one that a container still uses, or that is gone."""
-    return (await engine.call("DELETE", f"/images/{name}", accept=(404, 409))).status_code == 200
+async def remove_image(engine: EngineApi, name: str, *, force: bool = False) -> bool:
+    """False for one that is gone, or that a container uses (with `force`: that runs)."""
+    query = {"force": "1"} if force else None
+    return (await engine.call("DELETE", f"/images/{name}", query=query, accept=(404, 409))).status_code == 200
 
 
 async def use_build(engine: EngineApi, name: str) -> bool:

@@ -117,7 +117,7 @@ async def remove_leaked(engine: EngineApi) -> list[SandboxEntry]:
     containers = [entry for entry in leaked if entry.kind == "container"]
     await _remove(engine, containers)
     snapshots = [entry for entry in leaked if entry.kind == "snapshot"]
-    return containers + [entry for entry in snapshots if await remove_image(engine, entry.name)]
+    return containers + [entry for entry in snapshots if await remove_image(engine, entry.name, force=True)]
 
 
 async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:

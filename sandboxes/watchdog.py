@@ -33,7 +33,6 @@ LONGEST_S = 60.0
 UNREACHABLE_S = 10.0
 """An engine that nobody listens for is given up after so long."""
 POLL_S = 0.1
-DYING_S = 10.0
 READY = b"ready\n"
 FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError)
 """Of a request, or of an answer that is none."""
@@ -99,15 +98,17 @@ class Journal:
         self._rest = b""
 
     def follow(self, owner: str) -> bool:
-        """Read until the end. True if the controller has died; False if it said that it is done."""
+        """Until the controller has died (True) or has said that it is done (False)."""
         while True:
             if not select.select([0], [], [], 1.0)[0]:
                 if not _lives(owner):  # a child of the controller may hold the pipe open
                     return True
                 continue
             piece = os.read(0, 1 << 16)
-            if not piece:
-                return _ends(owner)
+            if not piece:  # dying, or only forgetful: then there may be something to remove when it dies
+                while _lives(owner):
+                    time.sleep(POLL_S)
+                return True
             *lines, self._rest = (self._rest + piece).split(b"\n")
             for line in lines:
                 if line == b"q":
@@ -120,15 +121,6 @@ class Journal:
             self.unanswered[name] = image
         else:
             self.unanswered.pop(name, None)
-
-
-def _ends(owner: str) -> bool:
-    """A process closes its files just before it is dead; one that lives on only did not say that it is done."""
-    for _ in range(round(DYING_S / POLL_S)):
-        if not _lives(owner):
-            return True
-        time.sleep(POLL_S)
-    return False
 
 
 def _lives(owner: str) -> bool:

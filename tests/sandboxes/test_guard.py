@@ -19,7 +19,7 @@ from test_pool import until
 
 pytestmark = pytest.mark.docker
 KILLED = Path(__file__).with_name("killed_controllers.py")
-ROUNDS = 20
+ROUNDS = 10
 """200 are `python tests/sandboxes/killed_controllers.py RUN 200`, then `roll-flash sandbox ls`."""
 
 
