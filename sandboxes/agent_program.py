@@ -75,6 +75,8 @@ def _cached_build(processor: str) -> Path:
     with open(root / "agent.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            for unfinished in root.glob("agent-*.new"):  # of a compilation that was killed: this one holds the lock
+                unfinished.unlink()
             build(processor, target)
     return target
 

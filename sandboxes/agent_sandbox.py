@@ -18,7 +18,7 @@ from roll_flash.sandboxes.forward import Forward
 from roll_flash.sandboxes.frames import Request
 from roll_flash.sandboxes.histogram import Histogram
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
-from roll_flash.sandboxes.reset import reset
+from roll_flash.sandboxes.reset import describe_folders, is_reusable, reset
 from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.shell import Shell
 from roll_flash.sandboxes.snapshot import capture, populate
@@ -74,9 +74,14 @@ class AgentSandbox:
         self._ending: asyncio.Task[None] | None = None
         self._daemon_died = False
         self._counts = CommandCounts()
+        self._folders = b""
+        self._used_before: dict[str, int] = {}
+        """By the leases before the last reset."""
 
     async def prepare(self) -> None:
         """What a spec asks for beyond a running agent. Raises SandboxError."""
+        if is_reusable(self.spec):
+            self._folders = await describe_folders(self._connection, self.spec)
         await populate(self._connection, self.spec)
         if self.spec.network == "allowlist":
             self._egress = Egress(self._uncounted, self.spec.allow)
@@ -167,13 +172,13 @@ class AgentSandbox:
         if not self._connection.usable:
             raise self._connection.error or SandboxDied(f"sandbox {self.name} died", "agent")
         usage = await self._read_usage()
-        counts = self._counts
+        counts, before = self._counts, self._used_before
         return SandboxStats(
             memory_bytes=usage.get("memory_bytes"),
             peak_memory_bytes=usage.get("peak_memory_bytes"),
-            cpu_s=usage["cpu_ns"] / 1e9 if "cpu_ns" in usage else None,
+            cpu_s=(usage["cpu_ns"] - before.get("cpu_ns", 0)) / 1e9 if "cpu_ns" in usage else None,
             pids=usage.get("pids"),
-            oom_kills=usage.get("oom_kills"),
+            oom_kills=usage["oom_kills"] - before.get("oom_kills", 0) if "oom_kills" in usage else None,
             commands=counts.commands,
             timeouts=counts.timeouts,
             truncations=counts.truncations,
@@ -215,7 +220,11 @@ class AgentSandbox:
         return opened
 
     async def reset(self) -> bool:
-        return await reset(self, self._connection)
+        if not await reset(self._connection, self.spec, self._folders):
+            return False
+        self._counts = CommandCounts()
+        self._used_before = await self._read_usage()
+        return self.alive
 
     async def close(self, *, reason: str = "closed") -> None:
         if self._ending is None:
@@ -226,9 +235,9 @@ class AgentSandbox:
         await asyncio.shield(self._ending)
 
     async def _finish(self) -> None:
-        if self._egress is not None:
-            await self._egress.close()
         try:
+            if self._egress is not None:
+                await self._egress.close()
             await asyncio.gather(*(sandbox.close() for sandbox in self._beside))
         finally:
             await self._remove()

@@ -7,33 +7,38 @@ with remote engines; unlike a derived image it leaves the user's image, and snap
 from __future__ import annotations
 
 import asyncio
-import io
-import subprocess
-import sys
-import tarfile
+import logging
+import time
 import uuid
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
+from roll_flash.sandboxes.agent_program import AgentProgram, agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.agent_volume import fill, filler_config, make_volume
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.container_config import container_config, volume_name
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
-from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnreachable
-from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
-from roll_flash.sandboxes.image_build import image_of
+from roll_flash.sandboxes.errors import SandboxError, SandboxSpecError, SandboxStartError, SandboxUnreachable
+from roll_flash.sandboxes.guard import IMAGE, Guard
+from roll_flash.sandboxes.identity import LABEL_OWNER, Owner, labels
+from roll_flash.sandboxes.image_build import image_of, one_at_a_time
 from roll_flash.sandboxes.images import find_image
+from roll_flash.sandboxes.kept_images import SNAPSHOTS, remove_image
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
-from roll_flash.sandboxes.reaper import remove_container, sweep
+from roll_flash.sandboxes.reaper import list_entries, remove_container, remove_leaked, sweep
+from roll_flash.sandboxes.scratch import own_folders
 from roll_flash.sandboxes.spec import SandboxSpec
 
 REMOVE_TIMEOUT_S = 30.0
-WATCHDOG_TIMEOUT_S = 10.0
 COMMIT_TIMEOUT_S = 120.0
-SNAPSHOTS = "roll-flash-snapshot"
+PRUNE_EVERY_S = 3600.0
+"""Each build is looked at one by one."""
+
+_log = logging.getLogger("roll_flash.sandboxes")
 
 
 class DockerProvider:
@@ -47,11 +52,15 @@ class DockerProvider:
         self._starts = asyncio.Semaphore(max_parallel_starts)
         self._agent: AgentProgram | None = None
         self._volume_lock = asyncio.Lock()
+        self._volume_is_good = False
         self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
         self._watching: asyncio.Task[None] | None = None
-        self._watchdog: subprocess.Popen[bytes] | None = None
+        self._guard = Guard(SNAPSHOTS, own_folders())
+        self._guarding: asyncio.Future[None] | None = None
         self._snapshots: list[str] = []
+        self._asked: set[str] = set()
         self._live: set[str] = set()
+        self._prune_at = 0.0
         self._machine_memory_mb = 0
         self._processor = ""
 
@@ -67,24 +76,14 @@ class DockerProvider:
         self._machine_memory_mb = int(info.get("MemTotal", 0)) >> 20
         self._processor = str(info.get("Architecture", ""))
         if self._watching is None:
+            address = self.engine.address
+            words = (address.host, self.engine.version, address.certificates or "")
+            self._guarding = asyncio.ensure_future(asyncio.to_thread(self._guard.start, *words))
+            await asyncio.shield(self._guarding)
             self._watching = asyncio.create_task(self._events.watch(), name="engine events")
-            self._watchdog = await asyncio.to_thread(self._start_watchdog)
 
     async def has_image(self, image: str) -> bool:
         return await find_image(self.engine, image) is not None
-
-    def _start_watchdog(self) -> subprocess.Popen[bytes]:
-        label = f"{LABEL_OWNER}={Owner.current()}"
-        program = str(Path(__file__).with_name("watchdog.py"))
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-I", "-S", program, self.engine.address.host, self.engine.version, label),
-                self.engine.address.certificates or "",
-            ],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         if self._machine_memory_mb and spec.memory_mb > self._machine_memory_mb:
@@ -97,7 +96,7 @@ class DockerProvider:
         """`joins`: the container whose internal network it is on."""
         async with self._starts:
             image = await image_of(self.engine, spec)
-            await self._provide_agent(image)
+            agent = await self._provide_agent(image)
             name = f"roll-flash-{uuid.uuid4().hex[:12]}"
             connection = AgentConnection(name)
             connection.explain = lambda: self._events.why(name)
@@ -108,12 +107,11 @@ class DockerProvider:
                 spec=spec,
                 connection=connection,
                 end=lambda: self.remove(name),
-                commit=lambda: self._commit(name),
+                commit=lambda: self._commit(name, run),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
             )
-            assert self._agent is not None
             network = (joins or name) if spec.network == "internal" else ""
-            body = container_config(spec, image, self._agent, labels(run, None, network), joins)
+            body = container_config(spec, image, agent, labels(run, None, network), joins)
             creating = asyncio.ensure_future(self._create(name, body))
             try:
                 async with asyncio.timeout(timeout_s):
@@ -123,6 +121,7 @@ class DockerProvider:
                     await connection.ready(timeout_s)
                     await sandbox.prepare()
             except TimeoutError:
+                self._volume_is_good = False
                 answered = creating.done()
                 await self._discard(name, connection, creating)
                 if not answered:
@@ -132,13 +131,32 @@ class DockerProvider:
                     ) from None
                 raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
             except BaseException:
+                self._volume_is_good = False  # it may have been removed or damaged
                 await asyncio.shield(self._discard(name, connection, creating))
                 raise
         self._live.add(name)
         return sandbox
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
-        await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+        with self._asking(name, body["Image"]):
+            await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+
+    @contextmanager
+    def _asking(self, name: str, image: str = IMAGE) -> Iterator[None]:
+        """The engine may finish what it did not answer: the guard and `sweep` look for that."""
+        self._guard.asked(name, image)
+        self._asked.add(name)
+        try:
+            yield
+        except SandboxUnreachable:
+            raise
+        except SandboxError:
+            self._guard.answered(name)
+            raise
+        else:
+            self._guard.answered(name)
+        finally:
+            self._asked.discard(name)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
         """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
@@ -147,13 +165,16 @@ class DockerProvider:
         if creating.exception() is None:
             await self.remove(name, has_run=False)
 
-    async def _commit(self, name: str) -> str:
+    async def _commit(self, name: str, run: str) -> str:
         """Keep a container's writable root as an image until this provider is closed."""
-        tag = f"{name}-{uuid.uuid4().hex[:8]}"
-        query = {"container": name, "repo": SNAPSHOTS, "tag": tag}
-        await self.engine.call("POST", "/commit", query=query, body={}, timeout_s=COMMIT_TIMEOUT_S)
-        self._snapshots.append(f"{SNAPSHOTS}:{tag}")
-        return self._snapshots[-1]
+        image = f"{SNAPSHOTS}:{name}-{uuid.uuid4().hex[:8]}"
+        repository, _, tag = image.partition(":")
+        query = {"container": name, "repo": repository, "tag": tag}
+        body = {"Labels": labels(run, None)}
+        with self._asking(image):
+            await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
+        self._snapshots.append(image)
+        return image
 
     async def remove(self, name: str, *, has_run: bool = True) -> None:
         """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""
@@ -169,54 +190,55 @@ class DockerProvider:
         )
 
     async def sweep(self) -> int:
+        """Also removes what this provider asked for and had no answer about, if it has come up since."""
+        for entry in await list_entries(self.engine):
+            if entry.name in self._guard.unanswered and entry.name not in self._asked:
+                if entry.kind == "snapshot":
+                    await remove_image(self.engine, entry.name, force=True)
+                else:
+                    await self.remove(entry.name, has_run=False)
+                self._guard.answered(entry.name)
+        if time.monotonic() < self._prune_at:
+            return len(await remove_leaked(self.engine))
+        self._prune_at = time.monotonic() + PRUNE_EVERY_S
         return len(await sweep(self.engine))
 
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
-        for image in self._snapshots:
-            await self.engine.call("DELETE", f"/images/{image}", query={"force": "1"}, accept=(404, 409))
-        if self._watchdog is not None:
-            watchdog, self._watchdog = self._watchdog, None
-            await asyncio.to_thread(watchdog.communicate, b"q", WATCHDOG_TIMEOUT_S)
-        await self.engine.close()
+        try:
+            for image in self._snapshots:
+                await remove_image(self.engine, image, force=True)
+        finally:
+            if self._guarding is not None:
+                await asyncio.wait({self._guarding})
+            await asyncio.to_thread(self._guard.stop)
+            await self.engine.close()
 
-    async def _provide_agent(self, image: str) -> None:
-        """Fill the engine's agent volume, once per provider; what another process fills in meanwhile is the same."""
+    async def _provide_agent(self, image: str) -> AgentProgram:
+        """Look at the engine's agent volume, and fill it if need be: once, and again after a start that failed."""
         async with self._volume_lock:
-            if self._agent is not None:
-                return
-            agent = await asyncio.to_thread(agent_program, self._processor)
-            name = f"roll-flash-filler-{uuid.uuid4().hex[:12]}"
-            volume = volume_name(agent)
-            await self.engine.call("POST", "/volumes/create", body={"Name": volume, "Labels": {LABEL: "agent"}})
-            mount = {"Type": "volume", "Source": volume, "Target": FOLDER, "VolumeOptions": {"NoCopy": True}}
-            body = {
-                "Image": image,
-                "Cmd": ["/none"],
-                "Labels": labels("agent", None),
-                "HostConfig": {"Mounts": [mount], "NetworkMode": "none"},
-            }
-            try:
-                await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
-                found = await self.engine.call(
-                    "HEAD", f"/containers/{name}/archive", query={"path": f"{FOLDER}/agent"}, accept=(404,)
-                )
-                if found.status_code == 404:
-                    await self.engine.call(
-                        "PUT", f"/containers/{name}/archive", query={"path": FOLDER}, content=_agent_archive(agent)
-                    )
-            finally:
-                await asyncio.shield(self.remove(name))
-            self._agent = agent
+            if self._agent is None:
+                self._agent = await asyncio.to_thread(agent_program, self._processor)
+            if not self._volume_is_good:
+                async with one_at_a_time("agent"):
+                    await self._fill_volume(self._agent, image)
+                self._volume_is_good = True
+            return self._agent
 
+    async def _fill_volume(self, agent: AgentProgram, image: str) -> None:
+        name = f"roll-flash-filler-{uuid.uuid4().hex[:12]}"
+        body = filler_config(image, await make_volume(self.engine, agent))
+        creating = asyncio.ensure_future(self._create(name, body))
+        try:
+            await asyncio.shield(creating)
+            if await fill(self.engine, name, agent):
+                _log.debug("the volume %s has been filled", volume_name(agent))
+        finally:
+            await asyncio.shield(self._remove_filler(name, creating))
 
-def _agent_archive(agent: AgentProgram) -> bytes:
-    content = agent.content
-    member = tarfile.TarInfo("agent")
-    member.size, member.mode = len(content), 0o755
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.addfile(member, io.BytesIO(content))
-    return packed.getvalue()
+    async def _remove_filler(self, name: str, creating: asyncio.Future[None]) -> None:
+        await asyncio.wait({creating})
+        if creating.exception() is None:
+            await self.remove(name)

@@ -14,6 +14,8 @@ from roll_flash.sandboxes.commands import Command, CommandStream
 from roll_flash.sandboxes.relay import Relay, RelayedConnection, join
 
 CONNECT_TIMEOUT_S = 10.0
+EVICT_AFTER_S = 600.0
+"""An answer of a model may take minutes, and nothing moves meanwhile."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
@@ -41,7 +43,7 @@ class Forward:
         return self._relay.open_connections if self._relay is not None else 0
 
     async def __aenter__(self) -> Forward:
-        self._relay = Relay(self._start, self.port, self._serve)
+        self._relay = Relay(self._start, self.port, self._serve, evict_after_s=EVICT_AFTER_S)
         await self._relay.start()
         return self
 

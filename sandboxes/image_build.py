@@ -19,11 +19,12 @@ from roll_flash.sandboxes.build_context import build_archive
 from roll_flash.sandboxes.engine_api import EngineApi, disk_full
 from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError
 from roll_flash.sandboxes.identity import LABEL
+from roll_flash.sandboxes.kept_images import BUILDS, use_build
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
-REPOSITORY = "roll-flash-build"
 IDLE_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.2
+LOCKS = 16
 PROGRESS_S = 5.0
 
 
@@ -38,25 +39,25 @@ async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
     """The image that a spec's sandboxes start from, built first if need be. Raises SandboxImageError."""
     if spec.dockerfile is None:
         return spec.image or DEFAULT_IMAGE
-    image = f"{REPOSITORY}:{image_key(spec.dockerfile, spec.context)}"
-    if await _exists(engine, image):
+    image = f"{BUILDS}:{image_key(spec.dockerfile, spec.context)}"
+    if await use_build(engine, image):
         return image
-    async with _one_at_a_time(image):
-        if not await _exists(engine, image):
+    async with one_at_a_time("build", image):
+        if not await use_build(engine, image):
             await _build(engine, image, build_archive(spec.dockerfile, spec.context))
     return image
 
 
-async def _exists(engine: EngineApi, image: str) -> bool:
-    answer = await engine.call("GET", f"/images/{image}/json", accept=(404,))
-    return answer.status_code == 200
-
-
 @asynccontextmanager
-async def _one_at_a_time(image: str) -> AsyncIterator[None]:
-    """Across the processes of this machine; the lock goes with the process that holds it."""
-    path = Path(tempfile.gettempdir()) / f"{image.replace(':', '-')}-{os.getuid()}.lock"
-    lock = await asyncio.to_thread(path.open, "w")
+async def one_at_a_time(kind: str, what: str = "") -> AsyncIterator[None]:
+    """Across the processes of this machine and user; the lock goes with the process that holds it.
+
+    Its files stay, at most LOCKS for a kind, chosen by hash: one that were removed could be held twice, as two files.
+    """
+    number = hashlib.sha256(what.encode()).digest()[0] % LOCKS
+    path = Path(tempfile.gettempdir()) / f"roll-flash-{kind}-{os.getuid()}-{number}.lock"
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    lock = await asyncio.to_thread(os.open, path, flags, 0o600)
     try:
         while True:
             try:
@@ -66,8 +67,7 @@ async def _one_at_a_time(image: str) -> AsyncIterator[None]:
                 await asyncio.sleep(LOCK_POLL_S)
         yield
     finally:
-        lock.close()
-        path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 async def _build(engine: EngineApi, image: str, archive: bytes) -> None:

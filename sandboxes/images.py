@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ import httpx
 from roll_flash.sandboxes.engine_address import CERTIFICATE_FILES, EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.errors import SandboxImageError
+from roll_flash.sandboxes.scratch import scratch_folder
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
 
 from roll_flash.errors import RollFlashError
@@ -122,7 +122,7 @@ async def _build_on_registry_image(engine: EngineApi, image: str, report: Report
             tls=_sdk_tls(engine.address.certificates),
         )
         try:
-            with tempfile.TemporaryDirectory() as context:
+            with scratch_folder("build") as context:
                 shutil.copy(Path(__file__).with_name("Dockerfile"), context)
                 client.images.build(path=context, tag=image, rm=True, forcerm=True)
         except DockerException as error:
@@ -148,11 +148,11 @@ async def _build_by_debootstrap(engine: EngineApi, image: str, report: Report) -
             f"{image} cannot be built: no image registry answers, and its substitute, the program debootstrap, "
             + ("needs root" if os.geteuid() else "is not installed (apt-get install debootstrap)")
         )
-    with tempfile.TemporaryDirectory(prefix="roll-flash-image-") as folder:
-        root = Path(folder) / "root"
+    with scratch_folder("image") as folder:
+        root = folder / "root"
         await asyncio.to_thread(_debootstrap, root, report)
         await asyncio.to_thread(_finish_root, root)
-        archive = Path(folder) / "root.tar"
+        archive = folder / "root.tar"
         await asyncio.to_thread(_pack, root, archive)
         report(f"importing {archive.stat().st_size >> 20} MiB into the engine")
         await _import(engine, image, archive)

@@ -1,7 +1,8 @@
 """Sandboxes that are started before they are needed.
 
-Every sandbox is on exactly one of: being started, ready on a shelf, leased, being closed. Nobody waits for a sandbox
-that is not being started. A sandbox serves one lease; what an episode did in it is gone with it.
+Every sandbox is on exactly one of: being started, ready on a shelf, leased, being reset, being closed; one that was
+opened and not closed is in `_open`, so that `close` finds it wherever it is. Nobody waits for a sandbox that is not
+being started. A sandbox serves one lease; what an episode did in it is gone with it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from roll_flash.sandboxes.errors import SandboxDied, SandboxError
+from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.sandboxes.opening import DEFAULT_PARALLEL_STARTS, START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.pool_stats import PoolStats
 from roll_flash.sandboxes.protocol import Provider, Sandbox
+from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.sandboxes.shelf import Shelf
 from roll_flash.sandboxes.spec import SandboxSpec
 
@@ -26,6 +28,7 @@ UPKEEP_S = 5.0
 SWEEP_EVERY = 12
 """Sweeps for what dead controllers left come at the start and after so many rounds of upkeep."""
 STATS_TIMEOUT_S = 2.0
+RESET_TIMEOUT_S = 60.0
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
@@ -65,8 +68,10 @@ class SandboxPool:
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
+        self._open: set[Sandbox] = set()
         self._leased: set[Sandbox] = set()
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
         self._stats = PoolStats()
 
     @property
@@ -87,7 +92,7 @@ class SandboxPool:
         future = shelf.ask()
         if not shelf.starting:
             self._refill(shelf)
-        self._put(shelf, await future)
+        self._put(shelf, await self._given(shelf, future))
 
     @asynccontextmanager
     async def lease(self, spec: SandboxSpec | None = None, *, timeout: float | None = None) -> AsyncIterator[Sandbox]:
@@ -96,17 +101,17 @@ class SandboxPool:
         Raises SandboxError if none can be started. After the time it is gone: its calls raise SandboxDied("lease").
         """
         wanted = spec or SandboxSpec()
+        limit_s = float(timeout or self._lease_timeout_s)
         await self._connect(wanted)
         shelf = self._shelf(wanted)
         asked = time.monotonic()
         shelf.note_arrival(asked)
         sandbox = await self._acquire(shelf)
-        self._stats.leases += 1
-        self._stats.wait_s.add(time.monotonic() - asked)
-        limit_s = timeout or self._lease_timeout_s
-        timer = asyncio.get_running_loop().call_later(limit_s, self._expire, sandbox, limit_s)
         self._leased.add(sandbox)
         began = time.monotonic()
+        self._stats.leases += 1
+        self._stats.wait_s.add(began - asked)
+        timer = asyncio.get_running_loop().call_later(limit_s, self._expire, sandbox, limit_s)
         try:
             yield sandbox
         finally:
@@ -129,16 +134,21 @@ class SandboxPool:
     async def close(self) -> None:
         """End every sandbox, leased ones too, and wait until they are gone. May be called more than once."""
         self._closed = True
-        tasks = [*self._starts, *([self._upkeep] if self._upkeep else [])]
+        if self._closing is None:
+            self._closing = asyncio.create_task(self._close(), name="sandbox pool close")
+        await asyncio.shield(self._closing)  # whoever waits may be cancelled: it is finished all the same
+
+    async def _close(self) -> None:
+        async with self._connecting:
+            tasks = [*self._starts, *([self._upkeep] if self._upkeep else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for shelf in self._shelves.values():
             while shelf.fail_one(SandboxDied("the sandbox pool is closed", "closed")):
                 pass
-            while shelf.ready:
-                self._in_background(self._end(shelf.ready.popleft()))
-        for sandbox in self._leased:
+            shelf.ready.clear()
+        for sandbox in self._open:
             self._in_background(self._end(sandbox))
         while self._ends:
             await asyncio.gather(*self._ends, return_exceptions=True)
@@ -153,10 +163,8 @@ class SandboxPool:
         await self.close()
 
     async def _connect(self, spec: SandboxSpec) -> None:
-        if self._closed:
-            raise SandboxDied("the sandbox pool is closed", "closed")
         async with self._connecting:
-            if self._provider is None:
+            if self._provider is None and not self._closed:
                 assert isinstance(self._provider_choice, str)
                 self._provider = await connect_provider(
                     self._provider_choice,
@@ -164,8 +172,10 @@ class SandboxPool:
                     engines=self._engines,
                     max_parallel_starts=self._max_parallel_starts,
                 )
-            if self._upkeep is None:
+            if self._upkeep is None and not self._closed:
                 self._upkeep = asyncio.create_task(self._keep_up(), name="sandbox pool upkeep")
+        if self._closed:
+            raise SandboxDied("the sandbox pool is closed", "closed")
 
     def _shelf(self, spec: SandboxSpec) -> Shelf:
         if spec not in self._shelves:
@@ -182,6 +192,10 @@ class SandboxPool:
             self._in_background(self._end(sandbox))
         future = shelf.ask()
         self._refill(shelf)
+        return await self._given(shelf, future)
+
+    async def _given(self, shelf: Shelf, future: asyncio.Future[Sandbox]) -> Sandbox:
+        """What `future` is given; if nobody waits for that any more it is somebody else's."""
         try:
             return await future
         except asyncio.CancelledError:
@@ -215,6 +229,7 @@ class SandboxPool:
             return
         finally:
             shelf.starting -= 1
+        self._open.add(sandbox)
         shelf.note_start(time.monotonic() - began)
         self._stats.started += 1
         self._stats.start_s.add(time.monotonic() - began)
@@ -226,29 +241,46 @@ class SandboxPool:
         self._in_background(self._end(sandbox, "lease"))
 
     async def _give_back(self, spec: SandboxSpec, sandbox: Sandbox) -> None:
-        await self._note_usage(sandbox)
-        if self._reuse and not self._closed and sandbox.alive and await sandbox.reset():
-            self._stats.reused += 1
-            self._put(self._shelf(spec), sandbox)
-        else:
-            await self._end(sandbox)
-            if spec in self._shelves:
-                self._refill(self._shelves[spec])
+        is_new = False
+        try:
+            await self._note_usage(sandbox)
+            is_new = self._reuse and not self._closed and sandbox.alive and await self._reset(sandbox)
+        finally:  # whatever went wrong, it does not stay
+            if is_new:
+                self._put(self._shelf(spec), sandbox)
+            else:
+                await self._end(sandbox)
+                if spec in self._shelves:
+                    self._refill(self._shelves[spec])
+
+    async def _reset(self, sandbox: Sandbox) -> bool:
+        try:
+            async with asyncio.timeout(RESET_TIMEOUT_S):
+                is_new = await sandbox.reset()
+        except Exception as error:  # whoever is in doubt closes it
+            _log.warning("sandbox %s could not be reset and is closed: %r", sandbox.name, error)
+            is_new = False
+        self._stats.reused += is_new
+        self._stats.not_reused += not is_new
+        return is_new
 
     async def _note_usage(self, sandbox: Sandbox) -> None:
         """What the lease used, as far as the sandbox can still tell."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 self._stats.note_usage(await sandbox.stats())
-        except (SandboxError, TimeoutError):
+        except Exception as error:  # mostly a SandboxDied; nothing of what is counted here may keep the sandbox
             self._stats.died_in_lease += 1
+            _log.debug("sandbox %s could not tell what it used: %r", sandbox.name, error)
 
     async def _end(self, sandbox: Sandbox, reason: str = "closed") -> None:
         try:
             await sandbox.close(reason=reason)
-        except SandboxError as error:
+        except Exception as error:  # of a plug-in it may be any
             self._stats.close_failures += 1
-            _log.warning("sandbox %s could not be removed, the reaper will: %s", sandbox.name, error)
+            _log.warning("sandbox %s could not be removed, the reaper will: %r", sandbox.name, error)
+        finally:
+            self._open.discard(sandbox)
 
     def _in_background(self, ending: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(ending, name="sandbox end")
@@ -262,8 +294,10 @@ class SandboxPool:
             if turn % SWEEP_EVERY == 0:
                 try:
                     self._stats.reaped += await self._provider.sweep()
-                except SandboxError as error:
-                    _log.warning("looking for what dead runs left behind failed: %s", error)
+                    self._stats.reaped += len(await asyncio.to_thread(sweep_folders))
+                except Exception as error:  # upkeep goes on
+                    self._stats.sweep_failures += 1
+                    _log.warning("looking for what dead runs left behind failed: %r", error)
             for shelf in self._shelves.values():
                 for sandbox in shelf.surplus(self._size, time.monotonic()):
                     self._in_background(self._end(sandbox))

@@ -23,8 +23,12 @@ class PoolStats:
     leases: int = 0
     leases_expired: int = 0
     reused: int = 0
+    not_reused: int = 0
+    """With `reuse`: sandboxes that could not be made as good as new, and were closed."""
     reaped: int = 0
-    """Containers of dead controllers that were found and removed."""
+    """Containers, images and folders that dead controllers left, found and removed; builds that nobody uses."""
+    sweep_failures: int = 0
+    """Times that looking for them failed."""
     died_on_shelf: int = 0
     died_in_lease: int = 0
     """Sandboxes that could not tell their usage when their lease ended."""

@@ -1,4 +1,7 @@
-"""Find and remove sandboxes whose owner is gone or whose deadline has passed. Touches only what carries our label."""
+"""Find and remove what belongs to controllers that are gone: sandboxes, snapshots' images, scratch folders; old builds.
+
+Touches only what carries our label or name.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ from roll_flash.sandboxes.identity import (
     LABEL_RUN,
     Owner,
 )
+from roll_flash.sandboxes.kept_images import SNAPSHOTS, list_images, prune_builds, remove_image
+from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_folders
 
 Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]
 FOREIGN_AGE_S = 86400.0
@@ -29,7 +34,7 @@ FOREIGN_AGE_S = 86400.0
 
 @dataclass(frozen=True, slots=True)
 class SandboxEntry:
-    """One sandbox as its engine lists it."""
+    """One sandbox as its engine lists it, or what a sandbox left."""
 
     name: str
     run: str
@@ -41,19 +46,25 @@ class SandboxEntry:
     network: str = ""
     """With `network="internal"` the sandbox whose network it is on."""
     engine: str = ""
+    kind: str = "container"
+    """`container`, `snapshot` (an image), `build` (an image; listed when it is removed), `folder`."""
 
 
 def list_sandboxes(*hosts: str) -> list[SandboxEntry]:
-    """Every labelled container of the engines (DOCKER_HOST by default; none if that does not answer).
+    """Every labelled container and snapshot of the engines, and the scratch folders of this user here.
 
-    Raises SandboxUnavailable for an engine that was named.
+    The engine is DOCKER_HOST's by default, with none of either if that does not answer. Raises SandboxUnavailable for
+    an engine that was named.
     """
-    return asyncio.run(_with_engines(hosts, _list))
+    return [*asyncio.run(_with_engines(hosts, list_entries)), *map(_folder_entry, scratch_folders())]
 
 
 def reap(*hosts: str) -> list[SandboxEntry]:
-    """Remove the leaked ones and return them. Raises SandboxUnavailable as `list_sandboxes`."""
-    return asyncio.run(_with_engines(hosts, sweep))
+    """Remove the leaked ones, and builds that nobody uses any more, and return them.
+
+    Raises SandboxUnavailable as `list_sandboxes`.
+    """
+    return [*asyncio.run(_with_engines(hosts, sweep)), *map(_folder_entry, sweep_folders())]
 
 
 async def _with_engines(hosts: Sequence[str], action: Action) -> list[SandboxEntry]:
@@ -74,10 +85,15 @@ async def _with_engine(host: str | None, action: Action) -> list[SandboxEntry]:
         await engine.close()
 
 
-async def _list(engine: EngineApi) -> list[SandboxEntry]:
+async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
+    """Containers and snapshots of all owners."""
     query = {"all": "1", "filters": json.dumps({"label": [f"{LABEL}=1"]})}
-    listed = await engine.json("GET", "/containers/json", query=query)
-    return [_entry(item, engine.address.host) for item in listed]
+    containers = await engine.json("GET", "/containers/json", query=query)
+    images = await list_images(engine, SNAPSHOTS, f"{LABEL}=1")
+    return [
+        *(_entry(item, engine.address.host) for item in containers),
+        *(_entry(item, engine.address.host, name) for item in images for name in item["RepoTags"]),
+    ]
 
 
 async def labelled(engine: EngineApi, label: str | None) -> list[str]:
@@ -87,10 +103,21 @@ async def labelled(engine: EngineApi, label: str | None) -> list[str]:
 
 
 async def sweep(engine: EngineApi) -> list[SandboxEntry]:
-    """Remove what was left behind on this engine."""
-    leaked = [entry for entry in await _list(engine) if entry.leaked]
-    await _remove(engine, leaked)
-    return leaked
+    """Remove what dead owners left behind on this engine, and the builds that nobody uses any more."""
+    removed = await remove_leaked(engine)
+    return removed + [
+        SandboxEntry(name, "", "", round(unused_s, 1), "unused", True, engine=engine.address.host, kind="build")
+        for name, unused_s in await prune_builds(engine)
+    ]
+
+
+async def remove_leaked(engine: EngineApi) -> list[SandboxEntry]:
+    """Remove what dead owners left behind on this engine."""
+    leaked = [entry for entry in await list_entries(engine) if entry.leaked]
+    containers = [entry for entry in leaked if entry.kind == "container"]
+    await _remove(engine, containers)
+    snapshots = [entry for entry in leaked if entry.kind == "snapshot"]
+    return containers + [entry for entry in snapshots if await remove_image(engine, entry.name, force=True)]
 
 
 async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:
@@ -113,19 +140,27 @@ async def remove_container(engine: EngineApi, name: str, *, has_run: bool = True
     return answer.status_code != 409
 
 
-def _entry(item: dict[str, Any], engine: str) -> SandboxEntry:
+def _entry(item: dict[str, Any], engine: str, image: str | None = None) -> SandboxEntry:
+    """Of a container; with `image`, of the snapshot of that name."""
     marks = item.get("Labels") or {}
     age_s = max(0.0, time.time() - float(marks.get(LABEL_CREATED) or item.get("Created") or 0))
+    name = str(item["Names"][0]).lstrip("/") if item.get("Names") else str(item["Id"])
     return SandboxEntry(
-        name=str(item["Names"][0]).lstrip("/") if item.get("Names") else str(item["Id"]),
+        name=image or name,
         run=marks.get(LABEL_RUN, ""),
         owner=marks.get(LABEL_OWNER, ""),
         age_s=round(age_s, 1),
-        state=str(item.get("State", "")),
+        state=str(item.get("State", "")) if image is None else "snapshot",
         leaked=_is_leaked(marks, age_s),
         network=marks.get(LABEL_NETWORK, ""),
         engine=engine,
+        kind="container" if image is None else "snapshot",
     )
+
+
+def _folder_entry(folder: ScratchFolder) -> SandboxEntry:
+    age_s = round(folder.age_s, 1)
+    return SandboxEntry(str(folder.path), "", folder.owner, age_s, "folder", folder.leaked, kind="folder")
 
 
 def _is_leaked(marks: dict[str, str], age_s: float) -> bool:

@@ -2,7 +2,8 @@
 
 The sandbox has no network. Its agent's binary listens on 127.0.0.1:PORT in there (`agent --relay PORT`) and passes
 connections on over a command's stdin and stdout; `serve` decides here what each leads to. Each direction of each
-connection has `WINDOW` bytes of credit, so one that nobody reads holds up no other and nothing piles up.
+connection has `WINDOW` bytes of credit, so one that nobody reads holds up no other and nothing piles up. When all
+places are taken, those that have moved nothing for longest give theirs up.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
@@ -33,7 +35,10 @@ from roll_flash.sandboxes.frames import (
 
 ACCEPTED = 1
 MAX_CONNECTIONS = 128
-"""Of one relay at a time; more wait in the sandbox until one of these ends."""
+"""Of one relay at a time; more wait in the sandbox until one of these ends or is evicted."""
+EVICT_S = 0.1
+EVICT_AT_ONCE = MAX_CONNECTIONS // 4
+"""While all places are taken, so many of those that were idle for longest are closed every EVICT_S."""
 PIECE = CHUNK - HEADER.size
 START_TIMEOUT_S = 10.0
 RESTART_S = 0.5
@@ -55,9 +60,12 @@ class RelayedConnection:
         self._pieces: deque[bytes] = deque()
         self._held = 0
         self._ended = False
-        self._lost = False
+        self._lost = self._broken = False
+        self._on_break: Callable[[], object] | None = None
         self._granted = WINDOW
         self._changed = asyncio.Condition()
+        self.moved_at = time.monotonic()
+        """When a byte last came or went."""
 
     async def read(self) -> bytes:
         """What came, at most `WINDOW` bytes; empty at the end."""
@@ -77,11 +85,12 @@ class RelayedConnection:
             piece = data[at : at + PIECE]
             await self._take_credit(len(piece))
             await self._send(encode(Request.DATA, self.channel, piece))
+            self.moved_at = time.monotonic()
 
     async def _take_credit(self, size: int) -> None:
         async with self._changed:
-            await self._changed.wait_for(lambda: self._granted >= size or self._lost)
-            if self._lost:
+            await self._changed.wait_for(lambda: self._granted >= size or self._lost or self._broken)
+            if self._lost or self._broken:
                 raise ConnectionResetError("the connection into the sandbox is gone")
             self._granted -= size
 
@@ -98,6 +107,7 @@ class RelayedConnection:
         """Raises FrameError for what an honest relay would not send."""
         async with self._changed:
             if frame.type == Request.DATA:
+                self.moved_at = time.monotonic()
                 self._held += len(frame.payload)
                 if self._held > WINDOW or self._ended:
                     raise FrameError("the relay sent more than was granted")
@@ -109,6 +119,20 @@ class RelayedConnection:
                 if self._granted > WINDOW:
                     raise FrameError("the relay granted more than it was sent")
             self._changed.notify_all()
+
+    async def break_off(self) -> None:
+        """The program inside is gone: nothing goes in any more; what came from it may still be read."""
+        async with self._changed:
+            self._broken = self._ended = True
+            self._changed.notify_all()
+        if self._on_break is not None:
+            self._on_break()
+
+    def on_break(self, call: Callable[[], object]) -> None:
+        """What to call when the program inside is gone."""
+        self._on_break = call
+        if self._broken:
+            call()
 
     async def lose(self) -> None:
         async with self._changed:
@@ -126,20 +150,27 @@ class Relay:
     Code inside may kill the listening process: it is started again, and connections that were open are lost.
     """
 
-    def __init__(self, start: Callable[[Command], CommandStream], port: int, serve: Serve) -> None:
+    def __init__(
+        self, start: Callable[[Command], CommandStream], port: int, serve: Serve, *, evict_after_s: float
+    ) -> None:
+        """`evict_after_s`: with all places taken, a connection that has moved nothing for so long may be closed."""
         self._start = start
         self._port = port
         self._serve = serve
+        self._evict_after_s = evict_after_s
         self._stream: CommandStream | None = None
         self._sending = asyncio.Lock()
         self._connections: dict[int, RelayedConnection] = {}
         """By channel, of the relay that runs now; one that is started again counts from 1 again."""
         self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: dict[RelayedConnection, asyncio.Task[None]] = {}
+        self._evicting = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._complaint = bytearray()
         self.accepted = 0
         """Connections from inside so far."""
         self.restarts = 0
+        self.evicted = 0
 
     @property
     def open_connections(self) -> int:
@@ -165,10 +196,11 @@ class Relay:
         if self._ready.done() and not self._ready.cancelled():
             self._ready.exception()
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run(self) -> None:
         try:
@@ -215,12 +247,30 @@ class Relay:
             self.accepted += 1
             connection = RelayedConnection(frame.channel, self._sender(self._stream))
             self._connections[frame.channel] = connection
-            self._spawn(self._serve_one(connection))
+            self._serving[connection] = self._spawn(self._serve_one(connection))
+            if len(self._connections) >= MAX_CONNECTIONS and not self._evicting:
+                self._evicting = True
+                self._spawn(self._make_room())
+        elif frame.type == Request.CANCEL:
+            if frame.channel in self._connections:
+                await self._connections[frame.channel].break_off()
         elif frame.type in (Request.DATA, Request.END, Request.CREDIT):
             if frame.channel in self._connections:
                 await self._connections[frame.channel].receive(frame)
         else:
             raise FrameError(f"the relay sent a frame of type {frame.type}")
+
+    async def _make_room(self) -> None:
+        try:
+            while len(self._connections) >= MAX_CONNECTIONS:
+                latest = time.monotonic() - self._evict_after_s
+                idle = sorted((one for one in self._connections.values() if one.moved_at <= latest), key=_moved_at)
+                for connection in idle[:EVICT_AT_ONCE]:
+                    self.evicted += 1
+                    self._serving[connection].cancel()
+                await asyncio.sleep(EVICT_S)
+        finally:
+            self._evicting = False
 
     def _sender(self, stream: CommandStream | None) -> Callable[[bytes], Awaitable[None]]:
         assert stream is not None
@@ -237,19 +287,26 @@ class Relay:
         try:
             await self._serve(connection)
         finally:
+            del self._serving[connection]
             if self._connections.get(connection.channel) is connection:
                 del self._connections[connection.channel]
             await connection.close()
+
+
+def _moved_at(connection: RelayedConnection) -> float:
+    return connection.moved_at
 
 
 async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Copy both ways until both have ended, or either is gone."""
     upward = asyncio.ensure_future(_copy_out(connection, writer))
     downward = asyncio.ensure_future(_copy_in(reader, connection))
+    connection.on_break(downward.cancel)
     try:
         done, _ = await asyncio.wait({upward, downward}, return_when=asyncio.FIRST_EXCEPTION)
         for copy in done:
-            copy.result()
+            if not copy.cancelled():
+                copy.result()
     finally:
         for copy in (upward, downward):
             copy.cancel()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from roll_flash.sandboxes.allowlist import parse_entry
 from roll_flash.sandboxes.build_context import packed_files, read_build_folder
 
 DEFAULT_IMAGE = "roll-flash-sandbox:latest"
@@ -58,7 +59,8 @@ class SandboxSpec(BaseModel):
     """`none`: loopback only. `internal`: sandboxes opened by `Sandbox.beside` see each other on it (docker only).
     `allowlist`: loopback, and a proxy on it that leads to the hosts in `allow`."""
     allow: tuple[str, ...] = ()
-    """`host:port`, or `*.host:port` for every name below it; for `network="allowlist"`."""
+    """`host:port`, `*.host:port` for every name below it, or an address or network in place of the name; for
+    `network="allowlist"`. A name leads to public addresses only, or to those that are named here too."""
     env: Env = ()
     """Environment variables of every command."""
     workdir: Annotated[str, Field(pattern=r"^/[^\x00:,]+$")] = "/sandbox"
@@ -82,9 +84,7 @@ class SandboxSpec(BaseModel):
         if self.allow and self.network != "allowlist":
             raise ValueError('allow is for network="allowlist"')
         for entry in self.allow:
-            name, _, port = entry.rpartition(":")
-            if not name or not port.isdigit() or "*" in name.removeprefix("*."):
-                raise ValueError(f"allow: {entry!r} is not host:port or *.host:port")
+            parse_entry(entry)
         for name, value in self.env:
             if not name or "=" in name or "\0" in name + value:
                 raise ValueError(f"env: {name!r} is not a usable variable name, or its value holds a NUL")

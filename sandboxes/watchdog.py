@@ -1,15 +1,22 @@
-"""Removes a controller's containers when the controller has died, even those it was just creating.
+"""Removes what a controller leaves behind when it has died: its containers, its snapshots' images, its scratch folders.
 
 Runs as a process of its own with the standard library alone. An attached container removes itself when its controller
-dies; one that was created but not yet started would stay. Usage: watchdog.py ENGINE-URL API-VERSION OWNER-LABEL
-CERTIFICATES (a folder, or empty), with a pipe on stdin that the controller holds open; the byte `q` on it means that
-there is nothing to do.
+dies; one that was created and not started would stay. `guard.py` is the controller's end: it writes `+NAME IMAGE`
+before it asks for a container (`+NAME -` for an image), `-NAME` when that was answered, and `q` when it is done.
+
+    watchdog.py ENGINE-URL API-VERSION OWNER-LABEL CERTIFICATES FOLDERS SNAPSHOTS
+
+CERTIFICATES is a folder or empty, FOLDERS a glob pattern of the owner's scratch folders, SNAPSHOTS the repository of
+its images.
 """
 
+import contextlib
+import glob
 import http.client
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import ssl
@@ -20,8 +27,15 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 QUIET_S = 2.0
-"""The sweep ends when for so long nothing new has come up (the engine may still be creating what was asked for)."""
+"""The sweep ends when for so long nothing new has come up."""
 LONGEST_S = 60.0
+"""So long it waits for what was asked for and has neither come up nor been ruled out."""
+UNREACHABLE_S = 10.0
+"""An engine that nobody listens for is given up after so long."""
+POLL_S = 0.1
+READY = b"ready\n"
+FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError)
+"""Of a request, or of an answer that is none."""
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -42,14 +56,24 @@ class Engine:
         # Read now: the folder may be gone by the time that it is needed.
         self._tls = _client_tls(Path(certificates)) if certificates else None
 
-    def call(self, method: str, path: str) -> Any:
+    def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and content of the answer."""
         connection = self._connect()
         try:
-            connection.request(method, f"/v{self._version}{path}")
-            body = connection.getresponse().read()
-            return json.loads(body) if body else None
+            sent = json.dumps(body) if body is not None else None
+            connection.request(method, f"/v{self._version}{path}", sent, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            return response.status, json.loads(answer) if answer else None
         finally:
             connection.close()
+
+    def listed(self, path: str, **filters: str) -> list[Any]:
+        wanted = quote(json.dumps({name: [value] for name, value in filters.items()}))
+        status, found = self.call("GET", f"{path}?all=1&filters={wanted}")
+        if status != 200:
+            raise ValueError(f"GET {path}: {status}")
+        return list(found or ())
 
     def _connect(self) -> http.client.HTTPConnection:
         if self.host.startswith("unix://"):
@@ -66,40 +90,149 @@ def _client_tls(folder: Path) -> ssl.SSLContext:
     return context
 
 
-def wait_for_end() -> bool:
-    """True if the controller has died; False if it said that it is done."""
-    parent = os.getppid()
-    while True:
-        ready, _, _ = select.select([0], [], [], 1.0)
-        if ready:
-            return os.read(0, 1) != b"q"
-        if os.getppid() != parent:
-            return True
+class Journal:
+    """What was asked for and not answered: names of containers with their images, names of images with `-`."""
+
+    def __init__(self) -> None:
+        self.unanswered: dict[str, str] = {}
+        self._rest = b""
+
+    def follow(self, owner: str) -> bool:
+        """Until the controller has died (True) or has said that it is done (False)."""
+        while True:
+            if not select.select([0], [], [], 1.0)[0]:
+                if not _lives(owner):  # a child of the controller may hold the pipe open
+                    return True
+                continue
+            piece = os.read(0, 1 << 16)
+            if not piece:  # dying, or only forgetful: then there may be something to remove when it dies
+                while _lives(owner):
+                    time.sleep(POLL_S)
+                return True
+            *lines, self._rest = (self._rest + piece).split(b"\n")
+            for line in lines:
+                if line == b"q":
+                    return False
+                self._note(line.decode())
+
+    def _note(self, line: str) -> None:
+        name, _, image = line[1:].partition(" ")
+        if line.startswith("+"):
+            self.unanswered[name] = image
+        else:
+            self.unanswered.pop(name, None)
 
 
-def sweep(engine: Engine, label: str) -> None:
-    filters = quote(json.dumps({"label": [label]}))
-    end, quiet_since = time.monotonic() + LONGEST_S, time.monotonic()
-    while time.monotonic() < min(end, quiet_since + QUIET_S):
-        try:
-            for item in engine.call("GET", f"/containers/json?all=1&filters={filters}") or []:
-                if item["State"] == "created":
-                    # Removed without having run, an attached container keeps its connection in the engine for ever.
-                    engine.call("POST", f"/containers/{item['Id']}/start")
-                engine.call("DELETE", f"/containers/{item['Id']}?force=1&v=1")
-                quiet_since = time.monotonic()
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            print(f"roll-flash watchdog: {engine.host}: {error!r}", file=sys.stderr)
-        time.sleep(0.1)
+def _lives(owner: str) -> bool:
+    """As `identity.Owner.lives`."""
+    _, pid, started = owner.split(":")
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return fields[0] not in "ZX" and fields[19] == started
+
+
+class Sweep:
+    """`died` False: the controller ended in order, and only what it never had an answer for is looked for."""
+
+    def __init__(self, engine: Engine, label: str, died: bool, unanswered: dict[str, str], snapshots: str) -> None:
+        self._engine = engine
+        self._label = label
+        self._died = died
+        self._unanswered = unanswered
+        self._snapshots = snapshots
+        self._placeholders: set[str] = set()
+
+    def run(self) -> None:
+        now = quiet_since = reached = time.monotonic()
+        end = now + LONGEST_S
+        while now < min(end, reached + UNREACHABLE_S) and (self._unanswered or now < quiet_since + QUIET_S):
+            try:
+                if self._round():
+                    quiet_since = time.monotonic()
+                reached = time.monotonic()
+            except (ConnectionRefusedError, FileNotFoundError):
+                quiet_since = time.monotonic()  # it may be starting again
+            except FAILURES:
+                quiet_since = reached = time.monotonic()  # it is busy
+            time.sleep(POLL_S)
+            now = time.monotonic()
+        for name in self._placeholders:
+            with contextlib.suppress(*FAILURES):  # it carries its owner: what stays is found by the next reaper
+                self._engine.call("DELETE", f"/containers/{name}?force=1&v=1")
+
+    def _round(self) -> bool:
+        """Whether anything was found."""
+        found = False
+        for item in self._engine.listed("/containers/json", label=self._label):
+            found |= self._remove_container(item)
+        for item in self._engine.listed("/images/json", label=self._label, reference=self._snapshots):
+            found |= self._remove_image(item)
+        for name, image in list(self._unanswered.items()):
+            found |= image != "-" and self._take_name(name, image)
+        return found
+
+    def _remove_container(self, item: Any) -> bool:
+        names = {str(name).lstrip("/") for name in item["Names"] or ()}
+        if names & self._placeholders or not (self._died or names & self._unanswered.keys()):
+            return False
+        if item["State"] == "created":
+            # Removed without having run, an attached container keeps its connection in the engine for ever.
+            self._engine.call("POST", f"/containers/{item['Id']}/start")
+        self._engine.call("DELETE", f"/containers/{item['Id']}?force=1&v=1")
+        self._settle(names)
+        return True
+
+    def _remove_image(self, item: Any) -> bool:
+        names = {name for name in item["RepoTags"] or () if self._died or name in self._unanswered}
+        for name in names:
+            self._engine.call("DELETE", f"/images/{name}?force=1")
+        self._settle(names)
+        return bool(names)
+
+    def _take_name(self, name: str, image: str) -> bool:
+        """Whether the engine never began to create this one: it is settled then, by a container of that name.
+
+        A request that it has not read yet would now be refused. Names are taken first when a container is created, so
+        one that is under way refuses this.
+        """
+        mark, _, value = self._label.partition("=")
+        body = {"Image": image, "Cmd": ["/none"], "Labels": {"roll-flash.sandbox": "1", mark: value}}
+        status, _ = self._engine.call("POST", f"/containers/create?name={quote(name)}", body)
+        if status == 201:
+            self._placeholders.add(name)
+        if status not in (201, 400, 404):
+            return False
+        self._settle({name})
+        return True
+
+    def _settle(self, names: set[str]) -> None:
+        for name in names:
+            self._unanswered.pop(name, None)
+
+
+def leave_controller() -> None:
+    """Be nobody's child: what ends a controller may end its children with it (Ray does)."""
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    os.chdir("/")
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
-    host, version, label, certificates = sys.argv[1:5]
-    engine = Engine(host, version, certificates)
-    if wait_for_end():
-        sweep(engine, label)
+    leave_controller()
+    host, version, label, certificates, folders, snapshots = sys.argv[1:7]
+    engine, journal = Engine(host, version, certificates), Journal()
+    os.write(1, READY)
+    died = journal.follow(label.partition("=")[2])
+    if died:
+        for folder in glob.glob(folders):
+            shutil.rmtree(folder, ignore_errors=True)
+    if died or journal.unanswered:
+        Sweep(engine, label, died, journal.unanswered, snapshots).run()
 
 
 if __name__ == "__main__":

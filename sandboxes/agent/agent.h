@@ -105,6 +105,9 @@ void walk_list(uint32_t channel, struct reader *payload);
 /* relay.c: connections on the loopback address as channels. */
 void relay(uint16_t port) __attribute__((noreturn));
 
+/* folders.c: modes, owners, flags and attributes, told and put back. */
+int folders(int count, char **words);
+
 /* confine.c: what the sandbox's kernel interface is cut down to. */
 void confine(void);
 

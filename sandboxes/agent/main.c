@@ -116,6 +116,7 @@ int main(int count, char **words) {
         printf("roll-flash agent, protocol %d\n", PROTOCOL_VERSION);
         return 0;
     }
+    if (count > 2 && !strcmp(words[1], "--folders")) return folders(count - 2, words + 2);
     if (count > 2 && !strcmp(words[1], "--relay")) relay((uint16_t)atoi(words[2]));
     int signals = prepare();
     greet();

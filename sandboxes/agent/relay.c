@@ -33,6 +33,7 @@ static size_t count;
 
 static void drop(size_t index) {
     if (!joined[index].read_ended) wire_send(END, joined[index].channel, NULL, 0);
+    wire_send(CANCEL, joined[index].channel, NULL, 0); /* else the controller would wait for its credit for ever */
     close(joined[index].fd);
     free(joined[index].pending);
     joined[index] = joined[--count];

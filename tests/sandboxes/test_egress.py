@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,8 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from abuse import within
-from roll_flash.sandboxes import Sandbox, SandboxSpec
-from roll_flash.sandboxes.egress import is_allowed
+from conftest import need
+from roll_flash.sandboxes import Sandbox, SandboxSpec, egress
+from roll_flash.sandboxes.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.allowlist import is_allowed, is_public
+from test_pool import until
 
 FETCH = r"""
 import socket, sys
@@ -109,3 +115,173 @@ def test_garbage_for_the_proxy_is_refused(provider: str) -> None:
 )
 def test_names_are_compared_whole(host: str, port: int, allowed: bool) -> None:
     assert is_allowed(("packages.example.org:443", "*.example.com:443"), host, port) is allowed
+
+
+SLOW = r"""
+import socket, sys
+held = []
+for _ in range(int(sys.argv[1])):
+    held.append(socket.create_connection(("127.0.0.1", 3128), 30))
+    held[-1].sendall(b"CONNECT exam")
+""" + FETCH.replace("sys.argv[1:]", "sys.argv[2:]")
+
+
+def test_slow_connections_do_not_close_the_proxy_to_others(provider: str, port: int) -> None:
+    """More than the relay takes at a time, twice over; each has begun a request and goes on with it some other day."""
+
+    async def run(sandbox: Sandbox) -> None:
+        slow = ["python3", "-c", SLOW, "300", "127.0.0.1", str(port), "yes"]
+        result = await sandbox.exec(slow, timeout=60)
+        assert result.stdout_text.splitlines()[-1:] == [f"HTTP/1.0 200 OK {len(BODY)}"], result.stderr_text
+        assert (await fetch(sandbox, port, "yes"))[-1] == f"HTTP/1.0 200 OK {len(BODY)}"
+
+    within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.1:{port}",)))
+
+
+RESETTING = r"""
+import socket, struct, sys
+for _ in range(int(sys.argv[2])):
+    proxy = socket.create_connection(("127.0.0.1", 3128), 10)
+    proxy.sendall(f"CONNECT 127.0.0.1:{sys.argv[1]} HTTP/1.1\r\n\r\n".encode())
+    proxy.recv(65536)
+    proxy.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    proxy.close()
+"""
+
+
+def test_connections_that_programs_inside_give_up_do_not_add_up(provider: str) -> None:
+    """The server at the other end sends more than anybody reads, and never closes."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        taken: list[socket.socket] = []
+
+        def serve() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                taken.append(connection)
+                connection.setblocking(False)
+                with contextlib.suppress(BlockingIOError):
+                    connection.sendall(b"x" * 4_000_000)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        port = server.getsockname()[1]
+
+        async def run(sandbox: Sandbox) -> None:
+            assert isinstance(sandbox, AgentSandbox)
+            assert sandbox._egress is not None
+            relay = sandbox._egress._relay
+            await sandbox.exec(["python3", "-c", RESETTING, str(port), "20"], timeout=30)
+            await until(lambda: relay.open_connections == 0)
+
+        try:
+            within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.1:{port}",)))
+        finally:
+            server.shutdown(socket.SHUT_RDWR)
+            thread.join()
+            for connection in taken:
+                connection.close()
+
+
+def test_a_name_that_leads_to_a_private_address_is_refused_unless_that_is_named_too(
+    port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Names are looked up once: the second answer, as of a name that is bound anew, is never asked for."""
+    answers = iter(["127.0.0.1", "127.0.0.1", "192.0.2.1"])
+    monkeypatch.setattr(egress, "resolve", lambda host, port: [ipaddress.ip_address(next(answers))])
+    name = f"rebind.example:{port}"
+
+    async def refused(sandbox: Sandbox) -> None:
+        assert "403" in (await fetch(sandbox, port, "yes", "rebind.example"))[0]
+
+    async def reached(sandbox: Sandbox) -> None:
+        assert (await fetch(sandbox, port, "yes", "rebind.example"))[-1] == f"HTTP/1.0 200 OK {len(BODY)}"
+
+    need("local")
+    within("local", refused, SandboxSpec(network="allowlist", allow=(name,)))
+    assert f"{name} leads to 127.0.0.1, not public; allow 127.0.0.1:{port} too" in caplog.text
+    within("local", reached, SandboxSpec(network="allowlist", allow=(name, f"127.0.0.0/8:{port}")))
+    assert next(answers) == "192.0.2.1"
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.215.14", True),
+        ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True),
+        ("64:ff9b::5db8:d70e", True),
+        ("::ffff:93.184.215.14", True),
+        ("0.0.0.0", False),
+        ("127.9.9.9", False),
+        ("10.0.0.1", False),
+        ("172.31.255.255", False),
+        ("192.168.1.1", False),
+        ("169.254.169.254", False),
+        ("100.64.0.1", False),
+        ("224.0.0.1", False),
+        ("255.255.255.255", False),
+        ("::", False),
+        ("::1", False),
+        ("::ffff:127.0.0.1", False),
+        ("::127.0.0.1", False),
+        ("64:ff9b::a00:1", False),
+        ("64:ff9b:1::a00:1", False),
+        ("2002:7f00:1::", False),
+        ("2001:0:a00:1::1", False),
+        ("fe80::1", False),
+        ("fec0::1", False),
+        ("fd00:ec2::254", False),
+        ("ff02::1", False),
+        ("2001:db8::1", False),
+    ],
+)
+def test_what_is_public(address: str, public: bool) -> None:
+    assert is_public(ipaddress.ip_address(address)) is public
+
+
+def test_this_machines_own_address_is_known_whatever_network_it_is_of() -> None:
+    assert egress.is_own(ipaddress.ip_address("127.0.0.1"))
+    assert not egress.is_own(ipaddress.ip_address("192.0.2.1"))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("http://a:80", "a:99999", "*.:443", "a:0", "a", "a:", ":80", "*:443", "a.*.org:443", "**.a:1", "a..b:80"),
+        *("a.:443", ".a:443", "a b:80", "a/b:80", "-a:80", "::1:80", "1.2.3:80", "[a]:80", "b\u00fccher.example:443"),
+        *("127.0.0.1/33:80", "10.0.0.1/8:80", "a:\u0664\u0664\u0663", "a:8_0", "x" * 64 + ":80", "u@a:80", "a\n:80"),
+    ],
+)
+def test_an_entry_that_names_no_host_and_port_is_refused(entry: str) -> None:
+    with pytest.raises(ValueError, match="allow: ") as caught:
+        SandboxSpec(network="allowlist", allow=(entry,))
+    assert f"allow: {entry!r}" in str(caught.value)
+
+
+def test_upper_case_ipv6_and_networks_are_understood() -> None:
+    allow = ("Packages.Example.ORG:443", "[2001:db8::1]:80", "10.0.0.0/8:3128", "under_score.example:1")
+    SandboxSpec(network="allowlist", allow=allow)
+    for host, port in (("packages.example.org", 443), ("[2001:db8:0::1]", 80), ("10.9.8.7", 3128)):
+        assert is_allowed(allow, host, port)
+        assert not is_allowed(allow, host, port + 1)
+    assert not is_allowed(allow, "11.0.0.1", 3128)
+    assert not is_allowed(allow, "0x0a090807", 3128)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"GET http://a:80/x HTTP/1.1\r\nHost: other\r\nX: y",
+        b"GET http://a:80/x HTTP/1.1\r\nhOST: other\r\nX: y\r\nProxy-Authorization: z",
+    ],
+)
+def test_a_request_reaches_the_virtual_host_that_was_allowed(head: bytes) -> None:
+    assert egress._target(head) == ("a", 80, b"GET /x HTTP/1.1\r\nHost: a:80\r\nX: y\r\nConnection: close\r\n\r\n")
+
+
+@pytest.mark.parametrize("field", [b" folded", b"X: y\nHost: other", b"Host : other", b"X\0: y", b"no colon", b": y"])
+def test_a_head_that_others_may_read_differently_is_none(field: bytes) -> None:
+    with pytest.raises(ValueError, match="no request head"):
+        egress._target(b"GET http://a:80/x HTTP/1.1\r\n" + field)

@@ -6,16 +6,29 @@ import asyncio
 import io
 import subprocess
 import tarfile
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from abuse import attack_program
-from roll_flash.sandboxes import SandboxImageError, SandboxPool, SandboxSpec, SandboxSpecError, open_sandbox
+from roll_flash.sandboxes import (
+    SandboxImageError,
+    SandboxPool,
+    SandboxSpec,
+    SandboxSpecError,
+    image_build,
+    kept_images,
+    open_sandbox,
+)
 from roll_flash.sandboxes.build_context import packed_files
-from roll_flash.sandboxes.image_build import REPOSITORY, build_error, image_key
+from roll_flash.sandboxes.engine_address import EngineAddress
+from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.sandboxes.image_build import build_error, image_key, one_at_a_time
 from roll_flash.sandboxes.images import ensure_image
+from roll_flash.sandboxes.kept_images import BUILDS, prune_builds, use_build
 from roll_flash.sandboxes.opening import connect_provider
 
 pytestmark = pytest.mark.docker
@@ -28,7 +41,7 @@ def dockerfile(docker: str) -> Iterator[str]:
     # Without RUN, which would need the engine's network bridge.
     text = f"{BASE}COPY built /\n# {uuid.uuid4().hex}\n"
     yield text
-    subprocess.run(["docker", "rmi", "-f", f"{REPOSITORY}:{image_key(text, BUILT)}"], capture_output=True, check=True)
+    subprocess.run(["docker", "rmi", "-f", f"{BUILDS}:{image_key(text, BUILT)}"], capture_output=True, check=True)
 
 
 def images(repository: str) -> list[str]:
@@ -69,7 +82,7 @@ def test_a_dockerfile_copies_what_its_folder_holds(docker: str, tmp_path: Path) 
     try:
         assert asyncio.run(run()) == b"content"
     finally:
-        image = f"{REPOSITORY}:{image_key(spec.dockerfile, spec.context)}"
+        image = f"{BUILDS}:{image_key(spec.dockerfile, spec.context)}"
         subprocess.run(["docker", "rmi", "-f", image], capture_output=True, check=True)
 
 
@@ -163,3 +176,68 @@ def test_ensuring_an_image_that_is_there_does_nothing(docker: str) -> None:
     said: list[str] = []
     asyncio.run(ensure_image(report=said.append))
     assert said == ["sandbox image roll-flash-sandbox:latest is there"]
+
+
+def locks() -> set[str]:
+    return {path.name for path in Path(tempfile.gettempdir()).glob("roll-flash-*.lock")}
+
+
+def test_locks_of_builds_do_not_add_up_and_are_never_held_twice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    inside, most = 0, 0
+
+    async def hold(what: str) -> None:
+        nonlocal inside, most
+        async with one_at_a_time("build", what):
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+
+    async def many() -> None:
+        for index in range(300):
+            await hold(str(index))
+        nonlocal most
+        most = 0
+        monkeypatch.setattr(image_build, "LOCK_POLL_S", 0.001)
+        await asyncio.gather(*(hold("one") for _ in range(20)))
+
+    asyncio.run(many())
+    assert len(locks()) == image_build.LOCKS
+    assert most == 1
+
+
+def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
+    dockerfile: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = f"{BUILDS}:{image_key(dockerfile)}"
+
+    listed = kept_images.list_images
+
+    async def only_this(*words: Any) -> list[dict[str, Any]]:
+        return [found for found in await listed(*words) if image in found["RepoTags"]]
+
+    monkeypatch.setattr(kept_images, "list_images", only_this)
+
+    async def grow_old() -> None:
+        engine = EngineApi(EngineAddress.from_environment())
+        await engine.connect()
+        try:
+            async with open_sandbox(SandboxSpec(dockerfile=dockerfile), provider="docker"):
+                assert await prune_builds(engine, 1e-3) == []  # a container uses it
+            assert await prune_builds(engine) == []
+            await asyncio.sleep(1)
+            monkeypatch.setattr(kept_images, "NOTE_EVERY_S", 0.5)
+            assert await use_build(engine, image)  # notes the use
+            age_s = await kept_images._unused_s(engine, image)
+            assert age_s is not None
+            assert age_s < 1
+            await asyncio.sleep(0.01)
+            assert [name for name, _ in await prune_builds(engine, 1e-3)] == [image]
+            assert not await use_build(engine, image)
+        finally:
+            await engine.close()
+
+    asyncio.run(grow_old())

@@ -23,6 +23,7 @@ from roll_flash.sandboxes import (
     SandboxStartError,
     SandboxUnavailable,
     opening,
+    reset,
 )
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
@@ -300,3 +301,59 @@ def _agents() -> set[int]:
             if b"/.roll-flash/agent" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 mine.add(pid)
     return mine | set(orphaned_sandboxes())
+
+
+SPOIL = r"""
+import os, struct
+for path in ("/sandbox", "/tmp"):
+    try:
+        os.setxattr(path, "user.note", b"from the lease before")
+    except OSError as error:
+        print(error)  # this kernel's tmpfs has none
+    entries = [(1, 7, 2**32 - 1), (2, 7, os.getuid()), (4, 7, 2**32 - 1), (16, 7, 2**32 - 1), (32, 0, 2**32 - 1)]
+    access = struct.pack("<I", 2) + b"".join(struct.pack("<HHI", *entry) for entry in entries)
+    for kind in ("access", "default"):
+        os.setxattr(path, f"system.posix_acl_{kind}", access)
+    os.utime(path, (1, 1))
+    os.chmod(path, 0o2555)
+"""
+SEEN = r"""
+import os
+for path in ("/sandbox", "/tmp", "/dev/shm"):
+    status = os.stat(path)
+    print(path, oct(status.st_mode), status.st_uid, status.st_gid, os.listxattr(path), status.st_mtime > 10**9)
+"""
+
+
+def test_a_reused_sandboxes_folders_have_their_modes_and_no_attributes(provider: str) -> None:
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease(SandboxSpec(files={"input": "x"})) as first:
+                new = await first.exec(["python3", "-c", SEEN])
+                spoiled = await first.exec(["python3", "-c", SPOIL])
+                assert spoiled.exit_code == 0, spoiled
+                assert (await first.exec(["python3", "-c", SEEN])).stdout != new.stdout
+            await until(lambda: pool.stats().ready == 1)
+            async with pool.lease(SandboxSpec(files={"input": "x"})) as second:
+                assert second is first
+                assert (await second.exec(["python3", "-c", SEEN])).stdout == new.stdout
+                assert (await second.stats()).commands == 1
+            assert (pool.stats().reused, pool.stats().not_reused) == (1, 0)
+
+    asyncio.run(reuse())
+
+
+def test_a_sandbox_that_cannot_be_made_new_is_closed_and_counted(
+    provider: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a new kernel had attributes that cannot be taken off."""
+    monkeypatch.setattr(reset, "_restoring", lambda spec, folders: [])
+
+    async def spoil() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease() as first:
+                await first.exec("chmod 0700 /tmp")
+            await until(lambda: pool.stats().not_reused == 1 and not first.alive)
+            assert pool.stats().reused == 0
+
+    asyncio.run(spoil())

@@ -1,0 +1,117 @@
+"""The agent's volume is what its name says, or it is made so; whoever runs from it meanwhile is not disturbed."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import subprocess
+import tarfile
+import uuid
+from collections.abc import Iterator
+
+import pytest
+from roll_flash.sandboxes import SandboxSpec, agent_program, docker_provider
+from roll_flash.sandboxes.agent_program import AgentProgram
+from roll_flash.sandboxes.container_config import volume_name
+from roll_flash.sandboxes.docker_provider import DockerProvider
+from roll_flash.sandboxes.engine_api import EngineApi
+
+pytestmark = pytest.mark.docker
+
+
+@pytest.fixture
+def agent(docker: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentProgram]:
+    """One of this test's own: bytes after the program change nothing but its name. The engine's real one is shared."""
+    content = agent_program.agent_program().content + uuid.uuid4().bytes
+    own = AgentProgram(content, hashlib.sha256(content).hexdigest()[:16], ("/.roll-flash/agent",))
+    monkeypatch.setattr(docker_provider, "agent_program", lambda processor: own)
+    yield own
+    subprocess.run(["docker", "volume", "rm", "-f", volume_name(own)], check=True, capture_output=True)
+
+
+def damage(how: str, agent: AgentProgram) -> None:
+    volume = volume_name(agent)
+    if how == "removed":
+        subprocess.run(["docker", "volume", "rm", "-f", volume], check=True, capture_output=True)
+        return
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        member = tarfile.TarInfo("agent")
+        content = {"truncated": agent.content[:1000], "empty": b"", "not executable": agent.content}[how]
+        member.size, member.mode = len(content), 0o644 if how == "not executable" else 0o755
+        archive.addfile(member, io.BytesIO(content))
+    name = f"roll-flash-damage-{uuid.uuid4().hex[:8]}"
+    create = ["docker", "create", "--name", name, "-v", f"{volume}:/.roll-flash", "roll-flash-sandbox:latest", "/none"]
+    subprocess.run(create, check=True, capture_output=True)
+    try:
+        copy = ["docker", "cp", "-", f"{name}:/.roll-flash"]
+        subprocess.run(copy, input=packed.getvalue(), check=True, capture_output=True)
+    finally:
+        subprocess.run(["docker", "rm", "-f", name], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "not executable", "removed"])
+def test_a_damaged_agent_volume_is_repaired_by_the_next_controller(agent: AgentProgram, how: str) -> None:
+    async def start() -> None:
+        provider = DockerProvider()
+        await provider.connect()
+        sandbox = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
+        assert (await sandbox.exec("echo up")).stdout == b"up\n"
+        await sandbox.close()
+        await provider.close()
+
+    asyncio.run(start())
+    damage(how, agent)
+    asyncio.run(start())
+
+
+def test_a_volume_that_is_damaged_under_a_controller_costs_one_start_and_no_running_sandbox(
+    agent: AgentProgram,
+) -> None:
+    async def start() -> None:
+        provider = DockerProvider()
+        await provider.connect()
+        first = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
+        await asyncio.to_thread(damage, "truncated", agent)
+        with pytest.raises(Exception, match="roll-flash-"):
+            await provider.open(SandboxSpec(), run="volume", timeout_s=60)
+        second = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
+        for sandbox in (first, second):
+            assert (await sandbox.exec("echo up")).stdout == b"up\n"
+            await sandbox.close()
+        await provider.close()
+
+    asyncio.run(start())
+
+
+def test_a_transfer_that_is_cut_short_leaves_no_agent_that_could_be_run(
+    agent: AgentProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As when a controller is killed in the middle of it."""
+    call = EngineApi.call
+
+    async def cut(engine: EngineApi, method: str, path: str, **options: object) -> object:
+        if method == "PUT":
+            options["content"] = options["content"][:40_000]  # type: ignore[index]
+            options["accept"] = (400, 500)
+        return await call(engine, method, path, **options)  # type: ignore[arg-type]
+
+    async def start(fails: bool) -> None:
+        provider = DockerProvider()
+        await provider.connect()
+        try:
+            if fails:
+                with pytest.raises(Exception, match="does not keep the agent"):
+                    await provider.open(SandboxSpec(), run="volume", timeout_s=60)
+                return
+            sandbox = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
+            assert (await sandbox.exec("echo up")).stdout == b"up\n"
+            await sandbox.close()
+        finally:
+            await provider.close()
+
+    monkeypatch.setattr(EngineApi, "call", cut)
+    asyncio.run(start(fails=True))
+    monkeypatch.setattr(EngineApi, "call", call)
+    asyncio.run(start(fails=False))

@@ -1,0 +1,136 @@
+"""Whatever fails or is cancelled, and wherever: a closed pool has closed every sandbox that it was given."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxFileError, SandboxPool, SandboxSpec
+from roll_flash.sandboxes.result import SandboxStats
+
+SPECS = (SandboxSpec(), SandboxSpec(memory_mb=128))
+ERRORS = (SandboxError("failed"), SandboxFileError("denied", 13), OSError(5, "input"), ValueError("what"), KeyError(1))
+
+
+class Chance:
+    """Every wait of the fakes goes through here: some turns of the loop, then perhaps an error."""
+
+    def __init__(self, seed: int, share_failing: float) -> None:
+        self.random = random.Random(seed)
+        self._share_failing = share_failing
+
+    async def happens(self) -> None:
+        for _ in range(self.random.randrange(4)):
+            await asyncio.sleep(0)
+        if self.random.random() < self._share_failing:
+            raise self.random.choice(ERRORS)
+
+
+class FakeSandbox:
+    isolation = "strong"
+    provider = "fake"
+
+    def __init__(self, name: str, spec: SandboxSpec, chance: Chance) -> None:
+        self.name, self.spec, self._chance = name, spec, chance
+        self.runs = True
+
+    @property
+    def alive(self) -> bool:
+        return self.runs
+
+    async def stats(self) -> SandboxStats:
+        await self._chance.happens()
+        return SandboxStats()
+
+    async def reset(self) -> bool:
+        await self._chance.happens()
+        return self._chance.random.random() < 0.7
+
+    async def close(self, *, reason: str = "closed") -> None:
+        self.runs = False  # from here on it ends by itself, whoever waits for it
+        await self._chance.happens()
+
+
+class FakeProvider:
+    name = "fake"
+    isolation = "strong"
+
+    def __init__(self, chance: Chance) -> None:
+        self._chance = chance
+        self.opened: list[FakeSandbox] = []
+
+    async def connect(self) -> None: ...
+
+    async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> FakeSandbox:
+        await self._chance.happens()
+        self.opened.append(FakeSandbox(str(len(self.opened)), spec, self._chance))
+        return self.opened[-1]
+
+    async def sweep(self) -> int:
+        await self._chance.happens()
+        return 0
+
+    async def close(self) -> None: ...
+
+
+async def play(seed: int, share_failing: float, reuse: bool) -> FakeProvider:
+    chance = Chance(seed, share_failing)
+    provider = FakeProvider(chance)
+    pool = SandboxPool(provider=provider, size=2, reuse=reuse)  # type: ignore[arg-type]
+
+    async def lease() -> None:
+        with contextlib.suppress(*map(type, ERRORS), SandboxDied):
+            if chance.random.random() < 0.2:
+                await pool.start(chance.random.choice(SPECS))
+            async with pool.lease(chance.random.choice(SPECS), timeout=chance.random.choice((0.001, 60))):
+                await chance.happens()
+
+    leases = []
+    for _ in range(12):
+        leases.append(asyncio.ensure_future(lease()))
+        for _ in range(chance.random.randrange(6)):
+            await asyncio.sleep(0)
+        if chance.random.random() < 0.3:
+            chance.random.choice(leases).cancel()
+    closing = asyncio.ensure_future(pool.close())
+    await asyncio.sleep(0)
+    if chance.random.random() < 0.3:
+        closing.cancel()
+    async with asyncio.timeout(20):
+        await asyncio.gather(*leases, closing, return_exceptions=True)
+        await pool.close()
+    assert pool.stats().leased == 0
+    return provider
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 32), st.sampled_from((0.0, 0.1, 0.4)), st.booleans())
+def test_a_closed_pool_has_closed_every_sandbox_that_it_was_given(seed: int, share_failing: float, reuse: bool) -> None:
+    provider = asyncio.run(play(seed, share_failing, reuse))
+    assert [sandbox.name for sandbox in provider.opened if sandbox.runs] == []
+
+
+@pytest.mark.parametrize(
+    "spoil", ["rm -r /sandbox/*; chmod 0555 /sandbox", "rm -r /sandbox/* /tmp/*; chmod 0555 /sandbox /tmp", "chmod 0 ."]
+)
+def test_a_sandbox_whose_files_cannot_be_put_back_is_closed_with_the_pool(provider: str, spoil: str) -> None:
+    """It is given files at its start, and its user may have closed the folder that they go into."""
+    spec = SandboxSpec(files={"task/input": b"x", "/tmp/input": b"y"})
+
+    async def lease_twice() -> None:
+        pool = SandboxPool(provider=provider, size=0, reuse=True)
+        seen = []
+        for _ in range(2):
+            async with pool.lease(spec) as sandbox:
+                seen.append(sandbox)
+                assert await sandbox.read("task/input") == b"x"
+                assert await sandbox.read("/tmp/input") == b"y"
+                await sandbox.exec(spoil)
+        await pool.close()
+        assert not [sandbox.name for sandbox in seen if sandbox.alive]
+
+    asyncio.run(lease_twice())
