@@ -78,7 +78,7 @@ def train(name: str, seed: int, steps: int, settings: tuple[str, ...], runs: Pat
         "produced": produced,
         "cancelled": last["books/cancelled"],
         "dropped_stale": last.get("books/dropped_stale", 0),
-        "latency_trained_to_submitted": last["bias/latency_ratio"],
+        "latency_trained_to_submitted": [last["bias/latency_ratio_low"], last["bias/latency_ratio_high"]],
         "unfinished": last["bias/unfinished"],
     }
 
@@ -90,7 +90,9 @@ def table(columns: dict[str, list[dict[str, Any]]]) -> str:
     rows += [("staleness mean, max", lambda r: f"{r['staleness_mean']:.2f}, {r['staleness_max']:.0f}")]
     rows += [("episodes cancelled", lambda r: f"{r['cancelled']:.0f}")]
     rows += [("trajectories produced, dropped as stale", lambda r: f"{r['produced']:.0f}, {r['dropped_stale']:.0f}")]
-    rows += [("latency of trained to submitted", lambda r: f"{r['latency_trained_to_submitted']:.2f}")]
+    rows += [
+        ("latency of trained to submitted", lambda r: "{:.2f} to {:.2f}".format(*r["latency_trained_to_submitted"]))
+    ]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, cell in rows:
         cells = ["; ".join(cell(run) for run in runs) for runs in columns.values()]

@@ -285,8 +285,8 @@ class Config(Section):
     async_ratio_bounds: tuple[NonNegativeInt, NonNegativeInt] = (0, 4)
     """Smallest and largest `async_ratio` of `auto`."""
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
-    """What happens to groups that can no longer be trained in time: `evict` drops them, `requeue` also plays their tasks
-    again (at most `rollout.max_requeues` times each), `wait` lets no step finish without them."""
+    """What happens to groups that can no longer be trained in time: `evict` drops them, `requeue` also plays their
+    tasks again (at most `rollout.max_requeues` times each), `wait` lets no step finish without them."""
     stream: StreamConfig = StreamConfig()
     """The way of trajectories from rollout to learner."""
     stages: Stages = ()

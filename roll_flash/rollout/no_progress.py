@@ -54,8 +54,8 @@ class NoProgress:
             )
         if self.steps_without_signal >= self._policy.most_steps_without_signal:
             return (
-                f"no group of the last {self.steps_without_signal} steps had replicas with different rewards, so nothing "
-                "can be learned; choose easier or harder tasks, a higher temperature, or raise "
+                f"no group of the last {self.steps_without_signal} steps had replicas with different rewards, so "
+                "nothing can be learned; choose easier or harder tasks, a higher temperature, or raise "
                 "rollout.max_steps_without_signal"
             )
         return None

@@ -73,10 +73,10 @@ class Measure:
         """Share of the submitted episodes whose value nobody knows."""
         return self._unfinished / max(1, self._unfinished + self.submitted.count)
 
-    def ratio(self) -> tuple[float, float]:
-        """Between which figures the mean of the trained over the mean of the submitted is; (1, 1) if none is trained."""
+    def ratio(self, name: str) -> dict[str, float]:
+        """Between which figures the mean of the trained over the mean of the submitted is; empty if none is trained."""
         if not self.trained.count:
-            return 1.0, 1.0
+            return {}
         count = self.submitted.count + self._unfinished
         least = (self.submitted.total + self._unfinished_total) / count
         most = math.inf
@@ -84,9 +84,8 @@ class Measure:
             most = least
         elif math.isfinite(self._longest):
             most = (self.submitted.total + self._unfinished * self._longest) / count
-        if least <= 0:
-            return 1.0, 1.0
-        return self.trained.mean / max(most, least), self.trained.mean / least
+        low, high = (self.trained.mean / max(most, least), self.trained.mean / least) if least > 0 else (1.0, 1.0)
+        return {f"{name}_ratio_low": low, f"{name}_ratio_high": high}
 
     def distance(self) -> tuple[float, float]:
         """Between which figures the distance of the two distributions is: the unknown share may move either."""
@@ -97,7 +96,7 @@ class Measure:
 class SelectionBias:
     """Fed by the scheduler with every group that settles. `label` names the level of a task.
 
-    `longest_s` and `most_tokens`: no episode lasts longer or samples more; they bound what an unfinished one would be.
+    `longest_s`: no episode lasts longer, which bounds what an unfinished one would have been.
     """
 
     def __init__(
@@ -105,12 +104,11 @@ class SelectionBias:
         label: Callable[[Task], str] = level_name,
         *,
         longest_s: float = math.inf,
-        most_tokens: float = math.inf,
     ) -> None:
         self._label = label
         self._tasks = {"submitted": Counter[str](), "trained": Counter[str]()}
         self._episodes = {"submitted": Counter[str](), "trained": Counter[str]()}
-        self._lengths = Measure(most_tokens)
+        self._lengths = Measure(math.inf)
         self._latencies = Measure(longest_s)
         self._latencies_of: dict[str, Measure] = {}
         self._longest_s = longest_s
@@ -129,7 +127,7 @@ class SelectionBias:
         """Intervals of ratios and distances, the share never finished, and by level what share of it was trained."""
         found: dict[str, float] = {}
         for name, measure in (("length", self._lengths), ("latency", self._latencies)):
-            found[f"{name}_ratio_low"], found[f"{name}_ratio_high"] = measure.ratio()
+            found |= measure.ratio(name)
             found[f"{name}_distance_low"], found[f"{name}_distance_high"] = measure.distance()
         found["task_distance"] = _total_variation(self._tasks["trained"], self._tasks["submitted"])
         found["unfinished"] = self._latencies.unfinished
@@ -137,7 +135,7 @@ class SelectionBias:
             share = self._episodes["trained"][level] / max(1, self._episodes["submitted"][level])
             found[f"{level}/trained_share"] = share
             found[f"{level}/unfinished"] = measure.unfinished
-            found[f"{level}/latency_ratio_low"], found[f"{level}/latency_ratio_high"] = measure.ratio()
+            found |= measure.ratio(f"{level}/latency")
         return found
 
     def _level(self, task: Task) -> str:

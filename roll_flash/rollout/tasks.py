@@ -13,7 +13,7 @@ from roll_flash.types import Task
 
 class TaskSource(Protocol):
     def next(self) -> Task:
-        """The next task. Raises StopIteration when there is none any more: the run then trains what is there and ends."""
+        """The next task. Raises StopIteration when there is none any more: the run trains what is there and ends."""
 
     def report(self, task: Task, score: float) -> None:
         """A replica of `task` ended with `score`, from 0 (failure) to 1 (success)."""

@@ -138,7 +138,11 @@ def test_groups_that_all_lose_their_replicas_are_a_problem_with_a_name() -> None
 
 def test_steps_of_which_no_group_has_signal_are_counted_and_then_a_problem() -> None:
     scheduler = make_scheduler(
-        groups_per_step=1, async_ratio=0.0, group_filter=has_signal, most_filtered_per_step=2, most_steps_without_signal=3
+        groups_per_step=1,
+        async_ratio=0.0,
+        group_filter=has_signal,
+        most_filtered_per_step=2,
+        most_steps_without_signal=3,
     )
     for version in range(1, 4):
         assert scheduler.problem is None
