@@ -188,8 +188,8 @@ def environment_note(rows: list[Row]) -> str:
         if row["speed-up"] < 2.46
     )
     return (
-        "The paper reports 892 -> 362 s (2.46x). Lockstep pays the largest of 256 latencies, about 38 s, each turn; the "
-        "mean is 10.8 s if negative ones count as 0 and 12.9 s if drawn again. What asynchrony leaves is the slowest "
+        "The paper reports 892 -> 362 s (2.46x). Lockstep pays the largest of 256 latencies, about 38 s, each turn; "
+        "the mean is 10.8 s if negative ones count as 0 and 12.9 s if drawn again. What asynchrony leaves is the slowest "
         "sum of all turns, as a synchronous step waits for all 256: it evens out with more turns. "
         f"Not reached: {below or 'nowhere'}."
     )
@@ -221,8 +221,8 @@ def redundant_environments(seed: int, quick: bool) -> Measured:
 def redundancy_note(rows: list[Row]) -> str:
     row_of = {(row["fail-slow"], row["environments"]): row for row in rows}
     return (
-        "The paper's 243 -> 45 s (5.4x) is reached only with environments that fail slow: without them redundancy gains "
-        f"{row_of['0%', '36 x 9']['speed-up']:.2f}x, as the slowest of 256 normal latencies is not far from the mean. "
+        "The paper's 243 -> 45 s (5.4x) is reached only with environments that fail slow: without them redundancy "
+        f"gains {row_of['0%', '36 x 9']['speed-up']:.2f}x, as the slowest of 256 normal latencies is not far from the mean. "
         "The paper finds that more groups help more than larger groups; here it is the other way round "
         f"({row_of['2%', '36 x 8']['step (s)']:.0f} s against {row_of['2%', '32 x 9']['step (s)']:.0f} s). At 2 % slow "
         "episodes, more than 4 of 36 groups of 8 hold one in 64 % of the steps, but some group of 9 holds two in only "
@@ -319,8 +319,8 @@ def reasoning(seed: int, quick: bool) -> Measured:
 def reasoning_note(rows: list[Row]) -> str:
     gains = [row["speed-up"] for row in rows]
     return (
-        "The paper reports up to 2.24x on RLVR (single answers with verifiable rewards) with the same GPUs. It does not "
-        "publish its answers' lengths, its servers' rates or how long its training took, so this is a reproduction of "
+        "The paper reports up to 2.24x on RLVR (single answers with verifiable rewards) with the same GPUs. It does "
+        "not publish its answers' lengths, its servers' rates or how long its training took, so this is a reproduction of "
         "its kind and not of its machines: lengths, rates and the 70 % of a step that generation takes are ours. The "
         f"figure is the best of {len(rows)} settings, as the paper's is; the others are {min(gains):.2f}x and more. "
         "Asynchrony cannot gain more than 1 / (1 - wasted time), and waste is the tail at the end of each step."
@@ -370,8 +370,8 @@ def papers_bound(seed: int, quick: bool) -> Measured:
 
 def bound_note(rows: list[Row]) -> str:
     return (
-        f"Settings above mu/K + L/((1+alpha)N), a seed: {sum(row['settings above the bound'] for row in rows):.2g} of 60. "
-        "The achievable bound is what no schedule can beat: all work on "
+        "Settings above mu/K + L/((1+alpha)N), a seed: "
+        f"{sum(row['settings above the bound'] for row in rows):.2g} of 60. The achievable bound is what no schedule can beat: all work on "
         "K workers without a pause, and every alpha + 1 steps at least as long as the longest sample trained at their "
         "end. What is lost: workers without work at the end of a step (alpha 0), steps that wait for a group in its "
         "last step, and evicted work."
@@ -444,15 +444,15 @@ def stragglers(seed: int, quick: bool) -> Measured:
 def stragglers_note(rows: list[Row]) -> str:
     others = " and ".join(f"{row['speed-up']:.2f}x" for row in rows[4:])
     return (
-        "The figure is the smallest of the first four rows, over the faster of the two ways to wait. Where each of five "
-        f"steps is lognormal, sums even out, there are hardly any stragglers, and the gain is small ({others}). The "
+        "The figure is the smallest of the first four rows, over the faster of the two ways to wait. Where each of "
+        f"five steps is lognormal, sums even out, there are hardly any stragglers, and the gain is small ({others}). The "
         "bias is the price: slow episodes are trained less."
     )
 
 
 RATIO_SETTING = (
-    "4 turns, 100 tokens and 5 s each (lognormal sigma 0.8), 2 % fail-slow, 32 x 8 a step, learner 18 s, publication 1 s, "
-    "1,024 slots, on_stale "
+    "4 turns, 100 tokens and 5 s each (lognormal sigma 0.8), 2 % fail-slow, 32 x 8 a step, learner 18 s, publication "
+    "1 s, 1,024 slots, on_stale "
 )
 CLAIMS = [
     Claim(
@@ -490,8 +490,8 @@ CLAIMS = [
     ),
     Claim(
         "single answers (RLVR), asynchronous against synchronous",
-        "64 prompts x 8 answers, at most 32,000 tokens; the same machines, split between generation and training in the "
-        "best of three ways, alpha 1, 2 or 4, on_stale wait: no answer is lost",
+        "64 prompts x 8 answers, at most 32,000 tokens; the same machines, split between generation and training in "
+        "the best of three ways, alpha 1, 2 or 4, on_stale wait: no answer is lost",
         "x faster per step, best of four settings",
         2.24,
         reasoning,

@@ -60,7 +60,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """Another distribution, of which what is larger than `most` counts as `most`: answers cut at the longest allowed."""
+    """Another distribution; what is larger than `most` counts as `most`, as answers that are cut do."""
 
     base: Distribution
     most: float
