@@ -130,7 +130,7 @@ def replication(seed: int, quick: bool) -> Measured:
     for count, half in ((32, 16.0), (16, 16.0), (8, 16.0), (32, 64.0)):
         on = servers(count, 64, half)
         apart, together = (
-            simulate(load, groups=16, size=64, slots=1024, on=on, steps=1 if quick else 12, replicate=replicate).step_s
+            simulate(load, groups=16, size=64, slots=1024, on=on, steps=1 if quick else 6, replicate=replicate).step_s
             for replicate in (True, False)
         )
         rows.append(
@@ -165,7 +165,7 @@ def environment_asynchrony(seed: int, quick: bool) -> Measured:
         (10, 50, Normal(10, 10)),
     ):
         load = SyntheticLoad(Normal(tokens, tokens / 5), latency, turns=turns, seed=seed)
-        common: dict[str, Any] = {"groups": 32, "size": 8, "slots": 256, "steps": 1 if quick else 6}
+        common: dict[str, Any] = {"groups": 32, "size": 8, "slots": 256, "steps": 1 if quick else 4}
         together, apart = (simulate(load, lockstep=lockstep, **common).step_s for lockstep in (True, False))
         rows.append(
             {
@@ -189,8 +189,8 @@ def environment_note(rows: list[Row]) -> str:
     )
     return (
         "The paper reports 892 -> 362 s (2.46x). Lockstep pays the largest of 256 latencies, about 38 s, each turn; "
-        "the mean is 10.8 s if negative ones count as 0 and 12.9 s if drawn again. What asynchrony leaves is the slowest "
-        "sum of all turns, as a synchronous step waits for all 256: it evens out with more turns. "
+        "the mean is 10.8 s if negative ones count as 0 and 12.9 s if drawn again. What asynchrony leaves is the "
+        "slowest sum of all turns, as a synchronous step waits for all 256: it evens out with more turns. "
         f"Not reached: {below or 'nowhere'}."
     )
 
@@ -201,7 +201,7 @@ def redundant_environments(seed: int, quick: bool) -> Measured:
         load = SyntheticLoad(ACTION, Normal(10, 5), turns=5, slow_share=slow, seed=seed)
         for groups, size in ((32, 8), (36, 8), (32, 9), (36, 9), (40, 8), (32, 10)):
             policy = {"extra": groups - 32, "extra_replicas": size - 8, "surplus": "cancel"}
-            steps = 6 if quick else 20
+            steps = 6 if quick else 16
             result = simulate(load, groups=32, size=8, slots=groups * size, steps=steps, **policy)
             rows.append(
                 {
@@ -222,8 +222,8 @@ def redundancy_note(rows: list[Row]) -> str:
     row_of = {(row["fail-slow"], row["environments"]): row for row in rows}
     return (
         "The paper's 243 -> 45 s (5.4x) is reached only with environments that fail slow: without them redundancy "
-        f"gains {row_of['0%', '36 x 9']['speed-up']:.2f}x, as the slowest of 256 normal latencies is not far from the mean. "
-        "The paper finds that more groups help more than larger groups; here it is the other way round "
+        f"gains {row_of['0%', '36 x 9']['speed-up']:.2f}x, as the slowest of 256 normal latencies is not far from the "
+        "mean. The paper finds that more groups help more than larger groups; here it is the other way round "
         f"({row_of['2%', '36 x 8']['step (s)']:.0f} s against {row_of['2%', '32 x 9']['step (s)']:.0f} s). At 2 % slow "
         "episodes, more than 4 of 36 groups of 8 hold one in 64 % of the steps, but some group of 9 holds two in only "
         "34 %: a spare replica helps its own group whatever happens in the others. The price is in the last column: "
@@ -241,7 +241,7 @@ def asynchronous_ratio(seed: int, quick: bool, on_stale: str = "evict") -> Measu
     rows = []
     for alpha in ALPHAS:
         common: dict[str, Any] = {"groups": 32, "size": 8, "slots": 1024, "learner": learner}
-        common["steps"] = 8 if quick else 28
+        common["steps"] = 8 if quick else 20
         result = simulate(agent_load(seed), alpha=alpha, on_stale=on_stale, **common)
         rows.append(
             {
@@ -290,7 +290,7 @@ def reasoning(seed: int, quick: bool) -> Measured:
     for name, sigma, mean in (("thinking", 1.0, 8000), ("short answers", 0.5, 2000)):
         load = SyntheticLoad(Truncated(LogNormal(mean, sigma), 32_000), seed=seed)
         for machines in (16, 64):
-            common: dict[str, Any] = {"groups": 32 if quick else 64, "size": 8, "steps": 2 if quick else 10}
+            common: dict[str, Any] = {"groups": 32 if quick else 64, "size": 8, "steps": 2 if quick else 6}
             common["slots"] = 4 * common["groups"] * 8
             generate_s = simulate(load, on=servers(machines, 256), **common).step_s
             train_s = generate_s * 3 / 7
@@ -320,8 +320,8 @@ def reasoning_note(rows: list[Row]) -> str:
     gains = [row["speed-up"] for row in rows]
     return (
         "The paper reports up to 2.24x on RLVR (single answers with verifiable rewards) with the same GPUs. It does "
-        "not publish its answers' lengths, its servers' rates or how long its training took, so this is a reproduction of "
-        "its kind and not of its machines: lengths, rates and the 70 % of a step that generation takes are ours. The "
+        "not publish its answers' lengths, its servers' rates or how long its training took, so this is a reproduction "
+        "of its kind and not of its machines: lengths, rates and the 70 % of a step that generation takes are ours. The "
         f"figure is the best of {len(rows)} settings, as the paper's is; the others are {min(gains):.2f}x and more. "
         "Asynchrony cannot gain more than 1 / (1 - wasted time), and waste is the tail at the end of each step."
     )
@@ -371,7 +371,8 @@ def papers_bound(seed: int, quick: bool) -> Measured:
 def bound_note(rows: list[Row]) -> str:
     return (
         "Settings above mu/K + L/((1+alpha)N), a seed: "
-        f"{sum(row['settings above the bound'] for row in rows):.2g} of 60. The achievable bound is what no schedule can beat: all work on "
+        f"{sum(row['settings above the bound'] for row in rows):.2g} of 60. The "
+        "achievable bound is what no schedule can beat: all work on "
         "K workers without a pause, and every alpha + 1 steps at least as long as the longest sample trained at their "
         "end. What is lost: workers without work at the end of a step (alpha 0), steps that wait for a group in its "
         "last step, and evicted work."
@@ -419,7 +420,7 @@ def stragglers(seed: int, quick: bool) -> Measured:
         for alpha in (1, 2):
             learner = LearnerSpec(0.05, 0.5, 0.5)
             common: dict[str, Any] = {"groups": 32, "size": 8, "slots": 512, "alpha": alpha}
-            common["steps"] = 6 if quick else 20
+            common["steps"] = 6 if quick else 16
             waiting, fair, evicting, redundant = (
                 simulate(load, learner=learner, **common, **how)
                 for how in ({"on_stale": "wait"}, {"fair": True}, {}, {"extra_replicas": 1, "surplus": "cancel"})
@@ -445,8 +446,8 @@ def stragglers_note(rows: list[Row]) -> str:
     others = " and ".join(f"{row['speed-up']:.2f}x" for row in rows[4:])
     return (
         "The figure is the smallest of the first four rows, over the faster of the two ways to wait. Where each of "
-        f"five steps is lognormal, sums even out, there are hardly any stragglers, and the gain is small ({others}). The "
-        "bias is the price: slow episodes are trained less."
+        f"five steps is lognormal, sums even out, there are hardly any stragglers, and the gain is small ({others}). "
+        "The bias is the price: slow episodes are trained less."
     )
 
 
