@@ -5,8 +5,9 @@
 Runs every benchmark after the other, each in a process of its own, and compares the figures that it wrote with those
 that were there: a figure with an interval (`low`, `high`) has changed if its new mean is outside the old interval,
 another one if it moved by more than a tenth. Changes go to `results/CHANGED.md`; pages that quote such a figure, and
-those of `results/*.md` that no benchmark writes, have to be looked at again. `--quick` only shows that each of them runs: it writes nothing. Timings need a machine that does nothing
-else; `scheduling` is virtual time but for its last figure.
+those of `results/*.md` that no benchmark writes, have to be looked at again. `--quick` only shows that each of them
+runs: it writes nothing. Timings need a machine that does nothing else; `scheduling` is virtual time but for its last
+figure. What other machines measured (GPUs, `sandbox_soak`) stays as it is.
 """
 
 from __future__ import annotations

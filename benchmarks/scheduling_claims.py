@@ -322,8 +322,8 @@ def reasoning_note(rows: list[Row]) -> str:
         "The paper reports up to 2.24x on RLVR (single answers with verifiable rewards) with the same GPUs. It does "
         "not publish its answers' lengths, its servers' rates or how long its training took, so this is a reproduction "
         "of its kind and not of its machines: lengths, rates and the 70 % of a step that generation takes are ours. "
-        f"The figure is the best of {len(rows)} settings, as the paper's is; the others are {min(gains):.2f}x and more. "
-        "Asynchrony cannot gain more than 1 / (1 - wasted time), and waste is the tail at the end of each step."
+        f"The figure is the best of {len(rows)} settings, as the paper's is; the others are {min(gains):.2f}x and "
+        "more. Asynchrony cannot gain more than 1 / (1 - wasted time), and waste is the tail at the end of each step."
     )
 
 
