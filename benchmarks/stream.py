@@ -366,12 +366,12 @@ def markdown(figures: list[Figure], load: float, repeats: int) -> str:
     lines += [
         "",
         f"Gains compare actors with actors: our two Ray shards with {PEER}'s two storage units. The store in this",
-        "process, which a run on one node uses, moves no byte and is compared with nothing. A put has returned when the",
-        f"row can be taken. Get includes releasing the rows; {PEER}'s get leaves them. Its starved put is the",
+        "process, which a run on one node uses, moves no byte and is compared with nothing. A put has returned when",
+        f"the row can be taken. Get includes releasing the rows; {PEER}'s get leaves them. Its starved put is the",
         "median, ours the slowest of 50. A gain is that of the medians; in brackets are our slowest against their",
-        "fastest and the reverse, and a target is reached if the smaller of these reaches it. Step times: of all pairs",
-        "with the same groups and arrivals the one of median gain, at an FSDP learner (tiny model, one thread); the last",
-        "group comes when the learner alone could have ended.",
+        "fastest and the reverse, and a target is reached if the smaller of these reaches it. Step times: of all",
+        "pairs with the same groups and arrivals the one of median gain, at an FSDP learner (tiny model, one thread); the",
+        "last group comes when the learner alone could have ended.",
     ]
     return "\n".join(lines) + "\n"
 
