@@ -1,6 +1,6 @@
 """Asynchronous training with queue scheduling against synchronous batch rollout, end to end and for real.
 
-    python benchmarks/end_to_end.py [--steps 10] [--seeds 0 1]
+    python benchmarks/end_to_end.py [--steps 10] [--seeds 0 1 2 3 4]
 
 Real vLLM, real sandboxes, real FSDP learner, the tiny model; an environment whose steps take N(10, 10) s at 1:20, 2 %
 of the environments ten times as long (benchmarks/slow_env.py). Both columns are `roll-flash train` with the same
@@ -118,7 +118,7 @@ def draw(columns: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     arguments = parser.parse_args()
     columns: dict[str, list[dict[str, Any]]] = {name: [] for name in COLUMNS}
     load_before = os.getloadavg()[0]

@@ -370,8 +370,8 @@ def markdown(figures: list[Figure], load: float, repeats: int) -> str:
         f"the row can be taken. Get includes releasing the rows; {PEER}'s get leaves them. Its starved put is the",
         "median, ours the slowest of 50. A gain is that of the medians; in brackets are our slowest against their",
         "fastest and the reverse, and a target is reached if the smaller of these reaches it. Step times: of all",
-        "pairs with the same groups and arrivals the one of median gain, at an FSDP learner (tiny model, one thread); the",
-        "last group comes when the learner alone could have ended.",
+        "pairs with the same groups and arrivals the one of median gain, at an FSDP learner (tiny model, one thread);",
+        "the last group comes when the learner alone could have ended.",
     ]
     return "\n".join(lines) + "\n"
 
