@@ -11,7 +11,7 @@ ADAPTERS_PINS := requirements/adapters.txt requirements/install_adapters.sh
 PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine image agents-image model quickstart test test-adapters lint clean
+.PHONY: help setup engine image agents-image model quickstart test test-adapters benchmarks lint clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -48,6 +48,9 @@ test-adapters: $(ADAPTERS)/installed ## test the adapters with the packages that
 $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 	@sh requirements/install_adapters.sh "$(VENV)" "$(ADAPTERS)"
 	@touch $@
+
+benchmarks: agents-image model ## regenerate all of benchmarks/results and mark what changed (hours, on a quiet machine)
+	@$(BIN)/python benchmarks/all.py
 
 lint: setup ## ruff, and mypy --strict on the packages as a wheel installs them
 	@$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Asynchronous training with queue scheduling against synchronous batch rollout, end to end and for real.
 
-    python benchmarks/end_to_end.py [--steps 10] [--seeds 0 1]
+    python benchmarks/end_to_end.py [--steps 10] [--seeds 0 1 2 3 4]
 
 Real vLLM, real sandboxes, real FSDP learner, the tiny model; an environment whose steps take N(10, 10) s at 1:20, 2 %
 of the environments ten times as long (benchmarks/slow_env.py). Both columns are `roll-flash train` with the same
@@ -78,7 +78,7 @@ def train(name: str, seed: int, steps: int, settings: tuple[str, ...], runs: Pat
         "produced": produced,
         "cancelled": last["books/cancelled"],
         "dropped_stale": last.get("books/dropped_stale", 0),
-        "latency_trained_to_submitted": last["bias/latency_ratio"],
+        "latency_trained_to_submitted": [last["bias/latency_ratio_low"], last["bias/latency_ratio_high"]],
         "unfinished": last["bias/unfinished"],
     }
 
@@ -90,7 +90,9 @@ def table(columns: dict[str, list[dict[str, Any]]]) -> str:
     rows += [("staleness mean, max", lambda r: f"{r['staleness_mean']:.2f}, {r['staleness_max']:.0f}")]
     rows += [("episodes cancelled", lambda r: f"{r['cancelled']:.0f}")]
     rows += [("trajectories produced, dropped as stale", lambda r: f"{r['produced']:.0f}, {r['dropped_stale']:.0f}")]
-    rows += [("latency of trained to submitted", lambda r: f"{r['latency_trained_to_submitted']:.2f}")]
+    rows += [
+        ("latency of trained to submitted", lambda r: "{:.2f} to {:.2f}".format(*r["latency_trained_to_submitted"]))
+    ]
     lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
     for name, cell in rows:
         cells = ["; ".join(cell(run) for run in runs) for runs in columns.values()]
@@ -116,7 +118,7 @@ def draw(columns: dict[str, list[dict[str, Any]]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     arguments = parser.parse_args()
     columns: dict[str, list[dict[str, Any]]] = {name: [] for name in COLUMNS}
     load_before = os.getloadavg()[0]

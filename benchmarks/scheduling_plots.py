@@ -12,7 +12,8 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from scheduling_claims import Claim, Row, servers, simulate
+from scheduling_claims import Row, knee, servers, simulate
+from scheduling_seeds import Result
 
 from roll_flash.planner.distributions import LogNormal
 from roll_flash.planner.load import SyntheticLoad
@@ -90,18 +91,18 @@ def _draw_run(axis: Axes, result: SimulationResult, end_s: float) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def draw_alpha(claims: list[Claim], path: Path) -> None:
+def draw_alpha(results: list[Result], path: Path) -> None:
     """Throughput, staleness, waste and bias over alpha."""
-    evict, wait = (next(c.rows for c in claims if c.name.endswith(f"({name})")) for name in ("evict", "wait"))
+    evict, wait = (next(one.means() for one in results if one.name.endswith(f"({name})")) for name in ("evict", "wait"))
     figure, (speed, age, price) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     _line(speed, evict, "samples/s", GENERATE, "evict", "o-")
     _line(speed, wait, "samples/s", LEARNER, "wait", "s-")
     best = max(row["samples/s"] for row in evict)
-    knee = next(row for row in evict if row["samples/s"] >= 0.9 * best)
+    bend = knee(evict)
     speed.annotate(
-        f"knee: alpha {knee['alpha']:g},\n{knee['samples/s'] / evict[0]['samples/s']:.0f}x synchronous",
-        (knee["alpha"], knee["samples/s"]),
-        xytext=(knee["alpha"] + 1.2, 0.6 * best),
+        f"knee: alpha {bend['alpha']},\n{bend['speed-up']:.0f}x synchronous",
+        (float(bend["alpha"]), bend["samples/s"]),
+        xytext=(float(bend["alpha"]) + 1.2, 0.6 * best),
         arrowprops={"arrowstyle": "->"},
     )
     speed.set(title="Throughput (samples/s)", ylim=(0, None))
@@ -123,4 +124,4 @@ def draw_alpha(claims: list[Claim], path: Path) -> None:
 
 
 def _line(axis: Axes, rows: list[Row], column: str, colour: str, label: str, style: str) -> None:
-    axis.plot([row["alpha"] for row in rows], [row[column] for row in rows], style, color=colour, label=label)
+    axis.plot([float(row["alpha"]) for row in rows], [row[column] for row in rows], style, color=colour, label=label)

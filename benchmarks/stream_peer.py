@@ -11,7 +11,6 @@ import asyncio
 import json
 import logging
 import os
-import statistics
 import sys
 import threading
 import time
@@ -93,7 +92,7 @@ def starved_put_s(client: Any, tokens: int, puts: int) -> list[float]:
 
 
 def main() -> None:
-    rows, tokens, batch = (int(argument) for argument in sys.argv[1:4])
+    rows, tokens, batch, repeats = (int(argument) for argument in sys.argv[1:5])
     import ray
     import transfer_queue as tq
 
@@ -102,16 +101,18 @@ def main() -> None:
     client = tq.get_client()
     put_one_after_the_other(client, [trajectory(tokens) for _ in range(20)], "warm up")
     made = [trajectory(tokens) for _ in range(rows)]
-    figures: dict[str, float] = {"row_bytes": sum(made[0][name].nbytes for name in FIELDS)}
-    figures["put_per_s"] = put_one_after_the_other(client, made, "timed")
-    figures["get_one_per_s"] = get_all(client, rows, 1, "timed")
-    figures["get_batch_per_s"] = get_all(client, rows, batch, "timed")
-    try:
-        figures["put_side_by_side_per_s"] = asyncio.run(put_side_by_side(client, made, "side by side"))
-    except Exception as error:
-        print(f"the asynchronous client failed: {type(error).__name__}: {error}", file=sys.stderr)
-    starved = starved_put_s(client, tokens, 3)
-    figures["starved_put_p50_s"], figures["starved_put_max_s"] = statistics.median(starved), max(starved)
+    figures: dict[str, list[float]] = {}
+    for repeat in range(repeats):
+        partition = f"timed {repeat}"
+        figures.setdefault("put_per_s", []).append(put_one_after_the_other(client, made, partition))
+        figures.setdefault("get_one_per_s", []).append(get_all(client, rows, 1, partition))
+        figures.setdefault("get_batch_per_s", []).append(get_all(client, rows, batch, partition))
+        try:
+            rate = asyncio.run(put_side_by_side(client, made, f"side by side {repeat}"))
+            figures.setdefault("put_side_by_side_per_s", []).append(rate)
+        except Exception as error:
+            print(f"the asynchronous client failed: {type(error).__name__}: {error}", file=sys.stderr)
+    figures["starved_put_s"] = starved_put_s(client, tokens, 3)
     print(json.dumps(figures), flush=True)
     # Its threads and the starved request would hold up an orderly end; Ray's processes end with this one.
     ray.shutdown()

@@ -173,7 +173,13 @@ class RolloutConfig(Section):
     retries: NonNegativeInt = 1
     """How often an episode that failed is started again before its group goes on without it."""
     max_failures_in_a_row: PositiveInt = 64
-    """Episodes that may fail one after another before the run stops and says why."""
+    """Episodes that may fail one after another, and groups that may lose too many replicas one after another, before
+    the run stops and says why."""
+    max_requeues: NonNegativeInt = 3
+    """How often `on_stale: requeue` plays one task again; after that it is given up and counted."""
+    max_steps_without_signal: PositiveInt = 4
+    """With `drop_groups_without_signal`: steps in a row in which every group had equal rewards before the run stops and
+    says so."""
 
     @model_validator(mode="after")
     def _redundancy(self) -> RolloutConfig:
@@ -279,7 +285,8 @@ class Config(Section):
     async_ratio_bounds: tuple[NonNegativeInt, NonNegativeInt] = (0, 4)
     """Smallest and largest `async_ratio` of `auto`."""
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
-    """What happens to groups that can no longer be trained in time."""
+    """What happens to groups that can no longer be trained in time: `evict` drops them, `requeue` also plays their
+    tasks again (at most `rollout.max_requeues` times each), `wait` lets no step finish without them."""
     stream: StreamConfig = StreamConfig()
     """The way of trajectories from rollout to learner."""
     stages: Stages = ()

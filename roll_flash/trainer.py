@@ -61,8 +61,7 @@ class Trainer:
         system = self._system
         before = await self._evaluate()
         async with system.evaluations(self._progress.note) as evaluations, system.rollout:
-            while system.learner.version < self._config.steps:
-                await self._step()
+            while system.learner.version < self._config.steps and await self._step():
                 evaluations.after_step(system.learner.version)
         await self._settle()
         await self._begin_checkpoint()
@@ -86,18 +85,25 @@ class Trainer:
             self._system.checkpoints.give_up()
             raise
 
-    async def _step(self) -> None:
+    async def _step(self) -> bool:
+        """One step. False when the task source has ended and there was nothing left to train."""
         learner, rollout = self._system.learner, self._system.rollout
         self._system.checkpoints.check()
         record = StepRecord(learner.version, rollout.idle_s())
+        has_groups = False
         source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
         async with aclosing(source) as micro_batches:
             async for micro_batch in micro_batches:
+                has_groups = True
                 with record.learner_works(micro_batch.groups):
                     await learner.accumulate(micro_batch.groups)
+        if not has_groups:
+            self._note_rollout()
+            return False
         with record.learner_works():
             result = await learner.finish_step()
         await rollout.version_advanced(result.version)
+        self._note_rollout()
         publication = await self._settle()
         with record.learner_works():
             await self._system.publisher.begin()
@@ -105,6 +111,11 @@ class Trainer:
         every = self._config.checkpoint.every
         if every and result.version % every == 0:
             await self._begin_checkpoint()
+        return True
+
+    def _note_rollout(self) -> None:
+        for notice in self._system.rollout.take_notices():
+            self._progress.note(notice)
 
     async def _begin_checkpoint(self) -> None:
         """Wait for what must be copied (and for the checkpoint before); steps go on while it is written."""

@@ -59,6 +59,17 @@ class LogNormal:
 
 
 @dataclass(frozen=True, slots=True)
+class Truncated:
+    """Another distribution; what is larger than `most` counts as `most`, as answers that are cut do."""
+
+    base: Distribution
+    most: float
+
+    def sample(self, generator: random.Random) -> float:
+        return min(self.most, self.base.sample(generator))
+
+
+@dataclass(frozen=True, slots=True)
 class Mixture:
     """`other` for a share of the draws: bimodal latencies, or environments that fail slow."""
 

@@ -59,6 +59,8 @@ class SimulationResult:
     true_latency_ratio: float
     """The same for the time an episode takes by itself: its steps, and its tokens at the full rate of a server."""
     dropped_groups: dict[str, int]
+    groups: dict[str, int]
+    """`requeued`, `given_up` and `unfiltered`, as in `Scheduler.counts`."""
     cancelled_episodes: int
     events: int
     timeline: Timeline | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -36,5 +37,7 @@ class SimulationSettings:
     """Environments step together: a turn begins when the slowest of all has ended the one before (for comparison)."""
     record: bool = False
     """Keep a timeline for pictures."""
+    longest_episode_s: float = math.inf
+    """No episode lasts longer, as far as the bias metrics know (in a run: `rollout.episode_timeout_s`)."""
     task_name: Callable[[int], str] = lambda seed: "Simulated-v0"
     """The environment of a task by its seed."""

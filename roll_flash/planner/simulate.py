@@ -24,6 +24,7 @@ from roll_flash.planner.result import Activity, EpisodeSpan, Fate, SimulationRes
 from roll_flash.planner.servers import LeastLoaded, Request, SimulatedServer
 from roll_flash.planner.settings import SimulationSettings
 from roll_flash.rollout.scheduler import Scheduler
+from roll_flash.rollout.selection_bias import SelectionBias
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory
 
 
@@ -65,7 +66,13 @@ class Simulation:
     def __init__(self, settings: SimulationSettings, load: Load) -> None:
         self._settings = settings
         self._load = load
-        self._scheduler = Scheduler(settings.rule, settings.policy, max_turns=1, sampling=SamplingParams())
+        self._scheduler = Scheduler(
+            settings.rule,
+            settings.policy,
+            max_turns=1,
+            sampling=SamplingParams(),
+            bias=SelectionBias(longest_s=settings.longest_episode_s),
+        )
         self._servers = [SimulatedServer(index, settings.servers) for index in range(settings.servers.count)]
         self._least_loaded = LeastLoaded(self._servers)
         self._server_of_group: dict[str, SimulatedServer] = {}
@@ -77,6 +84,9 @@ class Simulation:
         self._at_barrier: list[_Episode] = []
         self._free_slots = list(range(settings.slots)) if settings.record else []
         self._tasks = itertools.count()
+        self._replays: Counter[int] = Counter()
+        """How often a task was played again, by its seed: each time it gets other episodes."""
+        self._in_step: list[tuple[str, set[str]]] = []
         self._accumulating = self._finishing = self._waiting_to_publish = self._publishing = False
         self._learner_busy_s = self._slot_busy_s = 0.0
         self._staleness: Counter[int] = Counter()
@@ -89,12 +99,16 @@ class Simulation:
         self._timeline = Timeline() if settings.record else None
 
     def run(self, steps: int) -> SimulationResult:
-        """Until `steps` steps are trained. Raises RunError if nothing can happen any more before that."""
+        """Until `steps` steps are trained. Raises RunError if nothing can happen any more before that, or if all that
+        happens is lost, as a real run would."""
         self._react()
         while self._scheduler.learner_version < steps:
+            if self._scheduler.problem is not None:
+                raise RunError(self._scheduler.problem)
             if not self._events:
                 raise RunError(f"the simulation stands still in step {self._scheduler.learner_version}: no event left")
             self._now_s, _, handle, argument = heapq.heappop(self._events)
+            self._scheduler.now_s = self._now_s
             self._event_count += 1
             handle(argument)
         return self._result()
@@ -117,15 +131,22 @@ class Simulation:
             self._discarded_tokens += dropped.tokens_lost
             self._settle(dropped.group_id)
         for _ in range(self._scheduler.room()):
-            seed = next(self._tasks)
-            self._scheduler.admit(Task(f"t{seed}", self._settings.task_name(seed), seed))
+            self._admit()
         starting = self._scheduler.next_episodes(self._settings.slots - self._scheduler.running)
         for spec in starting:
             self._start(spec)
         self._pass_barrier()
 
+    def _admit(self) -> None:
+        if (again := self._scheduler.admit_requeued()) is not None:
+            self._replays[again.seed] += 1
+            return
+        seed = next(self._tasks)
+        self._scheduler.admit(Task(f"t{seed}", self._settings.task_name(seed), seed))
+
     def _start(self, spec: EpisodeSpec) -> None:
-        plan = self._load.plan(spec.task.seed, spec.replica, spec.attempt)
+        earlier = self._replays[spec.task.seed] * (self._settings.policy.retries + 1)
+        plan = self._load.plan(spec.task.seed, spec.replica, earlier + spec.attempt)
         self._plans[spec.episode_id] = plan
         slot = heapq.heappop(self._free_slots) if self._timeline else 0
         episode = _Episode(spec, plan, self._now_s, slot)
@@ -284,6 +305,9 @@ class Simulation:
     def _on_step_finished(self, _: Any) -> None:
         self._step_ends_s.append(self._now_s)
         self._scheduler.version_advanced(self._scheduler.learner_version + 1)
+        for group_id, trained in self._in_step:
+            self._settle(group_id, trained)
+        self._in_step.clear()
         self._waiting_to_publish = True
         self._publish()
 
@@ -331,7 +355,7 @@ class Simulation:
             if self._timeline is not None:
                 span = self._timeline.episodes[trajectory.episode_id, trajectory.started_s]
                 span.fate, span.step = "trained", self._scheduler.learner_version
-        self._settle(group.group_id, {trajectory.episode_id for trajectory in group.trajectories})
+        self._in_step.append((group.group_id, {trajectory.episode_id for trajectory in group.trajectories}))
 
     def _settle(self, group_id: str, trained: Collection[str] = ()) -> None:
         """Count every episode of the group that was started, by what it would have been undisturbed."""
@@ -380,6 +404,7 @@ class Simulation:
             true_length_ratio=length_ratio,
             true_latency_ratio=latency_ratio,
             dropped_groups=dict(self._scheduler.dropped_groups),
+            groups=self._scheduler.counts(),
             cancelled_episodes=self._scheduler.cancelled_episodes,
             events=self._event_count,
             timeline=self._timeline,

@@ -28,7 +28,7 @@ class MixedTasks:
     """Interleaves sources in proportion to their weights.
 
     Smooth weighted round robin: after any number of draws each source is within one task of its share per source, and
-    nothing is random.
+    nothing is random. When a source has no task any more the others go on.
     """
 
     def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]) -> None:
@@ -41,10 +41,18 @@ class MixedTasks:
         self._credits = [0.0] * len(weights)
 
     def next(self) -> Task:
-        self._credits = [credit + weight for credit, weight in zip(self._credits, self._weights, strict=True)]
-        chosen = self._credits.index(max(self._credits))
-        self._credits[chosen] -= 1
-        return self._sources[chosen].next()
+        while any(self._weights):
+            credits = [credit + weight for credit, weight in zip(self._credits, self._weights, strict=True)]
+            chosen = max(range(len(credits)), key=lambda index: (self._weights[index] > 0, credits[index], -index))
+            try:
+                task = self._sources[chosen].next()
+            except StopIteration:
+                self._weights[chosen] = self._credits[chosen] = 0.0
+                continue
+            credits[chosen] -= sum(self._weights)
+            self._credits = credits
+            return task
+        raise StopIteration
 
     def report(self, task: Task, score: float) -> None:
         for source in self._sources:
@@ -93,10 +101,17 @@ class CurriculumTasks:
     def next(self) -> Task:
         generator = random.Random(f"{self._seed}:{self._draws}")
         self._draws += 1
-        level = generator.choices(range(len(self._levels)), self.probabilities())[0]
-        task = self._levels[level].next()
-        self._level_of[_kind(task)] = level
-        return task
+        shares = self.probabilities()
+        while any(shares):
+            level = generator.choices(range(len(self._levels)), shares)[0]
+            try:
+                task = self._levels[level].next()
+            except StopIteration:  # the other levels go on
+                shares[level] = 0.0
+                continue
+            self._level_of[_kind(task)] = level
+            return task
+        raise StopIteration
 
     def report(self, task: Task, score: float) -> None:
         level = self._level_of.get(_kind(task))

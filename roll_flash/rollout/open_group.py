@@ -19,6 +19,8 @@ class OpenGroup:
     task: Task
     queued: dict[str, EpisodeSpec] = field(default_factory=dict)
     running: dict[str, EpisodeSpec] = field(default_factory=dict)
+    started_s: dict[str, float] = field(default_factory=dict)
+    """When each running episode started, by the owner's clock."""
     trajectories: list[Trajectory] = field(default_factory=list)
     failures: list[EpisodeFailure] = field(default_factory=list)
     last_step: int | None = None
@@ -27,6 +29,10 @@ class OpenGroup:
     oldest_age: int = 0
     """The staleness bound in force when it began."""
     refills: int = 0
+    requeues: int = 0
+    """How often its task was put back before, because a group of it went stale."""
+    unfinished_s: list[float] = field(default_factory=list)
+    """Of each replica that was stopped or failed for good: the seconds it had lasted."""
     is_complete: bool = False
 
     @property

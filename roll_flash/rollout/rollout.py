@@ -19,6 +19,7 @@ from roll_flash.rollout.async_ratio import AsyncRatioController, ControllerSetti
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.scheduler import Scheduler
 from roll_flash.rollout.scheduling_policy import SchedulingPolicy, has_signal
+from roll_flash.rollout.selection_bias import SelectionBias
 from roll_flash.rollout.staleness import StalenessRule
 from roll_flash.rollout.tasks import TaskSource
 from roll_flash.rollout.worker import Outcome
@@ -64,6 +65,7 @@ class Rollout:
             sampling=training_sampling(config),
             version=version,
             first_group=int(restored["next_group"]) if restored else 0,
+            bias=SelectionBias(longest_s=rollout.episode_timeout_s),
         )
         if restored:
             self._restore(restored)
@@ -72,6 +74,8 @@ class Rollout:
         self._failures_in_a_row = 0
         self._last_causes: Counter[str] = Counter()
         self._last_message = ""
+        self._tasks_ended = False
+        self._notices: list[str] = []
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
         self._idle_since: float | None = None
@@ -90,22 +94,31 @@ class Rollout:
     async def groups_for_step(self, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[list[Group]]:
         """The groups of the step in progress, as they become ready, until the step has all it needs.
 
-        Raises RunError when every episode fails, or when nothing happens for `monitor.stall_timeout_s`.
+        The last step of a task source that ended has what there is, which may be nothing: then the run `is_over`.
+        Raises RunError when every episode fails, when no group can be trained, or when nothing happens for
+        `monitor.stall_timeout_s`.
         """
         self._last_progress = time.monotonic()
         while self.scheduler.groups_wanted() > 0:
             self._group_ready.clear()
+            self.scheduler.now_s = time.monotonic()
             if groups := self.scheduler.take_ready():
                 self._changed.set()  # a full step cancels what no later one may train
                 yield groups
                 self._last_progress = time.monotonic()
                 continue
+            if self.is_over:
+                return
             report(f"{self.scheduler.groups_wanted()} groups to go, {self.scheduler.running} episodes running")
             await self._wait_for_group()
 
     async def version_advanced(self, version: int) -> None:
         """The learner finished a step: what is too old now is cancelled and dropped."""
+        self.scheduler.now_s = time.monotonic()
         self.scheduler.version_advanced(version)
+        if steps := self.scheduler.steps_without_signal:
+            in_a_row = f" ({steps} steps in a row)" if steps > 1 else ""
+            self._notices.append(f"nothing was learned: no group had replicas with different rewards{in_a_row}")
         await self._fleet.cancel(self.scheduler.take_cancelled())
         self._changed.set()
 
@@ -113,6 +126,22 @@ class Rollout:
         """All servers have `version`."""
         self.scheduler.published(version)
         self._changed.set()
+
+    @property
+    def is_over(self) -> bool:
+        """The task source has ended, and nothing is left that another step could train."""
+        scheduler = self.scheduler
+        if not self._tasks_ended or scheduler.running or scheduler.ready or scheduler.requeued_tasks:
+            return False
+        # While servers lag behind, queued groups may still begin with the next weights.
+        return not scheduler.queued or (
+            scheduler.server_version >= scheduler.learner_version and not scheduler.startable
+        )
+
+    def take_notices(self) -> list[str]:
+        """What the user should read, once each."""
+        notices, self._notices = self._notices, []
+        return notices
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps, as JSON: the tasks still on their way, the task source, the asynchronous ratio."""
@@ -160,11 +189,12 @@ class Rollout:
         scheduler = self.scheduler
         failures = {f"failed_{cause}": count for cause, count in sorted(scheduler.failures.items())}
         waiting, cancelled = scheduler.waiting_trajectories(), scheduler.cancelled_episodes
-        return {**scheduler.trajectories, "waiting": waiting, "cancelled": cancelled, **failures}
+        counts = {f"groups_{name}": count for name, count in scheduler.counts().items()}
+        return {**scheduler.trajectories, "waiting": waiting, "cancelled": cancelled, **failures, **counts}
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._tasks.restore(state["tasks"])
-        self.scheduler.requeued_tasks.extend(Task(**tree) for tree in state["unfinished"])
+        self.scheduler.put_back(Task(**tree) for tree in state["unfinished"])
         if self._controller is not None and state["async_ratio"] is not None:
             self._controller.restore(state["async_ratio"])
             self.scheduler.set_async_ratio(self._controller.async_ratio)
@@ -173,6 +203,7 @@ class Rollout:
         try:
             while True:
                 self._changed.clear()
+                self.scheduler.now_s = time.monotonic()
                 if cancelled := self.scheduler.take_cancelled():
                     await self._fleet.cancel(cancelled)
                 self._admit()
@@ -180,6 +211,8 @@ class Rollout:
                 if episodes := self.scheduler.next_episodes(free):
                     await self._fleet.submit(episodes, self._receive)
                 self._note_idleness()
+                if self._tasks_ended:
+                    self._group_ready.set()  # whoever waits for a group may find that the run is over
                 await self._changed.wait()
         except Exception as error:
             self.fail(error)
@@ -193,13 +226,25 @@ class Rollout:
             self._idle_since = None
 
     def _admit(self) -> None:
-        for _ in range(self.scheduler.room()):
-            waiting = self.scheduler.requeued_tasks
-            self.scheduler.admit(waiting.popleft() if waiting else self._tasks.next())
+        while self.scheduler.room() and (self.scheduler.admit_requeued() is not None or self._admit_next()):
+            pass
+
+    def _admit_next(self) -> bool:
+        """Admit the next task of the source; False when it has none any more."""
+        if self._tasks_ended:
+            return False
+        try:
+            self.scheduler.admit(self._tasks.next())
+        except StopIteration:
+            self._tasks_ended = True
+            count = self.scheduler.admitted
+            self._notices.append(f"the task source has ended after {count} groups: what is there is trained")
+            return False
+        return True
 
     def _receive(self, outcome: Outcome) -> None:
         self._log.write(self.scheduler.learner_version, outcome)
-        self._last_progress = time.monotonic()
+        self._last_progress = self.scheduler.now_s = time.monotonic()
         if isinstance(outcome, EpisodeFailure):
             self._failures_in_a_row += 1
             self._last_causes[outcome.cause] += 1
@@ -224,6 +269,8 @@ class Rollout:
                 raise RunError(await self._describe_stall()) from None
         if self._error is not None:
             raise self._error
+        if self.scheduler.problem is not None:
+            raise RunError(self.scheduler.problem)
         if self._failures_in_a_row >= self._max_failures_in_a_row:
             causes = ", ".join(f"{cause} {count}" for cause, count in self._last_causes.most_common())
             raise RunError(
@@ -254,6 +301,9 @@ def scheduling_policy(config: Config) -> SchedulingPolicy:
         fair=rollout.fair,
         group_filter=has_signal if rollout.drop_groups_without_signal else None,
         most_filtered_per_step=4 * rollout.groups_per_step,
+        most_steps_without_signal=rollout.max_steps_without_signal,
+        most_lost_groups_in_a_row=rollout.max_failures_in_a_row,
+        most_requeues=rollout.max_requeues,
     )
 
 

@@ -3,13 +3,15 @@
 Every replica of every task is an episode of its own in one queue, and a free slot takes the next. Groups complete in
 any order. The owner feeds in what happened (`admit`, `finished`, `published`, `version_advanced`) and asks what to do
 (`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulingPolicy` says how it behaves.
+The time is an input like any other (`now_s`). When all that begins is lost for nothing, `problem` says so.
 
 Invariants, checked by the property tests:
 - every admitted group leaves exactly once: taken by the learner or dropped with a reason;
 - every started episode ends exactly once: with a trajectory, with a failure, or cancelled;
 - `admitted == taken + dropped + waiting`, and a group holds replicas of its own task only;
 - no group is handed out that holds a token older than the staleness rule allows;
-- no group begins that the rule could not train in time, and nothing else keeps a slot idle while work is queued.
+- no group begins that the rule could not train in time, and nothing else keeps a slot idle while work is queued;
+- a step takes `groups_per_step` groups, whatever the policies.
 
 Each event costs time in proportion to the group it is about, not to what runs or waits.
 """
@@ -17,10 +19,13 @@ Each event costs time in proportion to the group it is about, not to what runs o
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Iterable
 from dataclasses import replace
 
 from roll_flash.rollout.group_queues import DeadlineBuckets, SubmissionOrder
+from roll_flash.rollout.no_progress import NoProgress
 from roll_flash.rollout.open_group import DroppedGroup, DropReason, OpenGroup
+from roll_flash.rollout.requeue import RequeuedTasks
 from roll_flash.rollout.scheduling_policy import SMALLEST_GROUP, SchedulingPolicy
 from roll_flash.rollout.selection_bias import SelectionBias
 from roll_flash.rollout.staleness import StalenessRule
@@ -40,6 +45,7 @@ class Scheduler:
         sampling: SamplingParams,
         version: int = 0,
         first_group: int = 0,
+        bias: SelectionBias | None = None,
     ) -> None:
         if policy.fair and rule.extra_groups:
             raise ValueError("fair training takes no extra_groups: a group that is overtaken would never be trained")
@@ -64,9 +70,11 @@ class Scheduler:
         self._dropped: list[DroppedGroup] = []
         self.learner_version = version
         self.server_version = version
-        self.requeued_tasks: deque[Task] = deque()
-        """Tasks that want to be admitted again, oldest first."""
-        self.bias = SelectionBias()
+        self.now_s = 0.0
+        """Seconds by the owner's clock, which the owner sets before it tells or asks anything."""
+        self._requeued = RequeuedTasks(policy.most_requeues)
+        self._progress = NoProgress(policy)
+        self.bias = bias or SelectionBias()
         self.dropped_groups: Counter[str] = Counter()
         self.trajectories: Counter[str] = Counter()
         """`produced` == `trained` + every `dropped_*` + `waiting_trajectories()`."""
@@ -99,9 +107,9 @@ class Scheduler:
     def groups_wanted(self) -> int:
         """Groups that the step in progress still needs; 0 when it may finish.
 
-        With `on_stale="wait"` also those that would go stale if it finished without them.
+        With `on_stale="wait"` places are kept for those that would go stale if it finished without them.
         """
-        return max(self._rule.groups_per_step - len(self._in_step), self._due())
+        return self._rule.groups_per_step - len(self._in_step)
 
     def take_ready(self) -> list[Group]:
         """Complete, fresh groups for the step in progress, the oldest versions first; at most what it needs.
@@ -112,7 +120,8 @@ class Scheduler:
         while (group := self._ready.first()) is not None and self._has_place_for(group):
             taken.append(self._hand_out(group))
         if self.groups_wanted() == 0:
-            self._drop_all(self._stale_after(self.learner_version), "stale")
+            waits = self._policy.on_stale == "wait"
+            self._drop_all(self._stale_after(self.learner_version), "surplus" if waits else "stale")
             if self._policy.surplus == "cancel":
                 self._drop_all(self._surplus_groups(), "surplus")
         return taken
@@ -157,13 +166,47 @@ class Scheduler:
     def unfinished_tasks(self) -> list[Task]:
         """Tasks whose groups no finished step has seen, oldest first: what a checkpoint must bring back."""
         waiting = [*(group for group, _ in self._in_step), *self._groups.values()]
-        return [*self.requeued_tasks, *(group.task for group in sorted(waiting, key=lambda g: g.number))]
+        return [*self._requeued.tasks, *(group.task for group in sorted(waiting, key=lambda g: g.number))]
+
+    @property
+    def problem(self) -> str | None:
+        """Why going on is pointless, as one line that says what to do; None while there is progress."""
+        return self._progress.problem
+
+    @property
+    def steps_without_signal(self) -> int:
+        """Steps in a row, up to the last one, of which no group had signal; 0 without a filter."""
+        return self._progress.steps_without_signal
+
+    @property
+    def requeued_tasks(self) -> list[Task]:
+        """Tasks that want to be admitted again, oldest first."""
+        return self._requeued.tasks
+
+    def counts(self) -> dict[str, int]:
+        """Groups whose task was put back or given up, and groups trained without signal for want of better ones."""
+        return {
+            "requeued": self._requeued.requeued,
+            "given_up": self._requeued.given_up,
+            "unfiltered": self._progress.unfiltered_groups,
+        }
 
     # What the owner reports
 
-    def admit(self, task: Task) -> None:
+    def put_back(self, tasks: Iterable[Task]) -> None:
+        """Tasks that an earlier run did not finish: `admit_requeued` takes them first."""
+        self._requeued.put_back(tasks)
+
+    def admit_requeued(self) -> Task | None:
+        """Admit the oldest task that wants to be played again; None if there is none."""
+        again = self._requeued.pop()
+        if again is not None:
+            self.admit(again[0], requeues=again[1])
+        return again[0] if again is not None else None
+
+    def admit(self, task: Task, *, requeues: int = 0) -> None:
         """Take in a task and queue its replicas."""
-        group = OpenGroup(self._next_group, f"g{self._next_group:08d}", task)
+        group = OpenGroup(self._next_group, f"g{self._next_group:08d}", task, requeues=requeues)
         self._next_group += 1
         self.admitted += 1
         self._groups[group.group_id] = group
@@ -180,6 +223,7 @@ class Scheduler:
             self.failures[outcome.cause] += 1
             self._take_failure(group, episode, outcome)
         else:
+            del group.started_s[outcome.episode_id]
             self.trajectories["produced"] += 1
             self._take_trajectory(group, outcome)
         if not group.is_complete and (len(group.trajectories) >= self._policy.group_size or not group.is_waiting):
@@ -192,6 +236,7 @@ class Scheduler:
     def version_advanced(self, version: int) -> None:
         """A step finished: what it trained is counted, and what is too old now is dropped."""
         self.learner_version = version
+        self._progress.step_finished()
         self._filtered_in_step = 0
         self.trained_groups += len(self._in_step)
         self.trajectories["trained"] += sum(len(group.trajectories) for _, group in self._in_step)
@@ -212,6 +257,8 @@ class Scheduler:
     def set_async_ratio(self, async_ratio: float) -> None:
         """From now on. Groups that have begun keep the bound they began with, so lowering it throws nothing away."""
         self._rule = replace(self._rule, async_ratio=async_ratio)
+        if self._waves is not None:
+            self._shrink_wave(self._waves)
 
     # Starting
 
@@ -239,10 +286,20 @@ class Scheduler:
     def _may_begin(self, group: OpenGroup, free_slots: int) -> bool:
         if not self._policy.replicate and len(group.queued) > free_slots:
             return False
+        places = self._places()
+        return places > 0 and (self._waves is None or self._is_in_wave(self._waves, group, places))
+
+    def _places(self) -> int:
+        """Groups that may begin now; negative after alpha was lowered."""
         is_full = self.groups_wanted() == 0
         held = len(self._begun) + len(self._ready) + (0 if is_full else len(self._in_step))
-        places = self._rule.startable(self.server_version, self.learner_version + is_full) - held
-        return places > 0 and (self._waves is None or self._is_in_wave(self._waves, group, places))
+        return self._rule.startable(self.server_version, self.learner_version + is_full) - held
+
+    def _shrink_wave(self, waves: Waves) -> None:
+        """Groups of the wave that lost their place go to a later one: nobody may wait for what cannot begin."""
+        not_begun = [g for g in self._groups.values() if not g.has_begun and waves.may_begin(g)]
+        for group in not_begun[max(0, self._places()) :]:
+            self._settle_in_wave(group)
 
     def _is_in_wave(self, waves: Waves, group: OpenGroup, places: int) -> bool:
         if waves.is_over:
@@ -256,6 +313,7 @@ class Scheduler:
         del group.queued[episode.episode_id]
         self._queued -= 1
         group.running[episode.episode_id] = episode
+        group.started_s[episode.episode_id] = self.now_s
         self._running[episode.episode_id] = group
         self.started_episodes += 1
         if not group.has_begun:
@@ -275,30 +333,35 @@ class Scheduler:
             group.trajectories.append(trajectory)
         else:  # it would make its group go stale earlier
             self.trajectories["dropped_surplus"] += 1
+            self.bias.dropped_alone(group.task, trajectory)
 
     def _take_failure(self, group: OpenGroup, episode: EpisodeSpec, failure: EpisodeFailure) -> None:
-        if group.is_complete:
-            group.failures.append(failure)
-        elif episode.attempt < self._policy.retries:
+        lasted_s = self.now_s - group.started_s.pop(episode.episode_id)
+        if not group.is_complete and episode.attempt < self._policy.retries:
             self._enqueue(group, replace(episode, attempt=episode.attempt + 1), first=True)
-        elif self._policy.on_failure == "refill" and group.refills < self._policy.group_size:
-            group.failures.append(failure)
+            return
+        group.failures.append(failure)
+        group.unfinished_s.append(lasted_s)
+        if group.is_complete:
+            return
+        if self._policy.on_failure == "refill" and group.refills < self._policy.group_size:
             self._enqueue(group, self._episode(group, self._policy.replicas + group.refills), first=True)
             group.refills += 1
-        else:
-            group.failures.append(failure)
 
     def _complete(self, group: OpenGroup) -> None:
         """It has all that it will wait for: judge it by what is in it."""
         group.is_complete = True
         self._cancel_surplus(group)
         if len(group.trajectories) < SMALLEST_GROUP:
+            self._progress.lost([failure.cause for failure in group.failures])
             return self._drop(group, "too_few_trajectories")
         self._begun.remove(group)
         last_step = group.judge_by_tokens()
         self._begun.add(group)
         if last_step < self.learner_version + (self.groups_wanted() == 0):
+            self._progress.lost(["tokens too old when they came"])
             return self._drop(group, "stale")
+        self._progress.completed()
         if self._is_refused(group):
             self._filtered_in_step += 1
             return self._drop(group, "no_signal")
@@ -308,10 +371,13 @@ class Scheduler:
         self._settle_in_wave(group)
 
     def _is_refused(self, group: OpenGroup) -> bool:
-        accepts = self._policy.group_filter
-        if accepts is None or self._filtered_in_step >= self._policy.most_filtered_per_step:
+        if self._policy.group_filter is None:
             return False
-        return not accepts(group.closed())
+        has_signal = self._policy.group_filter(group.closed())
+        if not has_signal and self._filtered_in_step < self._policy.most_filtered_per_step:
+            return True
+        self._progress.passed(has_signal=has_signal)
+        return False
 
     def _make_ready(self, group: OpenGroup) -> None:
         self._begun.remove(group)
@@ -330,17 +396,16 @@ class Scheduler:
 
     # Handing out
 
-    def _due(self) -> int:
-        """Groups that this step must take because the next may not, where the policy is to wait for them."""
-        if self._policy.on_stale != "wait":
-            return 0
-        return self._begun.due_by(self.learner_version) + self._ready.due_by(self.learner_version)
-
     def _has_place_for(self, group: OpenGroup) -> bool:
+        """Whether this step may take it: `wait` keeps the places that more urgent groups need, in each step to come."""
         assert group.last_step is not None
-        if self._policy.on_stale == "wait" and group.last_step <= self.learner_version:
-            return True
-        return len(self._in_step) + self._due() < self._rule.groups_per_step
+        taken, size, first = len(self._in_step), self._rule.groups_per_step, self.learner_version
+        if taken >= size or self._policy.on_stale != "wait" or self._policy.fair:  # fair takes them in their order
+            return taken < size
+        return all(
+            taken + self._begun.due_by(step) + self._ready.due_by(step) < (step - first + 1) * size
+            for step in range(first, group.last_step)
+        )
 
     def _hand_out(self, group: OpenGroup) -> Group:
         self._ready.remove(group)
@@ -377,7 +442,7 @@ class Scheduler:
         tokens = sum(trajectory.policy_tokens for trajectory in group.trajectories)
         self._dropped.append(DroppedGroup(group.group_id, group.task, reason, len(group.trajectories), tokens))
         if reason == "stale" and self._policy.on_stale == "requeue":
-            self.requeued_tasks.append(group.task)
+            self._requeued.stale(group)
         if self._waves is not None:
             self._waves.forget(group)
             self._settle_in_wave(group)
@@ -400,5 +465,5 @@ class Scheduler:
             del self._running[episode_id]
             self._cancelled.append(episode_id)
             self.cancelled_episodes += 1
-            self.bias.cancelled()
+            group.unfinished_s.append(self.now_s - group.started_s.pop(episode_id))
         group.running.clear()

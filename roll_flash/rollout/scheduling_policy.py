@@ -33,7 +33,9 @@ class SchedulingPolicy:
     group until the learner takes it, surplus groups stay for the next step while they are fresh."""
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
     """`evict` drops what can no longer be trained in time; `requeue` drops it and puts its task back in front; `wait`
-    lets no step finish without it."""
+    lets no step finish without it, and drops at most the `extra_groups` that a step has no place for."""
+    most_requeues: int = 3
+    """How often `requeue` puts one task back; after that it is given up."""
     retries: int = 0
     """How often an episode that failed is started again."""
     on_failure: Literal["smaller", "refill"] = "smaller"
@@ -46,12 +48,18 @@ class SchedulingPolicy:
     """Complete groups it refuses are dropped and replaced."""
     most_filtered_per_step: int = 64
     """Groups that the filter may refuse in one step; later ones pass, so that a step always ends."""
+    most_steps_without_signal: int = 4
+    """Steps in a row of which the filter would have refused every group before the scheduler has a `problem`."""
+    most_lost_groups_in_a_row: int = 64
+    """Groups that may lose too many replicas, one after another, before the scheduler has a `problem`."""
 
     def __post_init__(self) -> None:
         if self.group_size < SMALLEST_GROUP:
             raise ValueError(f"group_size {self.group_size}: an advantage needs at least {SMALLEST_GROUP} replicas")
-        if self.extra_replicas < 0 or self.retries < 0:
-            raise ValueError("extra_replicas and retries must be >= 0")
+        if self.extra_replicas < 0 or self.retries < 0 or self.most_requeues < 0:
+            raise ValueError("extra_replicas, retries and most_requeues must be >= 0")
+        if self.most_lost_groups_in_a_row < 1 or self.most_steps_without_signal < 1:
+            raise ValueError("most_lost_groups_in_a_row and most_steps_without_signal must be >= 1")
         if self.fair and self.extra_replicas:
             raise ValueError("fair training takes no extra_replicas: the slow ones of a group would never be trained")
 

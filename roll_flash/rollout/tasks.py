@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -11,7 +12,8 @@ from roll_flash.types import Task
 
 
 class TaskSource(Protocol):
-    def next(self) -> Task: ...
+    def next(self) -> Task:
+        """The next task. Raises StopIteration when there is none any more: the run trains what is there and ends."""
 
     def report(self, task: Task, score: float) -> None:
         """A replica of `task` ended with `score`, from 0 (failure) to 1 (success)."""
@@ -28,6 +30,12 @@ class TaskSource(Protocol):
 
 def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any], max_turns: int | None = None) -> Task:
     return Task(f"{env_id}:{seed}", env_id, seed, dict(kwargs), max_turns)
+
+
+def level_name(task: Task) -> str:
+    """What tasks of one level share: all but their seed. Readable in a metric's name, such as `Maze-v0[size=3]`."""
+    kwargs = ",".join(f"{name}={value}" for name, value in sorted(task.kwargs.items()))
+    return re.sub(r"[^\w.=,\[\]:-]", "_", f"{task.env_id}[{kwargs}]" if kwargs else task.env_id)[:80]
 
 
 class SeedTasks:

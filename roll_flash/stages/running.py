@@ -179,25 +179,27 @@ async def _score(scorer: RewardStage, trajectories: list[Trajectory]) -> list[fl
     return scores
 
 
-async def _call_if_there(scorer: RewardStage, method: str, timeout_s: float) -> None:
+async def _call_if_there(scorer: RewardStage, method: str) -> None:
     function = getattr(scorer, method, None)
-    if function is None:
-        return
-    async with asyncio.timeout(timeout_s):
+    if function is not None:
         await (function() if inspect.iscoroutinefunction(function) else call_in_thread(function))
 
 
 async def _start(name: str, scorer: RewardStage) -> None:
     try:
-        await _call_if_there(scorer, "start", START_TIMEOUT_S)
+        async with asyncio.timeout(START_TIMEOUT_S) as deadline:
+            await _call_if_there(scorer, "start")
     except TimeoutError:
+        if not deadline.expired():  # its own
+            raise
         raise RunError(f"stage {name}: `start` took longer than {START_TIMEOUT_S:g} s") from None
 
 
 async def _close(name: str, scorer: RewardStage) -> None:
     """One that cannot be closed neither keeps others open nor hides how the run ended."""
     try:
-        await _call_if_there(scorer, "close", CLOSE_TIMEOUT_S)
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await _call_if_there(scorer, "close")
     except Exception as error:  # users' code may raise anything
         _log.warning("stage %s could not be closed: %s %s", name, type(error).__name__, error)
 

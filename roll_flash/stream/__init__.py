@@ -5,7 +5,7 @@
 
 from roll_flash.stream.loader import LEARNER, LearnerLoader, MicroBatch, learner_consumer
 from roll_flash.stream.rows import Batch, Claim, Columns, Consumer, Row, RowInfo
-from roll_flash.stream.samplers import Groups, RankAware, Sampler, Sequential, TokenBalanced
+from roll_flash.stream.samplers import Groups, Sampler, Sequential, TokenBalanced
 from roll_flash.stream.stage import Stage
 from roll_flash.stream.store import MemoryStore, Store
 from roll_flash.stream.stream import TrajectoryStream
@@ -23,7 +23,6 @@ __all__ = [
     "LearnerLoader",
     "MemoryStore",
     "MicroBatch",
-    "RankAware",
     "Row",
     "RowInfo",
     "Sampler",

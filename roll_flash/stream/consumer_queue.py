@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -21,7 +21,6 @@ class ConsumerQueue:
         self._needs = frozenset(consumer.columns)
         self._waiting: dict[int, OrderedDict[Key, None]] = {}
         self._ready: dict[int, OrderedDict[Key, Unit]] = {}
-        self._given: dict[int | None, list[int]] = {}
 
     @property
     def whole_groups(self) -> bool:
@@ -76,26 +75,12 @@ class ConsumerQueue:
     def num_ready(self) -> int:
         return sum(map(len, self._ready.values()))
 
-    def given(self, partition: int | None) -> Sequence[int]:
-        return self._given.get(partition, ())
-
-    def note_given(self, partition: int | None, tokens: Sequence[int], *, is_last: bool) -> None:
-        if is_last:
-            self._given.pop(partition, None)
-        else:
-            before = self._given.get(partition) or [0] * len(tokens)
-            self._given[partition] = [total + new for total, new in zip(before, tokens, strict=True)]
-
     def state(self, first: Iterable[tuple[int, Key]]) -> dict[str, Any]:
         """As JSON. `first`: (partition, key) of what is claimed, which counts as given back."""
         ready: dict[int, list[Key]] = {}
         for partition, key in chain(first, ((p, key) for p, units in self._ready.items() for key in units)):
             ready.setdefault(partition, []).append(key)
-        given = [[partition, tokens] for partition, tokens in self._given.items()]
-        return {"ready": [[partition, keys] for partition, keys in ready.items()], "given": given}
-
-    def restore_given(self, state: Iterable[tuple[int | None, list[int]]]) -> None:
-        self._given = {partition: list(tokens) for partition, tokens in state}
+        return {"ready": [[partition, keys] for partition, keys in ready.items()]}
 
     def _by_readiness(self, partition: int | None) -> Iterator[Unit]:
         chosen = self._ready.values() if partition is None else [self._ready.get(partition, OrderedDict())]

@@ -16,7 +16,7 @@ from roll_flash.stream.consumer_queue import ConsumerQueue
 from roll_flash.stream.rows import Claim, Consumer, Key, RowInfo, Situation, Unit, require_names
 from roll_flash.stream.tracked import TrackedGroup, TrackedRow
 
-STALE, GROUP_TOO_SMALL = "stale", "group_too_small"
+GROUP_TOO_SMALL = "group_too_small"
 
 
 class Ledger:
@@ -40,11 +40,15 @@ class Ledger:
         self.queues = {consumer.name: ConsumerQueue(consumer) for consumer in consumers}
         self.rows: dict[int, TrackedRow] = {}
         self.groups: dict[str, TrackedGroup] = {}
+        self._groups_in: dict[int, dict[str, TrackedGroup]] = {}
+        """The same by partition."""
         self.claims: dict[int, Claim] = {}
         self.sealed: set[int] = set()
         self.is_closed = False
         self.books: Counter[str] = Counter()
         """`produced`, `consumed`, `dropped_REASON`, `consumed_by_CONSUMER`."""
+        self.num_waiting = 0
+        """Rows that were produced and are neither consumed by all nor dropped."""
         self.held_bytes = 0
         self.next_row = 0
         self._next_claim = 0
@@ -80,7 +84,7 @@ class Ledger:
             size = 1 if info.group is None else info.group_size
             group = self.groups.get(name)
             if group is None:
-                group = self.groups[name] = TrackedGroup(name, info.partition, size, info.group is None)
+                group = self.track(TrackedGroup(name, info.partition, size, info.group is None))
             group.size = size if size is not None else group.size
             group.arriving += 1
             self._arriving[info.partition] += 1
@@ -100,8 +104,9 @@ class Ledger:
             group.arriving -= 1
             group.arrived += 1
             group.rows[row_id] = None
-            self._arriving[group.partition] -= 1
+            self._arrives_no_more(group.partition)
             self.books["produced"] += 1
+            self.num_waiting += 1
             if group.dropped_for is not None:
                 self._doom(row_id, group.dropped_for)
                 continue
@@ -117,10 +122,10 @@ class Ledger:
         for row_id in row_ids:
             group = self.rows[row_id].group
             group.arriving -= 1
-            self._arriving[group.partition] -= 1
+            self._arrives_no_more(group.partition)
             self._free(row_id)
             if not group.arrived and not group.arriving:
-                del self.groups[group.name]
+                self._forget(group)
             self._complete_if_sealed(group.partition)
 
     def written(self, row_ids: Sequence[int], columns: Sequence[str], num_bytes: Sequence[int]) -> list[int]:
@@ -154,40 +159,25 @@ class Ledger:
                 if row is not None and column in row.columns:
                     raise StreamError(f"row {row_id} has column {column!r} already: a column is written once")
 
-    def set_group_size(self, name: str, size: int) -> None:
-        """How many rows the group will have had, for one that lost members before they were put."""
-        group = self.groups.get(name)
-        if group is None:
-            if size:
-                raise StreamError(f"group {name!r} has no rows in the stream")
-            return
-        if size < group.arrived + group.arriving:
-            raise StreamError(f"group {name!r} has {group.arrived + group.arriving} rows and cannot be of size {size}")
-        group.size = size
-        self._settle_group(group)
-
     def seal(self, partition: int | None = None) -> None:
         """No further row will come into the partition; None closes the stream. Groups are as complete as they get."""
         if partition is None:
             self.is_closed = True
         else:
             self.sealed.add(partition)
-        for each in {group.partition for group in self.groups.values()} if partition is None else {partition}:
+        for each in list(self._groups_in) if partition is None else [partition]:
             self._complete_if_sealed(each)
 
     # What consumers do
 
-    def claim(self, consumer: str, partition: int | None = None, *, is_pressed: bool = False) -> Claim | None:
-        """What the consumer's sampler chooses of its ready units, or None where it waits for more."""
+    def claim(self, consumer: str, partition: int | None = None) -> Claim | None:
+        """What the consumer's sampler chooses of its ready units; None if there are none."""
         queue = self._queue(consumer)
         units = queue.units(partition)
         if not units:
             return None
         is_final = self._is_over(partition) and len(units) == queue.num_waiting(partition)
-        situation = Situation(is_final, is_pressed, queue.consumer.in_order, queue.given(partition))
-        chosen = queue.consumer.sampler.choose(units, situation)
-        if chosen is None:
-            return None
+        chosen = queue.consumer.sampler.choose(units, Situation(is_final, queue.consumer.in_order))
         return self._take(queue, partition, chosen)
 
     def settle(self, claim_id: int, *, consumed: bool = True, dropped_for: str | None = None) -> None:
@@ -225,16 +215,11 @@ class Ledger:
         """Drop rows, counted by reason. Rows under a claim go when it ends, and count as consumed if all consumed."""
         self._drop_all([row_id for row_id in row_ids if row_id in self.rows and self.rows[row_id].has_arrived], reason)
 
-    def evict(self, oldest_version: int) -> None:
-        """Drop (`stale`) every group that has a row older than this, whole: the rest of it may not come alone."""
-        for group in list(self.groups.values()):
-            versions = [self.rows[row_id].info.version for row_id in group.rows]
-            if any(version is not None and version < oldest_version for version in versions):
-                group.dropped_for = STALE
-                for queue in self.queues.values():
-                    if queue.whole_groups:
-                        queue.remove(group.partition, group.name)
-                self._drop_all(list(group.rows), STALE)
+    def drop_partition(self, partition: int, reason: str) -> None:
+        """Seal a partition and drop what is left in it."""
+        self.seal(partition)
+        groups = list(self._groups_in.get(partition, {}).values())
+        self.drop([row_id for group in groups for row_id in group.rows], reason)
 
     def take_freed(self) -> list[int]:
         """Rows whose data may be thrown away, each named once."""
@@ -242,16 +227,17 @@ class Ledger:
         return freed
 
     @property
-    def num_waiting(self) -> int:
-        """Rows that were produced and are neither consumed by all nor dropped."""
-        return sum(row.has_arrived for row in self.rows.values())
-
-    @property
     def num_dropped(self) -> int:
         return sum(count for name, count in self.books.items() if name.startswith("dropped_"))
 
     def is_balanced(self) -> bool:
         return self.books["produced"] == self.books["consumed"] + self.num_dropped + self.num_waiting
+
+    def track(self, group: TrackedGroup) -> TrackedGroup:
+        """A group of which rows are there, or on their way."""
+        self.groups[group.name] = group
+        self._groups_in.setdefault(group.partition, {})[group.name] = group
+        return group
 
     # How it is done
 
@@ -284,7 +270,7 @@ class Ledger:
     def _complete_if_sealed(self, partition: int) -> None:
         if not self._is_over(partition):
             return
-        for group in [group for group in self.groups.values() if group.partition == partition]:
+        for group in list(self._groups_in.get(partition, {}).values()):
             if not group.is_complete or not group.rows:
                 group.size = group.arrived
                 self._settle_group(group)
@@ -317,21 +303,16 @@ class Ledger:
         self._refresh_group(group)
         self._forget_if_over(group)
 
-    def _take(self, queue: ConsumerQueue, partition: int | None, chosen: Sequence[Sequence[Key]]) -> Claim:
+    def _take(self, queue: ConsumerQueue, partition: int | None, keys: Sequence[Key]) -> Claim:
         name = queue.consumer.name
-        parts = tuple(tuple(row_id for key in keys for row_id in self._rows_of(key)) for keys in chosen)
-        tokens = tuple(sum(self.rows[row_id].info.tokens for row_id in part) for part in parts)
-        for keys in chosen:
-            for key in keys:
-                row_id = self._rows_of(key)[0]
-                queue.remove(self.rows[row_id].group.partition, key)
-        groups = {}
-        for row_id in (row_id for part in parts for row_id in part):
+        row_ids = tuple(row_id for key in keys for row_id in self._rows_of(key))
+        for key in keys:
+            queue.remove(self.rows[self._rows_of(key)[0]].group.partition, key)
+        for row_id in row_ids:
             self.rows[row_id].claimed_by.add(name)
-            groups[row_id] = self.rows[row_id].group.name
-        is_last = self._is_over(partition) and not queue.num_waiting(partition)
-        queue.note_given(partition, tokens, is_last=is_last)
-        claim = Claim(self._next_claim, name, partition, parts, groups, tokens)
+        groups = {row_id: self.rows[row_id].group.name for row_id in row_ids}
+        tokens = sum(self.rows[row_id].info.tokens for row_id in row_ids)
+        claim = Claim(self._next_claim, name, partition, row_ids, groups, tokens)
         self._next_claim += 1
         self.claims[claim.claim_id] = claim
         return claim
@@ -383,6 +364,7 @@ class Ledger:
 
     def _free(self, row_id: int) -> None:
         row = self.rows.pop(row_id)
+        self.num_waiting -= row.has_arrived
         self.held_bytes -= row.info.num_bytes
         row.group.rows.pop(row_id, None)
         self._freed.append(row_id)
@@ -393,4 +375,16 @@ class Ledger:
             for queue in self.queues.values():
                 if queue.whole_groups:
                     queue.remove(group.partition, group.name)
-            del self.groups[group.name]
+            self._forget(group)
+
+    def _forget(self, group: TrackedGroup) -> None:
+        del self.groups[group.name]
+        names = self._groups_in[group.partition]
+        del names[group.name]
+        if not names:
+            del self._groups_in[group.partition]
+
+    def _arrives_no_more(self, partition: int) -> None:
+        self._arriving[partition] -= 1
+        if not self._arriving[partition]:
+            del self._arriving[partition]

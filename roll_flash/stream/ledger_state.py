@@ -53,7 +53,7 @@ def restore_ledger(ledger: Ledger, state: Mapping[str, Any]) -> None:
     ledger.is_closed, ledger.sealed = state["is_closed"], set(state["sealed"])
     ledger.books = Counter(state["books"])
     for name, partition, size, is_alone, arrived, lost, dropped_for in state["groups"]:
-        ledger.groups[name] = TrackedGroup(name, partition, size, is_alone, 0, arrived, lost, {}, dropped_for)
+        ledger.track(TrackedGroup(name, partition, size, is_alone, 0, arrived, lost, {}, dropped_for))
     for row_id, info, group, columns, left, doomed in state["rows"]:
         _restore_row(ledger, row_id, RowInfo(*info), group, set(columns), set(left), doomed)
     for name, queue in ledger.queues.items():
@@ -79,6 +79,7 @@ def _restore_row(
         return
     group = ledger.groups[group_name]
     ledger.rows[row_id] = TrackedRow(info, group, left, columns, has_arrived=True)
+    ledger.num_waiting += 1
     group.rows[row_id] = None
     ledger.held_bytes += info.num_bytes
     for name in left:
@@ -91,4 +92,3 @@ def _restore_ready(ledger: Ledger, queue: ConsumerQueue, state: Mapping[str, Any
         for key in keys:
             row_ids = [key] if isinstance(key, int) else ledger.groups[key].rows
             queue.set_ready(partition, Unit(key, sum(ledger.rows[row_id].info.tokens for row_id in row_ids)))
-    queue.restore_given(state["given"])

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 
 from roll_flash.errors import StreamError, StreamStarvedError
-from roll_flash.stream.rows import Array, Batch, Consumer
+from roll_flash.stream.rows import Batch, Consumer
 from roll_flash.stream.samplers import TokenBalanced
 from roll_flash.stream.stream import TrajectoryStream
 from roll_flash.stream.trajectories import REWARD, TRAJECTORY_COLUMNS, group_rows, row_trajectory
@@ -19,24 +19,19 @@ LEARNER, ABANDONED = "learner", "abandoned"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Whole groups for one `learner.accumulate`. `tokens`: their packed size, shared prefixes counted once per group.
-
-    `extra` has the further columns of the learner's consumer (such as `ref_logprobs`): one array per trajectory, in the
-    order of the groups and of the trajectories in them.
-    """
+    """Whole groups for one `learner.accumulate`. `tokens`: their packed size, shared prefixes counted once a group."""
 
     groups: list[Group]
     tokens: int
-    extra: Mapping[str, Sequence[Array]]
 
 
-def learner_consumer(micro_batch_tokens: int, *, extra_columns: Collection[str] = (), fair: bool = False) -> Consumer:
+def learner_consumer(micro_batch_tokens: int, *, fair: bool = False) -> Consumer:
     """The learner as a consumer: complete groups in micro-batches of at most `micro_batch_tokens` packed tokens.
 
     `fair` trains groups in the order in which they were put.
     """
     sampler = TokenBalanced(micro_batch_tokens, whole_groups=True)
-    return Consumer(LEARNER, (*TRAJECTORY_COLUMNS, *extra_columns), sampler, in_order=fair)
+    return Consumer(LEARNER, TRAJECTORY_COLUMNS, sampler, in_order=fair)
 
 
 class LearnerLoader:
@@ -136,13 +131,10 @@ def _micro_batch(batch: Batch) -> MicroBatch:
     trajectories: dict[str, list[int]] = {}
     for place, name in enumerate(batch.groups):
         trajectories.setdefault(name, []).append(place)
-    order = [place for places in trajectories.values() for place in places]
     groups = []
     for name, places in trajectories.items():
         members = tuple(
             row_trajectory({column: batch.columns[column][place] for column in TRAJECTORY_COLUMNS}) for place in places
         )
         groups.append(Group(name, members[0].task, members))
-    extra = {name: [arrays[place] for place in order] for name, arrays in batch.columns.items()}
-    extra = {name: arrays for name, arrays in extra.items() if name not in TRAJECTORY_COLUMNS}
-    return MicroBatch(groups, sum(batch.claim.tokens), extra)
+    return MicroBatch(groups, batch.claim.tokens)

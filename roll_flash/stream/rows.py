@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,11 +31,9 @@ class RowInfo:
     group: str | None = None
     """Rows of one name are a group; None is a group of its own."""
     group_size: int | None = None
-    """How many rows the group will have; None where a later row or `set_group_size` says so."""
+    """How many rows the group will have; None where a later row says so."""
     partition: int = 0
     """What belongs together and ends together, such as the optimizer step that trains the row."""
-    version: int | None = None
-    """Version of the oldest policy token, for `evict`; None is never too old."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,11 +45,10 @@ class Row:
     group: str | None = None
     group_size: int | None = None
     partition: int = 0
-    version: int | None = None
 
     def info(self) -> RowInfo:
         num_bytes = sum(array.nbytes for array in self.columns.values())
-        return RowInfo(self.tokens, num_bytes, self.group, self.group_size, self.partition, self.version)
+        return RowInfo(self.tokens, num_bytes, self.group, self.group_size, self.partition)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +64,16 @@ class Consumer:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Rows that a consumer took and has not released. `parts` has one list of row ids for each rank."""
+    """Rows that a consumer took and has not released."""
 
     claim_id: int
     consumer: str
     partition: int | None
-    parts: tuple[tuple[int, ...], ...]
+    row_ids: tuple[int, ...]
     groups: Mapping[int, str]
     """Row id to the name of its group."""
-    tokens: tuple[int, ...]
-    """Per part."""
-
-    @property
-    def row_ids(self) -> tuple[int, ...]:
-        return tuple(row_id for part in self.parts for row_id in part)
+    tokens: int
+    """Of all rows together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,12 +95,6 @@ class Batch:
     def __len__(self) -> int:
         return len(self.row_ids)
 
-    def part(self, rank: int) -> dict[str, Sequence[Array]]:
-        """The columns of one rank's rows; empty lists where it got none."""
-        start = sum(len(part) for part in self.claim.parts[:rank])
-        end = start + len(self.claim.parts[rank])
-        return {name: arrays[start:end] for name, arrays in self.columns.items()}
-
 
 @dataclass(frozen=True, slots=True)
 class Unit:
@@ -123,12 +110,8 @@ class Situation:
 
     is_final: bool = False
     """All units that are left are ready: nothing better will come."""
-    is_pressed: bool = False
-    """The stream is full and writers wait: holding out for more would last for ever."""
     in_order: bool = False
     """A unit may be taken only together with all that are older."""
-    given: Sequence[int] = field(default_factory=tuple)
-    """Tokens that each rank got so far in this partition; empty at its beginning."""
 
 
 def read_only(array: object, column: str) -> Array:

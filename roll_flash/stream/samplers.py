@@ -1,21 +1,17 @@
-"""Samplers: which of the ready units a consumer gets next, and how they are spread over ranks. Pure and stateless.
+"""Samplers: which of the ready units a consumer gets next. Pure and stateless.
 
-All of them take the oldest unit whenever they take anything, so nothing waits for ever.
+All of them take the oldest unit, as soon as there is one, so nothing waits for ever.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from math import ceil
 from typing import Protocol
 
 from roll_flash.errors import StreamError
 from roll_flash.stream.rows import Key, Situation, Unit
-
-Parts = list[list[Key]]
-"""The keys for each rank; consumers without ranks get one list."""
 
 
 class Sampler(Protocol):
@@ -26,13 +22,8 @@ class Sampler(Protocol):
         """Units are complete groups, not rows."""
         ...
 
-    @property
-    def ranks(self) -> int:
-        """How many parts a choice has."""
-        ...
-
-    def choose(self, units: Sequence[Unit], situation: Situation) -> Parts | None:
-        """Some of `units` (never empty), or None to wait for more. It must take some when the situation is final."""
+    def choose(self, units: Sequence[Unit], situation: Situation) -> list[Key]:
+        """The keys of some of `units`, never none: a sampler that waits for more could wait for ever."""
         ...
 
 
@@ -42,13 +33,12 @@ class Sequential:
 
     count: int = 1
     whole_groups: bool = False
-    ranks: int = 1
 
     def __post_init__(self) -> None:
         _require_positive("count", self.count)
 
-    def choose(self, units: Sequence[Unit], situation: Situation) -> Parts | None:
-        return [[unit.key for unit in islice(units, self.count)]]
+    def choose(self, units: Sequence[Unit], situation: Situation) -> list[Key]:
+        return [unit.key for unit in units[: self.count]]
 
 
 def Groups(count: int = 1) -> Sequential:
@@ -60,71 +50,17 @@ def Groups(count: int = 1) -> Sequential:
 class TokenBalanced:
     """Micro-batches of at most `max_tokens`, and of equal size when all that is left is known.
 
-    Takes what is there at once, unless `min_tokens` says to wait for that many while more may come. A unit that is
-    larger than `max_tokens` comes alone.
+    Takes what is there at once. A unit that is larger than `max_tokens` comes alone.
     """
 
-    max_tokens: int
-    min_tokens: int = 0
-    whole_groups: bool = False
-    ranks: int = 1
-
-    def __post_init__(self) -> None:
-        _require_positive("max_tokens", self.max_tokens)
-
-    def choose(self, units: Sequence[Unit], situation: Situation) -> Parts | None:
-        if not (situation.is_final or situation.is_pressed) and sum(unit.tokens for unit in units) < self.min_tokens:
-            return None
-        return [[unit.key for unit in candidates(units, self.max_tokens, situation)]]
-
-
-@dataclass(frozen=True, slots=True)
-class RankAware:
-    """One micro-batch for each rank at a time, so that all ranks run the same number of passes.
-
-    Tokens are spread such that the totals of all ranks stay equal over a partition. Waits for a unit per rank; only at
-    the end of a partition a rank may get an empty part (an idle pass). No part is larger than `max_tokens`, unless a
-    single unit is.
-    """
-
-    ranks: int
     max_tokens: int
     whole_groups: bool = False
 
     def __post_init__(self) -> None:
-        _require_positive("ranks", self.ranks)
         _require_positive("max_tokens", self.max_tokens)
 
-    def choose(self, units: Sequence[Unit], situation: Situation) -> Parts | None:
-        budget = self.ranks * self.max_tokens
-        if not (situation.is_final or situation.is_pressed) and len(units) < self.ranks:
-            return None
-        chosen = candidates(units, budget, situation)
-        if not situation.is_final:  # large units may fill the budget before every rank has one
-            keys = {unit.key for unit in chosen}
-            spare = (unit for unit in units if unit.key not in keys)
-            chosen += islice(spare, max(0, self.ranks - len(chosen)))
-        return self._spread(chosen, situation)
-
-    def _spread(self, chosen: Sequence[Unit], situation: Situation) -> Parts:
-        oldest, *others = chosen
-        given = situation.given or (0,) * self.ranks
-        parts: Parts = [[] for _ in range(self.ranks)]
-        tokens = [0] * self.ranks
-        if not situation.in_order:
-            others.sort(key=lambda unit: -unit.tokens)
-        queue = [oldest, *others]
-        for index, unit in enumerate(queue):
-            empty = [rank for rank in range(self.ranks) if not parts[rank]]
-            roomy = [rank for rank in range(self.ranks) if tokens[rank] + unit.tokens <= self.max_tokens]
-            open_to = empty if len(queue) - index <= len(empty) else sorted({*empty, *roomy})
-            if open_to:
-                rank = min(open_to, key=lambda rank: given[rank] + tokens[rank])
-                parts[rank].append(unit.key)
-                tokens[rank] += unit.tokens
-            elif situation.in_order:
-                break
-        return parts
+    def choose(self, units: Sequence[Unit], situation: Situation) -> list[Key]:
+        return [unit.key for unit in candidates(units, self.max_tokens, situation)]
 
 
 def candidates(units: Sequence[Unit], max_tokens: int, situation: Situation) -> list[Unit]:

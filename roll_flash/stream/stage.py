@@ -88,14 +88,13 @@ class Stage:
             self._counts["retries"] += attempt > 0
             began = time.monotonic()
             try:
-                async with asyncio.timeout(self._timeout_s):
+                async with asyncio.timeout(self._timeout_s) as deadline:
                     columns = await self._compute(batch)
                 await self._stream.write(batch.row_ids, columns)
                 return True
-            except TimeoutError:
-                self.last_error = f"took longer than {self._timeout_s:g} s"
             except Exception as error:
-                self.last_error = f"{type(error).__name__}: {error}"
+                own = f"{type(error).__name__}: {error}"
+                self.last_error = f"took longer than {self._timeout_s:g} s" if deadline.expired() else own
             finally:
                 self._seconds += time.monotonic() - began
             self._on_error(batch, self.last_error)

@@ -43,9 +43,8 @@ class TrajectoryStream:
         self._store: Store = store if store is not None else MemoryStore()
         self._columns = {consumer.name: consumer.columns for consumer in consumers}
         self._waiters: set[asyncio.Event] = set()
-        self._writers_waiting = 0
-        self._next_writer = asyncio.Lock()
-        self._room = asyncio.Event()
+        self._writers: dict[asyncio.Future[list[int]], Sequence[RowInfo]] = {}
+        """Those that wait for room, first come first, and what they want to put."""
         self._error: BaseException | None = None
         self._snapshots = 0
 
@@ -67,31 +66,16 @@ class TrajectoryStream:
         names = same_columns(columns)
         if not rows:
             return []
-        row_ids = await self.reserve([row.info() for row in rows], timeout_s=timeout_s)
+        row_ids = await self._reserve([row.info() for row in rows], timeout_s)
         try:
             await self._store.put(row_ids, columns)
         except BaseException:
-            await self.withdraw(row_ids)
+            self._ledger.withdraw(row_ids)
+            await self._after_change()
             raise
-        await self.announce(row_ids, names)
+        self._ledger.arrive(row_ids, names)
+        await self._after_change()
         return row_ids
-
-    async def reserve(self, infos: Sequence[RowInfo], *, timeout_s: float = 600.0) -> list[int]:
-        """`put` without the data, which another process writes into the store itself; then `announce` or `withdraw`."""
-        self._raise_failure()
-        if self._ledger.has_begun(infos) or (not self._writers_waiting and self._ledger.has_room(infos)):
-            return self._ledger.reserve(infos)
-        return await self._wait_for_room(infos, timeout_s)
-
-    async def announce(self, row_ids: Sequence[int], columns: Sequence[str]) -> None:
-        """The reserved rows are in the store, with these columns: from here on they count as produced."""
-        self._ledger.arrive(row_ids, columns)
-        await self._after_change()
-
-    async def withdraw(self, row_ids: Sequence[int]) -> None:
-        """The reserved rows will not come."""
-        self._ledger.withdraw(row_ids)
-        await self._after_change()
 
     async def write(self, row_ids: Sequence[int], rows: Sequence[Columns]) -> None:
         """Add columns to rows; each column of a row once. Never waits for room. Rows dropped meanwhile are passed over.
@@ -111,11 +95,6 @@ class TrajectoryStream:
             await self._store.release(gone)
         await self._after_change()
 
-    async def set_group_size(self, group: str, size: int) -> None:
-        """The group will have had only so many rows: some of its members were lost before they could be put."""
-        self._ledger.set_group_size(group, size)
-        await self._after_change()
-
     async def seal(self, partition: int | None = None) -> None:
         """Nothing more comes into the partition (None: into the stream); its consumers end with the rows it has."""
         self._ledger.seal(partition)
@@ -128,38 +107,17 @@ class TrajectoryStream:
     ) -> Batch | None:
         """The consumer's next micro-batch; None when the partition (or the stream) is sealed and all was taken.
 
-        `release` it when the work is done, or `give_back` it. Raises StreamStarvedError at the deadline,
-        ShardDiedError when rows were lost (they are counted as dropped; the rest comes with the next call).
+        `release` it when the work is done, or `give_back` it; if the task that took it is cancelled or fails before, it
+        is given back. Raises StreamStarvedError at the deadline, ShardDiedError when rows were lost (they are counted
+        as dropped; the rest comes with the next call).
         """
-        claim = await self.claim(consumer, partition, timeout_s=timeout_s)
-        return None if claim is None else await self.fetch(claim)
-
-    async def claim(self, consumer: str, partition: int | None = None, *, timeout_s: float = 600.0) -> Claim | None:
-        """`next_batch` without the data, which the process that works on it may read from the store itself."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    self._raise_failure()
-                    claim = self._ledger.claim(consumer, partition, is_pressed=self._writers_waiting > 0)
-                    if claim is not None or self._ledger.is_exhausted(consumer, partition):
-                        return claim
-                    await self._change()
-        except TimeoutError:
-            raise StreamStarvedError(
-                f"consumer {consumer!r} got nothing for {timeout_s:g} s: {describe_wait(self._ledger, consumer)}"
-            ) from None
-
-    async def fetch(self, claim: Claim) -> Batch:
-        """The data of a claim. If that fails or is cancelled the claim is given back."""
-        try:
-            return Batch(claim, await self._store.get(claim.row_ids, self._columns[claim.consumer]))
-        except ShardDiedError as error:
-            self._ledger.drop(error.row_ids, SHARD_DIED)
-            await self.give_back(claim)
-            raise
-        except BaseException:
-            await self.give_back(claim)
-            raise
+        claim = await self._claim(consumer, partition, timeout_s)
+        if claim is None:
+            return None
+        task = asyncio.current_task()
+        assert task is not None
+        task.add_done_callback(lambda done: self._give_back_of(done, claim))
+        return await self._fetch(claim)
 
     async def release(self, taken: Batch | Claim) -> None:
         """The work on these rows is done: this consumer will not see them again."""
@@ -179,21 +137,17 @@ class TrajectoryStream:
 
     # The owner
 
-    async def evict(self, oldest_version: int) -> None:
-        """Drop (`stale`) the groups that have a row of an older version; what somebody works on, when that ends."""
-        self._ledger.evict(oldest_version)
-        await self._after_change()
-
     async def drop_partition(self, partition: int, reason: str) -> None:
         """Seal a partition and drop what is left in it; nothing happens to one that is sealed and was all consumed."""
-        self._ledger.seal(partition)
-        left = [row_id for row_id, row in self._ledger.rows.items() if row.group.partition == partition]
-        await self.drop(left, reason)
+        self._ledger.drop_partition(partition, reason)
+        await self._after_change()
 
     def fail(self, error: BaseException) -> None:
         """What the stream depends on is broken: whoever waits for rows or room gets the error."""
         self._error = self._error or error
-        self._room.set()
+        for granted in self._writers:
+            if not granted.done():
+                granted.set_exception(self._error)
         self._wake()
 
     def unused_partition(self) -> int:
@@ -214,7 +168,7 @@ class TrajectoryStream:
             **ready,
             "balanced": float(ledger.is_balanced()),
             "held_bytes": float(ledger.held_bytes),
-            "writers_waiting": float(self._writers_waiting),
+            "writers_waiting": float(len(self._writers)),
         }
 
     async def state(self) -> tuple[dict[str, Any], SavedRows]:
@@ -255,23 +209,82 @@ class TrajectoryStream:
 
     # How it waits
 
-    async def _wait_for_room(self, infos: Sequence[RowInfo], timeout_s: float) -> list[int]:
-        self._writers_waiting += 1
-        self._wake()  # consumers that hold out for more must take what there is
+    async def _reserve(self, infos: Sequence[RowInfo], timeout_s: float) -> list[int]:
+        """Ids for rows, when there is room for them."""
+        self._raise_failure()
+        if self._ledger.has_begun(infos) or (not self._writers and self._ledger.has_room(infos)):
+            row_ids = self._ledger.reserve(infos)
+            self._let_writers_in()
+            return row_ids
+        granted: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        self._writers[granted] = infos
         try:
-            async with asyncio.timeout(timeout_s), self._next_writer:
-                while not self._ledger.has_room(infos):
-                    self._room.clear()
-                    await self._room.wait()
-                    self._raise_failure()
-                return self._ledger.reserve(infos)
-        except TimeoutError:
+            async with asyncio.timeout(timeout_s) as deadline:
+                return await granted
+        except BaseException as error:
+            self._leave_queue(granted)
+            if not (isinstance(error, TimeoutError) and deadline.expired()):
+                raise
             raise StreamFullError(
                 f"the stream had no room for {len(infos)} rows within {timeout_s:g} s: it holds "
                 f"{len(self._ledger.rows)} rows, {self._ledger.held_bytes} bytes; a consumer is too slow or stuck"
             ) from None
-        finally:
-            self._writers_waiting -= 1
+
+    def _leave_queue(self, granted: asyncio.Future[list[int]]) -> None:
+        """A writer gave up, perhaps in the moment in which it was let in."""
+        self._writers.pop(granted, None)
+        if granted.done() and not granted.cancelled() and granted.exception() is None:
+            self._ledger.withdraw(granted.result())
+        self._let_writers_in()
+        self._wake()
+
+    def _let_writers_in(self) -> None:
+        """In turn, as far as there is room. The rest of a group that has begun never waits behind others: consumers may
+        wait for it before they make room."""
+        has_room = True
+        for granted, infos in list(self._writers.items()):
+            has_room = has_room and self._ledger.has_room(infos)
+            if granted.done() or not (has_room or self._ledger.has_begun(infos)):
+                continue
+            del self._writers[granted]
+            try:
+                granted.set_result(self._ledger.reserve(infos))
+            except StreamError as error:
+                granted.set_exception(error)
+
+    async def _claim(self, consumer: str, partition: int | None, timeout_s: float) -> Claim | None:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                while True:
+                    self._raise_failure()
+                    claim = self._ledger.claim(consumer, partition)
+                    if claim is not None or self._ledger.is_exhausted(consumer, partition):
+                        return claim
+                    await self._change()
+        except TimeoutError:
+            if not deadline.expired():  # what made the stream fail may be a TimeoutError too
+                raise
+            raise StreamStarvedError(
+                f"consumer {consumer!r} got nothing for {timeout_s:g} s: {describe_wait(self._ledger, consumer)}"
+            ) from None
+
+    async def _fetch(self, claim: Claim) -> Batch:
+        """The data of a claim. If that fails or is cancelled the claim is given back."""
+        try:
+            return Batch(claim, await self._store.get(claim.row_ids, self._columns[claim.consumer]))
+        except ShardDiedError as error:
+            self._ledger.drop(error.row_ids, SHARD_DIED)
+            await self.give_back(claim)
+            raise
+        except BaseException:
+            await self.give_back(claim)
+            raise
+
+    def _give_back_of(self, task: asyncio.Task[Any], claim: Claim) -> None:
+        """Nobody else will, when the task that took the rows ended before its time."""
+        if claim.claim_id in self._ledger.claims and (task.cancelled() or task.exception() is not None):
+            self._ledger.settle(claim.claim_id, consumed=False)
+            self._wake()
 
     async def _settle(self, taken: Batch | Claim, **how: Any) -> None:
         claim = taken.claim if isinstance(taken, Batch) else taken
@@ -281,7 +294,7 @@ class TrajectoryStream:
     async def _after_change(self) -> None:
         if not self._snapshots and (freed := self._ledger.take_freed()):
             await self._store.release(freed)
-        self._room.set()
+        self._let_writers_in()
         self._wake()
 
     def _wake(self) -> None:

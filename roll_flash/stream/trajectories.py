@@ -70,7 +70,6 @@ def trajectory_row(
         group=trajectory.group_id,
         group_size=group_size,
         partition=partition,
-        version=trajectory.oldest_version if all(s.policy_mask.any() for s in trajectory.samples) else None,
     )
 
 

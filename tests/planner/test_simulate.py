@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from roll_flash.errors import RunError
 from roll_flash.planner.distributions import Constant, LogNormal, Normal
 from roll_flash.planner.load import Load, RecordedLoad, SyntheticLoad
 from roll_flash.planner.result import SimulationResult
@@ -33,6 +34,7 @@ def simulate(
     learner: LearnerSpec | None = None,
     lockstep: bool = False,
     record: bool = False,
+    longest_episode_s: float = math.inf,
     **policy: Any,
 ) -> SimulationResult:
     chosen = SimulationSettings(
@@ -43,6 +45,7 @@ def simulate(
         learner or LearnerSpec(),
         lockstep,
         record,
+        longest_episode_s,
     )
     return Simulation(chosen, load).run(steps)
 
@@ -151,6 +154,61 @@ def test_a_run_without_redundancy_or_stragglers_wastes_nothing() -> None:
         learner = LearnerSpec(step_s=3.0, publish_s=2.0)
         result = simulate(SyntheticLoad(Constant(50)), alpha=alpha, learner=learner, steps=12)
         assert result.discarded_tokens == 0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(0, 1000),
+    st.sampled_from([0, 1, 2]),
+    st.integers(0, 2),
+    st.integers(0, 1),
+    st.sampled_from(["evict", "requeue", "wait"]),
+    st.sampled_from(["keep", "cancel"]),
+    st.sampled_from([0.0, 0.1]),
+    st.sampled_from([0.02, 0.2]),
+)
+def test_the_reported_bias_brackets_the_true_one(
+    seed: int, alpha: int, extra: int, spare: int, on_stale: str, surplus: str, failure_rate: float, slow: float
+) -> None:
+    """Servers that no batch slows down: an episode would have lasted as long undisturbed, so the truth is known."""
+    load = SyntheticLoad(
+        LogNormal(30, 0.5),
+        Normal(3, 1),
+        turns=2,
+        slow_share=slow,
+        slow_factor=20.0,
+        failure_rate=failure_rate,
+        seed=seed,
+    )
+    policy = {"extra_replicas": spare, "on_stale": on_stale, "surplus": surplus}
+    longest_s = 2 * (20 * 10 + 100)
+    result = simulate(load, alpha=alpha, extra=extra, steps=8, slots=200, longest_episode_s=longest_s, **policy)
+    bias = result.bias
+    assert bias["latency_ratio_low"] <= result.true_latency_ratio + 1e-3
+    assert result.true_latency_ratio <= bias["latency_ratio_high"] + 1e-3
+    assert bias["length_ratio_low"] <= result.true_length_ratio <= bias["length_ratio_high"] + 1e-3
+
+
+def test_starvation_of_the_slow_is_seen_where_nothing_of_it_is_trained() -> None:
+    """With a spare replica no straggler is ever trained; what training sees is far faster than what was submitted."""
+    load = SyntheticLoad(Normal(50, 10), Normal(10, 5), turns=5, slow_share=0.05)
+    policy = {"group_size": 8, "extra_replicas": 1, "surplus": "cancel"}
+    result = simulate(load, groups=16, alpha=1, steps=8, slots=256, longest_episode_s=1500.0, **policy)
+    assert result.true_latency_ratio < 0.8
+    assert result.bias["latency_ratio_low"] < result.true_latency_ratio < result.bias["latency_ratio_high"] < 0.98
+    assert result.bias["unfinished"] > 0.05
+
+
+def test_a_task_that_is_requeued_is_another_play_in_the_simulation_and_not_for_ever() -> None:
+    load = SyntheticLoad(Constant(20), Constant(1.0), slow_share=0.3, slow_factor=1000.0)
+    result = simulate(load, alpha=0, extra=4, steps=12, on_stale="requeue", most_requeues=1)
+    assert result.groups["requeued"] > 0
+    assert result.groups["given_up"] > 0
+
+
+def test_a_simulated_run_that_only_loses_groups_ends_as_a_real_one_would() -> None:
+    with pytest.raises(RunError, match="the last 64 groups could not be trained"):
+        simulate(SyntheticLoad(Constant(20), failure_rate=0.9), steps=50)
 
 
 def test_episodes_of_an_earlier_run_are_a_load(tmp_path: Path) -> None:

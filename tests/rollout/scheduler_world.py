@@ -65,12 +65,16 @@ class World:
         self.failure_rate = self.random.choice([0.0, 0.1, 0.5])
         self.turn_rate = 0.5
         self.play_in_order = False
+        self.moves_alpha = False
         self.running: dict[str, tuple[EpisodeSpec, list[int]]] = {}
         self.outcomes: Counter[str] = Counter()
         self.trained: list[tuple[int, Any]] = []
+        self.step_sizes: Counter[int] = Counter()
         self.seeds = 0
 
     def fill(self) -> None:
+        while self.scheduler.room() and self.scheduler.admit_requeued() is not None:
+            pass
         self.seeds += admit_all(self.scheduler, self.seeds)
         for episode in self.scheduler.next_episodes(self.slots - self.scheduler.running):
             assert episode.episode_id not in self.running
@@ -97,7 +101,9 @@ class World:
         return trajectory(episode, versions, reward=self.random.choice([0.0, 1.0]))
 
     def train_if_ready(self) -> None:
-        self.trained += [(self.scheduler.learner_version, group) for group in self.scheduler.take_ready()]
+        taken = self.scheduler.take_ready()
+        self.trained += [(self.scheduler.learner_version, group) for group in taken]
+        self.step_sizes[self.scheduler.learner_version] += len(taken)
         self.cancel()
         if self.scheduler.groups_wanted() > 0:
             return
@@ -121,6 +127,8 @@ class World:
     def run(self, events: int) -> None:
         for _ in range(events):
             self.fill()
+            if self.moves_alpha and self.random.random() < 0.05:
+                self.scheduler.set_async_ratio(self.random.choice([0.0, 1.0, self.alpha]))
             if self.running:
                 self.play_one()
             self.train_if_ready()

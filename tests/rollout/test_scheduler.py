@@ -74,20 +74,102 @@ def test_requeue_brings_the_task_of_a_stale_group_back() -> None:
     assert list(scheduler.requeued_tasks) == [slow_a.task]
 
 
-def test_wait_lets_no_step_finish_without_what_would_go_stale() -> None:
-    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, extra=1, on_stale="wait")
+def test_wait_keeps_a_place_for_what_would_go_stale() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=2.0, on_stale="wait")
     admit_all(scheduler)
-    fast_a, fast_b, slow_a, slow_b = scheduler.next_episodes(10)
-    for episode in (fast_a, fast_b):
+    begun = scheduler.next_episodes(10)
+    for version in (1, 2):
+        for episode in finish(begun, version - 1):
+            scheduler.finished(trajectory(episode, [0]))
+        assert len(scheduler.take_ready()) == 1, "a step takes what it is configured to take"
+        scheduler.version_advanced(version)
+        scheduler.published(version)
+        admit_all(scheduler, 10 * version)
+        begun += scheduler.next_episodes(10)
+    for episode in finish(begun, 3):
+        scheduler.finished(trajectory(episode, [1]))
+    assert scheduler.take_ready() == [], "the straggler of version 0 has the last place that it can have"
+    for episode in finish(begun, 2):
         scheduler.finished(trajectory(episode, [0]))
-    scheduler.take_ready()
-    assert scheduler.groups_wanted() == 1
-    for episode in (slow_a, slow_b):
-        scheduler.finished(trajectory(episode, [0]))
-    scheduler.take_ready()
-    assert scheduler.groups_wanted() == 0
-    scheduler.version_advanced(1)
+    assert [group.group_id for group in scheduler.take_ready()] == ["g00000002"]
+    scheduler.version_advanced(3)
     assert (scheduler.take_cancelled(), scheduler.take_dropped()) == ([], [])
+
+
+def test_with_extra_groups_wait_drops_the_redundant_ones_and_trains_steps_of_the_configured_size() -> None:
+    scheduler = make_scheduler(groups_per_step=4, async_ratio=0.0, extra=3, on_stale="wait")
+    admit_all(scheduler)
+    for episode in scheduler.next_episodes(100)[:-2]:
+        scheduler.finished(trajectory(episode, [0]))
+    assert (len(scheduler.take_ready()), scheduler.groups_wanted()) == (4, 0)
+    assert [dropped.reason for dropped in scheduler.take_dropped()] == ["surplus"] * 3
+
+
+def test_requeue_gives_a_task_up_after_its_limit_and_counts_it() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, extra=1, on_stale="requeue", most_requeues=2)
+    plays = Counter[int]()
+    for version in range(1, 12):
+        while scheduler.room():
+            if scheduler.admit_requeued() is None:
+                admit_all(scheduler, 10 * (version - 1))
+        for episode in scheduler.next_episodes(10):
+            plays[episode.task.seed] += episode.replica == 0
+            if episode.task.seed:  # task 0 never ends in time
+                scheduler.finished(trajectory(episode, [version - 1]))
+        assert len(scheduler.take_ready()) == 1
+        scheduler.version_advanced(version)
+        scheduler.published(version)
+    assert plays[0] == 3, "once, and put back twice"
+    assert scheduler.counts()["given_up"] == 1
+    assert scheduler.counts()["requeued"] >= 2
+
+
+def test_groups_that_all_lose_their_replicas_are_a_problem_with_a_name() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, group_size=4, most_lost_groups_in_a_row=5)
+    for lost in range(5):
+        assert scheduler.problem is None, f"{lost} groups"
+        admit_all(scheduler, lost)
+        first, *others = scheduler.next_episodes(10)
+        scheduler.finished(trajectory(first, [0]))  # so that episodes never fail in a row for long
+        for episode in others:
+            scheduler.finished(failure(episode))
+    assert str(scheduler.problem).startswith("the last 5 groups could not be trained (env_error 15); mend what fails")
+
+
+def test_steps_of_which_no_group_has_signal_are_counted_and_then_a_problem() -> None:
+    scheduler = make_scheduler(
+        groups_per_step=1,
+        async_ratio=0.0,
+        group_filter=has_signal,
+        most_filtered_per_step=2,
+        most_steps_without_signal=3,
+    )
+    for version in range(1, 4):
+        assert scheduler.problem is None
+        while not scheduler.ready:
+            admit_all(scheduler)
+            for episode in scheduler.next_episodes(10):
+                scheduler.finished(trajectory(episode, [version - 1], reward=1.0))
+        scheduler.take_ready()
+        scheduler.version_advanced(version)
+        scheduler.published(version)
+        assert scheduler.steps_without_signal == version
+    assert str(scheduler.problem).startswith("no group of the last 3 steps had replicas with different rewards")
+    assert scheduler.counts()["unfiltered"] == 3
+
+
+def test_lowering_alpha_inside_a_wave_does_not_lock_batch_scheduling_up() -> None:
+    scheduler = make_scheduler(groups_per_step=2, async_ratio=1.0, mode="batch")
+    admit_all(scheduler)
+    for episode in scheduler.next_episodes(100):
+        scheduler.finished(trajectory(episode, [0]))
+    begun = scheduler.next_episodes(2)  # one group of the second wave has begun, the other has no slot yet
+    scheduler.set_async_ratio(0)
+    assert len(scheduler.take_ready()) == 2
+    scheduler.version_advanced(1)
+    for episode in begun:
+        scheduler.finished(trajectory(episode, [0]))
+    assert len(scheduler.take_ready()) == 1, "the wave waits for no group that may not begin"
 
 
 def test_a_failed_episode_is_started_again_and_then_its_group_goes_on_without_it() -> None:

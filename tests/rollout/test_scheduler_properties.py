@@ -68,16 +68,35 @@ def test_groups_hold_replicas_of_their_own_task_only(seed: int, **changes: Any) 
 
 
 @settings(max_examples=200)
-@given(**settings_strategy)
-def test_the_learner_always_gets_another_step(seed: int, **changes: Any) -> None:
-    """No deadlock: as long as some episodes succeed, versions advance."""
-    world = World(seed, **changes)
+@given(moves_alpha=st.booleans(), fair=st.booleans(), **settings_strategy)
+def test_the_learner_always_gets_another_step(seed: int, moves_alpha: bool, fair: bool, **changes: Any) -> None:
+    """No deadlock: as long as some episodes succeed, versions advance, also while alpha is raised and lowered."""
+    if fair:
+        changes |= {"extra": 0, "extra_replicas": 0}
+    world = World(seed, fair=fair, **changes)
+    world.moves_alpha = moves_alpha
     world.failure_rate = min(world.failure_rate, 0.1)
     events = 0
     while world.scheduler.learner_version < 5:
         world.run(50)
         events += 50
         assert events < 20_000, "no step finished"
+
+
+@settings(max_examples=200)
+@given(moves_alpha=st.booleans(), **settings_strategy)
+def test_every_step_has_the_configured_size_and_wait_loses_no_group(
+    seed: int, moves_alpha: bool, **changes: Any
+) -> None:
+    world = World(seed, **changes)
+    world.moves_alpha = moves_alpha
+    world.run(400)
+    for version in range(world.scheduler.learner_version):
+        assert world.step_sizes[version] == changes["groups_per_step"]
+    if changes["on_stale"] == "wait":
+        assert world.scheduler.dropped_groups["stale"] == 0
+        if not changes["extra"] and changes["surplus"] == "keep":
+            assert world.scheduler.dropped_groups["surplus"] == 0
 
 
 @settings(max_examples=200)
@@ -104,7 +123,7 @@ def test_in_fair_mode_what_is_trained_is_what_was_submitted(seed: int, **changes
     assert [group.task.seed for _, group in world.trained] == list(range(len(world.trained)))
     assert all(len(group.trajectories) == 2 for _, group in world.trained)
     metrics = world.scheduler.bias.metrics()
-    assert (metrics["length_distance"], metrics["latency_distance"], metrics["task_distance"]) == (0, 0, 0)
+    assert (metrics["length_distance_high"], metrics["latency_distance_high"], metrics["task_distance"]) == (0, 0, 0)
     assert metrics["unfinished"] == 0
 
 

@@ -17,7 +17,7 @@ from roll_flash.stream.samplers import Sequential, TokenBalanced
 
 CONSUMERS = (
     Consumer("judge", ("tokens",), Sequential(3)),
-    Consumer("learner", ("tokens", "score"), TokenBalanced(20, min_tokens=5, whole_groups=True)),
+    Consumer("learner", ("tokens", "score"), TokenBalanced(20, whole_groups=True)),
     Consumer("audit", ("tokens", "score"), Sequential(2), in_order=True),
 )
 PARTITIONS = (0, 1)
@@ -46,7 +46,6 @@ class Histories(RuleBasedStateMachine):
         self.scored: set[int] = set()
         self.generation = 0
         self.gone: set[int] = set()
-        self.stale: set[str] = set()
         self.members: dict[str, list[int]] = {}
         self.sizes: dict[str, int | None] = {}
         self.partition_of: dict[str, int] = {}
@@ -56,14 +55,11 @@ class Histories(RuleBasedStateMachine):
         members=st.lists(st.integers(1, 12), min_size=1, max_size=4),
         missing=st.integers(0, 2),
         partition=st.sampled_from(PARTITIONS),
-        version=st.integers(0, 9),
         alone=st.booleans(),
         told=st.booleans(),
         arrives=st.integers(0, 4),
     )
-    def put(
-        self, members: list[int], missing: int, partition: int, version: int, alone: bool, told: bool, arrives: int
-    ) -> Any:
+    def put(self, members: list[int], missing: int, partition: int, alone: bool, told: bool, arrives: int) -> Any:
         """A group of which `missing` members never come, or rows on their own; sometimes the size is never told. The
         data of the first `arrives` is there at once."""
         if partition in self.sealed:
@@ -71,7 +67,7 @@ class Histories(RuleBasedStateMachine):
         self.groups += 1
         group = None if alone else f"g{self.groups}"
         size = None if alone or not told else len(members) + missing
-        infos = [RowInfo(tokens, 10 * tokens, group, size, partition, version) for tokens in members]
+        infos = [RowInfo(tokens, 10 * tokens, group, size, partition) for tokens in members]
         if not self.ledger.has_room(infos):
             assert self.ledger.rows
             return multiple()
@@ -94,10 +90,10 @@ class Histories(RuleBasedStateMachine):
             self.ledger.withdraw([handle[1]])
             self.withdrawn.add(handle[1])
 
-    @rule(target=claims, consumer=names, partition=st.sampled_from([*PARTITIONS, None]), pressed=st.booleans())
-    def claim(self, consumer: str, partition: int | None, pressed: bool) -> Any:
+    @rule(target=claims, consumer=names, partition=st.sampled_from([*PARTITIONS, None]))
+    def claim(self, consumer: str, partition: int | None) -> Any:
         waiting = list(self.ledger.queues[consumer]._waiting.get(partition or 0, ()))
-        claim = self.ledger.claim(consumer, partition, is_pressed=pressed)
+        claim = self.ledger.claim(consumer, partition)
         if claim is None:
             return multiple()
         self.check_claim(claim, waiting)
@@ -107,7 +103,6 @@ class Histories(RuleBasedStateMachine):
         assert claim.row_ids
         for row_id in claim.row_ids:
             assert row_id in self.arrived - self.gone
-            assert claim.groups[row_id] not in self.stale, "what goes stale goes whole"
             assert self.consumed[claim.consumer, row_id] == 0, "every consumer gets a row once"
             assert self.ledger.rows[row_id].doomed is None
             assert claim.partition in (None, self.ledger.rows[row_id].info.partition)
@@ -163,20 +158,15 @@ class Histories(RuleBasedStateMachine):
         if row_id in self.arrived:
             self.gone.add(row_id)
 
-    @rule(oldest=st.integers(0, 6))
-    def evict(self, oldest: int) -> None:
-        hit = {
-            row.group.name
-            for row in self.ledger.rows.values()
-            if row.has_arrived and not row.doomed and (row.info.version or 0) < oldest
-        }
-        self.ledger.evict(oldest)
-        self.stale |= hit
-        for group in self.ledger.groups.values():
-            for row_id in group.rows:
-                assert (self.ledger.rows[row_id].info.version or 0) >= oldest
-                if group.name in self.members:
-                    assert group.name not in self.stale
+    @precondition(lambda self: self.ledger.next_row > 12)
+    @rule(partition=st.sampled_from(PARTITIONS))
+    def drop_partition(self, partition: int) -> None:
+        rows = self.ledger.rows.items()
+        hit = {row_id for row_id, row in rows if row.info.partition == partition and row.has_arrived}
+        self.ledger.drop_partition(partition, "abandoned")
+        self.sealed.add(partition)
+        self.gone |= hit
+        assert all(self.ledger.rows[row_id].claimed_by for row_id in hit & self.ledger.rows.keys())
 
     @precondition(lambda self: self.ledger.next_row > 12)
     @rule(partition=st.sampled_from(PARTITIONS))
@@ -202,6 +192,7 @@ class Histories(RuleBasedStateMachine):
     def books_balance(self) -> None:
         assert self.ledger.is_balanced()
         assert self.ledger.books["produced"] == len(self.arrived)
+        assert self.ledger.num_waiting == sum(row.has_arrived for row in self.ledger.rows.values())
         assert self.ledger.held_bytes == sum(row.info.num_bytes for row in self.ledger.rows.values())
 
     @invariant()

@@ -14,12 +14,14 @@ from roll_flash.errors import RunError, StreamStarvedError
 from roll_flash.learner.packing import pack
 from roll_flash.learner.sequences import prepare_demonstrations
 from roll_flash.stream import (
+    TRAJECTORY_COLUMNS,
     Batch,
     Consumer,
     LearnerLoader,
     MicroBatch,
     Sequential,
     Stage,
+    TokenBalanced,
     TrajectoryStream,
     group_rows,
     learner_consumer,
@@ -145,7 +147,8 @@ def test_a_step_may_be_long_but_not_when_all_its_groups_are_there() -> None:
         yield [group(1)]
 
     async def main() -> None:
-        stream = TrajectoryStream([learner_consumer(99, extra_columns=("ref_logprobs",))])
+        columns = (*TRAJECTORY_COLUMNS, "ref_logprobs")
+        stream = TrajectoryStream([Consumer("learner", columns, TokenBalanced(99, whole_groups=True))])
         with pytest.raises(StreamStarvedError, match="3 rows lack 'ref_logprobs'"):
             await collect(LearnerLoader(stream, timeout_s=0.02), slow())
 
@@ -154,7 +157,8 @@ def test_a_step_may_be_long_but_not_when_all_its_groups_are_there() -> None:
 
 def test_fair_trains_in_the_order_of_puts() -> None:
     async def main() -> None:
-        stream = TrajectoryStream([learner_consumer(60, extra_columns=("ready",), fair=True)])
+        sampler = TokenBalanced(60, whole_groups=True)
+        stream = TrajectoryStream([Consumer("learner", (*TRAJECTORY_COLUMNS, "ready"), sampler, in_order=True)])
         ids = [await stream.put(group_rows(group(number))) for number in range(5)]
         for row_ids in reversed(ids):
             await stream.write(row_ids, [{"ready": np.array(1)}] * len(row_ids))
@@ -162,7 +166,6 @@ def test_fair_trains_in_the_order_of_puts() -> None:
         batches = [batch async for batch in LearnerLoader(stream).micro_batches(0)]
         order = [g.group_id for batch in batches for g in batch.groups]
         assert sorted(order) == order
-        assert all(len(batch.extra["ready"]) == 3 * len(batch.groups) for batch in batches)
 
     asyncio.run(main())
 
@@ -224,15 +227,21 @@ def test_a_reward_that_a_stage_writes_is_the_trajectorys_reward() -> None:
     asyncio.run(main())
 
 
-def test_single_trajectories_become_a_group_when_the_last_one_ends() -> None:
+def test_single_trajectories_become_a_group_when_the_last_one_is_there() -> None:
     async def main() -> None:
         stream = TrajectoryStream([learner_consumer(99)])
-        for member in group(1).trajectories[:2]:
+        for member in group(1).trajectories:
             await stream.put([trajectory_row(member, group_size=3)])
-        await stream.set_group_size("g1", 2)
         batch = await stream.next_batch("learner", timeout_s=1)
         assert batch is not None
         came = row_trajectory({name: arrays[1] for name, arrays in batch.columns.items()})
         assert_same(group(1).trajectories[1], came)
+
+    asyncio.run(main())
+
+
+def test_a_step_that_no_group_comes_for_ends_without_a_micro_batch() -> None:
+    async def main() -> None:
+        assert await collect(LearnerLoader(TrajectoryStream([learner_consumer(99)])), groups_of()) == []
 
     asyncio.run(main())

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 from roll_flash.errors import ShardDiedError, StreamError
-from roll_flash.stream import Consumer, Row, RowInfo, Sequential, TrajectoryStream
+from roll_flash.stream import Consumer, Row, Sequential, TrajectoryStream
 from roll_flash.stream.ray_store import ROWS_TOGETHER, RayStore
 from roll_flash.stream.store import Store
 
@@ -75,42 +75,17 @@ def test_a_shard_that_hangs_is_named_at_the_deadline(ray_store: Store) -> None:
     asyncio.run(main())
 
 
-def test_another_process_reads_a_claim_from_the_shards_itself(ray_store: Store) -> None:
+def test_another_process_reads_rows_from_the_shards_itself(ray_store: Store) -> None:
     @ray.remote
     def total(store: RayStore, row_ids: list[int]) -> float:
         columns = asyncio.run(store.get(row_ids, ["values"]))
         return float(sum(array.sum() for array in columns["values"]))
 
     async def main() -> None:
-        stream = TrajectoryStream([Consumer("rank", ("values",), Sequential(8))], ray_store)
-        await stream.put([Row({"values": np.full(50_000, number, np.float32)}) for number in range(6)])
-        claim = await stream.claim("rank")
-        assert claim is not None
-        assert await total.remote(ray_store, list(claim.row_ids)) == 50_000 * 15
-        await stream.release(claim)
-        assert (await ray_store.stats())["rows"] == 0
-
-    asyncio.run(main())
-
-
-def test_another_process_writes_rows_that_the_driver_only_announces(ray_store: Store) -> None:
-    @ray.remote
-    def write(store: RayStore, row_ids: list[int]) -> None:
-        asyncio.run(store.put(row_ids, [{"values": np.full(3, row_id, np.float32)} for row_id in row_ids]))
-
-    async def main() -> None:
-        stream = TrajectoryStream([Consumer("learner", ("values",), Sequential(8))], ray_store)
-        row_ids = await stream.reserve([RowInfo(tokens=3, num_bytes=12, group="g", group_size=2)] * 2)
-        lost = await stream.reserve([RowInfo()])
-        await write.remote(ray_store, row_ids)
-        assert stream.books() == {"waiting": 0}
-        await stream.announce(row_ids, ["values"])
-        await stream.withdraw(lost)
-        batch = await stream.next_batch("learner")
-        assert batch is not None
-        assert [float(values[0]) for values in batch.columns["values"]] == [float(row_id) for row_id in row_ids]
-        await stream.release(batch)
-        assert stream.books()["produced"] == stream.books()["consumed"] == 2
+        rows = [{"values": np.full(50_000, number, np.float32)} for number in range(6)]
+        await ray_store.put(list(range(6)), rows)
+        assert await total.remote(ray_store, list(range(6))) == 50_000 * 15
+        await ray_store.release(range(6))
 
     asyncio.run(main())
 

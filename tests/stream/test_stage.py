@@ -89,6 +89,22 @@ def test_failures_are_repeated_then_dropped_with_the_stages_name_and_the_group_g
     asyncio.run(main())
 
 
+def test_a_time_out_of_the_stages_own_is_told_as_what_it_is() -> None:
+    async def judge(batch: Batch) -> Sequence[Columns]:
+        raise TimeoutError("the judge's endpoint did not answer within 3 s")
+
+    async def main() -> None:
+        stream = TrajectoryStream([LEARNER, JUDGE])
+        stage = Stage(stream, "judge", judge, retries=0, timeout_s=50)
+        running = asyncio.create_task(stage.run())
+        await put_groups(stream, [0, 1])
+        assert await trained(stream) == {}
+        await running
+        assert stage.last_error == "TimeoutError: the judge's endpoint did not answer within 3 s"
+
+    asyncio.run(main())
+
+
 def test_a_group_with_too_few_left_is_dropped_whole() -> None:
     async def judge(batch: Batch) -> Sequence[Columns]:
         if int(batch.columns["tokens"][0][0]) == 1:

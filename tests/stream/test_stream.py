@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from roll_flash.errors import CheckpointError, StreamError, StreamFullError, StreamStarvedError
 from roll_flash.stream import (
     Batch,
     Consumer,
     Groups,
-    RankAware,
     Row,
     Sequential,
     TokenBalanced,
@@ -165,17 +166,6 @@ def test_many_writers_and_readers_get_every_row_once(new_store: NewStore) -> Non
     run(main())
 
 
-def test_each_rank_gets_its_part_of_a_claim(new_store: NewStore) -> None:
-    async def main() -> None:
-        stream = TrajectoryStream([Consumer("learner", ("tokens",), RankAware(2, 100))], new_store())
-        await stream.put([row(number, length) for number, length in enumerate([30, 20, 10])])
-        batch = await stream.next_batch("learner")
-        assert batch is not None
-        assert [sum(map(len, batch.part(rank)["tokens"])) for rank in (0, 1)] == [30, 30]
-
-    run(main())
-
-
 def test_a_full_stream_makes_writers_wait_and_drops_nothing(new_store: NewStore) -> None:
     async def main() -> None:
         stream = TrajectoryStream([JUDGE], new_store(), capacity_rows=4)
@@ -212,17 +202,112 @@ def test_the_rest_of_a_group_that_has_begun_never_waits_for_room() -> None:
     run(main())
 
 
-def test_a_consumer_that_holds_out_for_more_takes_what_there_is_when_writers_wait() -> None:
+@settings(max_examples=40, deadline=None)
+@given(st.permutations(["a", "a", "b", "b", "c", "c", "d", "d"]), st.integers(1, 4), st.booleans(), st.booleans())
+@example(["a", "b", "c", "a", "b", "c", "d", "d"], 2, False, True)
+def test_writers_in_any_order_never_lock_a_bounded_stream_of_whole_groups_up(
+    order: list[str], capacity: int, in_order: bool, is_full: bool
+) -> None:
+    """All of them queue at once, and groups are handed out whole: what has begun must never wait behind others."""
+
     async def main() -> None:
-        stream = TrajectoryStream([Consumer("learner", ("tokens",), TokenBalanced(99, min_tokens=99))], capacity_rows=2)
-        reader = asyncio.create_task(stream.next_batch("learner"))
-        await stream.put([row(1), row(2)])
-        writer = asyncio.create_task(stream.put([row(3)]))
-        batch = await reader
-        assert numbers(batch) == [1, 2]
+        consumers = [Consumer("learner", ("tokens",), Groups(1), in_order=in_order)]
+        stream = TrajectoryStream(consumers, capacity_rows=capacity)
+        if is_full:
+            await stream.put([row(9, group="first", group_size=capacity) for _ in range(capacity)])
+        writers = [asyncio.create_task(stream.put([row(1, group=name, group_size=2)], timeout_s=5)) for name in order]
+        await asyncio.sleep(0)
+        for _ in range(4 + is_full):
+            batch = await stream.next_batch("learner", timeout_s=5)
+            assert batch is not None
+            await stream.release(batch)
+        await asyncio.gather(*writers)
+        assert stream.metrics()["balanced"] == 1.0
+        assert stream.books()["waiting"] == 0
+
+    run(main())
+
+
+def test_what_a_cancelled_consumer_had_taken_comes_again() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE])
+        await stream.put([row(1)])
+
+        async def work(*, fails: bool) -> None:
+            assert numbers(await stream.next_batch("judge", timeout_s=5)) == [1]
+            if fails:
+                raise ValueError("the consumer's own mistake")
+            await asyncio.sleep(60)
+
+        cancelled = asyncio.create_task(work(fails=False))
+        await asyncio.sleep(0.01)
+        cancelled.cancel()
+        failed = asyncio.create_task(work(fails=True))
+        await asyncio.gather(cancelled, failed, return_exceptions=True)
+        batch = await stream.next_batch("judge", timeout_s=5)
+        assert numbers(batch) == [1]
         assert batch is not None
         await stream.release(batch)
-        await writer
+        await stream.seal()
+        assert await stream.next_batch("judge") is None
+
+    run(main())
+
+
+def test_a_writer_that_is_cancelled_when_it_is_let_in_puts_nothing_and_holds_no_place() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE], capacity_rows=1)
+        await stream.put([row(1)])
+        writer = asyncio.create_task(stream.put([row(2)]))
+        other = asyncio.create_task(stream.put([row(3)], timeout_s=5))
+        await asyncio.sleep(0)
+        batch = await stream.next_batch("judge")
+        assert batch is not None
+        await stream.release(batch)
+        writer.cancel()
+        await asyncio.gather(writer, return_exceptions=True)
+        assert numbers(await stream.next_batch("judge", timeout_s=5)) == [3]
+        assert await other
+        assert stream.books()["produced"] == 2
+
+    run(main())
+
+
+def test_a_timeout_that_made_the_stream_fail_is_not_taken_for_the_streams_own() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE], capacity_rows=1)
+        await stream.put([row(1)])
+        reader = asyncio.create_task(stream.next_batch("judge", 3, timeout_s=30))
+        writer = asyncio.create_task(stream.put([row(2)], timeout_s=30))
+        await asyncio.sleep(0)
+        stream.fail(TimeoutError("the database did not answer"))
+        for task in (reader, writer):
+            with pytest.raises(TimeoutError, match="the database did not answer"):
+                await task
+
+    run(main())
+
+
+class NeverWalked(dict[int, Any]):
+    """Rows that may be looked up one by one only."""
+
+    def __iter__(self) -> Iterator[int]:
+        raise AssertionError("this costs time in proportion to all rows")
+
+    keys = values = items = __iter__  # type: ignore[assignment]
+
+
+def test_metrics_and_the_end_of_a_partition_cost_nothing_for_the_rows_of_others() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE])
+        for partition in range(3):
+            await stream.put([row(partition, group=f"g{partition}", group_size=2, partition=partition)] * 2)
+        stream._ledger.rows = NeverWalked(stream._ledger.rows)
+        stream._ledger.groups = NeverWalked(stream._ledger.groups)  # type: ignore[assignment]
+        await stream.drop_partition(1, "abandoned")
+        await stream.seal(2)
+        assert stream.metrics()["dropped_abandoned"] == 2
+        assert stream.metrics()["waiting"] == 4
 
     run(main())
 
@@ -256,21 +341,6 @@ def test_a_sealed_partition_ends_with_the_groups_as_complete_as_they_are(new_sto
         assert numbers(await stream.next_batch("learner", 5)) == [3]
         with pytest.raises(StreamError, match="partition 4 is sealed"):
             await stream.put([row(4, partition=4)])
-
-    run(main())
-
-
-def test_rows_too_old_are_dropped_with_their_group_and_counted(new_store: NewStore) -> None:
-    async def main() -> None:
-        store = new_store()
-        stream = TrajectoryStream([Consumer("learner", ("tokens",), Groups(1))], store)
-        await stream.put([row(1, group="old", group_size=3, version=1), row(2, group="old", version=5)])
-        await stream.put([row(3, group="new", group_size=1, version=5)])
-        await stream.evict(5)
-        await stream.put([row(4, group="old", version=5)])
-        assert numbers(await stream.next_batch("learner")) == [3]
-        assert stream.books() == {"produced": 4, "dropped_stale": 3, "waiting": 1}
-        assert (await store.stats())["rows"] == 1
 
     run(main())
 

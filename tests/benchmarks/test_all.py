@@ -1,0 +1,49 @@
+"""What a regenerated benchmark is compared with: a figure changed when it left its interval, or moved by a tenth."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def all_benchmarks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("all_benchmarks", BENCHMARKS / "all.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look their annotations up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_figure_that_left_its_interval_is_marked_and_one_within_it_is_not(all_benchmarks: ModuleType) -> None:
+    before = {"claims": {"queue": {"figure": {"mean": 3.5, "low": 3.3, "high": 3.7}, "rows": [{"step": 50.0}]}}}
+    within = {"claims": {"queue": {"figure": {"mean": 3.35, "low": 3.0, "high": 3.6}, "rows": [{"step": 54.0}]}}}
+    outside = {"claims": {"queue": {"figure": {"mean": 4.15, "low": 4.0, "high": 4.3}, "rows": [{"step": 80.0}]}}}
+    assert all_benchmarks.changes(before, within) == []
+    assert [change.figure for change in all_benchmarks.changes(before, outside)] == [
+        "claims / queue / figure",
+        "claims / queue / rows / 0 / step",
+    ]
+
+
+def test_figures_that_came_or_went_are_marked(all_benchmarks: ModuleType) -> None:
+    came, went = all_benchmarks.changes({"old": 1.0}, {"new": 2.0})
+    assert (came.figure, came.before, came.after) == ("new", None, 2.0)
+    assert (went.figure, went.before, went.after) == ("old", 1.0, None)
+    assert "| stream | new | none | 2 |" in all_benchmarks.table({"stream": [came]}, {})
+
+
+def test_every_result_has_a_benchmark_that_makes_it(all_benchmarks: ModuleType) -> None:
+    made = {one.result for one in all_benchmarks.BENCHMARKS}
+    kept = {"sandbox_soak"}  # an hour of a machine of its own
+    assert {file.stem for file in (BENCHMARKS / "results").glob("*.json")} == made | kept
+    for one in all_benchmarks.BENCHMARKS:
+        assert (BENCHMARKS / one.arguments[0]).is_file()

@@ -1,0 +1,169 @@
+"""The rollout around the scheduler: a run that can only lose ends with one line, one without tasks ends in order."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+from scheduler_world import failure, trajectory
+
+from roll_flash.config import load_config
+from roll_flash.errors import RunError
+from roll_flash.rollout.mixed_tasks import CurriculumTasks, MixedTasks
+from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.tasks import SeedTasks
+from roll_flash.rollout.worker import Outcome
+from roll_flash.types import EpisodeSpec, Group, Task
+
+Play = Callable[[EpisodeSpec, int], Outcome | None]
+"""How an episode ends, from its spec and the version of the weights; None: it never does."""
+
+
+class ThisProcess:
+    """A fleet whose episodes end in the next turn of the event loop, as `play` says."""
+
+    def __init__(self, play: Play) -> None:
+        self.play = play
+        self.version = 0
+        self.played: list[EpisodeSpec] = []
+
+    async def submit(self, episodes: Sequence[EpisodeSpec], receive: Callable[[Outcome], None]) -> None:
+        for episode in episodes:
+            self.played.append(episode)
+            if (outcome := self.play(episode, self.version)) is not None:
+                asyncio.get_running_loop().call_soon(receive, outcome)
+
+    async def cancel(self, episode_ids: Iterable[str]) -> None:
+        pass
+
+    async def status(self) -> list[Any]:
+        return []
+
+
+class NoLog:
+    def write(self, step: int, outcome: Outcome) -> None:
+        pass
+
+
+class ThreeTasks(SeedTasks):
+    """A source that ends."""
+
+    def next(self) -> Task:
+        if self.cursor >= 3:
+            raise StopIteration
+        return super().next()
+
+
+def tasks_of(env_id: str = "Env-v0", *, end: bool = False) -> SeedTasks:
+    return (ThreeTasks if end else SeedTasks)(env_id, {}, (0, 100), seed=0)
+
+
+def train(
+    fleet: ThisProcess, tasks: Any, *, steps: int, **rollout: Any
+) -> tuple[list[list[Group]], Rollout, list[str]]:
+    """The groups of each step, until the source has ended or `steps` are done; and what the user is told."""
+    on_stale = rollout.pop("on_stale", "evict")
+    alpha = rollout.pop("async_ratio", 0.0)
+    defaults = {"groups_per_step": 2, "group_size": 2, "max_concurrent": 16, "retries": 0, "max_failures_in_a_row": 8}
+    config = load_config(
+        {
+            "model": {"path": "tiny"},
+            "env": {"id": "Env-v0"},
+            "rollout": defaults | rollout,
+            "async_ratio": alpha,
+            "on_stale": on_stale,
+            "monitor": {"stall_timeout_s": 20.0},
+        }
+    )
+    made: list[list[Group]] = []
+    notices: list[str] = []
+
+    async def run() -> Rollout:
+        async with asyncio.timeout(60), Rollout(config, fleet, tasks, NoLog()) as run:  # type: ignore[arg-type]
+            for version in range(1, steps + 1):
+                groups = [group async for several in run.groups_for_step() for group in several]
+                if not groups:
+                    break
+                made.append(groups)
+                await run.version_advanced(version)
+                notices.extend(run.take_notices())
+                fleet.version = version
+                run.published(version)
+            notices.extend(run.take_notices())
+            return run
+
+    return made, asyncio.run(run()), notices
+
+
+def plays(reward: float | None = None) -> Play:
+    return lambda spec, version: trajectory(spec, [version], spec.replica if reward is None else reward)
+
+
+def test_a_run_whose_groups_all_lose_replicas_ends_with_one_line() -> None:
+    """One of four succeeds, so that episodes never fail in a row for long."""
+
+    def play(spec: EpisodeSpec, version: int) -> Outcome:
+        return trajectory(spec, [version]) if spec.replica == 3 else failure(spec)
+
+    fleet = ThisProcess(play)
+    with pytest.raises(RunError, match=r"^the last 8 groups could not be trained \(env_error 24\); mend what fails"):
+        train(fleet, tasks_of(), steps=1, group_size=4)
+    assert len(fleet.played) < 200
+
+
+def test_a_run_of_which_no_group_has_signal_says_so_at_each_step_and_then_ends() -> None:
+    fleet = ThisProcess(plays(reward=1.0))
+    with pytest.raises(RunError, match="no group of the last 2 steps had replicas with different rewards"):
+        train(fleet, tasks_of(), steps=9, drop_groups_without_signal=True, max_steps_without_signal=2)
+    made, _, notices = train(fleet, tasks_of(), steps=1, drop_groups_without_signal=True)
+    assert len(made) == 1
+    assert notices == ["nothing was learned: no group had replicas with different rewards"]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 1.5])
+def test_a_task_source_that_ends_ends_the_run_when_its_last_task_is_trained(alpha: float) -> None:
+    made, rollout, notices = train(ThisProcess(plays()), tasks_of(end=True), steps=9, async_ratio=alpha)
+    assert [len(groups) for groups in made] == [2, 1]
+    assert notices == ["the task source has ended after 3 groups: what is there is trained"]
+    assert rollout.is_over
+    books = rollout.books()
+    assert books["produced"] == books["trained"] == 6
+
+
+def test_a_task_source_that_ends_while_its_last_group_fails_ends_the_run_too() -> None:
+    def play(spec: EpisodeSpec, version: int) -> Outcome:
+        return failure(spec) if spec.group_id == "g00000002" else trajectory(spec, [version])
+
+    made, _, _ = train(ThisProcess(play), tasks_of(end=True), steps=9)
+    assert [len(groups) for groups in made] == [2]
+
+
+def test_when_one_of_several_sources_ends_the_others_go_on() -> None:
+    mixed = MixedTasks([tasks_of("Short-v0", end=True), tasks_of("Long-v0")], [1, 1])
+    drawn = [mixed.next().env_id for _ in range(12)]
+    assert drawn[:6].count("Short-v0") == 3
+    assert drawn[6:] == ["Long-v0"] * 6
+    levels = CurriculumTasks([tasks_of("Short-v0", end=True), tasks_of("Long-v0")], seed=0)
+    assert [levels.next().env_id for _ in range(40)].count("Short-v0") == 3
+    for source in (MixedTasks([tasks_of(end=True)], [1]), CurriculumTasks([tasks_of(end=True)], seed=0)):
+        for _ in range(3):
+            source.next()
+        with pytest.raises(StopIteration):
+            source.next()
+
+
+def test_requeue_plays_no_task_more_often_than_its_limit_and_the_books_say_so() -> None:
+    """Task 0's episodes never end; with one redundant group every step goes on without it."""
+    first = tasks_of().next().seed
+
+    def play(spec: EpisodeSpec, version: int) -> Outcome | None:
+        return None if spec.task.seed == first else trajectory(spec, [version], spec.replica)
+
+    fleet = ThisProcess(play)
+    limits = {"max_requeues": 2, "extra_groups": 1}
+    made, rollout, _ = train(fleet, tasks_of(), steps=8, on_stale="requeue", **limits)
+    assert len(made) == 8
+    assert sum(spec.task.seed == first and spec.replica == 0 for spec in fleet.played) == 3
+    assert rollout.books()["groups_given_up"] >= 1
