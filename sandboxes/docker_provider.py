@@ -106,6 +106,7 @@ class DockerProvider:
                 end=lambda: self.remove(name),
                 commit=lambda: self._commit(name),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
+                open_fresh=lambda: self._open(spec, run, timeout_s, None),
             )
             assert self._agent is not None
             network = (joins or name) if spec.network == "internal" else ""

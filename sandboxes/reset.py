@@ -10,7 +10,6 @@ from roll_flash.sandboxes.result import ExecResult
 from roll_flash.sandboxes.snapshot import populate
 
 WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
-KILL_ALL = "kill -9 -1"
 REMAINS = (
     "for entry in /proc/[0-9]*; do case ${entry#/proc/} in 1|$$) ;; *) echo $entry;; esac; done; "
     "tail -q -n +2 /proc/sysvipc/shm /proc/sysvipc/msg /proc/sysvipc/sem"
@@ -25,7 +24,7 @@ async def reset(sandbox: Sandbox, connection: AgentConnection) -> bool:
     if sandbox.spec.writable_root or sandbox.spec.network != "none":
         return False
     try:
-        await sandbox.exec(KILL_ALL, timeout=5)
+        await sandbox.kill_all()
         for folder in (sandbox.spec.workdir, *WRITABLE):
             if not await _emptied(connection, folder):
                 return False

@@ -7,6 +7,7 @@ neither install a system call filter nor hide its memory: the engine's own profi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import signal
@@ -20,8 +21,10 @@ from wire import (  # type: ignore[import-not-found]
     CANCELLED,
     CREDIT,
     DATA,
+    DONE,
     END,
     EXEC,
+    KILL_ALL,
     PING,
     PONG,
     PROTOCOL_VERSION,
@@ -31,6 +34,9 @@ from wire import (  # type: ignore[import-not-found]
     Payload,
     Wire,
 )
+
+
+KILL_ALL_S = 5.0
 
 
 def children_cpu_s() -> float:
@@ -48,7 +54,7 @@ class Agent:
 
     def dispatch_or_end(self, kind: int, channel: int, data: bytes) -> None:
         try:
-            if not EXEC <= kind <= SIGNAL or (kind == EXEC and channel in self.commands):
+            if not EXEC <= kind <= KILL_ALL or (kind == EXEC and channel in self.commands):
                 raise ValueError("no request, or one for a channel that is in use")
             self.dispatch(kind, channel, data)
         except (struct.error, ValueError, OverflowError):
@@ -62,6 +68,8 @@ class Agent:
             self.commands[channel] = Command(self, channel, payload)
         elif kind == PING:
             self.wire.send(PONG, channel, struct.pack("<II", len(self.commands), len(self.wire.outbound)))
+        elif kind == KILL_ALL:
+            self.kill_all(channel)
         elif command is None:
             self.transfers.dispatch(kind, channel, payload)
         elif kind == DATA:
@@ -78,6 +86,19 @@ class Agent:
         elif kind == SIGNAL and command.status is None:
             with contextlib.suppress(OSError):
                 os.killpg(command.pid, payload.take("<I"))
+
+    def kill_all(self, channel: int) -> None:
+        """Everything but this process, which is process 1, is dead when this answers."""
+        give_up = time.monotonic() + KILL_ALL_S
+        try:
+            while os.getpid() == 1 and time.monotonic() < give_up:
+                os.kill(-1, signal.SIGKILL)
+                self.reap()
+                time.sleep(0.001)
+            self.wire.send_error(channel, errno.EBUSY if os.getpid() == 1 else errno.EPERM, "kill all")
+        except ProcessLookupError:
+            self.reap()
+            self.wire.send(DONE, channel, struct.pack("<Q", 0))
 
     def reap(self) -> None:
         with contextlib.suppress(ChildProcessError):
