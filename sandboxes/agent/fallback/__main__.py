@@ -35,7 +35,6 @@ from wire import (  # type: ignore[import-not-found]
     Wire,
 )
 
-
 KILL_ALL_S = 5.0
 
 
