@@ -116,13 +116,13 @@ async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verd
         raise NoVerdictError(f"its tests took longer than {task.test_timeout_s:g} s", output, timed_out=True)
     try:
         if task.verdict == "pytest":
-            return Verdict(_of_pytest(result.stdout_text), output)
+            return Verdict(pytest_verdict(result.stdout_text), output)
         return Verdict(await _of_reward_file(sandbox, reward_key), output)
     except ValueError as error:
         raise NoVerdictError(str(error), output) from None
 
 
-def _of_pytest(output: str) -> float:
+def pytest_verdict(output: str) -> float:
     """1 if every test passed, as terminal-bench has it. Raises ValueError."""
     summary = _SUMMARY.findall(output)
     outcomes = _OUTCOME.findall(summary[-1]) if summary else []
