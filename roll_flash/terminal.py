@@ -34,6 +34,10 @@ def say(text: str = "", *, error: bool = False, end: str = "\n") -> None:
 
 
 class _PrintableFormatter(logging.Formatter):
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One record, one line: what a model said must not look like a record of ours."""
+        return one_line(super().formatMessage(record))
+
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
 
