@@ -20,7 +20,6 @@ from roll_flash.envs.agent_verifier import (
     CommandVerifier,
     FunctionVerifier,
     check_task_environment,
-    write_over,
 )
 from roll_flash.envs.base import Observation, SandboxEnv
 from roll_flash.envs.registration import make_env
@@ -168,7 +167,7 @@ class AgentEnv(SandboxEnv):
                 merge_stderr=True,
             )
             self._note_end(result, forward.accepted)
-        await self.sandbox.exec("kill -9 -1", timeout=10)  # what it left running must not meddle with the check
+        await self.sandbox.kill_all()  # what it left running must not meddle with the check
         if forward.accepted == 0:
             raise EnvError(self._why_no_call(result))
 
@@ -177,8 +176,8 @@ class AgentEnv(SandboxEnv):
         reward, info = await self._check()
         info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
         if self._partial is not None:
-            await write_over(self.sandbox, f"{FOLDER}/output", self._said)
-            partial, _ = await self._partial(self.sandbox, self._check_variables)
+            said = {f"{FOLDER}/output": self._said}
+            partial, _ = await self._partial(self.sandbox, self._check_variables, said)
             info |= {"check": reward, "partial": partial}
             reward = (1 - self._partial_weight) * reward + self._partial_weight * partial
         return reward, info

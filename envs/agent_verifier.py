@@ -11,17 +11,34 @@ from typing import Any, Protocol, cast
 
 from roll_flash.envs.base import Observation, SandboxEnv
 from roll_flash.sandboxes import Sandbox
+from roll_flash.sandboxes.errors import SandboxFileError
 
 from roll_flash.errors import ConfigError, EnvError
 
 VERIFIER_OUTPUT = 1 << 16
+CHECK_ENVIRONMENT = {
+    "HOME": "/nonexistent",
+    # What `python3 -I` does, for every Python that the check starts.
+    "PYTHONSAFEPATH": "1",
+    "PYTHONNOUSERSITE": "1",
+    **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV"), ""),
+}
+"""A check's own: its programs read no settings and import no modules from where an agent could write."""
+_CLEAN_PATH = (
+    'p=; IFS=:; for d in $PATH; do case $d/ in /tmp/*|/dev/*|"$PWD"/*|[!/]*) ;; '
+    '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
+)
+"""Leaves what an agent could write out of the image's PATH."""
+WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 
 
 @dataclass(frozen=True, slots=True)
 class CommandVerifier:
-    """Run by `/bin/sh` in the sandbox. The last line of its output is the reward if it is a number from 0 to 1.
+    """Run by `/bin/sh` in the sandbox, alone. The last line of its output is the reward if it is a number from 0 to 1.
 
-    Else exit status 0 is 1.0 and any other 0.0; so is a time-out, since what is checked may itself never end.
+    Else exit status 0 is 1.0 and any other 0.0; so is a time-out, since what is checked may itself never end, and a
+    file that cannot be put where it belongs, since only an agent can be in its way. docs/agents.md says what it may
+    trust.
     """
 
     command: str
@@ -29,10 +46,29 @@ class CommandVerifier:
     """Path and content, put there only now: the agent has not seen them."""
     timeout_s: float
 
-    async def __call__(self, sandbox: Sandbox, env: Mapping[str, str]) -> tuple[float, dict[str, Any]]:
-        for path, content in self.files.items():
-            await write_over(sandbox, path, content)
-        result = await sandbox.exec(self.command, timeout=self.timeout_s, env=env, max_output=VERIFIER_OUTPUT)
+    def __post_init__(self) -> None:
+        for path in self.files:
+            if ".." in path.split("/") or (path.startswith("/") and not path.startswith(WRITABLE)):
+                raise ConfigError(
+                    f"verifier_files: {path!r}: a sandbox can be written below its working directory and /tmp only"
+                )
+
+    async def __call__(
+        self, sandbox: Sandbox, env: Mapping[str, str], more_files: Mapping[str, bytes] | None = None
+    ) -> tuple[float, dict[str, Any]]:
+        await sandbox.kill_all()
+        try:
+            for path, content in {**self.files, **(more_files or {})}.items():
+                await sandbox.remove(path)
+                await sandbox.write(path, content)
+        except SandboxFileError as error:
+            return 0.0, {"verifier_error": str(error)}
+        result = await sandbox.exec(
+            _CLEAN_PATH + self.command,
+            timeout=self.timeout_s,
+            env={**CHECK_ENVIRONMENT, **env},
+            max_output=VERIFIER_OUTPUT,
+        )
         info = {"verifier_exit": result.exit_code, "verifier_timed_out": result.timed_out}
         if result.timed_out:
             return 0.0, info
@@ -40,17 +76,14 @@ class CommandVerifier:
         return _number(lines[-1] if lines else "", float(result.exit_code == 0)), info
 
 
-async def write_over(sandbox: Sandbox, path: str, content: str | bytes) -> None:
-    """Write a file where an agent may have left anything, even a folder of that name, which must not stop the check."""
-    await sandbox.exec(["rm", "-rf", "--", path], timeout=10)
-    await sandbox.write(path, content)
-
-
 def _number(word: str, otherwise: float) -> float:
+    """A mean of nothing, as an empty file may give it, is no success."""
     try:
         value = float(word)
     except ValueError:
         return otherwise
+    if not math.isfinite(value):
+        return 0.0
     return value if 0.0 <= value <= 1.0 else otherwise
 
 

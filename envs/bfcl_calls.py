@@ -13,12 +13,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from roll_flash.envs.model_text import parse_python
 from roll_flash.envs.tool_calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
 from roll_flash.envs.tools import ToolDescription
 
 NO_SUCH_FUNCTION = "no_such_function()"
 """Stands for a call that cannot be run: it fails in bfcl-eval's checker as the model's own did."""
-LONGEST_PYTHON_CHARACTERS = 20_000
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
 
@@ -74,11 +74,9 @@ def _python_calls(text: str) -> Sequence[ast.Call]:
     text = text.strip("`\n ")
     text = text if text.startswith("[") else "[" + text
     text = text if text.endswith("]") else text + "]"
-    if len(text) > LONGEST_PYTHON_CHARACTERS:
-        raise _NoCallError
     try:
-        body = ast.parse(text.strip("'"), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        body = parse_python(text.strip("'"))
+    except ValueError:
         raise _NoCallError from None
     if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
         raise _NoCallError

@@ -6,6 +6,7 @@ are right, if no other file was touched.
 
 from __future__ import annotations
 
+import errno
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class FileQuest(SandboxToolEnv):
     async def final_state(self) -> float:
         if not self._has_files:  # nothing was done
             return 0.0
+        await self.sandbox.kill_all()
         return compare(self._quest.before, self._quest.after, await self._found_files())
 
     async def oracle(self) -> str:
@@ -80,6 +82,10 @@ class FileQuest(SandboxToolEnv):
             try:
                 report = await self.sandbox.get_tree(".", root, max_bytes=MOST_BYTES, max_entries=MOST_FILES)
             except SandboxFileError:
+                return {}
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
                 return {}
             found = {str(path.relative_to(root)): _content(path) for path in root.rglob("*") if not path.is_dir()}
             return found | dict.fromkeys(report.left_out, "")

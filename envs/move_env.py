@@ -8,10 +8,10 @@ from typing import Any
 
 import gymnasium
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
+from roll_flash.envs.model_text import tagged
 from roll_flash.envs.text_space import TextSpace
 from roll_flash.envs.tool_calls import without_thinking
 
-_TAGGED = re.compile(r"<(?:move|answer)>(.*?)</(?:move|answer)>", re.DOTALL | re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s,;|]+|->|\.(?=\s|$)")
 
 
@@ -21,8 +21,8 @@ def parse_moves(text: str, words: Sequence[str]) -> list[int] | None:
     None for anything else: a word of the reasoning is not taken for a move.
     """
     text = without_thinking(text)
-    tagged = _TAGGED.findall(text)
-    said = [word.lower() for word in _BETWEEN.split(tagged[-1] if tagged else text) if word]
+    moves = tagged(text, "move", "answer", ignore_case=True)
+    said = [word.lower() for word in _BETWEEN.split(moves[-1] if moves else text) if word]
     known = {word.lower(): index for index, word in enumerate(words)}
     if not said or any(word not in known for word in said):
         return None

@@ -9,6 +9,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
+from roll_flash.terminal import printable
+
 MOST_CHARACTERS = 1 << 16
 
 
@@ -23,7 +25,7 @@ class Allowance:
         kept = text[: self.left]
         self.left -= len(kept)
         self.left_out += len(text) - len(kept)
-        return kept
+        return printable(kept)
 
 
 _allowance: ContextVar[Allowance | None] = ContextVar("allowance", default=None)

@@ -82,6 +82,7 @@ class PythonRepair(SandboxToolEnv):
         if not self._has_program:  # nothing was done
             return 0.0
         repair = self._task
+        await self.sandbox.kill_all()
         said = await self._call_program(repair)
         passed = sum(found == wanted for found, wanted in zip(said, repair.expected, strict=False))
         if passed == len(repair.expected):

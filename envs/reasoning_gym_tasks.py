@@ -7,11 +7,11 @@ The package generates the questions and scores the answers; each seed makes a da
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
+from roll_flash.envs.model_text import tagged
 from roll_flash.envs.optional_package import import_optional
 from roll_flash.envs.text_space import TextSpace
 from roll_flash.envs.tool_calls import without_thinking
@@ -19,7 +19,6 @@ from roll_flash.envs.tool_calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError
 
 MOST_SEEDS = 1 << 31
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 class ReasoningGym(gymnasium.Env[str, str]):
@@ -47,7 +46,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         text = without_thinking(action)
-        found = _ANSWER.findall(text)
+        found = tagged(text, "answer")
         answer = (found[-1] if found else text).strip()
         score, trouble = self._score(answer) if answer else (0.0, "")
         info = {"success": score >= 1.0, "answer": answer[:1000], **({"score_error": trouble} if trouble else {})}

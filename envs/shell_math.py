@@ -18,7 +18,7 @@ from roll_flash.types import Message
 
 COMMAND_REWARD, RESULT_REWARD, ANSWER_REWARD = 0.1, 0.3, 0.6
 
-_COMMAND = re.compile(r"\s*<sh>([^<>\n]{1,200})</sh>\s*")
+_COMMAND = re.compile(r"\s*<sh>([^<>\n\0]{1,200})</sh>\s*")
 _ANSWER = re.compile(r"\s*<answer>\s*(-?\d{1,30})\s*</answer>\s*")
 _WORDS = {"+": "plus", "-": "minus", "*": "times"}
 

@@ -28,6 +28,12 @@ class Opponent(Protocol):
     async def close(self) -> None: ...
 
 
+def listed_moves(text: str) -> list[str]:
+    """What a game lists last as allowed; players' words may be in the text too."""
+    listed = _LISTED.findall(text)
+    return _MOVE.findall(listed[-1]) if listed else []
+
+
 class RandomOpponent:
     """Plays one of the moves that the game lists as allowed."""
 
@@ -35,8 +41,7 @@ class RandomOpponent:
         self._chance = random.Random(seed)
 
     async def move(self, messages: Sequence[Message]) -> str:
-        listed = _LISTED.findall(str(messages[-1]["content"]))
-        moves: list[str] = _MOVE.findall(listed[-1]) if listed else []
+        moves = listed_moves(str(messages[-1]["content"]))
         if not moves:
             raise EnvError("TextArenaDuel-v0: the game lists no allowed moves, so opponent=random cannot choose one")
         return self._chance.choice(moves)

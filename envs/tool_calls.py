@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import ast
 import difflib
-import html
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roll_flash.envs.model_text import MOST_CALLS, after_blanks, parse_python, unescaped
 from roll_flash.envs.tools import ToolDescription
 
 UNKNOWN = "(unknown)"
@@ -29,13 +29,14 @@ UNKNOWN = "(unknown)"
 ANSWER_TAG = "answer"
 
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
-_LLAMA_START = re.compile(r'\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type|function)")')
+_LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
 _MISTRAL = "[TOOL_CALLS]"
-_LIST_START = re.compile(r'\s*(?=\[\s*\{\s*"(?:name|type|function)")')
-_NAMED_JSON = re.compile(r"\s*([A-Za-z_]\w*)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?\s*(?=\{)")
-_PYTHON_START = re.compile(r"\s*(?:<\|python_start\|>)?\s*(?=\[\s*[A-Za-z_][\w.]*\()")
-_ONE_TAG = re.compile(r"\s*<([A-Za-z_]\w*)((?:\s[^<>]*)?)>(.*)</\1>\s*", re.DOTALL)
-_ATTRIBUTE = re.compile(r"([A-Za-z_]\w*)\s*=\s*(?:\"([^\"]*)\"|'([^']*)')")
+_LIST_START = re.compile(r'\s*+(?=\[\s*+\{\s*+"(?:name|type|function)")')
+_NAMED_JSON = re.compile(r"\s*+([A-Za-z_]\w*+)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\])?\s*+(?=\{)")
+_PYTHON_START = re.compile(r"\s*+(?:<\|python_start\|>)?\s*+(?=\[\s*+[A-Za-z_][\w.]*+\()")
+_ONE_TAG = re.compile(r"\s*+<([A-Za-z_]\w*+)((?:\s[^<>]*+)?)>(.*)</\1>", re.DOTALL)
+_ATTRIBUTE = re.compile(r"(?<!\w)([A-Za-z_]\w*+)\s*+=\s*+(?:\"([^\"]*+)\"|'([^']*+)')")
+_SEPARATOR = re.compile(r"[; \n\t]*+")
 _HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
 _decoder = json.JSONDecoder(strict=False)  # models write raw newlines into strings
 
@@ -64,21 +65,27 @@ def without_thinking(text: str) -> str:
 
 
 def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
-    """All calls in the order of the text; empty if it holds none."""
+    """The calls in the order of the text, the first MOST_CALLS of them; empty if it holds none."""
     text = without_thinking(text)
     if start := _LLAMA_START.match(text):
-        return _json_calls(text[start.end() :], tools)
+        return _bounded(_json_calls(text[start.end() :], tools))
     if _MISTRAL in text:
         parts = [part for part in text.split(_MISTRAL)[1:] if part.strip()]
-        return [call for part in parts for call in _mistral_calls(part, tools)]
+        return _bounded([call for part in parts[: MOST_CALLS + 1] for call in _mistral_calls(part, tools)])
     if _LIST_START.match(text) or ((match := _NAMED_JSON.match(text)) and match[1] in tools):
-        return _mistral_calls(text, tools)
+        return _bounded(_mistral_calls(text, tools))
     if start := _PYTHON_START.match(text):
-        return _python_calls(text[start.end() :].replace("<|python_end|>", "").strip(), tools)
-    found = _tagged_calls(text, tools)
-    if not found and (match := _ONE_TAG.fullmatch(text)) and match[1] not in (ANSWER_TAG, *tools):
+        return _bounded(_python_calls(text[start.end() :].replace("<|python_end|>", "").strip(), tools))
+    found = _bounded(_tagged_calls(text, tools))
+    if not found and (match := _ONE_TAG.fullmatch(text.rstrip())) and match[1] not in (ANSWER_TAG, *tools):
         return [_unknown(match[1], tools)]
     return found
+
+
+def _bounded(calls: list[ToolCall | BadCall]) -> list[ToolCall | BadCall]:
+    if len(calls) <= MOST_CALLS:
+        return calls
+    return [*calls[:MOST_CALLS], BadCall(f"Only the first {MOST_CALLS} calls were read")]
 
 
 def looks_native(text: str) -> bool:
@@ -94,7 +101,7 @@ def looks_native(text: str) -> bool:
 def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
     """A JSON list of calls, or a name and its arguments."""
     named = _NAMED_JSON.match(text)
-    start = named.end() if named else len(text) - len(text.lstrip())
+    start = named.end() if named else after_blanks(text, 0)
     try:
         value, _ = _decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
@@ -107,11 +114,10 @@ def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[Tool
 def _python_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
     """A list of calls with literal arguments; text that only begins like one is none."""
     try:
-        body = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        body = parse_python(text)
+    except ValueError as error:
         name = text[1 : text.index("(")].strip()
-        where = f" at character {error.offset}" if isinstance(error, SyntaxError) and error.offset else ""
-        return [BadCall(f"The calls are not a valid Python list{where}", name)] if name in tools else []
+        return [BadCall(f"The calls are not a valid Python list{error}", name)] if name in tools else []
     if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
         return []
     try:
@@ -139,7 +145,7 @@ def _tagged_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolC
     opening = re.compile(rf"<(?:tool_call|(?:{names})(?:\s[^<>]*?)?/?)>" if names else "<tool_call>")
     found: list[ToolCall | BadCall] = []
     position = 0
-    while match := opening.search(text, position):
+    while len(found) <= MOST_CALLS and (match := opening.search(text, position)):
         if match[0] == _HERMES_OPEN:
             call, position = _hermes_call(text, match.end(), tools)
         else:
@@ -150,30 +156,30 @@ def _tagged_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolC
 
 def _hermes_call(text: str, start: int, tools: Mapping[str, ToolDescription]) -> tuple[ToolCall | BadCall, int]:
     """Where JSON ends is for JSON to say: an argument may hold the closing tag."""
-    start += len(text[start:]) - len(text[start:].lstrip())
+    start = after_blanks(text, start)
     try:
         value, end = _decoder.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         close = text.find(_HERMES_CLOSE, start)
         return _bad_json(error, start), len(text) if close < 0 else close + len(_HERMES_CLOSE)
-    rest = text[end:].lstrip()
-    if rest.startswith(_HERMES_CLOSE):
-        end = len(text) - len(rest) + len(_HERMES_CLOSE)
+    close = after_blanks(text, end)
+    if text.startswith(_HERMES_CLOSE, close):
+        end = close + len(_HERMES_CLOSE)
     return _call_of(value, tools), end
 
 
 def _json_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
     found: list[ToolCall | BadCall] = []
     position = 0
-    while position < len(text):
+    while position < len(text) and len(found) <= MOST_CALLS:
         try:
             value, position = _decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:
             return [*found, _bad_json(error, 0)]
         found.append(_call_of(value, tools))
-        rest = text[position:].lstrip("; \n\t")
-        position = len(text) - len(rest)
-        if not rest.startswith("{"):
+        separator = _SEPARATOR.match(text, position)
+        position = separator.end() if separator else position
+        if not text.startswith("{", position):
             break
     return found
 
@@ -204,8 +210,7 @@ def _tag_call(text: str, match: re.Match[str], tools: Mapping[str, ToolDescripti
     name_and_attributes = match[0].strip("<>").removesuffix("/")
     name, _, attributes = name_and_attributes.partition(next((c for c in name_and_attributes if c.isspace()), " "))
     given: dict[str, Any] = {
-        found[1]: html.unescape(found[2] if found[2] is not None else found[3])
-        for found in _ATTRIBUTE.finditer(attributes)
+        found[1]: unescaped(found[2] if found[2] is not None else found[3]) for found in _ATTRIBUTE.finditer(attributes)
     }
     if match[0].endswith("/>"):
         return ToolCall(name, given), match.end()

@@ -12,7 +12,6 @@ import functools
 import inspect
 import logging
 import random
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from weakref import WeakKeyDictionary
 
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.daemon_threads import call_in_thread
+from roll_flash.envs.model_text import tagged
 from roll_flash.envs.printed_output import capped_prints
 from roll_flash.envs.rewards import Rubric
 from roll_flash.envs.tool_calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls, without_thinking
@@ -42,7 +42,6 @@ from roll_flash.types import Message
 logger = logging.getLogger("roll_flash.envs")
 
 ERROR_CHARACTERS = 600
-_ANSWER = re.compile(rf"<{ANSWER_TAG}>(.*?)</{ANSWER_TAG}>", re.DOTALL)
 
 
 @dataclass(slots=True)
@@ -181,8 +180,8 @@ class ToolEnv(Env):
     async def _take_answer(self, action: str) -> Observation | None:
         self.last_calls = ()
         text = without_thinking(action)
-        tagged = _ANSWER.findall(text)
-        self.final_answer = (tagged[-1] if tagged else text).strip()
+        answers = tagged(text, ANSWER_TAG)
+        self.final_answer = (answers[-1] if answers else text).strip()
         return await self.answered(self.final_answer)
 
     async def _run_call(self, call: ToolCall | BadCall) -> CallOutcome:

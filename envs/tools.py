@@ -178,5 +178,12 @@ def _say(error: pydantic.ValidationError) -> str:
             case "extra_forbidden":
                 said.append(f"there is no argument {where}")
             case _:
-                said.append(f"argument {where}: {problem['msg']} (given: {str(problem['input'])[:80]!r})")
+                said.append(f"argument {where}: {problem['msg']} (given: {_shown(problem['input'])})")
     return "; ".join(said)
+
+
+def _shown(value: object) -> str:
+    try:
+        return repr(str(value)[:80])
+    except (ValueError, RecursionError):  # a number that is too long to be written, or nesting that is too deep
+        return f"a {type(value).__name__} that cannot be shown"

@@ -24,6 +24,7 @@ from roll_flash.cli_eval import add_eval
 from roll_flash.cli_gateway import add_gateway
 from roll_flash.cli_sandbox import add_sandbox
 from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.terminal import make_logs_printable, printable, say
 
 if TYPE_CHECKING:
     from roll_flash.config import Config
@@ -35,6 +36,7 @@ Handler = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Raises SystemExit for `--help`, `--version` and usage errors only."""
     arguments = build_parser().parse_args(argv)
+    make_logs_printable()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py beside the user
     handler: Handler = arguments.handler
@@ -64,8 +66,8 @@ def _shortened(text: str) -> str:
 
 def _fail(arguments: argparse.Namespace, message: str, code: int) -> int:
     if arguments.debug:
-        traceback.print_exc()
-    print(f"roll-flash: {message}", file=sys.stderr)
+        say(traceback.format_exc(), error=True, end="")
+    say(f"roll-flash: {message}", error=True)
     return code
 
 
@@ -86,7 +88,7 @@ class _Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+        self.exit(2, printable(f"{self.prog}: {message} (see {self.prog} --help)\n"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         found, unknown = self.parse_known_args(args, namespace)
@@ -138,7 +140,7 @@ def _config_and_overrides(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
+    say(json.dumps(value, indent=2, default=str))
 
 
 def _standard_output_for_json(wanted: bool) -> AbstractContextManager[Any]:
@@ -177,7 +179,7 @@ def _train(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(summary)
     else:
-        print(closing_text(summary))
+        say(closing_text(summary))
     return 0
 
 
@@ -190,8 +192,8 @@ def _dry_run(arguments: argparse.Namespace, config: Config) -> int:
     if arguments.json:
         _print_json({"checks": checks, "config": config.model_dump(mode="json")})
     else:
-        print("\n".join(f"# {check}" for check in checks))
-        print(config.to_yaml(), end="")
+        say("\n".join(f"# {check}" for check in checks))
+        say(config.to_yaml(), end="")
     return 0
 
 
@@ -232,7 +234,7 @@ def _envs_list(arguments: argparse.Namespace) -> int:
         return 0
     width = max((len(env.id) for env in found), default=0)
     for env in found:
-        print(f"{env.id:<{width}}  {env.about}")
+        say(f"{env.id:<{width}}  {env.about}")
     return 0
 
 
@@ -248,7 +250,7 @@ def _envs_check(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({**dataclasses.asdict(found), "ok": found.ok})
     else:
-        print(found.as_table())
+        say(found.as_table())
     return 0 if found.ok else 1
 
 
@@ -259,8 +261,8 @@ def _envs_new(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({"folder": str(project.folder), "files": list(project.files), "env_id": project.env_id})
     else:
-        print(f"{project.folder}: {', '.join(project.files)}")
-        print(f"try it:  cd {project.folder} && roll-flash envs check {project.source}:{project.env_id}")
+        say(f"{project.folder}: {', '.join(project.files)}")
+        say(f"try it:  cd {project.folder} && roll-flash envs check {project.source}:{project.env_id}")
     return 0
 
 
@@ -287,7 +289,7 @@ def _export(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({"folder": str(folder), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)})
     else:
-        print(f"{folder}: model of step {checkpoint.step}")
+        say(f"{folder}: model of step {checkpoint.step}")
     return 0
 
 
@@ -299,7 +301,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from roll_flash.doctor import as_json, check_machine, is_usable, report
 
     checks = check_machine()
-    print(as_json(checks) if arguments.json else report(checks))
+    say(as_json(checks) if arguments.json else report(checks))
     return 0 if is_usable(checks) else 1
 
 

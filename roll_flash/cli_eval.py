@@ -10,6 +10,8 @@ from contextlib import contextmanager, redirect_stdout
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from roll_flash.terminal import say
+
 if TYPE_CHECKING:
     from roll_flash.evaluate.command import EvalRequest
 
@@ -86,12 +88,12 @@ def _eval(arguments: argparse.Namespace, split_words: SplitWords) -> int:
             result, folder = asyncio.run(run_evaluation(replace(request, status=status)))
     except KeyboardInterrupt:
         folder = plan_evaluation(request).folder
-        print(f"roll-flash: interrupted; what had ended is in {folder}; the same command goes on", file=sys.stderr)
+        say(f"roll-flash: interrupted; what had ended is in {folder}; the same command goes on", error=True)
         return 130
     if arguments.json:
         _print_json({**result.to_dict(), "folder": str(folder)})
     else:
-        print(report(result, folder))
+        say(report(result, folder))
     return 0 if result.scored else 1
 
 
@@ -113,10 +115,10 @@ def _eval_diff(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json({**found.to_dict(), "page": str(page)})
     else:
-        print(found.table())
-        print(f"  side by side in {page}")
+        say(found.table())
+        say(f"  side by side in {page}")
     return 0
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
+    say(json.dumps(value, indent=2, default=str))

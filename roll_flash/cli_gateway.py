@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from roll_flash.errors import ConfigError
+from roll_flash.terminal import say
 
 if TYPE_CHECKING:
     from roll_flash.gateway.command import Serving
@@ -84,11 +84,11 @@ def _only_overrides(words: Sequence[str]) -> Sequence[str]:
 def _announce(serving: Serving, as_json: bool) -> None:
     if as_json:
         found = {"url": serving.url, "model": serving.model, "episodes": str(serving.episodes)}
-        print(json.dumps(found), flush=True)
+        say(json.dumps(found))
         return
-    print(f"{serving.model} at {serving.url}/v1; open a session with POST {serving.url}/v1/sessions; Ctrl-C stops")
-    print(f"finished episodes go into {serving.episodes}", flush=True)
+    say(f"{serving.model} at {serving.url}/v1; open a session with POST {serving.url}/v1/sessions; Ctrl-C stops")
+    say(f"finished episodes go into {serving.episodes}")
 
 
 def _note(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    say(text, error=True)

@@ -8,6 +8,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from roll_flash.terminal import say
+
 if TYPE_CHECKING:
     from roll_flash.sandboxes import SandboxEntry
 
@@ -57,9 +59,9 @@ def _sandbox_check(arguments: argparse.Namespace) -> int:
         return 0 if found.ok else 1
     for check in found.checks:
         words = check.name.replace("_", " ")
-        print(f"{'ok   ' if check.ok else 'FAIL '} {words}" + ("" if check.ok else f": {check.detail}"))
+        say(f"{'ok   ' if check.ok else 'FAIL '} {words}" + ("" if check.ok else f": {check.detail}"))
     failed = sum(not check.ok for check in found.checks)
-    print(f"{found.provider} ({found.isolation} isolation): {len(found.checks) - failed} of {len(found.checks)} hold")
+    say(f"{found.provider} ({found.isolation} isolation): {len(found.checks) - failed} of {len(found.checks)} hold")
     return 0 if found.ok else 1
 
 
@@ -72,9 +74,9 @@ def _sandbox_bench(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(dataclasses.asdict(found))
         return 0
-    print(f"{found.provider} ({found.isolation} isolation), {found.cores} cores, load {found.load:g}")
+    say(f"{found.provider} ({found.isolation} isolation), {found.cores} cores, load {found.load:g}")
     for figure in found.figures:
-        print(f"  {figure.name:<28} {figure.value:.3g} {figure.unit}")
+        say(f"  {figure.name:<28} {figure.value:.3g} {figure.unit}")
     return 0
 
 
@@ -87,7 +89,7 @@ def _sandbox_soak(arguments: argparse.Namespace) -> int:
     if arguments.json:
         _print_json(found.to_dict())
     else:
-        print(found.table())
+        say(found.table())
     return 0 if found.ok else 1
 
 
@@ -98,11 +100,11 @@ def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[SandboxEntry
     for item in found:
         state = "leaked" if item.leaked else item.state
         beside = f"  beside {item.network}" if item.network not in ("", item.name) else ""
-        print(f"{item.name}  {state}  {item.age_s:.0f} s old  run {item.run or '-'}  owner {item.owner or '-'}{beside}")
+        say(f"{item.name}  {state}  {item.age_s:.0f} s old  run {item.run or '-'}  owner {item.owner or '-'}{beside}")
     if not found:
-        print(none)
+        say(none)
     return 0
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
+    say(json.dumps(value, indent=2, default=str))

@@ -19,6 +19,8 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 
+from roll_flash.terminal import say
+
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_MEMORY_GIB = 8.0
 MINIMUM_DISK_GIB = 5.0
@@ -302,7 +304,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := [name for name in only if name not in CHECKS]:
         parser.error(f"no check is called {', '.join(unknown)}; there are: {', '.join(CHECKS)}")
     checks = check_machine(only)
-    print(as_json(checks) if options.json else report(checks))
+    say(as_json(checks) if options.json else report(checks))
     return 0 if is_usable(checks) else 1
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from roll_flash import tiny_model
 from roll_flash.errors import ModelError, RollFlashError
+from roll_flash.terminal import say
 
 RECIPE = 1
 """Part of the cache folder's name; raised when a recipe below changes, so that nobody keeps a model of the old one."""
@@ -157,12 +158,12 @@ RECIPES: dict[str, Callable[[Path], None]] = {"smollm2-135m": _write_smollm2, "t
 
 def main() -> int:
     if len(sys.argv) != 2:
-        print(f"usage: python -m roll_flash.models NAME_OR_FOLDER (names: {', '.join(RECIPES)})", file=sys.stderr)
+        say(f"usage: python -m roll_flash.models NAME_OR_FOLDER (names: {', '.join(RECIPES)})", error=True)
         return 2
     try:
-        print(resolve_model(sys.argv[1]))
+        say(str(resolve_model(sys.argv[1])))
     except RollFlashError as error:
-        print(error, file=sys.stderr)
+        say(str(error), error=True)
         return error.exit_code
     return 0
 

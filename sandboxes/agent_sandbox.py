@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -59,6 +60,7 @@ class AgentSandbox:
         commit: Callable[[], Awaitable[str]] | None = None,
         usage: Callable[[], dict[str, int]] | None = None,
         open_beside: Callable[[SandboxSpec], Awaitable[Sandbox]] | None = None,
+        open_fresh: Callable[[], Awaitable[Sandbox]] | None = None,
     ) -> None:
         self.name = name
         self.provider = provider
@@ -69,6 +71,7 @@ class AgentSandbox:
         self._commit = commit
         self._usage = usage
         self._open_beside = open_beside
+        self._open_fresh = open_fresh
         self._beside: list[Sandbox] = []
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -168,6 +171,9 @@ class AgentSandbox:
     async def remove(self, path: str) -> None:
         await files.remove(self._connection, inside(self.spec, path))
 
+    async def kill_all(self) -> None:
+        await files.kill_all(self._connection)
+
     async def stats(self) -> SandboxStats:
         if not self._connection.usable:
             raise self._connection.error or SandboxDied(f"sandbox {self.name} died", "agent")
@@ -218,6 +224,16 @@ class AgentSandbox:
             raise SandboxDied(f"sandbox {self.name} was closed while another was opened beside it", "closed")
         self._beside.append(opened)
         return opened
+
+    @asynccontextmanager
+    async def fresh(self) -> AsyncIterator[Sandbox]:
+        if self._open_fresh is None:
+            raise SandboxSpecError(f"sandbox {self.name}: the {self.provider} provider cannot open another like it")
+        opened = await self._open_fresh()
+        try:
+            yield opened
+        finally:
+            await asyncio.shield(opened.close())
 
     async def reset(self) -> bool:
         if not await reset(self._connection, self.spec, self._folders):

@@ -60,6 +60,30 @@ async def a_command_returns_its_output_and_exit_code(open: Open) -> None:
 
 
 @check
+async def everything_inside_can_be_killed_at_once(open: Open) -> None:
+    """Also what has left its command and what starts itself again, with no process to spare."""
+    again = "f() { (sleep 0.02; f) & }; f"
+    async with open(SandboxSpec(pids=16)) as sandbox:
+        await sandbox.exec(f"(trap '' TERM; setsid sleep 600 & {again}) >/dev/null 2>&1", timeout=5)
+        async with sandbox.stream("echo begun; exec sleep 600", timeout=PATIENCE_S) as running:
+            holds(await running.next() is not None, "a command began")
+            await sandbox.kill_all()
+            same((await running.wait()).signal, 9)
+        left = await sandbox.exec("for p in /proc/[0-9]*; do case ${p#/proc/} in 1|$$) ;; *) echo $p;; esac; done")
+        same(left.stdout, b"")
+
+
+@check
+async def a_fresh_one_is_the_same_less_what_was_done(open: Open) -> None:
+    async with open(SandboxSpec(files={"given": "1"}, env={"NAME": "x"})) as sandbox:
+        await sandbox.exec("echo 2 > given; echo 3 > /tmp/left")
+        async with sandbox.fresh() as untouched:
+            same((await untouched.exec("cat given; ls /tmp; echo $NAME")).stdout, b"1x\n")
+        holds(not untouched.alive, "the fresh one ends with its `async with`")
+        same(await sandbox.read("given"), b"2\n")
+
+
+@check
 async def a_command_that_cannot_be_started_is_a_result(open: Open) -> None:
     async with open(SandboxSpec()) as sandbox:
         same((await sandbox.exec(["no-such-program"])).exit_code, 127)

@@ -109,6 +109,7 @@ class DockerProvider:
                 end=lambda: self.remove(name),
                 commit=lambda: self._commit(name, run),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
+                open_fresh=lambda: self._open(spec, run, timeout_s, None),
             )
             network = (joins or name) if spec.network == "internal" else ""
             body = container_config(spec, image, agent, labels(run, None, network), joins)

@@ -57,6 +57,11 @@ async def list_tree(connection: AgentConnection, path: str, max_entries: int) ->
     return channel.entries
 
 
+async def kill_all(connection: AgentConnection) -> None:
+    """Kill everything but the agent, and wait until it is gone."""
+    await _simple(connection, Request.KILL_ALL, b"", "kill")
+
+
 async def _simple(connection: AgentConnection, kind: Request, payload: bytes, what: str) -> None:
     channel = FileChannel(f"sandbox {connection.name}: {what}")
     number = connection.open(kind, payload, channel)

@@ -41,6 +41,7 @@ class Request(enum.IntEnum):
     SYMLINK = 11
     REMOVE = 12
     SIGNAL = 13
+    KILL_ALL = 14
 
 
 class Reply(enum.IntEnum):

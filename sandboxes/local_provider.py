@@ -84,6 +84,7 @@ class LocalProvider:
                 connection=connection,
                 end=lambda: _end(process, cgroup),
                 usage=cgroup.usage if cgroup is not None else None,
+                open_fresh=lambda: self.open(spec, run=run, timeout_s=timeout_s),
             )
             try:
                 await connection.ready(timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
@@ -102,6 +103,14 @@ class Sandbox(Protocol):
         """Remove a file or a tree. Raises SandboxFileError."""
         ...
 
+    async def kill_all(self) -> None:
+        """Kill every process inside; when it returns none is left. Calls under way see their command killed.
+
+        No process is started for it, so that neither a full process table nor a replaced shell is in its way. Raises
+        SandboxFileError if one does not die within 5 s.
+        """
+        ...
+
     async def snapshot(self) -> SandboxSpec:
         """A spec whose sandboxes start with the files as they are here now (`workdir`, `/tmp`, a writable root).
 
@@ -115,6 +124,13 @@ class Sandbox(Protocol):
         Both need `network="internal"` (the new one gets it). They share loopback, like containers of a Kubernetes pod:
         a server in one is reached from the other at localhost, so two servers need two ports. Nothing else is shared.
         Raises SandboxSpecError where that cannot be had, else SandboxError.
+        """
+        ...
+
+    def fresh(self) -> AbstractAsyncContextManager[Sandbox]:
+        """A new sandbox of the same spec: `async with sandbox.fresh() as untouched:`, which ends it.
+
+        For checks that must not trust what is left in this one. Raises SandboxError.
         """
         ...
 

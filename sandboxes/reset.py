@@ -6,7 +6,7 @@ from roll_flash.sandboxes.agent_program import FOLDER
 from roll_flash.sandboxes.commands import Command, run_command
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
-from roll_flash.sandboxes.files import list_tree, remove
+from roll_flash.sandboxes.files import kill_all, list_tree, remove
 from roll_flash.sandboxes.result import ExecResult
 from roll_flash.sandboxes.snapshot import populate
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -14,7 +14,6 @@ from roll_flash.sandboxes.spec import SandboxSpec
 WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
 TIMEOUT_S = 5.0
 MAX_SAID = 1 << 16
-KILL_ALL = "kill -9 -1"
 REMAINS = (
     "for entry in /proc/[0-9]*; do case ${entry#/proc/} in 1|$$) ;; *) echo $entry;; esac; done; "
     "tail -q -n +2 /proc/sysvipc/shm /proc/sysvipc/msg /proc/sysvipc/sem"
@@ -40,7 +39,7 @@ async def reset(connection: AgentConnection, spec: SandboxSpec, folders: bytes) 
     if not is_reusable(spec) or not folders:
         return False
     try:
-        await _run(connection, spec, KILL_ALL)
+        await kill_all(connection)
         await describe_folders(connection, spec, *_restoring(spec, folders))
         for folder in _folders(spec):
             if not await _emptied(connection, folder):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import sys
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from roll_flash.evaluate.isolation import require_isolation
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.inference.openai_client import api_key_from
 from roll_flash.run_dir import find_checkpoint, find_run
+from roll_flash.terminal import say
 
 EVAL_OPTIONS = (
     "tasks",
@@ -96,7 +96,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     if plan.endpoint is not None:
         warning = await check_endpoint(plan.endpoint, plan.model, request.api_key_env, plan.config.eval)
         if warning:
-            print(f"roll-flash: {warning}", file=sys.stderr)
+            say(f"roll-flash: {warning}", error=True)
     async with _open_runner(plan, request.api_key_env) as runner:
         return await _scored(plan, runner, request.status), plan.folder
 

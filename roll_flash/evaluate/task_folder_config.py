@@ -42,8 +42,9 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
         "rollout": {
             "max_new_tokens": MAX_NEW_TOKENS,
             "generate_timeout_s": 600,
-            "step_timeout_s": agent_s + tests_s + SPARE_S,
-            "episode_timeout_s": 2 * agent_s + tests_s + SPARE_S,
+            # Tests without a verdict run once more in an untouched sandbox, which tells whose fault it is.
+            "step_timeout_s": agent_s + 2 * tests_s + SPARE_S,
+            "episode_timeout_s": 2 * agent_s + 2 * tests_s + SPARE_S,
         },
     }
 

@@ -2,7 +2,7 @@
 
 Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 nothing but
 `{"name": ..., "parameters": {...}}`. Something that is meant as a call and is none stays text: the agent sees what the
-model wrote, and answers it as it likes.
+model wrote, and answers it as it likes. So does what comes after the first MOST_CALLS.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import uuid
 from collections.abc import Collection
 from typing import Any
 
+from roll_flash.envs.model_text import MOST_CALLS, after_blanks
 from roll_flash.gateway.model_call import ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
-_LLAMA_START = re.compile(r'\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type|function)")')
+_LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
+_SEPARATOR = re.compile(r"[; \n\t]*+")
 _decoder = json.JSONDecoder(strict=False)  # models write raw newlines into strings
 
 
@@ -46,8 +48,10 @@ def _tagged_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     kept: list[str] = []
     calls: list[ToolCall] = []
     position = 0
-    while (found := text.find(CALL_OPEN, position)) >= 0:
-        start = _skip_space(text, found + len(CALL_OPEN))
+    for _ in range(MOST_CALLS):
+        if (found := text.find(CALL_OPEN, position)) < 0:
+            break
+        start = after_blanks(text, found + len(CALL_OPEN))
         call, end = _decode(text, start)
         kept.append(text[position:found])
         if call is None:
@@ -55,7 +59,7 @@ def _tagged_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
             kept.append(text[found:end])
         else:
             calls.append(call)
-            after = _skip_space(text, end)
+            after = after_blanks(text, end)
             end = after + len(CALL_CLOSE) if text.startswith(CALL_CLOSE, after) else end
         position = end
     kept.append(text[position:])
@@ -67,11 +71,14 @@ def _bare_calls(text: str, names: Collection[str]) -> tuple[ToolCall, ...]:
     calls: list[ToolCall] = []
     position = 0
     while position < len(text):
+        if len(calls) == MOST_CALLS:
+            return ()
         call, position = _decode(text, position)
         if call is None or call.name not in names:
             return ()
         calls.append(call)
-        position = len(text) - len(text[position:].lstrip("; \n\t"))
+        separator = _SEPARATOR.match(text, position)
+        position = separator.end() if separator else position
     return tuple(calls)
 
 
@@ -99,9 +106,3 @@ def _call_of(value: Any) -> ToolCall | None:
 
 def new_call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
-
-
-def _skip_space(text: str, position: int) -> int:
-    while position < len(text) and text[position].isspace():
-        position += 1
-    return position

@@ -140,7 +140,7 @@ def _take_item(found: list[Message], item: Mapping[str, Any], where: str) -> Non
                 found.append({"role": "assistant", "content": ""})
             function = {"name": text(item, "name", f"{where}."), "arguments": text(item, "arguments", f"{where}.")}
             call = {"id": str(item.get("call_id") or ""), "type": "function", "function": function}
-            found[-1] = {**found[-1], "tool_calls": [*found[-1].get("tool_calls", ()), call]}
+            found[-1].setdefault("tool_calls", []).append(call)
         case "function_call_output":
             output = content_text(item.get("output"), f"{where}.output")
             found.append({"role": "tool", "content": output, "tool_call_id": str(item.get("call_id") or "")})

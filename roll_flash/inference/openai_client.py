@@ -267,7 +267,7 @@ def _request_body(model: str, messages: Sequence[Message], sampling: SamplingPar
 def _json(content: bytes, url: str) -> Any:
     try:
         return json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         shown = content[:80].decode(errors="replace")
         raise InferenceError(
             f"{url}: the answer is not JSON but {shown!r}; is this an OpenAI-compatible endpoint?"
@@ -307,7 +307,7 @@ def _error_text(content: bytes, reason: str) -> str:
         text = error.get("message", error) if isinstance(error, dict) else error
         if isinstance(error, dict) and error.get("code") == "insufficient_quota":
             text = f"{text} (insufficient_quota)"
-    except ValueError:
+    except (ValueError, RecursionError):
         text = content.decode(errors="replace")
     return " ".join(str(text).split())[:300] or reason
 

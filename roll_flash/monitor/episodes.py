@@ -6,6 +6,7 @@ not apply is null (or an empty list).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
 from roll_flash.types import Branch, EpisodeFailure, Task, Trajectory, Turn
 
 Outcome = Trajectory | EpisodeFailure
+_BACKTICKS = re.compile(r"`{3,}+")
 TURN_COLUMNS = tuple(field.name for field in fields(Turn))
 BRANCH_COLUMNS = tuple(field.name for field in fields(Branch) if field.name != "turns")
 
@@ -153,7 +155,6 @@ def transcript(record: Mapping[str, Any]) -> str:
 
 
 def _fenced(text: str) -> str:
-    fence = "```"
-    while fence in text:
-        fence += "`"
+    longest = max((len(run) for run in _BACKTICKS.findall(text)), default=0)
+    fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"

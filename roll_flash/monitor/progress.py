@@ -25,6 +25,7 @@ from roll_flash.monitor.metrics import (
     Metrics,
     flatten,
 )
+from roll_flash.terminal import one_line, printable
 
 RECENT_STEPS = 8
 
@@ -56,14 +57,14 @@ class Progress:
         if not self._console.is_terminal:
             return
         if self._live is None:
-            self._live = self._console.status(Text(text), spinner="dots")
+            self._live = self._console.status(Text(one_line(text)), spinner="dots")
             self._live.start()
         else:
-            self._live.update(Text(text))
+            self._live.update(Text(one_line(text)))
 
     def note(self, text: str) -> None:
         """A line of its own that stays: set-up steps, warnings, evaluations."""
-        self._print(Text(text))
+        self._print(Text(printable(text)))
 
     def close(self) -> None:
         if self._live is not None:

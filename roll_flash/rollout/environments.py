@@ -24,6 +24,8 @@ from roll_flash.errors import ConfigError, EnvError
 from roll_flash.gateway.session_access import AgentGateway
 from roll_flash.types import Message, Task
 
+MOST_REWARD = 1e6
+"""Squares of rewards, as advantages need them, must stay exact enough in float32."""
 QUICK_MAKE_S = 1e-3
 """An asynchronous environment that is made faster than this needs no thread for it."""
 
@@ -183,10 +185,12 @@ def _as_messages(observation: Any) -> list[Message]:
 
 
 def _as_reward(reward: Any) -> float:
+    if isinstance(reward, str | bytes | bytearray):
+        raise BadRewardError(f"the reward is the text {reward[:60]!r}, not a number")
     try:
         value = float(reward)
-    except (TypeError, ValueError):
-        raise BadRewardError(f"the reward is {reward!r}, not a number") from None
-    if not math.isfinite(value):
-        raise BadRewardError(f"the reward is {value}, not a finite number")
+    except (TypeError, ValueError, OverflowError):
+        raise BadRewardError(f"the reward is a {type(reward).__name__}, not a number") from None
+    if not math.isfinite(value) or abs(value) > MOST_REWARD:
+        raise BadRewardError(f"the reward is {value:g}, not a finite number of at most {MOST_REWARD:g}; scale it")
     return value

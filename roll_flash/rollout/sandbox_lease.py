@@ -36,7 +36,8 @@ def open_pool(config: SandboxConfig, run: str) -> SandboxPool:
 
 
 class LazySandbox:
-    """Has every method of `Sandbox`; the first use leases the real one. `stream`, `shell`, `forward` need `async with`.
+    """Has every method of `Sandbox`; the first use leases the real one. `stream`, `shell`, `forward` and `fresh`
+    need `async with`.
 
     `spec` may be a function that tells it then: an environment may know its image only when it knows its task.
     """
@@ -71,6 +72,12 @@ class LazySandbox:
     async def forward(self, port: int, host_port: int) -> AsyncIterator[Forward]:
         async with (await self._lease()).forward(port, host_port) as forward:
             yield forward
+
+    @asynccontextmanager
+    async def fresh(self) -> AsyncIterator[Sandbox]:
+        spec = (await self._lease()).spec
+        async with self._pool.lease(spec) as untouched:
+            yield untouched
 
     async def close(self, *, reason: str = "closed") -> None:
         await self._stack.aclose()

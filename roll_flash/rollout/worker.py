@@ -24,6 +24,7 @@ from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool_stats import PoolStats
+from roll_flash.terminal import make_logs_printable
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
 if TYPE_CHECKING:
@@ -82,6 +83,7 @@ class Worker:
     """Must be used from one event loop. `close` cancels what runs and frees every sandbox."""
 
     def __init__(self, settings: WorkerSettings) -> None:
+        make_logs_printable()
         self._settings = settings
         self._episodes: dict[str, tuple[asyncio.Task[None], Progress]] = {}
         self._outcomes: list[Outcome] = []

@@ -26,7 +26,7 @@ enum {
 };
 
 /* Controller to agent. */
-enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYMLINK, REMOVE, SIGNAL };
+enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYMLINK, REMOVE, SIGNAL, KILL_ALL };
 /* Agent to controller. */
 enum { READY = 64, OUT, ERR, EXIT, DONE, ERROR, PONG, GRANT, ENTRY };
 
@@ -63,6 +63,7 @@ bool command_end(uint32_t channel);
 bool command_credit(uint32_t channel, uint32_t bytes);
 bool command_cancel(uint32_t channel);
 bool command_signal(uint32_t channel, int number);
+void commands_kill_all(uint32_t channel);
 void commands_reap(void);
 void commands_tick(void);
 size_t commands_poll(struct pollfd *entries, size_t capacity);

@@ -13,6 +13,8 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+enum { KILL_ALL_US = 5000000 };
+
 struct command {
     uint32_t channel, cap, flags, ended;
     pid_t pid;
@@ -294,6 +296,26 @@ void commands_reap(void) {
         }
     }
     finish_all();
+}
+
+/* Everything but the agent is dead when this answers. It is process 1, so that no process has to be started for it:
+ * neither a full process table nor a replaced shell can be in its way. */
+void commands_kill_all(uint32_t channel) {
+    int64_t give_up = now_us() + KILL_ALL_US;
+    if (getpid() != 1) {
+        send_error(channel, EPERM, "kill all");
+        return;
+    }
+    while (kill(-1, SIGKILL) == 0) {
+        if (now_us() >= give_up) {
+            send_error(channel, EBUSY, "kill all");
+            return;
+        }
+        commands_reap();
+        usleep(1000);
+    }
+    commands_reap();
+    send_done(channel, 0);
 }
 
 static void time_out(struct command *command, int64_t now) {

@@ -45,6 +45,7 @@ static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
         case MKDIR: file_mkdir(channel, payload); break;
         case SYMLINK: file_symlink(channel, payload); break;
         case REMOVE: file_remove(channel, payload); break;
+        case KILL_ALL: commands_kill_all(channel); break;
         default: forward(type, channel, payload);
     }
 }

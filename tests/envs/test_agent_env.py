@@ -14,6 +14,7 @@ import pytest
 from roll_flash.envs import make_env
 from roll_flash.envs.agent_env import AgentEnv
 from roll_flash.envs.agent_presets import AGENTS_IMAGE
+from roll_flash.envs.agent_verifier import _number
 from roll_flash.envs.held_out import draw_problem
 from roll_flash.envs.repair_bugs import draw_bug, make_repair
 from roll_flash.sandboxes import Sandbox, SandboxSpec, open_sandbox
@@ -211,6 +212,71 @@ def test_a_folder_where_the_check_writes_its_files_does_not_stop_the_check() -> 
     assert run(env)[0] == pytest.approx(0.9 * 0.5 + 0.1)
 
 
+PLANT = """
+import os, site, sys
+lie = "import os\\nprint(1.0, flush=True)\\nos._exit(0)\\n"
+for folder in (".local/lib/python3.%d/site-packages" % sys.version_info[1], "bin", "."):
+    os.makedirs(folder, exist_ok=True)
+    for name in ("usercustomize.py", "sitecustomize.py", "json.py", "string.py"):
+        open(folder + "/" + name, "w").write(lie)
+for name in ("python3", "grep", "bin/python3"):
+    open(name, "w").write("#!/bin/sh\\necho 1.0\\n")
+    os.chmod(name, 0o755)
+for name in (".profile", ".shrc", ".bashrc"):
+    open(name, "w").write("echo 1.0; exit 0\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [
+        "python3 -c 'import json, string; print(0.0)'",
+        "python3 check.py",
+        "cd /tmp && python3 -c 'print(0.0)'",
+        "python3 -m json.tool check.json >/dev/null && echo 0.0",
+        "ls ~/.local; [ ! -e ~ ] && env | grep -q '^PATH=.*/usr/bin' && grep -q . check.py && echo 0.0",
+        "env -u PYTHONSAFEPATH python3 -I check.py",
+    ],
+)
+def test_what_an_agent_planted_says_nothing_in_the_check(verifier: str) -> None:
+    files = {"check.py": "import json\nimport string\nprint(0.0)\n", "check.json": "{}"}
+    env = python(ASK + PLANT, verifier=verifier, verifier_files=files)
+    reward, info = run(env)
+    assert (reward, info["verifier_exit"]) == (0.0, 0)
+
+
+def test_a_path_of_the_image_that_an_agent_can_write_is_not_searched_by_the_check() -> None:
+    dockerfile = f"FROM {AGENTS_IMAGE}\nENV PATH=/tmp/bin:/sandbox/bin:.:/usr/local/bin:/usr/bin:/bin\n"
+    code = f"{ASK}import os; os.makedirs('/tmp/bin'); open('/tmp/bin/cmp', 'w').write('#!/bin/sh\\n'); "
+    code += "os.chmod('/tmp/bin/cmp', 0o755); os.chmod('/tmp/bin', 0o555)"
+    given = {"instruction": "x", "memory_mb": 256}
+    env = AgentEnv(
+        command=["python3", "-c", code], dockerfile=dockerfile, verifier="cmp -s /dev/null /etc/passwd", **given
+    )
+    assert run(env)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open('/tmp/full', 'wb').write(b'x' * 10**9)",
+        "open('full', 'wb').write(b'x' * 10**9)",
+        "import os; open('given', 'w'); os.chmod('.', 0)",
+        "import os; os.symlink('/usr', 'given')",
+        "import os; [(os.mkdir('d'), os.chdir('d')) for _ in range(300)]; os.rename('/sandbox/d', '/sandbox/given')",
+    ],
+    ids=["/tmp is full", "the disk is full", "no access", "a link", "too deep to remove"],
+)
+def test_an_agent_that_stands_in_the_way_of_its_check_earns_nothing_and_is_a_sample(code: str) -> None:
+    env = python(ASK + code, verifier="false", verifier_files={"given/wanted": "1", "/tmp/wanted": "x" * 9999})
+    assert run(env)[0] == 0.0
+
+
+@pytest.mark.parametrize(("said", "worth"), [("nan", 0.0), ("inf", 0.0), ("0.5", 0.5), ("7", 1.0), ("", 1.0)])
+def test_a_check_that_says_no_number_is_worth_its_exit_status_and_never_more(said: str, worth: float) -> None:
+    assert _number(said, 1.0) == worth
+
+
 def test_a_check_and_a_partial_credit_that_never_end_fit_into_a_step() -> None:
     timeout_s = inspect.signature(AgentEnv).parameters["verifier_timeout_s"].default
     assert 2 * timeout_s < RolloutConfig().step_timeout_s
@@ -254,6 +320,8 @@ def test_an_agent_works_on_the_tasks_of_file_quest() -> None:
         ({"command": ["x"], "program_files": ["none.py"], "instruction": "x", "verifier": "true"}, "none.py"),
         ({"command": "x", "arguments": ["y"], "instruction": "x", "verifier": "true"}, "not to a shell line"),
         ({"agent": "openai", "task_env": "PythonRepair-v0", "partial_weight": 2}, "between 0 and 1"),
+        ({"agent": "openai", "instruction": "x", "verifier": "true", "verifier_files": {"/etc/x": ""}}, "'/etc/x'"),
+        ({"agent": "openai", "instruction": "x", "verifier": "true", "verifier_files": {"a/../b": ""}}, "'a/../b'"),
     ],
 )
 def test_what_does_not_fit_together_is_one_clear_line(arguments: dict[str, Any], says: str) -> None:

@@ -47,7 +47,7 @@ def test_a_score_is_scaled_and_the_judge_sees_question_answer_and_reference() ->
     value, (request,) = judged(["Right. <score>7</score>"], criteria="Be strict.")
     assert value == 0.7
     text = str(request["messages"])
-    for part in ("2+2?", "four", "<reference>", "Be strict."):
+    for part in ("2+2?", "four", "<reference-", "Be strict."):
         assert part in text
     assert request["temperature"] == 0
 

@@ -113,6 +113,8 @@ def test_a_quest_pays_for_the_final_state_only() -> None:
         "mkfifo pipe",
         "chmod 000 .",
         "head -c 3000000 /dev/zero > big",
+        "for i in $(seq 19); do mkdir $(printf %0240d $i); cd 0*; done",
+        "setsid sh -c 'while :; do mv a b; mv b a; done' >/dev/null 2>&1 & : > a",
     ],
 )
 def test_a_state_that_is_wrong_or_cannot_be_read_earns_nothing_and_is_no_error(command: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 from roll_flash.envs.check import check_environment
 from roll_flash.envs.task_folders import TaskFolder, find_tasks, load_task
+from roll_flash.envs.task_folders_tests import reward_of_json, reward_of_text
 from roll_flash.sandboxes import Sandbox, SandboxError, SandboxPool, SandboxSpec
 
 from roll_flash.errors import ConfigError, EnvError
@@ -113,7 +114,7 @@ def test_commands_end_in_time_and_the_task_with_its_time(tmp_path: Path) -> None
     ("tests", "reason"),
     [
         ("#!/bin/sh\necho no pytest here\nexit 1\n", "wrote neither .*reward.txt nor .*no pytest here"),
-        ("#!/bin/sh\necho one >/logs/verifier/reward.txt\n", "reward.txt: could not convert"),
+        ("#!/bin/sh\necho one >/logs/verifier/reward.txt\n", "reward.txt: 'one' is no finite number"),
         ("#!/bin/sh\necho nan >/logs/verifier/reward.txt\n", "no finite number"),
         ('#!/bin/sh\necho \'{"a": 1, "b": 0}\' >/logs/verifier/reward.json\n', "no 'reward' but a, b"),
         ("#!/bin/sh\nsleep 60\n", "longer than 2 s"),
@@ -126,6 +127,88 @@ def test_tests_without_a_verdict_fail_the_episode_and_are_no_zero(tmp_path: Path
     )
     with pytest.raises(EnvError, match=f"task .*strange: .*{reason}"):
         play(task, "<answer>done</answer>")
+
+
+GIVE_ZERO = "#!/bin/sh\nsleep 0.3\necho 0 >/logs/verifier/reward.txt\n"
+LEFT_RUNNING = {
+    "forges": "echo 1 >/logs/r && mv /logs/r /logs/verifier/reward.txt",
+    "deletes": "rm -f /logs/verifier/reward.txt",
+    "kills": "kill -9 -1",
+    "multiplies": "sleep 1 & sleep 1 &",
+}
+BROKEN = {
+    "no shell": "rm -f /bin/sh /bin/bash /bin/dash",
+    "no tools": "rm -rf /usr/bin/*",
+    "a link for a folder": "rm -rf /logs && ln -s /proc/1 /logs",
+    "a pipe for the reward": "mkdir -p /logs/verifier && mkfifo /logs/verifier/reward.txt",
+    "a locked folder": "mkdir -p /tests/x && chmod 000 /tests/x /logs",
+    "a deep folder": "mkdir /tests; cd /tests; for i in $(seq 300); do mkdir d && cd d; done",
+    "no working directory": "rm -rf /app",
+}
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("how", LEFT_RUNNING)
+def test_what_the_model_left_running_changes_no_reward(tmp_path: Path, how: str) -> None:
+    task = harbor_task(tmp_path / "task", tests=GIVE_ZERO)
+    plant = f"<sh>setsid sh -c 'trap : TERM; while :; do {LEFT_RUNNING[how]}; done' >/dev/null 2>&1 &</sh>"
+    _, earned, _ = play(task, plant, "<answer>done</answer>")
+    assert earned == 0.0
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_sandbox_that_the_model_broke_earns_nothing_and_is_a_sample(tmp_path: Path, how: str) -> None:
+    task = harbor_task(tmp_path / "task", tests=GIVE_ZERO)
+    _, earned, info = play(task, f"<sh>{BROKEN[how]}</sh>", "<answer>done</answer>")
+    assert (earned, info["success"]) == (0.0, False)
+
+
+@pytest.mark.docker
+def test_work_that_never_ends_earns_nothing_and_tests_that_never_end_are_no_sample(tmp_path: Path) -> None:
+    tests = "#!/bin/sh\nsh /app/work\necho 1 >/logs/verifier/reward.txt\n"
+    task = harbor_task(tmp_path / "task", tests=tests, toml="[verifier]\ntimeout_sec = 2\n")
+    _, earned, info = play(task, "<sh>echo sleep 60 > work</sh>", "<answer>done</answer>")
+    assert (earned, info["verifier_error"]) == (0.0, "its tests took longer than 2 s")
+    write(task, {"tests/test.sh": "#!/bin/sh\nsleep 60\n"})
+    with pytest.raises(EnvError, match="longer than 2 s"):
+        play(task, "<sh>echo true > work</sh>", "<answer>done</answer>")
+
+
+@pytest.mark.docker
+def test_a_task_without_a_verdict_is_no_sample_whatever_the_model_did(tmp_path: Path) -> None:
+    task = harbor_task(tmp_path / "task", tests="#!/bin/sh\nexit 1\n")
+    with pytest.raises(EnvError, match="wrote neither"):
+        play(task, "<sh>true</sh>", "<answer>done</answer>")
+
+
+@pytest.mark.docker
+def test_with_artifacts_nothing_but_the_work_itself_is_judged(tmp_path: Path) -> None:
+    """Root may replace any program of its sandbox; those of a fresh one it cannot reach."""
+    tests = "#!/bin/sh\ncmp -s /app/work/out /tests/wanted && R=1 || R=0\necho $R >/logs/verifier/reward.txt\n"
+    task = harbor_task(tmp_path / "task", tests=tests)
+    write(task, {"tests/wanted": "right\n"})
+    cheat = "<sh>printf '#!/bin/sh\\n' >/usr/bin/cmp; chmod +x /usr/bin/cmp; mkdir -p work; echo wrong >work/out</sh>"
+    assert play(task, cheat, "<answer>done</answer>")[1] == 1.0  # what docs/adapters.md says of it
+    given = {"artifacts": ["/app/work", "/app/none"]}
+    assert play(task, cheat, "<answer>done</answer>", **given)[1] == 0.0
+    assert play(task, "<sh>mkdir work; echo right >work/out</sh>", "<answer>done</answer>", **given)[1] == 1.0
+
+
+@pytest.mark.parametrize("written", ["1_0", "inf", "nan", "", "0x1", "١", "1 1", "1e9999", "9" * 5000])
+def test_a_reward_that_is_no_plain_number_is_none(written: str) -> None:
+    assert (reward_of_text(" .5\n"), reward_of_text("-1e-2")) == (0.5, -0.01)
+    with pytest.raises(ValueError, match=r"no finite number"):
+        reward_of_text(written)
+
+
+@pytest.mark.parametrize(
+    "written", ['{"reward": "1"}', "[1]", "1", '{"a": 1e999}', '{"a": ' + "9" * 5000 + "}", "{", "{}"]
+)
+def test_a_reward_in_json_that_is_no_plain_number_is_none(written: str) -> None:
+    assert (reward_of_json('{"a": 1, "b": 0}', "b"), reward_of_json('{"a": true}', "b")) == (0.0, 1.0)
+    with pytest.raises(ValueError, match=r"\S"):
+        reward_of_json(written, "reward")
 
 
 @pytest.mark.docker

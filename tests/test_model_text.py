@@ -1,0 +1,251 @@
+"""Every parser of what a model wrote takes time that grows with the text, whatever the text is, and bears all of it.
+
+A parser that is added belongs into PARSERS: that is all that it takes to be held to this.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from roll_flash.envs import bfcl_calls, model_text, move_env, openenv_actions, shell_math, textarena_opponents
+from roll_flash.envs.judge import Judge
+from roll_flash.envs.openenv_connection import WrongAction
+from roll_flash.envs.task_folders_tests import pytest_verdict, reward_of_json, reward_of_text
+from roll_flash.envs.tool_calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
+from roll_flash.envs.tool_env import ToolEnv
+from roll_flash.envs.tools import WrongArguments, make_tool
+
+from roll_flash.errors import InferenceError
+from roll_flash.evaluate.page import document
+from roll_flash.evaluate.page_transcript import episode_for_page
+from roll_flash.gateway import answer_text, anthropic_messages, chat_completions, model_call, responses_api
+from roll_flash.gateway.api_error import ApiError
+from roll_flash.gateway.request_fields import decode_object
+from roll_flash.inference.openai_client import _error_text, _json, _reply
+from roll_flash.monitor.episodes import transcript
+from roll_flash.terminal import one_line, printable
+
+MOST_CPU_S_OF_A_MB = 1.0
+SLACK_CPU_S = 0.3
+SIZES = tuple(1 << power for power in range(10, 21))
+"""Characters: 1 KiB, doubled up to 1 MiB."""
+
+
+def add(a: int, b: int = 1) -> int:
+    """Add."""
+    return a + b
+
+
+def sh(command: str) -> str:
+    """Run."""
+    return command
+
+
+TOOLS = {tool.name: tool for tool in map(make_tool, (add, sh))}
+JUDGE = Judge("http://localhost:1/v1", "judge")
+
+
+def bears(error: type[Exception], parse: Callable[[str], Any]) -> Callable[[str], None]:
+    """`error` is how the parser says that the text is wrong."""
+
+    def run(text: str) -> None:
+        with contextlib.suppress(error):
+            parse(text)
+
+    return run
+
+
+def checked_calls(text: str) -> None:
+    for call in parse_tool_calls(text, TOOLS):
+        if isinstance(call, ToolCall):
+            bears(WrongArguments, lambda _, call=call: TOOLS[call.name].check(call.arguments))(text)  # type: ignore[misc]
+
+
+def record(text: str) -> dict[str, Any]:
+    turn = {"observation": text, "generate_s": 1.0, "finish_reason": "stop", "step_s": 1.0, "reward": 0.0}
+    about = {"episode_id": "a:1", "task_id": "a", "kind": "failure", "cause": "x", "failed_turn": 1, "message": text}
+    messages = [{"role": "assistant", "content": text, "tool_calls": [{"arguments": text}]}]
+    return {**about, "turns": [turn], "messages": messages, "info": {"said": text}}
+
+
+def as_body(text: str) -> dict[str, Any]:
+    """A request in which an agent says it: in messages, in calls, and as results."""
+    text = text.encode(errors="replace").decode()
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": text}}
+    return decode_object(
+        msgspec.json.encode({"messages": [{"role": "assistant", "content": text, "tool_calls": [call]}]})
+    )
+
+
+def anthropic_body(text: str) -> dict[str, Any]:
+    blocks = [{"type": "text", "text": text}, {"type": "tool_use", "id": "1", "name": "add", "input": {"a": text}}]
+    return {"messages": [{"role": "assistant", "content": blocks}]}
+
+
+def answered(text: str) -> None:
+    """What the gateway makes of a turn, for each API."""
+    thinking, rest = answer_text.split_thinking(text)
+    content, calls = answer_text.split_tool_calls(rest, ["add"])
+    calls = (*calls, model_call.ToolCall("1", "add", text))
+    answer = model_call.Answer(text, content, thinking, calls, "stop", None, ())
+    reply = model_call.Reply((answer,), model_call.Usage(0, 0))
+    anthropic_messages.render(reply, "model")
+    chat_completions.render(reply, "model")
+    responses_api.render(reply, "model", "resp_1", {})
+    model_call.next_key(b"", answer.message)
+
+
+PARSERS: dict[str, Callable[[str], Any]] = {
+    "tool calls": checked_calls,
+    "native calls": looks_native,
+    "BFCL": lambda text: bfcl_calls.parse_calls(text, TOOLS),
+    "thinking": without_thinking,
+    "answers": lambda text: model_text.tagged(text, "answer"),
+    "entities": model_text.unescaped,
+    "moves": lambda text: move_env.parse_moves(text, ("left", "right")),
+    "judge": JUDGE._read,
+    "judge's question": lambda text: JUDGE.messages(text, text, text),
+    "shell math": lambda text: (shell_math._COMMAND.fullmatch(text), shell_math._ANSWER.fullmatch(text)),
+    "listed moves": lambda text: textarena_opponents.listed_moves(text),
+    "OpenEnv objects": bears(WrongAction, openenv_actions.JsonActions({}).action),
+    "OpenEnv numbers": bears(WrongAction, openenv_actions.TextActions("a", "number", "").action),
+    "pytest": bears(ValueError, pytest_verdict),
+    "reward.txt": bears(ValueError, reward_of_text),
+    "reward.json": bears((ValueError, RecursionError), lambda text: reward_of_json(text, "a")),  # type: ignore[arg-type]
+    "gateway's answers": answered,
+    "gateway's bodies": bears(ApiError, lambda text: decode_object(text.encode(errors="replace"))),
+    "chat completions": lambda text: chat_completions.parse(as_body(text), tokens_are_known=True),
+    "anthropic messages": lambda text: anthropic_messages.parse(anthropic_body(text)),
+    "responses": lambda text: responses_api.parse({"input": text}, {}),
+    "endpoint's answers": bears(InferenceError, lambda text: _reply(_json(text.encode(errors="replace"), "u"), "u", 0)),
+    "endpoint's errors": lambda text: _error_text(text.encode(errors="replace"), "none"),
+    "pages": lambda text: document(text, "", episode_for_page(record(text))),
+    "transcripts": lambda text: transcript(record(text)),
+    "terminal": lambda text: (printable(text), one_line(text)),
+}
+
+SHAPES: Sequence[tuple[str, str, str]] = [
+    # begins with, repeats, ends with
+    *[
+        ("", unit, "")
+        for unit in (" ", "\n", "a", "9", "[", "{", '"', "\\", "`", "<", "=", "&#9", "\x1b[31m", "é\u202e")
+    ],
+    *[("hello", unit, "") for unit in (" ", "\t\n", " [")],
+    ("", "a ", "!"),
+    ("", "<think>", ""),
+    ("", "<think></think>", "x"),
+    ("", "</think>", "<think>"),
+    ("", "<tool_call>", ""),
+    ("", "<tool_call> ", ""),
+    ("", "<tool_call>[", ""),
+    ("", '<tool_call>{"', ""),
+    ("", "<tool_call>x</tool_call>", ""),
+    ("", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>', ""),
+    ('<tool_call>{"name": "add", "arguments": {"a": ', "[", ""),
+    ('<tool_call>{"name": "add", "arguments": {"a": ', "9", "}}"),
+    ('<tool_call>{"name": "', "x", '"}</tool_call>'),
+    ('<tool_call>{"name": "add", "arguments": {"', '\\"', '": 1}}'),
+    ("", "[TOOL_CALLS]add[ARGS]{}", ""),
+    ("", "[TOOL_CALLS]x ", ""),
+    ("add", " ", "["),
+    ("add[CALL_ID]", "a", " "),
+    ("<|python_tag|>", " ", "{"),
+    ("", '{"name": "add", "parameters": {"a": 1}};', ""),
+    ('{"name": "add", "parameters": ', '{"a":', ""),
+    ("[", '{"name": "add", "arguments": {}}, ', "{}]"),
+    ("[add(", "a=1, ", ")]"),
+    ("[add(a=", "(", ")]"),
+    ("[add(a=", "-", "1)]"),
+    ("[add(a=", "9", ")]"),
+    ("[add(a=0x", "f", ")]"),
+    ("[", "add(a=1), ", "]"),
+    ("[add", ".a", "()]"),
+    ("", "f([", ""),
+    ("", "<sh>", ""),
+    ("", "<sh>x</sh>", ""),
+    ("<sh ", "a", "/>"),
+    ("<sh ", "a ", "/>"),
+    ("<sh ", "a='b' ", "/>"),
+    ("<sh ", 'a="', "/>"),
+    ('<sh command="&#', "9", '"/>'),
+    ("<sh>{", " ", "}</sh>"),
+    ("<a>", "</a> ", "!"),
+    ("<a ", " ", ">"),
+    ("", "<answer>", ""),
+    ("", "<answer>1</answer> ", ""),
+    ("", "<answer></move>", ""),
+    ("", "<score>", ""),
+    ("", "<score>1", ""),
+    ("<score>", "9", "</score"),
+    ("", "valid  moves [a] ", ""),
+    ("", "== short test summary info ==\n", "PASSED\n"),
+    ("", "=", "\n"),
+    ("", "- > . , ; ", ""),
+    ("", '{"choices":[', ""),
+    ("", "\ud800\x00", ""),
+]
+"""The ends matter: what matches to the last character but one is what makes a parser try again."""
+
+
+def grown(begin: str, unit: str, end: str, size: int) -> str:
+    return begin + (unit * (size // len(unit) + 1))[:size] + end
+
+
+@pytest.mark.parametrize("name", PARSERS)
+def test_the_time_of_a_parser_grows_with_the_text_whatever_it_is(name: str) -> None:
+    for shape in SHAPES:
+        for size in SIZES:
+            text = grown(*shape, size)
+            began = time.process_time()
+            PARSERS[name](text)
+            took = time.process_time() - began
+            allowed = SLACK_CPU_S + MOST_CPU_S_OF_A_MB * size / SIZES[-1]
+            assert took < allowed, f"{shape}: {took:.2f} s of CPU for {size} characters"
+            if took * (SIZES[-1] / size) ** 3 < MOST_CPU_S_OF_A_MB:  # it could grow with the cube
+                break
+
+
+def test_of_a_text_full_of_calls_the_first_are_read_and_the_model_is_told() -> None:
+    for unit in (
+        "<sh>x</sh>",
+        '<tool_call>{"name": "sh", "arguments": {"command": "x"}}</tool_call>',
+        "[TOOL_CALLS]sh{}",
+    ):
+        found = parse_tool_calls(unit * 300, TOOLS)
+        assert len(found) == model_text.MOST_CALLS + 1
+        assert found[0].name == "sh"
+        assert isinstance(found[-1], BadCall)
+        assert "first 256 calls" in found[-1].message
+
+
+def test_the_tags_that_are_closed_are_read_as_they_stand() -> None:
+    assert model_text.tagged("<a>1</a><a>2<a>3</a></a> <b>4</A>", "a") == ["1", "2<a>3"]
+    assert model_text.tagged("<A>1</b><a>\n</a><a>", "a", "b", ignore_case=True) == ["1", "\n"]
+    assert model_text.tagged("<ans>1</answer>", "answer") == []
+
+
+def test_a_number_without_end_in_a_call_is_told_to_the_model() -> None:
+    class Numbers(ToolEnv):
+        """Numbers."""
+
+        tools = (add,)
+
+        async def begin(self, seed: int) -> str:
+            return "Add."
+
+    import asyncio
+
+    async def play(text: str) -> str:
+        env = Numbers()
+        await env.reset(seed=0)
+        observation, *_ = await env.step(text)
+        return json.dumps(observation)
+
+    for text in ("[add(a=0x" + "f" * 9000 + ", b='x')]", "[add(a=0x" + "f" * 9000 + ")]", f"<add>{'9' * 9000}</add>"):
+        assert "Error" in asyncio.run(play(text)), text[:20]

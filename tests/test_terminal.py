@@ -1,0 +1,102 @@
+"""What a model or an endpoint said reaches a terminal as text: it moves no cursor and turns no letters around."""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from roll_flash.envs.printed_output import capped_prints
+
+import roll_flash
+from roll_flash.cli import main
+from roll_flash.monitor.progress import Progress
+from roll_flash.terminal import make_logs_printable, one_line, printable
+
+EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
+HARMLESS = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
+
+
+class Refusing(BaseHTTPRequestHandler):
+    def do_POST(self) -> None:
+        body = json.dumps({"error": {"message": f"no {EVIL}"}}).encode()
+        self.send_response(400)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    with HTTPServer(("127.0.0.1", 0), Refusing) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1"
+        server.shutdown()
+        thread.join()
+
+
+def test_control_characters_are_shown_and_all_else_stays() -> None:
+    assert printable(EVIL) == HARMLESS
+    assert printable("a\tb\nc é 漢 \U0001f600 <b>") == "a\tb\nc é 漢 \U0001f600 <b>"
+    assert one_line("a \n\x1b b\u2029") == r"a \x1b b"
+
+
+def test_an_endpoints_error_reaches_the_terminal_as_text(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with refusing() as url:
+        assert main(["eval", "--env", "TextFrozenLake-v0", "-n", "1", "--endpoint", url, "--model", "m"]) == 1
+    shown = capsys.readouterr().err
+    assert r"no \x1b[2J\x1b]0;title\x07" in shown
+    assert not any(character in shown for character in "\x1b\x07\x9b\r\u202e\u2028\x00")
+
+
+def test_what_a_run_notes_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress(1) as progress:
+        progress.note(f"warning: {EVIL}")
+    assert capsys.readouterr().out == f"warning: {HARMLESS}\n"
+    seen = io.StringIO()
+    seen.isatty = lambda: True  # type: ignore[method-assign]
+    with Progress(1, stream=seen) as progress:
+        progress.status(EVIL)
+    assert "\x1b]0" not in seen.getvalue()
+    assert "\x07" not in seen.getvalue()
+
+
+def test_a_record_of_the_log_is_one_line_of_text() -> None:
+    make_logs_printable()
+    assert logging.lastResort is not None
+    record = logging.LogRecord("a", logging.WARNING, "f", 1, "said %s", (f"{EVIL}\nERROR forged",), None)
+    shown = logging.lastResort.format(record)
+    assert "\n" not in shown
+    assert "\x1b" not in shown
+
+
+def test_what_a_tool_prints_of_a_models_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with capped_prints():
+        print(EVIL)
+    assert capsys.readouterr().out == f"{HARMLESS}\n"
+
+
+def test_the_command_line_prints_through_one_door() -> None:
+    root = Path(roll_flash.__file__).parent
+    for path in (*root.glob("*.py"), *root.glob("evaluate/*.py"), *root.glob("monitor/*.py")):
+        if path.name != "terminal.py":
+            names = {node.func.id for node in ast.walk(ast.parse(path.read_text())) if _is_named_call(node)}  # type: ignore[attr-defined]
+            assert "print" not in names, path
+
+
+def _is_named_call(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
