@@ -118,8 +118,8 @@ def _member(block: bytes, kind: bytes, size: int, fields: dict[bytes, bytes]) ->
     name = fields.get(b"path", prefix + b"/" + name if prefix else name)
     target = fields.get(b"linkpath", block[157:257].partition(b"\0")[0])
     if kind not in _KINDS:
-        what = _SPECIAL.get(kind, f"a member of kind {kind!r}")
-        raise ArchiveError(f"{_text(name)[:80]!r} is {what}, which is not taken")
+        special = _SPECIAL.get(kind, f"a member of kind {kind!r}")
+        raise ArchiveError(f"{_text(name)[:80]!r} is {special}, which is not taken")
     if b"size" in fields:
         if not fields[b"size"].isdigit() or len(fields[b"size"]) > 20:
             raise ArchiveError("a header holds no number where one is due")
