@@ -124,7 +124,7 @@ class DockerProvider:
             except TimeoutError:
                 self._volume_is_good = False
                 answered = creating.done()
-                await self._discard(name, connection, creating)
+                await asyncio.shield(self._discard(name, connection, creating))
                 if not answered:
                     host = self.engine.address.host
                     raise SandboxUnreachable(
