@@ -62,6 +62,8 @@ def as_markdown(results: list[Result]) -> str:
     for one in results:
         lines += ["", f"## {one.name[0].upper()}{one.name[1:]}", "", f"{one.setting}.", "", *_table(one.rows)]
         lines += ["", one.note]
+    if all(one.name != SPEED for one in results):
+        lines += ["", "How fast the simulation itself is was not measured (`--without-speed`)."]
     return "\n".join(lines) + "\n"
 
 
