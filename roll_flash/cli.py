@@ -24,7 +24,7 @@ from roll_flash.cli_eval import add_eval
 from roll_flash.cli_gateway import add_gateway
 from roll_flash.cli_sandbox import add_sandbox
 from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.terminal import make_logs_printable, printable, say
+from roll_flash.terminal import printable, say
 
 if TYPE_CHECKING:
     from roll_flash.config import Config
@@ -36,6 +36,8 @@ Handler = Callable[[argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Raises SystemExit for `--help`, `--version` and usage errors only."""
     arguments = build_parser().parse_args(argv)
+    from roll_flash.terminal_logs import make_logs_printable
+
     make_logs_printable()
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py beside the user

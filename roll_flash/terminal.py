@@ -6,7 +6,6 @@ they are shown as escapes. Every line that the command line prints goes through 
 
 from __future__ import annotations
 
-import logging
 import sys
 
 _CONTROLS = (
@@ -31,18 +30,3 @@ def one_line(text: str) -> str:
 def say(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """Print for a person, on standard output or standard error."""
     print(printable(text), file=sys.stderr if error else sys.stdout, end=end, flush=True)
-
-
-class _PrintableFormatter(logging.Formatter):
-    def formatMessage(self, record: logging.LogRecord) -> str:
-        """One record, one line: what a model said must not look like a record of ours."""
-        return one_line(super().formatMessage(record))
-
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
-def make_logs_printable() -> None:
-    """Of this process, where the user has set up no logging of their own."""
-    if logging.lastResort is not None:
-        logging.lastResort.setFormatter(_PrintableFormatter())

@@ -18,7 +18,8 @@ from roll_flash.envs.printed_output import capped_prints
 import roll_flash
 from roll_flash.cli import main
 from roll_flash.monitor.progress import Progress
-from roll_flash.terminal import make_logs_printable, one_line, printable
+from roll_flash.terminal import one_line, printable
+from roll_flash.terminal_logs import make_logs_printable
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
 HARMLESS = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"

@@ -175,13 +175,27 @@ def _has_own_close(env: gymnasium.Env[Any, Any]) -> bool:
 
 def _as_messages(observation: Any) -> list[Message]:
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}] if observation else []
+        return [{"role": "user", "content": _encodable(observation)}] if observation else []
     if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
-        return observation
+        return [
+            {**message, "content": _encodable(content)}
+            if isinstance(content := message.get("content"), str)
+            else message
+            for message in observation
+        ]
     raise EnvError(
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
         "render it as text in the environment or in a wrapper"
     )
+
+
+def _encodable(text: str) -> str:
+    """Halves of characters, which a model can write as `\\ud800` in JSON and a tool may echo, cannot be tokenised."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
 
 
 def _as_reward(reward: Any) -> float:

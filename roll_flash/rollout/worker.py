@@ -24,7 +24,7 @@ from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool_stats import PoolStats
-from roll_flash.terminal import make_logs_printable
+from roll_flash.terminal_logs import make_logs_printable
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
 if TYPE_CHECKING:

@@ -16,7 +16,14 @@ from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
 from roll_flash.sandboxes import SandboxError
 
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.rollout.environments import AsyncEnvironment, check_environment, open_environment
+from roll_flash.rollout.environments import (
+    AsyncEnvironment,
+    BadRewardError,
+    _as_messages,
+    _as_reward,
+    check_environment,
+    open_environment,
+)
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.policy import Action, ContextFullError, TokenArrays
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
@@ -298,3 +305,19 @@ def test_an_environment_that_cannot_be_made_is_one_clear_line(env_id: str, kwarg
     with pytest.raises(ConfigError, match=says) as caught:
         check_environment(env_id, kwargs)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("reward", ["1.0", b"1", None, [1], "nan", float("inf"), 1e300, -1e7, 10**400, float("nan")])
+def test_a_reward_that_is_no_number_or_too_large_is_a_bad_reward(reward: Any) -> None:
+    assert [_as_reward(good) for good in (True, 2, -1e6, np.float32(0.5))] == [1.0, 2.0, -1e6, 0.5]
+    with pytest.raises(BadRewardError, match="the reward is"):
+        _as_reward(reward)
+
+
+def test_halves_of_characters_that_a_tool_echoes_can_be_tokenised() -> None:
+    said = "a\ud800b"
+    assert _as_messages(said) == [{"role": "user", "content": "a?b"}]
+    assert _as_messages([{"role": "tool", "content": said}, {"role": "user", "content": None}]) == [
+        {"role": "tool", "content": "a?b"},
+        {"role": "user", "content": None},
+    ]
