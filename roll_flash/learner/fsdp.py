@@ -68,6 +68,7 @@ class FsdpLearner:
         self._ranks: list[ActorHandle[Any]] = []
         self._failure: str | None = "the learner has not been started"
         self._fingerprint = ""
+        self._row_tokens = config.micro_batch_tokens
         self._version = 0
         self._skipped_in_a_row = 0
         self._rules = CreditRules.of(config)
@@ -105,6 +106,8 @@ class FsdpLearner:
         port = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
         fingerprints = await self._on_all("start", host, port, timeout_s=config.start_timeout_s)
         self._fingerprint = fingerprints[0]
+        if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
+            self._row_tokens = 1  # every sequence gets a row of its own
 
     async def accumulate(self, groups: Sequence[Group]) -> None:
         """Forward and backward on whole groups with the current weights.
@@ -276,16 +279,14 @@ class FsdpLearner:
 
     async def _with_prox(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
         started = time.monotonic()
-        rows = pack(sequences, self._config.micro_batch_tokens)
+        rows = pack(sequences, self._row_tokens)
         found = await self._on_rows("prox_logprobs", rows)
         self._totals.prox_s += time.monotonic() - started
         return with_prox_logprobs(sequences, *found)
 
     async def _train_on(self, sequences: list[TrainSequence], *, supervised: bool = False) -> None:
         started = time.monotonic()
-        rows, records = await self._on_rows(
-            "accumulate", pack(sequences, self._config.micro_batch_tokens), supervised=supervised
-        )
+        rows, records = await self._on_rows("accumulate", pack(sequences, self._row_tokens), supervised=supervised)
         self._totals.add_rows(rows, records)
         self._totals.forward_backward_s += time.monotonic() - started
 

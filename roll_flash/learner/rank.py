@@ -119,19 +119,21 @@ class LearnerRank:
         self._policy = self._shard(policy)
         if self._config.compile:
             compile_layers(self._policy)
-        self._objective = Objective(self._config, self._policy, self._load_reference())
+        reference = self._load_reference()
+        self._shares = policy.shares_prefixes and (reference is None or reference.shares_prefixes)
+        self._objective = Objective(self._config, self._policy, reference)
         self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
         self._optimizer = torch.optim.AdamW(
-            self._trained,
-            lr=self._config.learning_rate,
-            betas=self._config.betas,
-            weight_decay=self._config.weight_decay,
-            fused=True,
+            self._parameter_groups(), lr=self._config.learning_rate, betas=self._config.betas, fused=True
         )
         self._stage = self._open_stage()
         if self._rank == 0:
             self._stage.reserve()
         return fingerprint
+
+    def shares_prefixes(self) -> bool:
+        """Whether a row may hold several sequences."""
+        return self._shares
 
     def accumulate(self, rows: Sequence[PackedRow | None], *, supervised: bool = False) -> list[RowRecord]:
         """Forward and backward of each row, adding to the gradients. A collective.
@@ -265,6 +267,17 @@ class LearnerRank:
     @property
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Weight decay is for matrices: norms and biases have none. Without any, one group is all there is."""
+        decay = self._config.weight_decay
+        if not decay:
+            return [{"params": self._trained, "weight_decay": 0.0}]
+        named = [(name, p) for name, p in self._policy.named_parameters() if p.requires_grad]
+        decays = [p for name, p in named if p.ndim > 1 and not name.endswith("bias")]
+        others = [p for name, p in named if p.ndim <= 1 or name.endswith("bias")]
+        groups = [{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
 
     def _open_stage(self) -> WeightStage | DeviceWeightStage:
         model, dtype = self._policy.model, torch.float32 if self._device.type == "cpu" else torch.bfloat16
