@@ -18,8 +18,9 @@ from torch import Tensor
 
 from roll_flash.errors import ModelError
 from roll_flash.learner.logit_form import find_logit_form
-from roll_flash.learner.packing import PackedRow, TrainSequence, pack
+from roll_flash.learner.packing import PackedRow, pack
 from roll_flash.learner.policy_model import PolicyModel, reset_dynamic_rope, rope_types
+from roll_flash.learner.sequences import text_sequence
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = 1e-3
@@ -53,7 +54,7 @@ def _difference(
     policy: PolicyModel, texts: Sequence[NDArray[np.int32]], expected: Sequence[Tensor], *, share: bool
 ) -> str | None:
     """What is wrong with the log-probabilities of the policy, in the mode that trains; None where nothing is."""
-    rows = pack([_sequence(text) for text in texts], 1_000_000 if share else 1)
+    rows = pack([text_sequence(text.tolist()) for text in texts], 1_000_000 if share else 1)
     largest = 0.0
     try:
         policy.share_prefixes(share)
@@ -116,12 +117,6 @@ def _texts(vocabulary: int) -> list[NDArray[np.int32]]:
             text = np.concatenate([text, parts[key]])
         texts.append(text)
     return texts
-
-
-def _sequence(text: NDArray[np.int32]) -> TrainSequence:
-    length = len(text)
-    zeros = np.zeros(length, np.float32)
-    return TrainSequence(text, np.arange(length) > 0, zeros, np.zeros(length, np.int32), zeros)
 
 
 def _described(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from roll_flash.learner.minibatches import split_minibatches
 from roll_flash.learner.packing import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.rank import LearnerRank, UpdateRecord
 from roll_flash.learner.rank_process import cluster_has_gpus, rank_actor, rank_environment
-from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_groups
+from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_groups, text_sequence
 from roll_flash.learner.step_totals import StepTotals
 from roll_flash.learner.weight_channel import NcclChannel
 from roll_flash.learner_config import LearnerConfig
@@ -171,16 +171,15 @@ class FsdpLearner:
 
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
-        tokens = np.asarray(token_ids, np.int32)
-        if tokens.ndim != 1 or tokens.size < 2:
-            raise LearnerError(f"log-probabilities need at least two token ids, not {tokens.size}")
-        mask = np.ones(tokens.size, np.bool_)
-        mask[0] = False
-        zeros = np.zeros(tokens.size, np.float32)
-        (row,) = pack([TrainSequence(tokens, mask, zeros, np.zeros(tokens.size, np.int32), zeros)], tokens.size)
-        results = await self._on_all("logprobs", row, timeout_s=self._config.step_timeout_s)
-        result: NDArray[np.float32] = results[0]
-        return result
+        return (await self.logprobs_of([token_ids]))[0]
+
+    async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """`logprobs` of each text, computed together, their prefixes shared as in rows that train."""
+        self._check_usable()
+        sequences = [text_sequence(text) for text in texts]
+        rows = pack(sequences, self._row_tokens)
+        found = with_prox_logprobs(sequences, *await self._on_rows("prox_logprobs", rows, temperature=1.0))
+        return [sequence.prox_logprobs[1:] for sequence in found if sequence.prox_logprobs is not None]
 
     async def stage_weights(self) -> StagedWeights:
         """Copy the current weights into shared memory; later steps do not touch the copy. The caller releases it."""

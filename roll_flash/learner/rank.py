@@ -35,7 +35,7 @@ from roll_flash.learner.gradient_sync import GradientSync
 from roll_flash.learner.objective import SINGLE_TOKEN, Objective, RowRecord
 from roll_flash.learner.packing import PackedRow
 from roll_flash.learner.policy_model import PolicyModel, check_same_vocabulary, load_policy_model
-from roll_flash.learner.weights import WeightStage, whole_tensors
+from roll_flash.learner.weights import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.learner_config import OFFLOAD_ON_CPU, LearnerConfig
 
 _LOG = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class LearnerRank:
         self._background = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
         policy = load_policy_model(self._folder, self._temperature)
+        check_can_be_staged(policy.model, self._folder)
         if self._config.lora.rank:
             # Alike on every rank: what differs between their shards would be one matrix of several minds.
             with torch.random.fork_rng(devices=[]):
@@ -150,11 +151,14 @@ class LearnerRank:
                 records.append(self._objective.add_gradient(row, supervised=supervised))
         return records
 
-    def prox_logprobs(self, rows: Sequence[PackedRow | None]) -> list[NDArray[np.float32]]:
-        """Log-probabilities at the sampler's temperature of each row's policy tokens, in its order. A collective."""
+    def prox_logprobs(
+        self, rows: Sequence[PackedRow | None], temperature: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Log-probabilities of each row's policy tokens, in its order; None is the sampler's temperature. A
+        collective."""
         found = []
         for row in rows:
-            logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row)
+            logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row, temperature)
             if row is not None:
                 found.append(logprobs.cpu().numpy())
         return found
@@ -187,11 +191,6 @@ class LearnerRank:
         """Forget the gradient of the step under way. A collective."""
         self._sync.finish()
         self._optimizer.zero_grad()
-
-    def logprobs(self, row: PackedRow) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of the row's policy tokens, in its order. A collective."""
-        result: NDArray[np.float32] = self._objective.logprobs(row, temperature=1.0).cpu().numpy()
-        return result
 
     def stage(self, version: int) -> StagedWeights | None:
         """The first rank returns the staged weights, with `ipc` every rank. A collective."""

@@ -131,6 +131,15 @@ def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequ
     return [_sequence(t, np.ones(len(t.token_ids), np.float32), 1.0) for t in trajectories]
 
 
+def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
+    """A text of which every token but the first is predicted. Raises LearnerError if that is none."""
+    tokens = np.asarray(token_ids, np.int32)
+    if tokens.ndim != 1 or tokens.size < 2:
+        raise LearnerError(f"log-probabilities need at least two token ids, not {tokens.size}")
+    zeros = np.zeros(tokens.size, np.float32)
+    return TrainSequence(tokens, np.arange(tokens.size) > 0, zeros, np.zeros(tokens.size, np.int32), zeros)
+
+
 def find_fault(trajectory: Trajectory) -> str | None:
     """Why a trajectory cannot be trained on, or None."""
     for sample in trajectory.samples:
