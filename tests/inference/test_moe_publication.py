@@ -58,7 +58,6 @@ def write_mixture(kind: str, folder: Path) -> Path:
 @pytest.mark.parametrize(
     ("engine", "kind"),
     [
-        ("transformers", "qwen3_moe"),
         ("transformers", "mixtral"),
         pytest.param("vllm", "qwen3_moe", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
     ],
