@@ -40,7 +40,8 @@ from roll_flash.inference.vllm_server import VllmEngine
 from roll_flash.learner.fsdp import FsdpLearner
 from roll_flash.local_ray import local_ray
 from roll_flash.models import resolve_model
-from roll_flash.publication import FLOAT32_THRESHOLD, Publisher, probe_token_ids
+from roll_flash.parity import FLOAT32_THRESHOLD, load_probe
+from roll_flash.publication import Publisher
 from roll_flash.types import Group, SamplingParams, Task, Trajectory
 
 RESULTS = Path(__file__).parent / "results"
@@ -184,7 +185,7 @@ async def busy(engine: ServerEngine, prompt: list[int], way: Way) -> AsyncIterat
 
 async def measure(ways: list[Way], engine: ServerEngine, folder: Path, groups: int, updates: int, first: int) -> int:
     """Several ways with one learner, whose versions begin after `first`. Returns its last version."""
-    probe = probe_token_ids(folder, WeightsConfig().parity_text)
+    probe = load_probe(folder, WeightsConfig().parity_text, 128)
     config = LearnerConfig(lora=ways[0].lora, step_timeout_s=600)
     learner = FsdpLearner(folder, config, async_ratio=10, run="benchmark")
     live: dict[int, float] = {}
@@ -204,7 +205,7 @@ async def measure(ways: list[Way], engine: ServerEngine, folder: Path, groups: i
         stack.push_async_callback(publisher.close)
         await learner.accumulate(step_groups(1, first))  # the first pass pays for memory and is not counted
         await learner.abandon_step()
-        await engine.score(probe)  # so does the server's first prompt
+        await engine.score(probe.texts[0])  # so does the server's first prompt
         for way in ways:
             print(f"measuring: {way.name}", file=sys.stderr)
             for server in engine._servers:
@@ -232,7 +233,7 @@ async def one_update(way: Way, learner: FsdpLearner, publisher: Publisher, group
     assert not result.skipped
     way.paused_s.append(publication.paused_s)
     way.live_s.append(live[publication.version] - ended)
-    way.logprob_difference.append(publication.parity)
+    way.logprob_difference.append(publication.parity.largest)
     way.mib = publication.num_bytes / 2**20
 
 

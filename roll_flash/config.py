@@ -242,8 +242,11 @@ class WeightsConfig(Section):
     `abort_resume` ends them and asks again from the tokens they have, which the new weights read anew (for servers that
     cannot keep requests, or where every token should see the new weights alone; costs a prefill for each request)."""
     parity_threshold: PositiveFloat | None = None
-    """Largest difference of log-probabilities between server and learner; None is 1e-3 in float32, 0.25 in bfloat16."""
+    """How far log-probabilities of server and learner may differ at the 99th percentile of the parity probe's tokens;
+    their mean difference may be a fifth of it. None is 1e-3 in float32, 0.25 in bfloat16."""
     parity_text: str = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46."
+    """What the probe's texts, of together 1,000 tokens, begin with. All are compared once, when a run starts or goes
+    on; two of them, in turn, after every weight update."""
     publish_timeout_s: PositiveFloat = 300.0
     """For all servers together; long enough for one that has to be started again meanwhile."""
 

@@ -142,6 +142,7 @@ class LearnerConfig(Section):
     learning_rate: PositiveFloat = 1e-5
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
+    """Of matrices. Norms and biases have none."""
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     max_grad_norm: PositiveFloat = 1.0
     advantage: Literal["grpo", "rloo", "reinforce++", "gigpo"] = "grpo"

@@ -1,28 +1,24 @@
 """Weights on their way from the learner to the servers (delayed parameter update, AsyncFlow arXiv 2507.01663).
 
 After a step the new weights are copied aside, and the servers take them in the background while the learner goes on
-with the next step. A parity probe after each publication compares what servers and learner say about a fixed text.
+with the next step. A parity probe after each publication compares what servers and learner say (`parity.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.config import WeightsConfig
-from roll_flash.errors import ParityError, RunError
+from roll_flash.errors import RunError
 from roll_flash.inference.engine import InferenceEngine, StagedWeights
-from roll_flash.inference.tokenizer import load_tokenizer
 from roll_flash.learner.engine import LearnerEngine
-
-FLOAT32_THRESHOLD = 1e-3
-BFLOAT16_THRESHOLD = 0.25
+from roll_flash.parity import Parity, Probe, check, compare
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +26,7 @@ class Publication:
     """How one set of weights reached all servers."""
 
     version: int
-    parity: float
-    """Largest absolute difference of log-probabilities between any server and the learner on the probe text."""
+    parity: Parity
     paused_s: float
     """Time in which the slowest server generated nothing because of the update."""
     total_s: float
@@ -42,7 +37,9 @@ class Publication:
 
     def metrics(self) -> dict[str, float]:
         return {
-            "weights/parity": self.parity,
+            "weights/parity": self.parity.percentile,
+            "weights/parity_mean": self.parity.mean,
+            "weights/parity_max": self.parity.largest,
             "weights/paused_s": self.paused_s,
             "weights/total_s": self.total_s,
             "weights/mib": self.num_bytes / 2**20,
@@ -60,7 +57,7 @@ class Publisher:
         engine: InferenceEngine,
         config: WeightsConfig,
         *,
-        probe: list[int],
+        probe: Probe,
         threshold: float,
         on_published: Callable[[int], None],
         on_failed: Callable[[BaseException], None],
@@ -73,6 +70,8 @@ class Publisher:
         self._threshold = threshold
         self._on_published = on_published
         self._on_failed = on_failed
+        self._checked = False
+        self._begun = 0
         self._task: asyncio.Task[Publication] | None = None
 
     async def begin(self) -> None:
@@ -82,9 +81,12 @@ class Publisher:
         """
         if self._task is not None:
             raise RunError("a publication is still under way")
-        expected = await self._learner.logprobs(self._probe)
+        # All of the probe once; after every update a few of its texts.
+        probe = self._probe.after_update(self._begun) if self._checked else self._probe
+        self._begun, self._checked = self._begun + 1, True
+        expected = await self._learner.logprobs_of(probe.texts)
         weights = await self._learner.stage_weights()
-        self._task = asyncio.create_task(self._publish(weights, expected))
+        self._task = asyncio.create_task(self._publish(weights, probe, expected))
         self._task.add_done_callback(self._note_failure)
 
     async def settled(self) -> Publication | None:
@@ -101,9 +103,11 @@ class Publisher:
         finally:
             self._task = None
 
-    async def check(self) -> float:
-        """The parity probe alone: before the first step, with the weights that both sides loaded themselves."""
-        return self._largest_difference(await self._learner.logprobs(self._probe), await self._scores())
+    async def check(self) -> Parity:
+        """The whole parity probe alone: before the first step, with the weights that both sides loaded themselves."""
+        expected = await self._learner.logprobs_of(self._probe.texts)
+        self._checked = True
+        return await self._compare(self._probe, expected)
 
     async def close(self) -> None:
         if self._task is not None:
@@ -111,11 +115,13 @@ class Publisher:
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
-    async def _publish(self, weights: StagedWeights, expected: NDArray[np.float32]) -> Publication:
+    async def _publish(
+        self, weights: StagedWeights, probe: Probe, expected: Sequence[NDArray[np.float32]]
+    ) -> Publication:
         started = time.monotonic()
         try:
             updates = await self._engine.publish(weights, in_flight=self._in_flight)
-            parity = self._largest_difference(expected, await self._scores())
+            parity = await self._compare(probe, expected)
             self._on_published(weights.version)
             total_s = time.monotonic() - started
         finally:
@@ -130,31 +136,9 @@ class Publisher:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._on_failed(error)
 
-    async def _scores(self) -> list[NDArray[np.float32]]:
-        return await self._engine.score(self._probe)
-
-    def _largest_difference(self, expected: NDArray[np.float32], scores: list[NDArray[np.float32]]) -> float:
-        difference = max(float(np.abs(score - expected).max()) for score in scores)
-        if not difference <= self._threshold:
-            raise ParityError(
-                f"server and learner disagree about the same weights: log-probabilities differ by {difference:.3g}, "
-                f"more than {self._threshold:g} (weights.parity_threshold); training on such data would be wrong. "
-                "Check that both use the same model, dtype and chat template"
-            )
-        return difference
-
-
-def parity_threshold(config: WeightsConfig, dtype: str) -> float:
-    """The configured threshold, or the default for the dtype that the servers run in."""
-    if config.parity_threshold is not None:
-        return config.parity_threshold
-    return FLOAT32_THRESHOLD if dtype == "float32" else BFLOAT16_THRESHOLD
-
-
-def probe_token_ids(model_folder: Path, text: str) -> list[int]:
-    """The probe text as token ids; at least two, so that there is something to predict."""
-    tokenizer = load_tokenizer(model_folder)
-    token_ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
-    if len(token_ids) < 2:
-        raise RunError("weights.parity_text must be at least two tokens long")
-    return token_ids
+    async def _compare(self, probe: Probe, expected: Sequence[NDArray[np.float32]]) -> Parity:
+        """Raises ParityError where a server says something else about the probe."""
+        found = [await self._engine.score(text) for text in probe.texts]
+        parity = compare(expected, found)
+        check(parity, self._threshold)
+        return parity

@@ -26,7 +26,8 @@ from roll_flash.local_ray import local_ray
 from roll_flash.models import resolve_model
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
-from roll_flash.publication import Publisher, parity_threshold, probe_token_ids
+from roll_flash.parity import load_probe, parity_threshold
+from roll_flash.publication import Publisher
 from roll_flash.rollout.environments import check_environments
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
@@ -132,7 +133,9 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
             learner,
             engine,
             config.weights,
-            probe=await asyncio.to_thread(probe_token_ids, model_folder, config.weights.parity_text),
+            probe=await asyncio.to_thread(
+                load_probe, model_folder, config.weights.parity_text, config.model.max_length
+            ),
             threshold=parity_threshold(config.weights, engine.dtype),
             on_published=rollout.published,
             on_failed=rollout.fail,

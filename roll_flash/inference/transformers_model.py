@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll_flash.inference.published_weights import ModelFolder, PublishedWeights
+from roll_flash.inference.stored_form import write_stored
 
 
 class TransformersModel:
@@ -26,14 +27,13 @@ class TransformersModel:
         self._differing: frozenset[str] = frozenset()
         """Names of the tensors that are no longer those of the folder."""
 
-    @torch.no_grad()
     def load(self, path: str) -> None:
         """New weights, as `published_weights.py` describes them. Raises ValueError, with nothing changed, if they do
         not fit."""
         tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
         with PublishedWeights(path, self._folder, tied=tied) as weights:
-            tensors = {name: weights.tensor(name) for name in weights.changed | self._differing}
-            self.model.load_state_dict(tensors, strict=False)
+            names = weights.changed | self._differing
+            write_stored(self.model, {name: weights.tensor(name) for name in names})
             self._differing = weights.changed
 
 

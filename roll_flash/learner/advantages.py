@@ -14,11 +14,14 @@ from numpy.typing import ArrayLike, NDArray
 Advantage = Callable[[ArrayLike, bool], NDArray[np.float64]]
 
 _RELATIVE_VARIANCE_FLOOR = 1e-9
-"""Rewards that differ by less than rounding do not differ: dividing by their spread would turn noise into a signal."""
+"""Rewards that differ by less than rounding do not differ."""
+EPSILON = 1e-4
+"""Added to every standard deviation that is divided by, as in TRL: without it, a judge's noise in the last digits would
+become advantages of one."""
 
 
 def grpo(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
-    """Group-relative advantage, (r - mean) / std with the population standard deviation.
+    """Group-relative advantage, (r - mean) / (std + EPSILON) with the population standard deviation.
 
     Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2. Without `normalize` the division is left out, which is
     Dr. GRPO (arXiv 2503.20783): the division weighs tasks by how rarely they succeed.
@@ -28,7 +31,7 @@ def grpo(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
     """
     rewards, centred = _centre(rewards)
     if normalize and centred.any():
-        centred = centred / rewards.std()
+        centred = centred / (rewards.std() + EPSILON)
     return centred
 
 
@@ -42,11 +45,13 @@ def rloo(rewards: ArrayLike, normalize: bool = False) -> NDArray[np.float64]:
     if not centred.any():
         return centred
     advantages = centred * (len(rewards) / (len(rewards) - 1))
-    return advantages / rewards.std() if normalize else advantages
+    return advantages / (rewards.std() + EPSILON) if normalize else advantages
 
 
 def reinforce_plus_plus(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
-    """(r - mean) / std over all trajectories of a step, whatever their task; `rewards` has shape [trajectories].
+    """(r - mean) / (std + EPSILON) over all trajectories of a step, whatever their task.
+
+    `rewards` has shape [trajectories].
 
     Source: REINFORCE++, arXiv 2501.03262, without the divergence in the reward (it is in the loss here).
     """
@@ -60,7 +65,7 @@ def scale_by_batch(advantages: Sequence[NDArray[np.float64]]) -> list[NDArray[np
     other, and groups that lost members or hardly differ do not blow up.
     """
     spread = float(np.concatenate([*advantages, np.empty(0)]).std()) if advantages else 0.0
-    return [values / spread if spread > 0 else values for values in advantages]
+    return [values / (spread + EPSILON) for values in advantages]
 
 
 def gigpo(

@@ -15,6 +15,9 @@ from torch import Tensor
 
 CorrectionName = Literal["none", "tis", "mask"]
 CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
+LARGEST_LOG_RATIO = 20.0
+"""Log-ratios are kept within plus and minus this before exp, as in verl: further out a ratio says nothing but that the
+two differ, and would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +52,19 @@ def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> 
 def log_ratio(
     numerator: Tensor, denominator: Tensor, mask: Tensor, level: CorrectionLevel, sequence_ids: Tensor | None
 ) -> Tensor:
-    """log(numerator / denominator) at the given level; 0 where masked, whatever stands there."""
+    """log(numerator / denominator) at the given level, within LARGEST_LOG_RATIO; 0 where masked, whatever stands
+    there."""
     difference = torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
     match level:
         case "token":
-            return difference
+            ratio = difference
         case "sequence":
-            return torch.where(mask, sequence_sum(difference, mask, sequence_ids), 0.0)
+            ratio = torch.where(mask, sequence_sum(difference, mask, sequence_ids), 0.0)
         case "sequence_mean":
-            return torch.where(mask, sequence_mean(difference, mask, sequence_ids), 0.0)
-    raise ValueError(f"unknown correction level {level!r}: use token, sequence or sequence_mean")
+            ratio = torch.where(mask, sequence_mean(difference, mask, sequence_ids), 0.0)
+        case _:
+            raise ValueError(f"unknown correction level {level!r}: use token, sequence or sequence_mean")
+    return ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import reduce_tensor
 
 from roll_flash.errors import LearnerError
 from roll_flash.inference.engine import StagedWeights
-from roll_flash.learner.weights import whole_tensors
+from roll_flash.learner.weights import stored_tensors, whole_tensors
 
 Handle = dict[str, Any]
 """UUID of a GPU -> what another process opens a tensor with."""
@@ -48,7 +48,7 @@ class DeviceWeightStage:
     def stage(self, version: int) -> StagedWeights:
         """Copy the weights; complete, and unaffected by later steps, when this returns. A collective."""
         tensors = {}
-        for name, tensor in whole_tensors(self._model, self._skipped):
+        for name, tensor in stored_tensors(self._model, self._skipped):
             if self._keeps:
                 tensors[name] = tensor.to(self._dtype, copy=True).contiguous()
         if torch.cuda.is_available():

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from roll_flash.learner.correction import LARGEST_LOG_RATIO
 
 _STALENESS_BUCKETS = 5
 """Ages 0, 1, 2, 3 have a metric each, older ones share the last."""
@@ -21,19 +24,24 @@ def off_policy_metrics(
     """
     if prox_logprobs.size == 0:
         return {}
-    log_rho = prox_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
-    with np.errstate(over="ignore", invalid="ignore"):
-        rho = np.exp(log_rho)
-        return {
-            "kl_k1": float(-log_rho.mean()),
-            "kl_k3": float((rho - 1 - log_rho).mean()),
-            "effective_sample_size": float(rho.sum() ** 2 / (rho.size * (rho**2).sum())),
-            "rho_mean": float(rho.mean()),
-            "rho_max": float(rho.max()),
-            **{f"rho_p{percent:02d}": float(np.percentile(rho, percent)) for percent in (1, 10, 50, 90, 99)},
-            "logprob_gap_max": float(np.abs(log_rho).max()),
-            "entropy": float(entropies.mean()),
-        }
+    difference = prox_logprobs.astype(np.float64) - behavior_logprobs.astype(np.float64)
+    log_rho = bounded_log_ratio(difference)
+    rho = np.exp(log_rho)
+    return {
+        "kl_k1": float(-log_rho.mean()),
+        "kl_k3": float((rho - 1 - log_rho).mean()),
+        "effective_sample_size": float(rho.sum() ** 2 / (rho.size * (rho**2).sum())),
+        "rho_mean": float(rho.mean()),
+        "rho_max": float(rho.max()),
+        **{f"rho_p{percent:02d}": float(np.percentile(rho, percent)) for percent in (1, 10, 50, 90, 99)},
+        "logprob_gap_max": float(np.abs(difference).max()),
+        "entropy": float(entropies.mean()),
+    }
+
+
+def bounded_log_ratio(log_rho: NDArray[Any]) -> NDArray[np.float64]:
+    """As the losses see it (`correction.LARGEST_LOG_RATIO`), float64."""
+    return np.clip(log_rho.astype(np.float64), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def by_staleness(
@@ -45,8 +53,8 @@ def by_staleness(
     two implementations: `mismatch_*`. `lag_kl_k3` is what older tokens have beyond it.
     """
     metrics: dict[str, float] = {}
-    with np.errstate(over="ignore", invalid="ignore"):
-        k3 = np.expm1(log_rho.astype(np.float64)) - log_rho
+    bounded = bounded_log_ratio(log_rho)
+    k3 = np.expm1(bounded) - bounded
     for label, chosen in _buckets(ages):
         metrics[f"kl_k3/age_{label}"] = float(k3[chosen].mean())
         for name, values in indicators.items():

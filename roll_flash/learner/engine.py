@@ -72,6 +72,10 @@ class LearnerEngine(Protocol):
         """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights."""
         ...
 
+    async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """`logprobs` of each text, computed together as rows that train are."""
+        ...
+
     async def stage_weights(self) -> StagedWeights:
         """Copy the current weights to where the servers can read them. The caller releases them."""
         ...

@@ -30,7 +30,7 @@ from roll_flash.learner.minibatches import split_minibatches
 from roll_flash.learner.packing import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.rank import LearnerRank, UpdateRecord
 from roll_flash.learner.rank_process import cluster_has_gpus, rank_actor, rank_environment
-from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_groups
+from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_groups, text_sequence
 from roll_flash.learner.step_totals import StepTotals
 from roll_flash.learner.weight_channel import NcclChannel
 from roll_flash.learner_config import LearnerConfig
@@ -68,6 +68,7 @@ class FsdpLearner:
         self._ranks: list[ActorHandle[Any]] = []
         self._failure: str | None = "the learner has not been started"
         self._fingerprint = ""
+        self._row_tokens = config.micro_batch_tokens
         self._version = 0
         self._skipped_in_a_row = 0
         self._rules = CreditRules.of(config)
@@ -105,6 +106,8 @@ class FsdpLearner:
         port = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
         fingerprints = await self._on_all("start", host, port, timeout_s=config.start_timeout_s)
         self._fingerprint = fingerprints[0]
+        if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
+            self._row_tokens = 1  # every sequence gets a row of its own
 
     async def accumulate(self, groups: Sequence[Group]) -> None:
         """Forward and backward on whole groups with the current weights.
@@ -168,16 +171,15 @@ class FsdpLearner:
 
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
-        tokens = np.asarray(token_ids, np.int32)
-        if tokens.ndim != 1 or tokens.size < 2:
-            raise LearnerError(f"log-probabilities need at least two token ids, not {tokens.size}")
-        mask = np.ones(tokens.size, np.bool_)
-        mask[0] = False
-        zeros = np.zeros(tokens.size, np.float32)
-        (row,) = pack([TrainSequence(tokens, mask, zeros, np.zeros(tokens.size, np.int32), zeros)], tokens.size)
-        results = await self._on_all("logprobs", row, timeout_s=self._config.step_timeout_s)
-        result: NDArray[np.float32] = results[0]
-        return result
+        return (await self.logprobs_of([token_ids]))[0]
+
+    async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """`logprobs` of each text, computed together, their prefixes shared as in rows that train."""
+        self._check_usable()
+        sequences = [text_sequence(text) for text in texts]
+        rows = pack(sequences, self._row_tokens)
+        found = with_prox_logprobs(sequences, *await self._on_rows("prox_logprobs", rows, temperature=1.0))
+        return [sequence.prox_logprobs[1:] for sequence in found if sequence.prox_logprobs is not None]
 
     async def stage_weights(self) -> StagedWeights:
         """Copy the current weights into shared memory; later steps do not touch the copy. The caller releases it."""
@@ -276,16 +278,14 @@ class FsdpLearner:
 
     async def _with_prox(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
         started = time.monotonic()
-        rows = pack(sequences, self._config.micro_batch_tokens)
+        rows = pack(sequences, self._row_tokens)
         found = await self._on_rows("prox_logprobs", rows)
         self._totals.prox_s += time.monotonic() - started
         return with_prox_logprobs(sequences, *found)
 
     async def _train_on(self, sequences: list[TrainSequence], *, supervised: bool = False) -> None:
         started = time.monotonic()
-        rows, records = await self._on_rows(
-            "accumulate", pack(sequences, self._config.micro_batch_tokens), supervised=supervised
-        )
+        rows, records = await self._on_rows("accumulate", pack(sequences, self._row_tokens), supervised=supervised)
         self._totals.add_rows(rows, records)
         self._totals.forward_backward_s += time.monotonic() - started
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from roll_flash.errors import ModelError
 from roll_flash.inference.published_weights import is_adapter, merged
@@ -38,13 +39,16 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze `model` and give its target layers adapters. Raises ModelError when no layer has such a name."""
+    """Freeze `model` and give its target layers adapters. Raises ModelError when no layer has such a name, or
+    one is the output head, of which log-probabilities read the weight alone."""
     model.requires_grad_(False)
     found = [
         module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in config.targets
     ]
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() in found:
+        raise ModelError("learner.lora.targets names the output head, which cannot have an adapter; leave it out")
     if not found:
         raise ModelError(f"learner.lora.targets: the model has no linear layer named {', '.join(config.targets)}")
     for module in found:

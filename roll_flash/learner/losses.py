@@ -202,12 +202,17 @@ def topr(
 
 
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
-    """PPO with the geometric mean over the sequence as the ratio of each of its tokens.
+    """PPO with the ratio s(t) = sg(s) pi_theta / sg(pi_theta), s the geometric mean of the sequence's ratios.
 
-    Source: GSPO, arXiv 2507.18071, equation 5 where the step is normalised by sequences.
+    Source: GSPO-token, arXiv 2507.18071, equations 13 and 14 where the step is normalised by sequences, as in verl. Its
+    value and, where all tokens of a sequence have one advantage, its gradient are those of GSPO (equation 5); where
+    turns have their own, each token's gradient is that of its own advantage.
     """
-    ratio = tokens.ratio(tokens.behavior_logprobs, "sequence_mean")
-    return _clipped(tokens, ratio, clip_low, clip_high, None)
+    sequence = log_ratio(
+        tokens.logprobs.detach(), tokens.behavior_logprobs, tokens.mask, "sequence_mean", tokens.sequence_ids
+    )
+    own = tokens.logprobs - tokens.logprobs.detach()
+    return _clipped(tokens, (sequence + own).exp(), clip_low, clip_high, None)
 
 
 def supervised(tokens: PolicyTokens) -> TokenLoss:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from roll_flash.errors import ModelError
 from roll_flash.learner import tree_attention
 from roll_flash.learner.activation_offload import offload_activations
 from roll_flash.learner.packing import PackedRow
-from roll_flash.learner.token_logprobs import token_logprobs
+from roll_flash.learner.token_logprobs import LogitForm, token_logprobs
 
 
 class PolicyModel(nn.Module):
@@ -27,36 +28,68 @@ class PolicyModel(nn.Module):
         super().__init__()
         self.model = model
         self.temperature = temperature
+        self.shares_prefixes = True
+        """Rows may be prefix trees. Where not, each is one sequence, computed as transformers does."""
+        self.logit_form: LogitForm | None = LogitForm()
+        """How logits follow from hidden states and head. None: only the model knows, and makes all of them."""
         self.flex_attention = False
         """Attention by FlexAttention (GPU only; see `flex_tree.why_not`)."""
         self.offload_activations = False
         """Keep what checkpointing saves in host memory until the backward pass (GPU only)."""
+        self._own_attention = model.config._attn_implementation
+        for module in model.modules():
+            _without_dropout(module)
+
+    def train(self, mode: bool = True) -> PolicyModel:
+        """Dropout and the noise of routers stay off, since samplers have none: only layers that are computed again in
+        the backward pass hear of it."""
+        super().train(False)
+        self.training = mode
+        for layer in self.layers:
+            layer.training = mode and bool(getattr(layer, "gradient_checkpointing", False))
+        return self
+
+    def share_prefixes(self, share: bool) -> None:
+        """Choose between attention over prefix trees and the model's own."""
+        self.shares_prefixes = share
+        self.model.set_attn_implementation(tree_attention.NAME if share else self._own_attention)
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logprobs, entropies) [M], float32, of the row's policy tokens at `temperature` (default: the sampler's)."""
+        temperature = self.temperature if temperature is None else temperature
         device = self.head.device
-        tree = tree_attention.tree_layout(row.position_ids, row.subtree_end, device, flex=self.flex_attention)
-        with offload_activations() if self.offload_activations else nullcontext():
-            hidden = self.model.base_model(
-                input_ids=torch.tensor(row.token_ids, device=device)[None],
-                position_ids=torch.tensor(row.position_ids, device=device)[None],
-                use_cache=False,
-                tree=tree,
-            ).last_hidden_state[0]
         nodes, source = torch.unique(torch.tensor(row.source, device=device), return_inverse=True)
-        return token_logprobs(
-            hidden[nodes],
-            self.head,
-            source,
-            torch.tensor(row.target, device=device),
-            temperature=self.temperature if temperature is None else temperature,
-        )
+        target = torch.tensor(row.target, device=device)
+        with offload_activations() if self.offload_activations else nullcontext():
+            if self.logit_form is None:
+                logits = self._call(self.model, row).logits[0, nodes].float()
+                return _from_logits(logits / temperature, source, target)
+            hidden = self._call(self.model.base_model, row).last_hidden_state[0, nodes]
+        head, bias, form = self.head, self.head_bias, self.logit_form
+        return token_logprobs(hidden, head, source, target, bias=bias, form=form, temperature=temperature)
+
+    def _call(self, module: Any, row: PackedRow) -> Any:
+        device = self.head.device
+        token_ids = torch.tensor(row.token_ids, device=device)[None]
+        if not self.shares_prefixes:
+            if len(row.members) > 1:
+                raise ValueError(f"a row of {len(row.members)} sequences for a model that takes one at a time")
+            reset_dynamic_rope(self.model)
+            return module(input_ids=token_ids, use_cache=False)
+        tree = tree_attention.tree_layout(row.position_ids, row.subtree_end, device, flex=self.flex_attention)
+        position_ids = torch.tensor(row.position_ids, device=device)[None]
+        return module(input_ids=token_ids, position_ids=position_ids, use_cache=False, tree=tree)
 
     @property
     def head(self) -> Tensor:
         weight = self.model.get_output_embeddings().weight
         assert isinstance(weight, Tensor)
         return weight
+
+    @property
+    def head_bias(self) -> Tensor | None:
+        bias: Tensor | None = getattr(self.model.get_output_embeddings(), "bias", None)
+        return bias
 
     def tied_names(self) -> list[str]:
         """State names whose tensor another name, earlier in the state, already holds."""
@@ -75,24 +108,24 @@ class PolicyModel(nn.Module):
 
 
 def load_policy_model(folder: Path, temperature: float = 1.0) -> PolicyModel:
-    """The model of a Hugging Face folder, float32, in training mode with dropout as configured there.
+    """The model of a Hugging Face folder, float32, in training mode, without dropout.
 
-    Raises ModelError when the folder is missing, incomplete, or of an architecture this learner cannot pack.
+    It computes what plain transformers does on a few texts, or sequence by sequence if it cannot with shared prefixes.
+    Raises ModelError when the folder is missing or incomplete, or the model cannot be computed exactly.
     """
+    from roll_flash.learner.exactness import make_exact
+
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: not a Hugging Face model folder (no config.json); check model.path")
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation=tree_attention.NAME
-        )
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
     if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
-    layer_types = getattr(model.config, "layer_types", None) or []
-    if any(kind != "full_attention" for kind in layer_types):
-        raise ModelError(f"{folder}: layers of type {sorted(set(layer_types))}; only full attention can be packed")
-    return PolicyModel(model.train(), temperature)
+    policy = PolicyModel(model, temperature)
+    make_exact(policy, folder)
+    return policy.train()
 
 
 def check_same_vocabulary(reference: PolicyModel, policy: PolicyModel, folder: Path) -> None:
@@ -100,6 +133,33 @@ def check_same_vocabulary(reference: PolicyModel, policy: PolicyModel, folder: P
     theirs, ours = reference.head.shape[0], policy.head.shape[0]
     if theirs != ours:
         raise ModelError(f"{folder}: a vocabulary of {theirs} tokens, the model has {ours}; set learner.kl.reference")
+
+
+def reset_dynamic_rope(model: nn.Module) -> None:
+    """Forget how long sequences were so far: dynamic RoPE keeps the frequencies of the longest."""
+    for module in model.modules():
+        if "dynamic" in rope_types(module) and hasattr(module, "original_inv_freq"):
+            module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
+            module.max_seq_len_cached = module.original_max_seq_len
+
+
+def rope_types(module: nn.Module) -> set[str]:
+    """Those of a rotary embedding; empty for other modules."""
+    found = getattr(module, "rope_type", None)
+    return set(found.values()) if isinstance(found, dict) else {found} if isinstance(found, str) else set()
+
+
+def _without_dropout(module: nn.Module) -> None:
+    """Layers that are computed again are in training mode, and so would drop."""
+    for name, value in vars(module).items():
+        if (name == "p" and isinstance(module, nn.Dropout)) or ("dropout" in name and isinstance(value, float)):
+            setattr(module, name, 0.0)
+
+
+def _from_logits(logits: Tensor, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    distribution = logits.log_softmax(-1)
+    entropies = -(distribution.exp() * distribution).sum(-1)
+    return distribution[source, target], entropies[source]
 
 
 def _first_line(error: BaseException) -> str:

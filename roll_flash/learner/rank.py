@@ -35,7 +35,7 @@ from roll_flash.learner.gradient_sync import GradientSync
 from roll_flash.learner.objective import SINGLE_TOKEN, Objective, RowRecord
 from roll_flash.learner.packing import PackedRow
 from roll_flash.learner.policy_model import PolicyModel, check_same_vocabulary, load_policy_model
-from roll_flash.learner.weights import WeightStage, whole_tensors
+from roll_flash.learner.weights import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.learner_config import OFFLOAD_ON_CPU, LearnerConfig
 
 _LOG = logging.getLogger(__name__)
@@ -105,6 +105,7 @@ class LearnerRank:
         self._background = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
         policy = load_policy_model(self._folder, self._temperature)
+        check_can_be_staged(policy.model, self._folder)
         if self._config.lora.rank:
             # Alike on every rank: what differs between their shards would be one matrix of several minds.
             with torch.random.fork_rng(devices=[]):
@@ -119,19 +120,21 @@ class LearnerRank:
         self._policy = self._shard(policy)
         if self._config.compile:
             compile_layers(self._policy)
-        self._objective = Objective(self._config, self._policy, self._load_reference())
+        reference = self._load_reference()
+        self._shares = policy.shares_prefixes and (reference is None or reference.shares_prefixes)
+        self._objective = Objective(self._config, self._policy, reference)
         self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
         self._optimizer = torch.optim.AdamW(
-            self._trained,
-            lr=self._config.learning_rate,
-            betas=self._config.betas,
-            weight_decay=self._config.weight_decay,
-            fused=True,
+            self._parameter_groups(), lr=self._config.learning_rate, betas=self._config.betas, fused=True
         )
         self._stage = self._open_stage()
         if self._rank == 0:
             self._stage.reserve()
         return fingerprint
+
+    def shares_prefixes(self) -> bool:
+        """Whether a row may hold several sequences."""
+        return self._shares
 
     def accumulate(self, rows: Sequence[PackedRow | None], *, supervised: bool = False) -> list[RowRecord]:
         """Forward and backward of each row, adding to the gradients. A collective.
@@ -148,11 +151,14 @@ class LearnerRank:
                 records.append(self._objective.add_gradient(row, supervised=supervised))
         return records
 
-    def prox_logprobs(self, rows: Sequence[PackedRow | None]) -> list[NDArray[np.float32]]:
-        """Log-probabilities at the sampler's temperature of each row's policy tokens, in its order. A collective."""
+    def prox_logprobs(
+        self, rows: Sequence[PackedRow | None], temperature: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Log-probabilities of each row's policy tokens, in its order; None is the sampler's temperature. A
+        collective."""
         found = []
         for row in rows:
-            logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row)
+            logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row, temperature)
             if row is not None:
                 found.append(logprobs.cpu().numpy())
         return found
@@ -185,11 +191,6 @@ class LearnerRank:
         """Forget the gradient of the step under way. A collective."""
         self._sync.finish()
         self._optimizer.zero_grad()
-
-    def logprobs(self, row: PackedRow) -> NDArray[np.float32]:
-        """Log-probabilities at temperature 1 of the row's policy tokens, in its order. A collective."""
-        result: NDArray[np.float32] = self._objective.logprobs(row, temperature=1.0).cpu().numpy()
-        return result
 
     def stage(self, version: int) -> StagedWeights | None:
         """The first rank returns the staged weights, with `ipc` every rank. A collective."""
@@ -265,6 +266,17 @@ class LearnerRank:
     @property
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Weight decay is for matrices: norms and biases have none. Without any, one group is all there is."""
+        decay = self._config.weight_decay
+        if not decay:
+            return [{"params": self._trained, "weight_decay": 0.0}]
+        named = [(name, p) for name, p in self._policy.named_parameters() if p.requires_grad]
+        decays = [p for name, p in named if p.ndim > 1 and not name.endswith("bias")]
+        others = [p for name, p in named if p.ndim <= 1 or name.endswith("bias")]
+        groups = [{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
 
     def _open_stage(self) -> WeightStage | DeviceWeightStage:
         model, dtype = self._policy.model, torch.float32 if self._device.type == "cpu" else torch.bfloat16

@@ -16,6 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from roll_flash.learner.correction import LARGEST_LOG_RATIO
+
 KlEstimator = Literal["k1", "k2", "k3"]
 
 
@@ -23,7 +25,7 @@ def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor
     """The estimate for every token, with the gradient that minimises the divergence; 0 where masked.
 
     `k1` has the value d and the gradient sg(d) grad log pi_theta (k1 in the reward); `k2` and `k3` (as in GRPO,
-    arXiv 2402.03300, equation 4) are differentiated as they stand.
+    arXiv 2402.03300, equation 4) are differentiated as they stand. The exponent of k3 is kept from overflowing.
     """
     zeros = torch.zeros_like(logprobs)
     difference = torch.where(mask, logprobs, zeros) - torch.where(mask, ref_logprobs, zeros).detach()
@@ -34,5 +36,6 @@ def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor
         case "k2":
             return difference.square() / 2
         case "k3":
-            return torch.expm1(-difference) + difference
+            bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+            return torch.expm1(-bounded) + bounded
     raise ValueError(f"unknown estimator {estimator!r}: use k1, k2 or k3")

@@ -14,13 +14,17 @@ from roll_flash.learner.credit import CreditRules, token_advantages
 from roll_flash.learner.packing import TrainSequence
 from roll_flash.types import Branch, Group, Trajectory
 
+NO_LOGPROB = -9999.0
+"""What vLLM says for a log-probability that is nan or minus infinity."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
     """What a group gives. `counts`: named numbers of things trained and left out; they add up over groups.
 
-    `policy_tokens` and `trajectories` count all valid ones. Those of groups whose replicas earned the same add nothing
-    to the gradient of a policy loss, so they are counted into its mean and not computed.
+    `policy_tokens` and `trajectories` count all valid ones; policy tokens for which the sampler gave no log-probability
+    are counted apart (`tokens_without_logprob`) and not trained. Those of groups whose replicas earned the same add
+    nothing to the gradient of a policy loss, so they are counted into its mean and not computed.
     """
 
     group_id: str
@@ -107,7 +111,10 @@ def _prepare(
         if computed
         for sequence in _sequences(trajectory, values, rules.normalization)
     ]
-    policy_tokens = sum(t.policy_tokens for t in valid)
+    policy_tokens = sum(trained_tokens(t) for t in valid)
+    without_logprob = sum(t.policy_tokens for t in valid) - policy_tokens
+    if without_logprob:
+        counts["tokens_without_logprob"] += without_logprob
     return Prepared(group_id, sequences, policy_tokens, len(valid), counts, sorted(staleness.items()))
 
 
@@ -124,6 +131,15 @@ def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequ
     return [_sequence(t, np.ones(len(t.token_ids), np.float32), 1.0) for t in trajectories]
 
 
+def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
+    """A text of which every token but the first is predicted. Raises LearnerError if that is none."""
+    tokens = np.asarray(token_ids, np.int32)
+    if tokens.ndim != 1 or tokens.size < 2:
+        raise LearnerError(f"log-probabilities need at least two token ids, not {tokens.size}")
+    zeros = np.zeros(tokens.size, np.float32)
+    return TrainSequence(tokens, np.arange(tokens.size) > 0, zeros, np.zeros(tokens.size, np.int32), zeros)
+
+
 def find_fault(trajectory: Trajectory) -> str | None:
     """Why a trajectory cannot be trained on, or None."""
     for sample in trajectory.samples:
@@ -133,15 +149,29 @@ def find_fault(trajectory: Trajectory) -> str | None:
             return "no_prompt"
         if not np.isfinite(sample.logprobs[sample.policy_mask]).all():
             return "logprobs_not_finite"
+        if not _trained_mask(sample).any():
+            return "no_logprobs"
     if not np.isfinite([trajectory.reward, *(turn.reward for turn in trajectory.turns)]).all():
         return "reward_not_finite"
     return None
 
 
+def trained_tokens(trajectory: Trajectory) -> int:
+    """Policy tokens of all its samples that have a log-probability."""
+    return sum(int(_trained_mask(sample).sum()) for sample in trajectory.samples)
+
+
+def _trained_mask(sample: Trajectory | Branch) -> NDArray[np.bool_]:
+    """[T]: policy tokens of which the sampler said how likely they were. Without that there is no ratio to correct by:
+    taken at its word, the sentinel would have the largest weight of all."""
+    mask: NDArray[np.bool_] = sample.policy_mask & (sample.logprobs > NO_LOGPROB)
+    return mask
+
+
 def _sequences(trajectory: Trajectory, advantages: NDArray[np.float32], normalization: str) -> list[TrainSequence]:
     """A row for each sample. Those of branches have the advantage of the episode's last turn, and an episode weighs as
     one however many samples it has."""
-    weight = 1.0 / trajectory.policy_tokens if normalization == "sequences" else 1.0
+    weight = 1.0 / trained_tokens(trajectory) if normalization == "sequences" else 1.0
     rows = [_sequence(trajectory, advantages, weight)]
     if trajectory.branches:
         value = advantages[np.flatnonzero(trajectory.policy_mask)[-1]]
@@ -152,7 +182,7 @@ def _sequences(trajectory: Trajectory, advantages: NDArray[np.float32], normaliz
 def _sequence(sample: Trajectory | Branch, advantages: NDArray[np.float32], token_weight: float) -> TrainSequence:
     return TrainSequence(
         token_ids=sample.token_ids,
-        policy_mask=sample.policy_mask,
+        policy_mask=_trained_mask(sample),
         behavior_logprobs=sample.logprobs.astype(np.float32),
         versions=sample.versions,
         advantages=advantages,

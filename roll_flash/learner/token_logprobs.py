@@ -2,10 +2,14 @@
 
 The output head is applied to chunks of hidden states. Probabilities are kept for the backward pass while they fit a
 budget, and computed again beyond it.
+
+Whatever the dtype of hidden states and head, logits, probabilities and the gradient of the logits are float32. In
+bfloat16 a logit near 20 is known to 0.06 only, and 1 - p of a token with p > 0.99 is mostly rounding.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,37 +21,63 @@ _GPU_CHUNK_BYTES = 512 << 20
 """Large enough to keep a GPU busy with one matrix product."""
 
 
+@dataclass(frozen=True, slots=True)
+class LogitForm:
+    """What a model does with the product of hidden states and head: x = scale * product, then c * tanh(x / c) with the
+    softcap c, if there is one."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+
 def token_logprobs(
     hidden: Tensor,
     head: Tensor,
     source: Tensor,
     target: Tensor,
     *,
+    bias: Tensor | None = None,
+    form: LogitForm | None = None,
     temperature: float = 1.0,
     keep_bytes: int = 512 << 20,
 ) -> tuple[Tensor, Tensor]:
     """(logprobs, entropies), both float32 [M], natural log, of `target` [M] predicted from `hidden[source]`.
 
-    `hidden` is [U, D]; `head` is the output head's weight [V, D]; `source` [M] must be sorted. Both results carry
-    gradients; that of entropies costs nothing where they are not part of a loss. At most `keep_bytes` of probabilities
-    are kept for the backward pass.
+    `hidden` is [U, D]; `head` is the output head's weight [V, D], `bias` [V] its bias; `source` [M] must be sorted.
+    Both results carry gradients; that of entropies costs nothing where they are not part of a loss. At most
+    `keep_bytes` of probabilities are kept for the backward pass.
     """
-    logprobs, entropies = _TokenLogprobs.apply(hidden, head, source, target, temperature, keep_bytes)  # type: ignore[no-untyped-call]
-    return logprobs, entropies
+    # Replicas that sampled alike share a prediction. Their gradients are added before p - 1 is taken, not after.
+    pairs, which = torch.unique(source * head.shape[0] + target, return_inverse=True)
+    rows, targets = pairs // head.shape[0], pairs % head.shape[0]
+    form = form or LogitForm()
+    logprobs, entropies = _TokenLogprobs.apply(hidden, head, bias, rows, targets, form, temperature, keep_bytes)  # type: ignore[no-untyped-call]
+    return logprobs[which], entropies[source]
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """Log-probabilities [P] of distinct (row, target), and the entropy [U] of every row."""
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, head: Tensor, source: Tensor, target: Tensor, temperature: float, keep_bytes: int
+        ctx: Any,
+        hidden: Tensor,
+        head: Tensor,
+        bias: Tensor | None,
+        source: Tensor,
+        target: Tensor,
+        form: LogitForm,
+        temperature: float,
+        keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         rows, vocabulary = hidden.shape[0], head.shape[0]
         logprobs = torch.empty(target.shape[0], dtype=torch.float32, device=hidden.device)
         entropies = torch.empty(rows, dtype=torch.float32, device=hidden.device)
-        keep = rows * vocabulary * hidden.element_size() <= keep_bytes and any(ctx.needs_input_grad)
+        keep = rows * vocabulary * 4 <= keep_bytes and any(ctx.needs_input_grad) and form.softcap is None
         kept: list[Tensor] = []
+        project = _Projection(head, bias, form)
         for start, end, first, last in _chunks(rows, vocabulary, source):
-            logits = _logits(hidden[start:end], head, temperature)
+            logits = _tempered(project(hidden[start:end]), temperature)
             logits.sub_(logits.amax(-1, keepdim=True))
             chosen = logits[source[first:last] - start, target[first:last]]
             probabilities = logits.exp()
@@ -57,51 +87,114 @@ class _TokenLogprobs(torch.autograd.Function):
             entropies[start:end] = log_total - torch.einsum("uv,uv->u", probabilities, logits) / total
             logprobs[first:last] = chosen - log_total[source[first:last] - start]
             if keep:
-                kept.append(probabilities.div_(total[:, None]).to(hidden.dtype))
-        ctx.save_for_backward(hidden, head, source, target, entropies, *kept)
-        ctx.temperature = temperature
+                kept.append(probabilities.div_(total[:, None]))
+        ctx.save_for_backward(hidden, head, bias, source, target, logprobs, entropies, *kept)
+        ctx.form, ctx.temperature = form, temperature
         ctx.set_materialize_grads(False)
-        return logprobs, entropies[source]
+        return logprobs, entropies
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, head, source, target, entropies, *kept = ctx.saved_tensors
-        gradient, entropy_gradient = gradients
-        if gradient is None:
-            gradient = torch.zeros_like(target, dtype=torch.float32)
+        hidden, head, bias, source, target, logprobs, entropies, *kept = ctx.saved_tensors
+        gradient = torch.zeros_like(logprobs) if gradients[0] is None else gradients[0]
+        project = _Projection(head, bias, ctx.form)
         hidden_gradient = torch.empty_like(hidden)
-        head_gradient: Tensor | None = None
-        chunks = list(_chunks(hidden.shape[0], head.shape[0], source))
-        for index, (start, end, first, last) in enumerate(chunks):
-            probabilities = (
-                kept[index] if kept else _logits(hidden[start:end], head, ctx.temperature).softmax(-1).to(hidden.dtype)
-            )
-            local = source[first:last] - start
-            weight = (gradient[first:last] / ctx.temperature).to(hidden.dtype)
-            per_row = torch.zeros(end - start, dtype=hidden.dtype, device=hidden.device).index_add_(0, local, weight)
-            slope = None if entropy_gradient is None else entropy_gradient[first:last]
-            if slope is None:
-                logits_gradient = probabilities.mul_(-per_row[:, None])
-            else:
-                # dH / dlogit = -p (log p + H); every token of a row counts its entropy once more.
-                slope = (slope / ctx.temperature).to(hidden.dtype)
-                steep = torch.zeros_like(per_row).index_add_(0, local, slope)
-                own = torch.special.entr(probabilities).mul_(steep[:, None])
-                decline = per_row + steep * entropies[start:end].to(hidden.dtype)
-                logits_gradient = probabilities.mul_(-decline[:, None]).add_(own)
-            logits_gradient.index_put_((local, target[first:last]), weight, accumulate=True)
-            torch.mm(logits_gradient, head, out=hidden_gradient[start:end])
-            if not ctx.needs_input_grad[1]:
-                continue
-            if head_gradient is None:
-                head_gradient = torch.mm(logits_gradient.T, hidden[start:end])
-            else:
-                head_gradient.addmm_(logits_gradient.T, hidden[start:end])
-        return hidden_gradient, head_gradient, None, None, None, None
+        head_gradient, bias_gradient = _zeros(head, ctx.needs_input_grad[1]), _zeros(bias, ctx.needs_input_grad[2])
+        for index, (start, end, first, last) in enumerate(_chunks(hidden.shape[0], head.shape[0], source)):
+            logits = None if kept else project(hidden[start:end])
+            slope = None if logits is None else project.slope(logits)
+            found = kept[index] if logits is None else _tempered(logits, ctx.temperature).softmax(-1)
+            at = (source[first:last] - start, target[first:last])
+            rise = None if gradients[1] is None else (gradients[1][start:end], entropies[start:end])
+            descent = _logits_gradient(found, at, logprobs[first:last], gradient[first:last], rise)
+            if (scale := ctx.form.scale / ctx.temperature) != 1.0:
+                descent.mul_(scale)
+            if slope is not None:
+                descent.mul_(slope)
+            if bias_gradient is not None:
+                bias_gradient.add_(descent.sum(0))
+            rounded = descent.to(hidden.dtype)
+            torch.mm(rounded, head, out=hidden_gradient[start:end])
+            if head_gradient is not None:
+                _add_product(head_gradient, rounded.T, hidden[start:end])
+        whole = [None if total is None else total.to(head.dtype) for total in (head_gradient, bias_gradient)]
+        return (hidden_gradient, *whole, None, None, None, None, None)
 
 
-def _logits(hidden: Tensor, head: Tensor, temperature: float) -> Tensor:
-    logits = torch.mm(hidden, head.T).float()
+def _logits_gradient(
+    probabilities: Tensor,
+    at: tuple[Tensor, Tensor],
+    logprobs: Tensor,
+    weights: Tensor,
+    rise: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """Of sum(weights * logprobs) by the logits [U, V], written over `probabilities`.
+
+    `at` is the distinct (row, token) of each weight and log-probability; `rise` the gradient of every row's entropy and
+    its value. All float32.
+    """
+    per_row = probabilities.new_zeros(probabilities.shape[0]).index_add_(0, at[0], weights)
+    chosen = logprobs.exp()
+    # 1 - p from the log-probability: the difference would have lost its digits where p is close to 1.
+    values = -weights * torch.expm1(logprobs) - (per_row[at[0]] - weights) * chosen
+    if rise is None:
+        gradient = probabilities.mul_(-per_row[:, None])
+    else:
+        # dH / dlogit = -p (log p + H)
+        steepness, entropies = rise
+        own = torch.special.entr(probabilities).mul_(steepness[:, None])
+        gradient = probabilities.mul_(-(per_row + steepness * entropies)[:, None]).add_(own)
+        values = values - steepness[at[0]] * chosen * (logprobs + entropies[at[0]])
+    return gradient.index_put_(at, values)
+
+
+class _Projection:
+    """Hidden states [U, D] to logits [U, V], float32, before the temperature."""
+
+    def __init__(self, head: Tensor, bias: Tensor | None, form: LogitForm) -> None:
+        # CPUs have no product of bfloat16 that comes out in float32.
+        self._head = head.float() if head.device.type == "cpu" else head
+        self._bias = bias
+        self._form = form
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        logits = _product(hidden.to(self._head.dtype), self._head.T)
+        if self._bias is not None:
+            logits.add_(self._bias)
+        if self._form.scale != 1.0:
+            logits.mul_(self._form.scale)
+        if self._form.softcap is not None:
+            logits.div_(self._form.softcap).tanh_().mul_(self._form.softcap)
+        return logits
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Derivative of the softcap at `logits`, which it gave."""
+        if self._form.softcap is None:
+            return None
+        return 1 - (logits / self._form.softcap).square()
+
+
+def _product(first: Tensor, second: Tensor) -> Tensor:
+    """Their matrix product in float32, summed up and given."""
+    if first.dtype == torch.float32:
+        return torch.mm(first, second)
+    return torch.mm(first, second, out_dtype=torch.float32)
+
+
+def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
+    """Add the matrix product to `total`, float32."""
+    if total.device.type == "cpu":
+        total.addmm_(first.float(), second.float())
+    else:
+        total.add_(_product(first, second))
+
+
+def _zeros(parameter: Tensor | None, needed: bool) -> Tensor | None:
+    """What a gradient is summed up in over chunks: in bfloat16 it would lose a part of each."""
+    return None if parameter is None or not needed else torch.zeros_like(parameter, dtype=torch.float32)
+
+
+def _tempered(logits: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1.0 else logits.div_(temperature)
 
 

@@ -80,7 +80,8 @@ def tree_attention(
     tree: TreeLayout,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, N, D], key and value [1, H_kv, N, D]; returns [1, N, H, D]."""
+    """Attention as transformers calls it: query [1, H, N, D], key [1, H_kv, N, D], value [1, H_kv, N, E];
+    returns [1, N, H, E]."""
     del module, attention_mask
     refused = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if refused or dropout:
@@ -101,11 +102,12 @@ def tree_attention(
 
 
 class _TreeAttention(torch.autograd.Function):
-    """query [H, N, D], key and value [H_kv, N, D] -> [N, H, D]. Scores are computed again in the backward pass."""
+    """query [H, N, D], key [H_kv, N, D], value [H_kv, N, E] -> [N, H, E]. Scores are computed again in the backward
+    pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], scale: float) -> Tensor:
-        heads, tokens, size = query.shape
+        (heads, tokens, _), size = query.shape, value.shape[-1]
         out = query.new_empty(tokens, heads, size)
         room, key_room, value_room = _room(query, blocks), key.new_empty(key.numel()), value.new_empty(value.numel())
         log_totals = query.new_empty(key.shape[0], heads // key.shape[0], tokens, 1)
@@ -125,8 +127,7 @@ class _TreeAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, log_totals = ctx.saved_tensors
-        heads, _, size = query.shape
-        kv_heads = key.shape[0]
+        heads, kv_heads = query.shape[0], key.shape[0]
         query_gradient, key_gradient = torch.empty_like(query), torch.zeros_like(key)
         value_gradient = torch.zeros_like(value)
         # sum_k p_k dp_k of each query, without the dp_k (FlashAttention, arXiv 2205.14135, appendix B.2).
@@ -138,15 +139,15 @@ class _TreeAttention(torch.autograd.Function):
             log_total = log_totals[:, :, span]
             keys, values = _gather(key, block, key_room), _gather(value, block, value_room)
             probabilities = _scores(query, keys, block, ctx.scale, room).sub_(log_total).exp_()
-            upstream = gradients[0][span].transpose(0, 1).reshape(kv_heads, -1, size)
+            upstream = gradients[0][span].transpose(0, 1).reshape(kv_heads, -1, value.shape[-1])
             score_gradient = second_room[: probabilities.numel()].view_as(probabilities)
             torch.bmm(upstream, values.mT, out=_flat(score_gradient))
             torch.bmm(_flat(probabilities).mT, upstream, out=values)
             value_gradient.index_add_(1, block.keys, values)
             score_gradient.sub_(overlaps[:, span].reshape(log_total.shape)).mul_(probabilities).mul_(ctx.scale)
             flat = _flat(score_gradient)
-            query_gradient[:, span] = torch.bmm(flat, keys).view(heads, -1, size)
-            torch.bmm(flat.mT, query[:, span].reshape(kv_heads, -1, size), out=keys)
+            query_gradient[:, span] = torch.bmm(flat, keys).view(heads, -1, key.shape[-1])
+            torch.bmm(flat.mT, query[:, span].reshape(kv_heads, -1, key.shape[-1]), out=keys)
             key_gradient.index_add_(1, block.keys, keys)
         return query_gradient, key_gradient, value_gradient, None, None
 

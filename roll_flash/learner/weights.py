@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from roll_flash.errors import LearnerError
+from roll_flash.errors import LearnerError, ModelError
 from roll_flash.inference.engine import StagedWeights
 from roll_flash.inference.published_weights import MODEL_FOLDER, REST, SCALE
+from roll_flash.inference.stored_form import as_stored, converts_one_by_one
 from roll_flash.learner import lora
 
 _DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
@@ -38,7 +39,7 @@ class WeightStage:
         self._changed_only = changed_only and any(not parameter.requires_grad for parameter in model.parameters())
         self._dtype = dtype
         self._run = run
-        shapes = {name: (tensor, self._dtype_of(name)) for name, tensor in self._state()}
+        shapes = {name: (tensor, self._dtype_of(name)) for name, tensor in self._stored_shapes()}
         # Wide types first: each tensor then begins at a multiple of its width.
         ordered = dict(sorted(shapes.items(), key=lambda item: -item[1][1].itemsize))
         self._header, self._offsets, self._size = _layout(ordered, self._metadata())
@@ -98,11 +99,17 @@ class WeightStage:
             if name not in self._skipped and not left_out:
                 yield name, tensor
 
+    def _stored_shapes(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._state():
+            yield from as_stored(self._model, {name: torch.empty(tensor.shape, device="meta")}).items()
+
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is staged, whole. A collective."""
+        """What is staged, whole, under the names of the model's folder. A collective."""
         if not self._changed_only:
-            return whole_tensors(self._model, self._skipped)
-        return ((name, _whole(tensor)) for name, tensor in self._state())
+            yield from stored_tensors(self._model, self._skipped)
+            return
+        for name, tensor in self._state():
+            yield from as_stored(self._model, {name: _whole(tensor)}).items()
 
     def _dtype_of(self, name: str) -> torch.dtype:
         """Factors stay as they are trained: rounded before they are multiplied, their product would be another."""
@@ -151,6 +158,18 @@ def whole_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[t
         if (layer := adapted.get(name)) is not None:
             whole = lora.merged(whole, _whole(layer.lora_a), _whole(layer.lora_b), layer.scale)
         yield name, whole
+
+
+def stored_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
+    """`whole_tensors` under the names, and in the shapes, of the model's folder, which servers know. A collective."""
+    for name, tensor in whole_tensors(model, skipped):
+        yield from as_stored(model, {name: tensor}).items()
+
+
+def check_can_be_staged(model: nn.Module, folder: object) -> None:
+    """Raises ModelError for a model whose folder stores several of its tensors as one."""
+    if not converts_one_by_one(model, model.state_dict()):
+        raise ModelError(f"{folder}: stores tensors of {type(model).__name__} joined; such weights cannot be published")
 
 
 def _whole(tensor: Tensor) -> Tensor:

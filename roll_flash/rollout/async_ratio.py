@@ -3,14 +3,17 @@
 Data as fresh as possible is best for learning, so alpha starts low. It is raised while the learner or the servers stand
 idle for want of work ahead, and lowered when the off-policy correction throws too much away (effective sample size) or
 when a lower alpha would cost no time. Only whole steps change what may be trained (see `staleness.py`), so alpha moves
-by one.
+by one. What is not a number decides nothing: alpha stays.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+_ROUNDING = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +25,14 @@ class StepMeasurement:
     server_idle: float
     """Time the servers, or the slots for episodes, had no work."""
     effective_sample_size: float
-    """(sum w)^2 / (n sum w^2) of the importance weights: 1 on-policy."""
+    """(sum w)^2 / (n sum w^2) of the importance weights: 1 on-policy, nan where it could not be computed."""
 
     def __post_init__(self) -> None:
         for name in ("learner_idle", "server_idle", "effective_sample_size"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; it is a fraction between 0 and 1")
+            value = getattr(self, name)
+            unknown = name == "effective_sample_size" and math.isnan(value)
+            if not (unknown or 0 <= value <= 1 + _ROUNDING):
+                raise ValueError(f"{name} is {value}; it is a fraction between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,8 @@ class AsyncRatioController:
 
     def update(self, measured: StepMeasurement) -> Decision:
         self._step += 1
+        if math.isnan(measured.effective_sample_size):
+            return self._stay("the effective sample size is not a number, so nothing is decided")
         settings, idle = self._settings, max(measured.learner_idle, measured.server_idle)
         if measured.effective_sample_size < settings.smallest_sample_size:
             text = f"effective sample size {measured.effective_sample_size:.2f} < {settings.smallest_sample_size:g}"

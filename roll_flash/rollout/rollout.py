@@ -167,7 +167,7 @@ class Rollout:
                 learner_idle=metrics[LEARNER_IDLE],
                 server_idle=metrics[SERVERS_IDLE],
                 # a step in which no group had signal has no importance weights, so nothing speaks against its age
-                effective_sample_size=min(1.0, metrics.get("effective_sample_size", 1.0)),
+                effective_sample_size=metrics.get("effective_sample_size", 1.0),
             )
         )
         if decision.changed:

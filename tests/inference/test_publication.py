@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from roll_flash.config import WeightsConfig
 from roll_flash.inference.engine import InferenceEngine, InFlight, ServerUpdate, StagedWeights
 from roll_flash.learner.engine import LearnerEngine
+from roll_flash.parity import Probe
 from roll_flash.publication import Publisher
 
 
 class StandInLearner:
-    async def logprobs(self, token_ids: list[int]) -> NDArray[np.float32]:
-        return np.zeros(len(token_ids) - 1, np.float32)
+    async def logprobs_of(self, texts: list[list[int]]) -> list[NDArray[np.float32]]:
+        return [np.zeros(len(text) - 1, np.float32) for text in texts]
 
     async def stage_weights(self) -> StagedWeights:
         return StagedWeights(1, "nowhere", 8)
@@ -48,7 +49,7 @@ def test_requests_in_flight_are_treated_as_the_config_says(in_flight: Any) -> No
             cast(LearnerEngine, StandInLearner()),
             cast(InferenceEngine, engine),
             WeightsConfig(in_flight=in_flight),
-            probe=[1, 2, 3],
+            probe=Probe([[1, 2, 3]]),
             threshold=1e-3,
             on_published=published.append,
             on_failed=lambda error: None,

@@ -48,6 +48,8 @@ def in_process(
     async def run() -> Result:
         rank.open_store("127.0.0.1")
         learner._fingerprint = rank.start("127.0.0.1", 0)
+        if not rank.shares_prefixes():
+            learner._row_tokens = 1
         learner._ranks = [_Handle(rank)]  # type: ignore[list-item]
         learner._failure = None
         return await use(learner)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from roll_flash.learner.advantages import EPSILON
 from roll_flash.types import Group, Trajectory
 
 Sample = tuple[Trajectory, float]
@@ -54,7 +55,7 @@ def plain_loop(
 def with_advantages(group: Group) -> list[Sample]:
     rewards = torch.tensor([trajectory.reward for trajectory in group.trajectories], dtype=torch.float64)
     spread = rewards.std(correction=0)
-    values = (rewards - rewards.mean()) / spread if spread > 0 else torch.zeros_like(rewards)
+    values = (rewards - rewards.mean()) / (spread + EPSILON)
     return list(zip(group.trajectories, values.tolist(), strict=True))
 
 

@@ -10,6 +10,7 @@ from numpy.typing import ArrayLike
 
 from roll_flash.learner.advantages import (
     ADVANTAGES,
+    EPSILON,
     discounted_returns,
     gigpo,
     grpo,
@@ -25,8 +26,18 @@ rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)
 
 
 def test_grpo_is_the_z_score_of_the_group() -> None:
-    np.testing.assert_allclose(grpo([0.0, 0.0, 1.0, 1.0]), [-1, -1, 1, 1])
-    np.testing.assert_allclose(grpo([0.0, 0.0, 0.0, 4.0]), np.array([-1, -1, -1, 3]) / np.sqrt(3))
+    np.testing.assert_allclose(grpo([0.0, 0.0, 1.0, 1.0]), np.array([-0.5, -0.5, 0.5, 0.5]) / (0.5 + EPSILON))
+    np.testing.assert_allclose(grpo([0.0, 0.0, 0.0, 4.0]), np.array([-1, -1, -1, 3]) / (np.sqrt(3) + EPSILON))
+
+
+@pytest.mark.parametrize("noise", [1e-8, 1e-6])
+def test_the_noise_of_a_judge_is_no_signal(noise: float) -> None:
+    for function in (grpo, rloo, reinforce_plus_plus):
+        assert np.abs(function([0.0, noise], True)).max() <= noise / EPSILON
+    (scaled,) = scale_by_batch([grpo([0.0, noise], False)])
+    assert np.abs(scaled).max() <= noise / EPSILON
+    turns = gigpo([[0.0], [noise]], [["start"], ["start"]], episode_rewards=[0.0, noise])
+    assert np.abs(np.concatenate(turns)).max() <= 2 * noise / EPSILON
 
 
 def test_grpo_without_normalisation_only_subtracts_the_mean() -> None:
@@ -63,14 +74,14 @@ def test_a_reward_that_is_not_finite_is_an_error() -> None:
 
 
 def test_reinforce_plus_plus_compares_with_the_whole_step() -> None:
-    np.testing.assert_allclose(reinforce_plus_plus([0.0, 0.0, 4.0, 4.0]), [-1, -1, 1, 1])
+    np.testing.assert_allclose(reinforce_plus_plus([0.0, 0.0, 4.0, 4.0]), np.array([-2, -2, 2, 2]) / (2 + EPSILON))
     np.testing.assert_allclose(reinforce_plus_plus([1.0, 3.0], normalize=False), [-1, 1])
 
 
 def test_scaling_by_the_batch_keeps_the_weight_of_groups_against_each_other() -> None:
     first, second = scale_by_batch([grpo([0.0, 8.0], False), grpo([0.0, 1.0], False)])
     np.testing.assert_allclose(first / second, [8, 8])
-    assert np.concatenate([first, second]).std() == pytest.approx(1)
+    assert np.concatenate([first, second]).std() == pytest.approx(1, rel=1e-4)
     assert [values.tolist() for values in scale_by_batch([np.zeros(3), np.zeros(2)])] == [[0.0] * 3, [0.0] * 2]
     assert scale_by_batch([]) == []
 
@@ -135,7 +146,7 @@ def test_turns_get_their_own_advantage_on_their_own_tokens() -> None:
 def test_rules_choose_baseline_and_scale(rules: CreditRules, expected: ArrayLike) -> None:
     groups = [make_group(0, replicas=2, rewards=[0.0, 1.0]), make_group(1, replicas=2, rewards=[0.0, 4.0])]
     found = token_advantages([group.trajectories for group in groups], rules)
-    np.testing.assert_allclose([[values[-1] for values in group] for group in found], expected, rtol=1e-6)
+    np.testing.assert_allclose([[values[-1] for values in group] for group in found], expected, rtol=3e-4)
 
 
 def test_rules_follow_the_config() -> None:

@@ -9,18 +9,21 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
-from roll_flash.errors import ConfigError, LearnerError
-from roll_flash.learner import compiled_layers, tree_attention
+from roll_flash.errors import ConfigError, LearnerError, ModelError
+from roll_flash.learner import compiled_layers, lora, tree_attention
 from roll_flash.learner.activation_offload import offload_activations
 from roll_flash.learner.credit import CreditRules
 from roll_flash.learner.flex_tree import attend, tree_mask, why_not
 from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.learner.packing import PackedRow, pack
+from roll_flash.learner.packing import PackedRow, TrainSequence, pack
 from roll_flash.learner.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.sequences import prepare_group
-from roll_flash.learner_config import LearnerConfig
+from roll_flash.learner_config import LearnerConfig, LoraConfig
+from tests.learner.architectures import write_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
+from tests.learner.plain_loop import plain_loop
 from tests.learner.samples import make_group
 
 GROUPS = [make_group(seed, prompt=20, turn=(3, 12)) for seed in range(3)]
@@ -135,3 +138,79 @@ def test_attention_for_gpus_sees_the_same_tree() -> None:
     masked, _ = tree_attention.tree_attention(torch.nn.Module(), made[0], made[1], made[2], None, tree=dense)
     np.testing.assert_allclose(masked, expected, atol=1e-5)
     assert why_not(torch.device("cpu")) == "there is no GPU"
+
+
+def test_weight_decay_is_for_matrices_and_leaves_norms_and_biases(tmp_path: Path) -> None:
+    """Without a gradient, decay is all that a step does."""
+    folder = write_model("phi", tmp_path)
+    silent = [make_group(0, vocabulary=90, rewards=[1.0] * 4)]
+
+    async def use(learner: FsdpLearner) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        before = await weights_of(learner)
+        await learner.accumulate(silent)
+        await learner.finish_step()
+        return before, await weights_of(learner)
+
+    before, after = in_process(folder, use, weight_decay=0.5, learning_rate=0.1)
+    assert {tensor.ndim for tensor in before.values()} == {1, 2}
+    for name, tensor in before.items():
+        expected = tensor * 0.95 if tensor.ndim == 2 else tensor
+        torch.testing.assert_close(after[name], expected, atol=1e-6, rtol=1e-6)
+
+
+def test_a_model_that_shares_no_prefixes_trains_as_a_plain_loop_does(tmp_path: Path) -> None:
+    """Windows and softcaps; minibatches, the proximal pass and the parity probe's texts included."""
+    folder = write_model("gemma2", tmp_path)
+    groups = [make_group(seed, vocabulary=90, prompt=20) for seed in range(2)]
+    texts = [[3, 4, 5, 6], [3, 4, 5, 7, 8]]
+
+    async def use(learner: FsdpLearner) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        said = await learner.logprobs_of(texts)
+        await learner.accumulate(groups)
+        await learner.finish_step()
+        return await weights_of(learner), said
+
+    found, said = in_process(folder, use)
+    assert_same_weights(found, plain_loop(folder, [[groups]]))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for text, values in zip(texts, said, strict=True):
+        tokens = torch.tensor(text)
+        with torch.no_grad():
+            expected = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        np.testing.assert_allclose(values, expected, atol=1e-4)
+
+
+def test_an_adapter_of_the_output_head_is_refused(tiny_model: Path) -> None:
+    policy = load_policy_model(tiny_model)
+    with pytest.raises(ModelError, match="names the output head"):
+        lora.adapt(policy.model, LoraConfig(rank=2, targets=("q_proj", "lm_head")))
+
+
+def test_bfloat16_keeps_the_gradient_of_confident_tokens_through_the_whole_model(tiny_model: Path) -> None:
+    """Its direction is that of float32 as well as for plain transformers, whose logits are bfloat16."""
+    exact, narrow = load_policy_model(tiny_model), load_policy_model(tiny_model)
+    for policy in (exact, narrow):
+        with torch.no_grad():
+            policy.head.mul_(6.0)  # tied: sharp distributions
+    texts = np.random.default_rng(0).integers(3, 128, (3, 60))
+    plain = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    plain.load_state_dict(exact.model.state_dict())
+    with torch.no_grad():
+        chosen = plain(torch.from_numpy(texts)).logits.argmax(-1).numpy()
+    data = []
+    for text, likely in zip(texts, chosen, strict=True):
+        # The last token is what the model is all but sure of.
+        tokens = np.append(text, likely[-1]).astype(np.int32)
+        zeros = np.zeros(len(tokens), np.float32)
+        data.append(
+            TrainSequence(tokens, np.arange(len(tokens)) == len(tokens) - 1, zeros, zeros.astype(np.int32), zeros + 1)
+        )
+    (row,) = pack(data, 1000)
+    narrow.model.to(torch.bfloat16)
+    gradients = []
+    for policy in (exact, narrow):
+        logprobs, _ = policy(row)
+        logprobs.sum().backward()
+        gradients.append(torch.cat([p.grad.float().flatten() for p in policy.parameters() if p.grad is not None]))
+    assert float(logprobs.exp().min()) > 0.9
+    assert float(torch.nn.functional.cosine_similarity(*gradients, dim=0)) > 0.99

@@ -7,8 +7,8 @@ import pytest
 
 from roll_flash.errors import LearnerError
 from roll_flash.learner.credit import CreditRules
-from roll_flash.learner.diagnostics import off_policy_metrics, staleness_metrics
-from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.learner.diagnostics import by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.learner.sequences import NO_LOGPROB, check_staleness, prepare_demonstrations, prepare_group
 from roll_flash.types import Trajectory
 from tests.learner.samples import make_group, make_trajectory, replace_trajectory
 
@@ -110,3 +110,38 @@ def test_staleness_is_a_histogram_of_tokens() -> None:
     assert metrics["staleness_mean"] == pytest.approx(1.2)
     assert metrics["staleness_max"] == 9
     assert (metrics["staleness_0"], metrics["staleness_1"], metrics["staleness_4_or_more"]) == (0.6, 0.3, 0.1)
+
+
+def test_diagnostics_stay_finite_whatever_a_sampler_said() -> None:
+    behavior = np.array([-1.0, NO_LOGPROB, -500.0], np.float32)
+    metrics = off_policy_metrics(np.full(3, -1.0, np.float32), behavior, np.zeros(3, np.float32))
+    assert all(np.isfinite(value) for value in metrics.values())
+    assert metrics["effective_sample_size"] < 0.7
+    assert metrics["logprob_gap_max"] == 9998
+    ages = by_staleness(np.full(3, 9998.0, np.float32), np.array([0, 1, 2], np.int32), {})
+    assert all(np.isfinite(value) for value in ages.values())
+
+
+def test_a_token_without_a_logprob_is_not_trained_and_counted() -> None:
+    """vLLM says -9999 where it has nan or minus infinity; read as a logprob it would weigh most of all."""
+    group = make_group(0, replicas=3, rewards=[1.0, 0.0, 0.0])
+    broken = group.trajectories[0]
+    logprobs = broken.logprobs.copy()
+    missing = np.flatnonzero(broken.policy_mask)[:2]
+    logprobs[missing] = NO_LOGPROB
+    prepared = prepare_group(
+        replace_trajectory(group, 0, dataclasses.replace(broken, logprobs=logprobs)), 0, CreditRules()
+    )
+    assert prepared.counts["tokens_without_logprob"] == 2
+    assert prepared.policy_tokens == sum(t.policy_tokens for t in group.trajectories) - 2
+    found = next(s for s in prepared.sequences if np.array_equal(s.token_ids, broken.token_ids))
+    assert not found.policy_mask[missing].any()
+    assert found.policy_mask.sum() == broken.policy_tokens - 2
+
+
+def test_a_trajectory_without_any_logprob_is_dropped_with_the_reason() -> None:
+    group = make_group(0, replicas=3, rewards=[1.0, 0.5, 0.0])
+    broken = dataclasses.replace(group.trajectories[0], logprobs=np.full_like(group.trajectories[0].logprobs, -9999))
+    prepared = prepare_group(replace_trajectory(group, 0, broken), 0, CreditRules())
+    assert prepared.counts["dropped_no_logprobs"] == 1
+    assert len(prepared.sequences) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given
@@ -90,3 +91,13 @@ def test_restoring_keeps_within_the_bounds_of_now() -> None:
     controller = AsyncRatioController(ControllerSettings(0, 1))
     controller.restore(AsyncRatioController(start=4).state())
     assert controller.async_ratio == 1
+
+
+def test_a_sample_size_that_is_not_a_number_decides_nothing() -> None:
+    """`nan < 0.6` is false: it must not pass for on-policy data."""
+    controller = AsyncRatioController(ControllerSettings(lowest=0, highest=4, patience=1), start=2)
+    for _ in range(5):
+        decision = controller.update(StepMeasurement(0.9, 0.9, math.nan))
+        assert not decision.changed
+        assert "not a number" in decision.reason
+    assert controller.update(StepMeasurement(0.9, 0.9, 1.0)).async_ratio == 3
