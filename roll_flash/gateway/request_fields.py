@@ -16,6 +16,10 @@ MAX_ANSWERS = 128
 MAX_MARKS = 250_000
 """Commas and opening brackets in one body: so many values stop the whole process for a tenth of a second."""
 MAX_DEPTH = 64
+MAX_STRINGS, MAX_STRING_CHARACTERS = 32, 1024
+"""Servers look for each stop string at each token."""
+MAX_TOP_K = 1 << 24
+"""More than any vocabulary; servers keep it in 32 bits."""
 LARGEST_REWARD = 1e9
 """Either way. What is larger is a mistake, and would be infinite in float32 soon."""
 
@@ -94,6 +98,8 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise bad_request(f"{name} must be a string or a list of strings, not {_shown(value)}", name)
+    if len(found) > MAX_STRINGS or any(len(text) > MAX_STRING_CHARACTERS for text in found):
+        raise bad_request(f"{name}: at most {MAX_STRINGS} strings of {MAX_STRING_CHARACTERS} characters", name)
     return tuple(text for text in found if text)
 
 

@@ -7,7 +7,6 @@ cancelled on the servers and leaves no record; whatever is nobody's fault here i
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import uuid
 from collections import OrderedDict
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from roll_flash.errors import InferenceError, RollFlashError
@@ -270,7 +270,7 @@ class GatewayServer:
         self, session: Session, records: list[CallRecord], render: Callable[[], dict[str, Any]]
     ) -> web.Response:
         def rendered() -> bytes:
-            return json.dumps(render()).encode()
+            return msgspec.json.encode(render())
 
         size = CHARACTERS_PER_TOKEN * sum(record.completion_tokens for record in records)
         try:

@@ -23,7 +23,16 @@ from aiohttp import web
 
 from roll_flash.gateway.api_error import ApiError, bad_request
 from roll_flash.gateway.finished_episode import finished_episode, session_figures
-from roll_flash.gateway.request_fields import LARGEST_REWARD, decode_object, flag, number, strings, text, whole
+from roll_flash.gateway.request_fields import (
+    LARGEST_REWARD,
+    MAX_TOP_K,
+    decode_object,
+    flag,
+    number,
+    strings,
+    text,
+    whole,
+)
 from roll_flash.gateway.server import GatewayServer, api_key_of
 from roll_flash.gateway.session import DEFAULT_MAX_TOKENS, Session, SessionSettings
 from roll_flash.gateway.verifier import Verifier, VerifierError
@@ -248,7 +257,7 @@ def _sampling(value: Any) -> SamplingParams | None:
     return SamplingParams(
         temperature=_or(number(value, "temperature", 0, 2), 1.0),
         top_p=_or(number(value, "top_p", 0, 1), 1.0),
-        top_k=whole(value, "top_k", 0) or 0,
+        top_k=whole(value, "top_k", 0, MAX_TOP_K) or 0,
         max_new_tokens=whole(value, "max_new_tokens") or DEFAULT_MAX_TOKENS,
         stop=strings(value, "stop"),
         seed=whole(value, "seed", 0),

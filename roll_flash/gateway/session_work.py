@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.api_error import ApiError
@@ -43,7 +43,7 @@ class SessionWork:
         self._threads = threads
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
-        self._in_thread: asyncio.Future[object] | None = None
+        self._in_thread: asyncio.Future[Any] | None = None
         """May still run although whoever asked for it has gone."""
 
     async def do(self, work: Callable[[], T], characters: int) -> T:
@@ -81,7 +81,7 @@ class SessionWork:
         return future.result()
 
 
-def _retrieve(future: asyncio.Future[object]) -> None:
+def _retrieve(future: asyncio.Future[Any]) -> None:
     """An error that nobody waits for any more is no news."""
     if not future.cancelled():
         future.exception()
