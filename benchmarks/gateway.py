@@ -30,6 +30,7 @@ import uvloop
 
 HERE = Path(__file__).parent
 MODEL = "smollm2-135m"
+ADMIN = {"Authorization": "Bearer benchmark"}
 ANSWER = "The next thing to do is to look at the file that the error names, and then to run the tests once more. " * 2
 SYSTEM = " ".join(f"Rule {number}: look before you leap, and say what you did." for number in range(36))
 NEWS = "The tests printed: 3 passed, 1 failed in 0.42 s. What now?"
@@ -66,7 +67,7 @@ async def serve(endpoint: str, folder: Path) -> None:
     client = open_client(ClientSpec("vllm", (endpoint,), MODEL, 16384), words)
     gateway = GatewayServer(TokenBackend(client, words, model=MODEL, max_length=16384), call_timeout_s=120.0)
     with EpisodesWriter(folder) as episodes:
-        SessionRoutes(gateway, episodes, admin_key=None, verifier=None, idle_s=3600.0)
+        SessionRoutes(gateway, episodes, admin_key=ADMIN["Authorization"].split()[1], verifier=None, idle_s=3600.0)
         print(await gateway.start(), flush=True)
         began = _cpu_s()
         end = asyncio.Event()
@@ -87,7 +88,7 @@ def _cpu_s() -> float:
 
 async def play(http: aiohttp.ClientSession, gateway: str, mock: str, turns: int, found: Measured) -> None:
     """One session: opened, played, scored. Before each call of the gateway the mock is asked directly."""
-    async with http.post(f"{gateway}/v1/sessions", json={}) as response:
+    async with http.post(f"{gateway}/v1/sessions", json={}, headers=ADMIN) as response:
         session = await response.json()
     headers = {"Authorization": f"Bearer {session['api_key']}"}
     messages: list[dict[str, Any]] = [{"role": "system", "content": SYSTEM}]

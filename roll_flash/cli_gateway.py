@@ -32,7 +32,9 @@ def add_gateway(command: Command) -> None:
     parser.add_argument("--name", metavar="NAME", help="the model's name for agents")
     parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on")
     parser.add_argument("--port", type=int, default=8321, metavar="N", help="0 lets the system choose")
-    parser.add_argument("--api-key-env", metavar="NAME", help="environment variable with the key that opens sessions")
+    parser.add_argument("--url", metavar="URL", help="address that sessions are told, if not that of their opening")
+    text = "environment variable with the key that opens sessions; without it one is made and printed"
+    parser.add_argument("--api-key-env", metavar="NAME", help=text)
     parser.add_argument("--out", default="runs/gateway", metavar="DIR", help="where finished episodes are written")
     parser.add_argument("--verifier", metavar="FILE:FUNCTION", help="scores sessions whose reward is asked for")
     parser.add_argument("--idle-s", type=float, default=3600.0, metavar="S", help="give up sessions unused for so long")
@@ -51,6 +53,7 @@ def _serve_gateway(arguments: argparse.Namespace) -> int:
         host=arguments.host,
         port=arguments.port,
         api_key_env=arguments.api_key_env,
+        url=arguments.url,
         out=arguments.out,
         verifier=arguments.verifier,
         idle_s=arguments.idle_s,
@@ -62,7 +65,7 @@ def _serve_gateway(arguments: argparse.Namespace) -> int:
 
     def announce(found: Serving) -> None:
         serving.append(found)
-        _announce(found, arguments.json)
+        _announce(found, arguments.json, request.api_key_env is None)
 
     try:
         asyncio.run(serve(request, announce, _note))
@@ -81,12 +84,15 @@ def _only_overrides(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def _announce(serving: Serving, as_json: bool) -> None:
+def _announce(serving: Serving, as_json: bool, is_made: bool) -> None:
+    """`is_made`: nobody knows the key yet."""
     if as_json:
         found = {"url": serving.url, "model": serving.model, "episodes": str(serving.episodes)}
-        say(json.dumps(found))
+        say(json.dumps(found | ({"api_key": serving.api_key} if is_made else {})))
         return
     say(f"{serving.model} at {serving.url}/v1; open a session with POST {serving.url}/v1/sessions; Ctrl-C stops")
+    if is_made:
+        say(f"the key that opens sessions, made for this time (see --api-key-env): {serving.api_key}")
     say(f"finished episodes go into {serving.episodes}")
 
 

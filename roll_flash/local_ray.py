@@ -1,22 +1,29 @@
-"""Ray for one run: joins a cluster, or starts one on this machine that ends with the run."""
+"""Ray for one run: joins a cluster, or starts one on this machine that ends with the run.
+
+One that is started here answers its run only: its token is made for it and is in no file, and what it writes, its
+sockets included, lies in a folder that nobody else may enter.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 from roll_flash.config import RayConfig
 from roll_flash.errors import RunError
+from roll_flash.inference.server_key import new_key
 from roll_flash.ray_guard import RayGuard
 
 OBJECT_STORE_BYTES = 256 << 20
 """Trajectories are small, and weights do not travel through Ray."""
 ATTEMPTS = 3
+NO_PORT = "-1"
 
 
 @asynccontextmanager
@@ -30,35 +37,67 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
     if ray.is_initialized():
         yield
         return
-    options: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}
     if config.address is None:
-        # A new cluster asks for a token by Ray's own default; that it says so is no news to whoever trains.
-        logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-        options |= {
-            "address": "local",  # else Ray would join a cluster of somebody else's that runs on this machine
-            "include_dashboard": False,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "num_cpus": config.num_cpus,
-        }
-    else:
-        options["address"] = config.address
-    context = _init(options, config)
-    guard = RayGuard(Path(context.address_info["session_dir"])) if config.address is None else None
+        with _token_of_our_own():
+            folder = Path(tempfile.mkdtemp(prefix="rf-ray-"))  # short: paths of sockets have 107 characters at most
+            guard = RayGuard(folder)
+            try:
+                _init(_options_of_our_own(folder, config), config)
+                yield
+            finally:
+                ray.shutdown()
+                await asyncio.to_thread(guard.stop)
+        return
+    _init({"address": config.address}, config)
     try:
         yield
     finally:
         ray.shutdown()
-        if guard is not None:
-            await asyncio.to_thread(guard.stop)
 
 
-def _init(options: dict[str, Any], config: RayConfig) -> Any:
+def _options_of_our_own(folder: Path, config: RayConfig) -> dict[str, Any]:
+    # A new cluster asks for a token by Ray's own default; that it says so is no news to whoever trains.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
+    # Ray's autoscaler tells its metrics to everybody, on every address. There is nothing to scale here.
+    os.environ.setdefault("AUTOSCALER_METRIC_PORT", NO_PORT)
+    return {
+        "_temp_dir": str(folder / "ray"),  # which Ray opens for everybody
+        "address": "local",  # else Ray would join a cluster of somebody else's that runs on this machine
+        "include_dashboard": False,
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "num_cpus": config.num_cpus,
+    }
+
+
+@contextmanager
+def _token_of_our_own() -> Iterator[None]:
+    """Ray asks for a token in a new cluster unless its mode is set, by default for one that lies in the home folder.
+
+    The processes that Ray starts get it from their environment.
+    """
+    from ray._raylet import AuthenticationTokenLoader
+
+    before = {name: os.environ.pop(name, None) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
+    os.environ["RAY_AUTH_TOKEN"] = new_key()
+    AuthenticationTokenLoader.instance().reset_cache()
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        AuthenticationTokenLoader.instance().reset_cache()
+
+
+def _init(options: dict[str, Any], config: RayConfig) -> None:
     """`ray.init`, tried again when this machine was too busy: Ray gives its own processes 30 seconds to come up."""
     import ray
 
     for attempt in range(ATTEMPTS):
         try:
-            return ray.init(**options)
+            ray.init(**options, logging_level="error", log_to_driver=False, configure_logging=False)
+            return
         except Exception as error:  # Ray raises bare Exceptions here too
             ray.shutdown()
             if config.address is None and "timed out" in str(error) and attempt + 1 < ATTEMPTS:

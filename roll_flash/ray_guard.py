@@ -1,8 +1,8 @@
-"""Ends what a local Ray leaves behind when its driver is killed: `python -m roll_flash.ray_guard SESSION_FOLDER`.
+"""Ends what a local Ray leaves behind when its driver is killed: `python -m roll_flash.ray_guard FOLDER`.
 
 Most of Ray's processes die with their driver; its agents do not notice for minutes. The guard reads a pipe from the
 driver. The word `done` says that Ray was shut down in order; an end of file without it, that the driver is gone: then
-every process that holds a file of the session's folder open is killed. Either way the folder is removed.
+every process that holds a file of the folder open is killed. Either way the folder is removed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ STOP_TIMEOUT_S = 10.0
 class RayGuard:
     """The driver's end of the pipe."""
 
-    def __init__(self, session_folder: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "roll_flash.ray_guard", str(session_folder)],
+            [sys.executable, "-m", "roll_flash.ray_guard", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is the driver's
@@ -42,14 +42,14 @@ class RayGuard:
             self._process.wait()
 
 
-def main(session_folder: Path) -> None:
+def main(folder: Path) -> None:
     if sys.stdin.buffer.read() != DONE:
         for _ in range(ROUNDS):  # more than once: a process may be starting another
-            for pid in _users_of(session_folder):
+            for pid in _users_of(folder):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(ROUND_S)
-    shutil.rmtree(session_folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _users_of(folder: Path) -> set[int]:

@@ -26,6 +26,8 @@ __all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes
 
 FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
+PRIVATE = 0o700
+"""A run's folder holds what a model and its tasks said, and logs: its user's alone."""
 MIN_FREE_BYTES = 1 << 30
 _STEP = re.compile(r"step_(\d+)")
 
@@ -233,7 +235,7 @@ def find_checkpoint(reference: str, runs: str = "runs") -> Checkpoint:
 
 def _make_new(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True)
+        folder.mkdir(PRIVATE, parents=True)
     except FileExistsError:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: is a file; choose another with name=OTHER or runs=FOLDER") from None
@@ -241,6 +243,7 @@ def _make_new(folder: Path) -> None:
             raise ConfigError(
                 f"{folder}: this run exists; continue it with --resume or choose another name with name=OTHER"
             ) from None
+        folder.chmod(PRIVATE)
     except OSError as error:
         raise ConfigError(f"{folder}: the run folder cannot be made: {error.strerror}; set `runs`") from None
 

@@ -50,6 +50,15 @@ def failure(episode_id: str = "e2") -> EpisodeFailure:
     return EpisodeFailure(episode_id, "g1", TASK, "sandbox_error", "the sandbox died", turn=1, attempt=0)
 
 
+def test_a_run_is_its_users_alone(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path / "runs"), resume=False).close()
+    folder = tmp_path / "runs" / "first"
+    assert folder.stat().st_mode & 0o777 == 0o700
+    folder.chmod(0o750)  # as its user wants it
+    RunDir.create(config(tmp_path / "runs"), resume=True).close()
+    assert folder.stat().st_mode & 0o777 == 0o750
+
+
 def test_a_new_run_gets_its_folders_and_a_config_that_can_be_run_again(tmp_path: Path) -> None:
     settings = config(tmp_path, steps=7)
     with RunDir.create(settings, resume=False) as run:

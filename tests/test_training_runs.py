@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from leaks import Session
+from listening import key_holders, open_to_everybody
 
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
@@ -79,6 +80,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = runs / "life"
     try:
         wait_for_step(folder, 1, process)
+        keys, listening = key_holders(process.pid), open_to_everybody(process.pid)
         process.send_signal(signal.SIGINT)
         interrupted, _ = process.communicate(timeout=90)
     finally:
@@ -87,6 +89,8 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     code, resumed = run(*arguments, "--resume", "--json")
     return {
         "folder": folder,
+        "keys": keys,
+        "listening": listening,
         "interrupt_code": process.returncode,
         "interrupted": interrupted,
         "stopped_at": stopped_at,
@@ -107,6 +111,17 @@ class TestOneRunThroughItsLife:
     def test_a_resumed_run_trains_the_steps_that_were_left_and_no_other(self, life: dict[str, Any]) -> None:
         assert life["resume_code"] == 0, life["resumed"]
         assert [row["step"] for row in step_rows(life["folder"])] == [1, 2, 3, 4]
+
+    def test_whatever_listens_asks_for_a_key(self, life: dict[str, Any]) -> None:
+        assert life["listening"] == []
+
+    def test_its_folder_is_its_users_alone_and_holds_no_key(self, life: dict[str, Any]) -> None:
+        assert life["folder"].stat().st_mode & 0o777 == 0o700
+        assert len(life["keys"]) >= 2
+        for path in life["folder"].rglob("*"):
+            content = path.read_bytes() if path.is_file() else b""
+            assert not any(key.encode() in content for key in life["keys"]), path
+        assert not any(key in life["interrupted"] + life["resumed"] for key in life["keys"])
 
     def test_server_and_learner_agree_after_every_update(self, life: dict[str, Any]) -> None:
         parity = [row["weights/parity"] for row in step_rows(life["folder"]) if "weights/parity" in row]
@@ -236,6 +251,8 @@ def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path)
     session = Session.begin(environment)
     process = start(*arguments, **environment)
     try:
+        wait_for_step(tmp_path / "killed", 2, process)
+        assert open_to_everybody(process.pid) == []
         wait_for_step(tmp_path / "killed", 3, process)  # when step 3 begins, the checkpoint of step 1 is whole
     finally:
         process.kill()

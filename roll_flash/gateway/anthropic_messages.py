@@ -11,6 +11,7 @@ from roll_flash.gateway.api_error import bad_request, unsupported
 from roll_flash.gateway.event_stream import Event, pieces
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, Requested, parsed_arguments
 from roll_flash.gateway.request_fields import (
+    MAX_TOP_K,
     content_text,
     function_tool,
     number,
@@ -39,7 +40,7 @@ def parse(body: Mapping[str, Any]) -> ModelCall:
         requested=Requested(
             temperature=number(body, "temperature", 0, 2),
             top_p=number(body, "top_p", 0, 1),
-            top_k=whole(body, "top_k", 0),
+            top_k=whole(body, "top_k", 0, MAX_TOP_K),
             max_tokens=whole(body, "max_tokens"),
             stop=strings(body, "stop_sequences"),
         ),

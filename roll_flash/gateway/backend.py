@@ -28,6 +28,6 @@ class Backend(Protocol):
         """
         ...
 
-    def count_tokens(self, call: ModelCall) -> int:
+    async def count_tokens(self, call: ModelCall, session: Session) -> int:
         """Of the prompt. Raises ApiError where tokens are not known."""
         ...

@@ -13,6 +13,7 @@ from roll_flash.gateway.event_stream import Event, pieces
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, Requested
 from roll_flash.gateway.request_fields import (
     MAX_ANSWERS,
+    MAX_TOP_K,
     content_text,
     flag,
     function_tool,
@@ -51,7 +52,7 @@ def parse(body: Mapping[str, Any], *, tokens_are_known: bool) -> ModelCall:
         requested=Requested(
             temperature=number(body, "temperature", 0, 2),
             top_p=number(body, "top_p", 0, 1),
-            top_k=whole(body, "top_k", -1),
+            top_k=whole(body, "top_k", -1, MAX_TOP_K),
             max_tokens=limit,
             stop=strings(body, "stop"),
             seed=whole(body, "seed", 0),

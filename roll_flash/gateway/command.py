@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import re
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_flash.config import Config, load_config
@@ -19,7 +19,7 @@ from roll_flash.gateway.verifier import Verifier
 from roll_flash.inference.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.models import RECIPES, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
-from roll_flash.run_dir import find_checkpoint
+from roll_flash.run_dir import PRIVATE, find_checkpoint
 
 DEFAULT_PORT = 8321
 MAX_PORT = 65535
@@ -38,7 +38,9 @@ class GatewayRequest:
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_key_env: str | None = None
-    """Environment variable with the key that opens sessions."""
+    """Environment variable with the key that opens sessions; None makes one."""
+    url: str | None = None
+    """What sessions are told, where agents reach the gateway at another address than whoever opens a session."""
     out: str = "runs/gateway"
     verifier: str | None = None
     idle_s: float = 3600.0
@@ -50,6 +52,8 @@ class Serving:
     """A gateway that answers."""
 
     url: str
+    api_key: str = field(repr=False)
+    """Opens sessions."""
     model: str
     episodes: Path
     routes: SessionRoutes
@@ -65,10 +69,11 @@ async def serve(request: GatewayRequest, announce: Callable[[Serving], None], no
 @asynccontextmanager
 async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[Serving]:
     """A running gateway; sessions that are open at the end are given up and written as such."""
-    admin_key = api_key_from(request.api_key_env)
-    _require_key_beyond_loopback(request)
+    admin_key = api_key_from(request.api_key_env) or f"rf-{secrets.token_urlsafe(24)}"
     if not 0 <= request.port <= MAX_PORT:
         raise ConfigError(f"--port {request.port}: a port is a number from 0 to {MAX_PORT}")
+    if request.url is not None and not re.match(r"https?://[^/]", request.url):
+        raise ConfigError(f"--url {request.url}: must look like http://host:port")
     verifier = Verifier(request.verifier) if request.verifier else None
     config = _config(request)
     folder = _out_folder(request)
@@ -76,7 +81,10 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
         backend = await _open_backend(request, config, folder, stack, note)
         episodes = stack.enter_context(EpisodesWriter(folder))
         gateway = GatewayServer(backend, call_timeout_s=config.rollout.generate_timeout_s)
-        routes = SessionRoutes(gateway, episodes, admin_key=admin_key, verifier=verifier, idle_s=request.idle_s)
+        url = request.url.rstrip("/").removesuffix("/v1") if request.url else None
+        routes = SessionRoutes(
+            gateway, episodes, admin_key=admin_key, verifier=verifier, idle_s=request.idle_s, url=url
+        )
         stack.push_async_callback(gateway.close)
         stack.push_async_callback(routes.close)
         try:
@@ -86,7 +94,8 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
             raise ConfigError(f"{request.host}:{request.port}: {reason}; choose another with --port") from None
         sweeping = asyncio.create_task(routes.sweep())
         stack.callback(sweeping.cancel)
-        yield Serving(f"http://{request.host}:{port}", backend.model, step_file(folder, 0), routes)
+        url = url or f"http://{request.host}:{port}"
+        yield Serving(url, admin_key, backend.model, step_file(folder, 0), routes)
 
 
 async def _open_backend(
@@ -146,28 +155,12 @@ def _tree(model: str) -> dict[str, object]:
     return {"name": "gateway", "model": {"path": model, "max_length": 4096}, "env": {"id": "agents"}}
 
 
-def _require_key_beyond_loopback(request: GatewayRequest) -> None:
-    if request.api_key_env is None and not _is_loopback(request.host):
-        raise ConfigError(
-            f"--host {request.host} can be reached from other machines: put a key into an environment variable and "
-            "name it with --api-key-env, so that not everybody can open sessions"
-        )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _out_folder(request: GatewayRequest) -> Path:
     """Made if need be. Raises ConfigError for one that cannot be written to."""
     folder = Path(request.out).expanduser()
     try:
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
+        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--out {folder}: {error.strerror}") from None
     return folder

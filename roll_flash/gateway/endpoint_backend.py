@@ -75,7 +75,7 @@ class EndpointBackend:
             session.history.add(record)
         return Reply(answers, usage), records
 
-    def count_tokens(self, call: ModelCall) -> int:
+    async def count_tokens(self, call: ModelCall, session: Session) -> int:
         raise unsupported("count_tokens", "the endpoint behind this gateway tells no tokens")
 
 

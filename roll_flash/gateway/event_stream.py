@@ -3,6 +3,7 @@ its server died in the middle and another one went on."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import msgspec
 from aiohttp import web
 
 PIECE_CHARACTERS = 48
+EVENTS_AT_ONCE = 64
+"""After so many the event loop turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,9 @@ async def send(request: web.Request, events: Iterable[Event]) -> web.StreamRespo
     """Raises ConnectionError when the agent has gone away."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
-    for event in events:
+    for number, event in enumerate(events):
         await response.write(event.encode())
+        if number % EVENTS_AT_ONCE == 0:
+            await asyncio.sleep(0)
     await response.write_eof()
     return response

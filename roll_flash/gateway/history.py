@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_flash.gateway.model_call import Answer, Key, ModelCall, first_key, next_key
+from roll_flash.gateway.model_call import Answer, Key, ModelCall, next_key
 from roll_flash.inference.engine import Generation
 from roll_flash.types import Branch, Message, Turn
 
@@ -64,6 +64,8 @@ class Place:
     parent: CallRecord | None
     given: tuple[Message, ...]
     key: Key
+    characters: int
+    """Of what is new and of the tools, about: what there is to render."""
 
 
 class History:
@@ -79,14 +81,13 @@ class History:
 
     def find(self, call: ModelCall) -> Place:
         """The longest recorded prefix of a call's messages; its tools are part of it."""
-        key, parent, known = first_key(call.tools), None, 0
-        for count, message in enumerate(call.messages, 1):
-            key = next_key(key, message)
-            if count < len(call.messages) and (records := self._by_key.get(key)):
+        found = call.keys
+        for known in range(len(found.keys) - 1, 0, -1):
+            if records := self._by_key.get(found.keys[known - 1]):
                 # Of equal ones the one that nobody has continued yet: the sample goes on instead of a new one.
                 parent = next((record for record in reversed(records) if not record.children), records[-1])
-                known = count
-        return Place(parent, call.messages[known:], key)
+                return Place(parent, call.messages[known:], found.keys[-1], found.characters(known))
+        return Place(None, call.messages, found.keys[-1], found.characters(0))
 
     def add(self, record: CallRecord) -> None:
         if record.parent is None:

@@ -11,12 +11,17 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from roll_flash.envs.tool_calls import without_thinking
 from roll_flash.types import FinishReason, Message
 
 Key = bytes
+MAX_ARGUMENT_VALUES = 20_000
+"""Values in the arguments of one tool call."""
+MESSAGE_CHARACTERS = 64
+"""Rendering a message costs about as much as so many characters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,20 @@ class Requested:
 
 
 @dataclass(frozen=True, slots=True)
+class CallKeys:
+    """Of a call's conversation: after each of its messages, its tools being part of it."""
+
+    keys: tuple[Key, ...]
+    sizes: tuple[int, ...]
+    """Characters of each message."""
+    tools_size: int
+
+    def characters(self, known: int) -> int:
+        """What there is to render of a call whose first `known` messages are recorded, about."""
+        return self.tools_size + sum(size + MESSAGE_CHARACTERS for size in self.sizes[known:])
+
+
+@dataclass(frozen=True)
 class ModelCall:
     messages: tuple[Message, ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -58,6 +77,10 @@ class ModelCall:
     wants_logprobs: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Fields that only an endpoint behind the gateway understands."""
+
+    @cached_property
+    def keys(self) -> CallKeys:
+        return keys_of(self.messages, self.tools)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,18 +129,27 @@ class Reply:
     usage: Usage
 
 
-def first_key(tools: Sequence[Mapping[str, Any]]) -> Key:
-    """Of a conversation that has no messages yet."""
-    return _digest(b"", list(tools))
+def keys_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> CallKeys:
+    declared = _as_text(list(tools))
+    key, keys, sizes = _digest(b"", declared), [], []
+    for message in messages:
+        text = _as_text(_meaning(message))
+        key = _digest(key, text)
+        keys.append(key)
+        sizes.append(len(text))
+    return CallKeys(tuple(keys), tuple(sizes), len(declared))
 
 
 def next_key(key: Key, message: Message) -> Key:
     """Of the conversation of `key` with one more message."""
-    return _digest(key, _meaning(message))
+    return _digest(key, _as_text(_meaning(message)))
 
 
-def _digest(before: bytes, value: Any) -> Key:
-    text = json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+def _as_text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, ensure_ascii=False, default=str)
+
+
+def _digest(before: bytes, text: str) -> Key:
     return hashlib.blake2b(before + text.encode(errors="surrogatepass"), digest_size=16).digest()
 
 
@@ -133,8 +165,8 @@ def _meaning(message: Message) -> list[Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """JSON text as what it says; what is none stays as it is."""
-    if not isinstance(arguments, str):
+    """JSON text as what it says; what is none, or holds more than anybody means, stays as it is."""
+    if not isinstance(arguments, str) or sum(map(arguments.count, ",[{")) > MAX_ARGUMENT_VALUES:
         return arguments
     try:
         return json.loads(arguments)

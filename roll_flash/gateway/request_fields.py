@@ -2,27 +2,62 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from roll_flash.gateway.api_error import bad_request, unsupported
+from roll_flash.gateway.api_error import ApiError, bad_request, unsupported
 from roll_flash.types import Message
 
 MAX_ANSWERS = 128
+MAX_MARKS = 250_000
+"""Commas and opening brackets in one body: so many values stop the whole process for a tenth of a second."""
+MAX_DEPTH = 64
+MAX_STRINGS, MAX_STRING_CHARACTERS = 32, 1024
+"""Servers look for each stop string at each token."""
+MAX_TOP_K = 1 << 24
+"""More than any vocabulary; servers keep it in 32 bits."""
+LARGEST_REWARD = 1e9
+"""Either way. What is larger is a mistake, and would be infinite in float32 soon."""
 
 
 def decode_object(content: bytes) -> dict[str, Any]:
-    """The body of a request. Raises ApiError for anything but a JSON object."""
+    """The body of a request. Raises ApiError for anything but a JSON object of bounded size and depth."""
+    if sum(content.count(mark) for mark in (b",", b"[", b"{")) > MAX_MARKS:
+        raise ApiError(413, "request_too_large", f"the body has more than {MAX_MARKS} commas and brackets")
     try:
-        body = msgspec.json.decode(content)
+        body = _decoded(content)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
+    if _is_deeper(body, MAX_DEPTH):
+        raise bad_request(f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
     return body
+
+
+def _decoded(content: bytes) -> Any:
+    """Without the garbage collector, which would look at everything in the process again and again meanwhile."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return msgspec.json.decode(content)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _is_deeper(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        inner = [item for outer in level for item in (outer.values() if type(outer) is dict else outer)]
+        level = [item for item in inner if type(item) is dict or type(item) is list]
+        if not level:
+            return False
+    return True
 
 
 def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float | None:
@@ -32,6 +67,11 @@ def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise bad_request(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}", name)
     return float(value)
+
+
+def is_reward(value: Any) -> bool:
+    """A finite number of sane size; True and False are 1 and 0."""
+    return isinstance(value, bool | int | float) and -LARGEST_REWARD <= value <= LARGEST_REWARD
 
 
 def whole(body: Mapping[str, Any], name: str, low: int = 1, high: int = 1 << 62) -> int | None:
@@ -58,6 +98,8 @@ def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
     found = [value] if isinstance(value, str) else value
     if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
         raise bad_request(f"{name} must be a string or a list of strings, not {_shown(value)}", name)
+    if len(found) > MAX_STRINGS or any(len(text) > MAX_STRING_CHARACTERS for text in found):
+        raise bad_request(f"{name}: at most {MAX_STRINGS} strings of {MAX_STRING_CHARACTERS} characters", name)
     return tuple(text for text in found if text)
 
 
@@ -126,4 +168,11 @@ def require_conversation(messages: Sequence[Message], param: str) -> tuple[Messa
 
 
 def _shown(value: Any) -> str:
-    return "nothing" if value is None else json.dumps(value, default=str)[:60]
+    match value:
+        case None:
+            return "nothing"
+        case dict() | list():
+            return "an object" if isinstance(value, dict) else "a list"
+        case str():
+            return json.dumps(value[:60])
+    return json.dumps(value)[:60]

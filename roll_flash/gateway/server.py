@@ -12,8 +12,10 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
+import msgspec
 from aiohttp import web
 
 from roll_flash.errors import InferenceError, RollFlashError
@@ -25,11 +27,16 @@ from roll_flash.gateway.history import CallRecord
 from roll_flash.gateway.model_call import ModelCall, Reply
 from roll_flash.gateway.request_fields import decode_object, flag
 from roll_flash.gateway.session import Session, SessionSettings
+from roll_flash.gateway.session_work import SMALL_CHARACTERS, WorkThreads
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
-MAX_BODY_BYTES = 32 * 2**20
+MIN_BODY_BYTES, MAX_BODY_BYTES = 2 * 2**20, 32 * 2**20
+"""Bounds of what a body may be, which is BYTES_PER_TOKEN for each token of the context."""
+BYTES_PER_TOKEN = 32
+CHARACTERS_PER_TOKEN = 32
+"""Of an answer as JSON, about, with its logprobs."""
 ENDED_SESSIONS_KNOWN = 10_000
 """Keys of ended sessions that are told apart from wrong ones."""
 SHUTDOWN_S = 5.0
@@ -67,7 +74,10 @@ class GatewayServer:
         self._counts = GatewayCounts()
         self._runner: web.AppRunner | None = None
         self.port = 0
-        self.app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._errors])
+        length = backend.max_length or MAX_BODY_BYTES
+        self._max_body_bytes = min(max(BYTES_PER_TOKEN * length, MIN_BODY_BYTES), MAX_BODY_BYTES)
+        self._threads = WorkThreads()
+        self.app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors])
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{name:.+}", self._model)
         self.app.router.add_post("/v1/chat/completions", self._chat_completions)
@@ -92,9 +102,10 @@ class GatewayServer:
             await self.end_session(session)
         if self._runner is not None:
             await self._runner.cleanup()
+        await self._threads.close()
 
     def open_session(self, settings: SessionSettings, session_id: str | None = None) -> Session:
-        session = Session(session_id or uuid.uuid4().hex, settings, self._call_timeout_s)
+        session = Session(session_id or uuid.uuid4().hex, settings, self._call_timeout_s, self._threads)
         self._sessions[session.api_key] = session
         self._counts.sessions += 1
         return session
@@ -137,7 +148,7 @@ class GatewayServer:
         except ApiError as error:
             problem = error
         except web.HTTPRequestEntityTooLarge:
-            problem = ApiError(413, "request_too_large", f"the body is larger than {MAX_BODY_BYTES >> 20} MiB")
+            problem = ApiError(413, "request_too_large", f"the body is larger than {self._max_body_bytes >> 20} MiB")
         except web.HTTPException as error:
             problem = ApiError(error.status, "not_found", f"{request.method} {request.path}: {error.reason}")
         except ConnectionError:
@@ -167,18 +178,18 @@ class GatewayServer:
         return web.json_response(self._described())
 
     async def _chat_completions(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self._read(request)
-        call = chat_completions.parse(body, tokens_are_known=self.backend.max_length is not None)
+        parse = partial(chat_completions.parse, tokens_are_known=self.backend.max_length is not None)
+        session, body, call = await self._read(request, parse)
         streams, usage = flag(body, "stream"), chat_completions.wants_usage(body)
         reply, records = await self._complete(call, session)
         if streams:
             events = chat_completions.events(reply, self.backend.model, with_usage=usage)
             return await self._send(request, events, session, records)
-        return web.json_response(chat_completions.render(reply, self.backend.model))
+        return await self._send_whole(session, records, partial(chat_completions.render, reply, self.backend.model))
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self._read(request)
-        call = responses_api.parse(body, session.responses)
+        earlier = self.session_of(request).responses
+        session, body, call = await self._read(request, partial(responses_api.parse, earlier=earlier))
         streams = flag(body, "stream")
         reply, records = await self._complete(call, session)
         response_id = responses_api.new_response_id()
@@ -186,28 +197,45 @@ class GatewayServer:
         if streams:
             events = responses_api.events(reply, self.backend.model, response_id, body)
             return await self._send(request, events, session, records)
-        return web.json_response(responses_api.render(reply, self.backend.model, response_id, body))
+        render = partial(responses_api.render, reply, self.backend.model, response_id, body)
+        return await self._send_whole(session, records, render)
 
     async def _messages(self, request: web.Request) -> web.StreamResponse:
-        session, body = await self._read(request)
-        call = anthropic_messages.parse(body)
+        session, body, call = await self._read(request, anthropic_messages.parse)
         streams = flag(body, "stream")
         reply, records = await self._complete(call, session)
         if streams:
             return await self._send(request, anthropic_messages.events(reply, self.backend.model), session, records)
-        return web.json_response(anthropic_messages.render(reply, self.backend.model))
+        return await self._send_whole(session, records, partial(anthropic_messages.render, reply, self.backend.model))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        _, body = await self._read(request)
-        return web.json_response({"input_tokens": self.backend.count_tokens(anthropic_messages.parse(body))})
+        """Counts as a call: it costs the gateway as much."""
+        session, _, call = await self._read(request, anthropic_messages.parse)
+        session.admit()
+        self._counts.calls += 1
+        tokens = await session.run(self.backend.count_tokens(call, session))
+        return web.json_response({"input_tokens": tokens})
 
-    async def _read(self, request: web.Request) -> tuple[Session, dict[str, Any]]:
+    async def _read(
+        self, request: web.Request, parse: Callable[[dict[str, Any]], ModelCall]
+    ) -> tuple[Session, dict[str, Any], ModelCall]:
+        """One large body of a session at a time. Nothing is read for a session whose calls are used up."""
         session = self.session_of(request)
-        if (request.content_length or 0) > MAX_BODY_BYTES:
-            raise web.HTTPRequestEntityTooLarge(MAX_BODY_BYTES, request.content_length or 0)
-        body = decode_object(await request.read())
-        self._require_model(body)
-        return session, body
+        session.require_calls_left()
+        size = request.content_length
+        if (size or 0) > self._max_body_bytes:
+            raise web.HTTPRequestEntityTooLarge(self._max_body_bytes, size or 0)
+
+        def understand() -> tuple[dict[str, Any], ModelCall]:
+            body = decode_object(content)
+            self._require_model(body)
+            call = parse(body)
+            assert call.keys
+            return body, call
+
+        content = await _content(request, session)
+        body, call = await session.work.do(understand, len(content))
+        return session, body, call
 
     async def _complete(self, call: ModelCall, session: Session) -> tuple[Reply, list[CallRecord]]:
         number = session.admit()
@@ -235,8 +263,20 @@ class GatewayServer:
         try:
             return await send(request, events)
         except (ConnectionError, asyncio.CancelledError):
-            for record in records:
-                session.history.discard(record)
+            _discard(session, records)
+            raise
+
+    async def _send_whole(
+        self, session: Session, records: list[CallRecord], render: Callable[[], dict[str, Any]]
+    ) -> web.Response:
+        def rendered() -> bytes:
+            return msgspec.json.encode(render())
+
+        size = CHARACTERS_PER_TOKEN * sum(record.completion_tokens for record in records)
+        try:
+            return web.Response(body=await session.work.do(rendered, size), content_type="application/json")
+        except asyncio.CancelledError:
+            _discard(session, records)
             raise
 
     def _require_model(self, body: Mapping[str, Any]) -> None:
@@ -251,6 +291,25 @@ class GatewayServer:
         length = self.backend.max_length
         described = {"id": self.backend.model, "object": "model", "created": 0, "owned_by": "roll-flash"}
         return described if length is None else {**described, "max_model_len": length}
+
+
+def _discard(session: Session, records: list[CallRecord]) -> None:
+    for record in records:
+        session.history.discard(record)
+
+
+async def _content(request: web.Request, session: Session) -> bytes:
+    """Raises ApiError for a body that does not come in time."""
+    size = request.content_length
+    try:
+        async with asyncio.timeout(session.timeout_s):
+            if size is not None and size <= SMALL_CHARACTERS:
+                return await request.read()
+            async with session.reading:
+                return await request.read()
+    except TimeoutError:
+        message = f"the body did not come within {session.timeout_s:g} s"
+        raise ApiError(408, "request_timeout", message) from None
 
 
 def api_key_of(request: web.Request) -> str:

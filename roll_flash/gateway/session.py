@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from roll_flash.gateway.api_error import ApiError
 from roll_flash.gateway.history import History
 from roll_flash.gateway.model_call import ModelCall, Requested
+from roll_flash.gateway.session_work import SessionWork, WorkThreads
 from roll_flash.types import FailureCause, Message, SamplingParams
 
 T = TypeVar("T")
@@ -46,12 +47,18 @@ class Trouble:
 class Session:
     """Use `run` for everything that a request waits for."""
 
-    def __init__(self, session_id: str, settings: SessionSettings, timeout_s: float) -> None:
+    def __init__(
+        self, session_id: str, settings: SessionSettings, timeout_s: float, threads: WorkThreads | None = None
+    ) -> None:
+        """`threads` are those of its gateway."""
         self.session_id = session_id
         self.api_key = f"rf-{secrets.token_urlsafe(24)}"
         self.settings = settings
         self.timeout_s = timeout_s
         """Of one call of the model."""
+        self.work = SessionWork(threads or WorkThreads(), timeout_s)
+        self.reading = asyncio.Lock()
+        """Held while a large body is read: no agent fills the memory with them."""
         self.history = History()
         self.responses: dict[str, tuple[Message, ...]] = {}
         """Conversations by the id of the response that ended them, for `previous_response_id`."""
@@ -75,14 +82,18 @@ class Session:
 
     def admit(self) -> int:
         """Count a call; returns its number. Raises ApiError for a session that takes no more."""
+        self.require_calls_left()
+        self.calls += 1
+        self.used_s = time.monotonic()
+        return self.calls - 1
+
+    def require_calls_left(self) -> None:
+        """Raises ApiError for a session that has ended or whose calls are used up."""
         self.require_open()
         limit = self.settings.max_calls
         if limit is not None and self.calls >= limit:
             self.reached_max_calls = True
             raise ApiError(403, "max_turns_reached", f"the episode's {limit} calls of the model are used up")
-        self.calls += 1
-        self.used_s = time.monotonic()
-        return self.calls - 1
 
     def require_open(self) -> None:
         if self.ended:

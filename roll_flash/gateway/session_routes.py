@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import math
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, fields
@@ -24,10 +23,20 @@ from aiohttp import web
 
 from roll_flash.gateway.api_error import ApiError, bad_request
 from roll_flash.gateway.finished_episode import finished_episode, session_figures
-from roll_flash.gateway.request_fields import decode_object, flag, number, strings, text, whole
+from roll_flash.gateway.request_fields import (
+    LARGEST_REWARD,
+    MAX_TOP_K,
+    decode_object,
+    flag,
+    number,
+    strings,
+    text,
+    whole,
+)
 from roll_flash.gateway.server import GatewayServer, api_key_of
 from roll_flash.gateway.session import DEFAULT_MAX_TOKENS, Session, SessionSettings
 from roll_flash.gateway.verifier import Verifier, VerifierError
+from roll_flash.gateway.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
 from roll_flash.types import EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
 
@@ -55,23 +64,26 @@ class SessionRoutes:
         gateway: GatewayServer,
         episodes: EpisodesWriter,
         *,
-        admin_key: str | None,
+        admin_key: str,
         verifier: Verifier | None,
         idle_s: float,
+        url: str | None = None,
     ) -> None:
-        """`admin_key`: needed to open and list sessions; None lets anybody who can connect. `idle_s`: a session that is
-        not used for so long is given up."""
+        """`admin_key`: needed to open and list sessions. `idle_s`: a session that is not used for so long is given up.
+        `url`: what sessions are told; None is the address at which they were opened."""
         self.gateway = gateway
         self._episodes = episodes
         self._admin_key = admin_key
         self._verifier = verifier
         self._idle_s = idle_s
+        self._url = url
         self._opened: dict[str, Opened] = {}
         self.sessions_being_scored: set[str] = set()
         """Ids of those that a verifier looks at."""
         self._ending: set[asyncio.Task[Outcome]] = set()
         self.scored = 0
         self.failed = 0
+        gateway.app.middlewares.append(refuse_web_pages)
         router = gateway.app.router
         router.add_post("/v1/sessions", self._open)
         router.add_get("/v1/sessions", self._list)
@@ -114,7 +126,7 @@ class SessionRoutes:
         answer = {
             "session_id": session.session_id,
             "api_key": session.api_key,
-            "base_url": f"{request.scheme}://{request.host}/v1",
+            "base_url": f"{self._url or local_url(request)}/v1",
             "model": self.gateway.backend.model,
         }
         return web.json_response(answer, status=201)
@@ -154,13 +166,11 @@ class SessionRoutes:
         return await asyncio.shield(task)
 
     async def _score(self, opened: Opened, body: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        reward = number(body, "reward", -math.inf, math.inf)
+        reward = number(body, "reward", -LARGEST_REWARD, LARGEST_REWARD)
         if reward is None:
             if self._verifier is None:
                 raise bad_request("reward must be a number; without one a verifier is needed (--verifier)", "reward")
             return await self._verified(opened, self._verifier)
-        if not math.isfinite(reward):
-            raise bad_request("reward must be a finite number", "reward")
         info = body.get("info") or {}
         if not isinstance(info, dict):
             raise bad_request("info must be an object", "info")
@@ -229,13 +239,12 @@ class SessionRoutes:
         return self._opened[session_id]
 
     def _is_admin(self, request: web.Request) -> bool:
-        if self._admin_key is None:
-            return not api_key_of(request)
         return hmac.compare_digest(api_key_of(request).encode(), self._admin_key.encode())
 
     def _require_admin(self, request: web.Request) -> None:
-        if self._admin_key is not None and not self._is_admin(request):
-            raise ApiError(401, "invalid_api_key", "this needs the gateway's own key (--api-key-env)")
+        if not self._is_admin(request):
+            message = "this needs the gateway's own key, which it was given (--api-key-env) or told when it started"
+            raise ApiError(401, "invalid_api_key", message)
 
 
 def _sampling(value: Any) -> SamplingParams | None:
@@ -248,7 +257,7 @@ def _sampling(value: Any) -> SamplingParams | None:
     return SamplingParams(
         temperature=_or(number(value, "temperature", 0, 2), 1.0),
         top_p=_or(number(value, "top_p", 0, 1), 1.0),
-        top_k=whole(value, "top_k", 0) or 0,
+        top_k=whole(value, "top_k", 0, MAX_TOP_K) or 0,
         max_new_tokens=whole(value, "max_new_tokens") or DEFAULT_MAX_TOKENS,
         stop=strings(value, "stop"),
         seed=whole(value, "seed", 0),

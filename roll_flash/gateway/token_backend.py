@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from roll_flash.errors import ModelError
@@ -17,8 +18,8 @@ from roll_flash.gateway.session import Session
 from roll_flash.inference.engine import Generation, InferenceClient
 from roll_flash.types import SamplingParams
 
-LARGE_CHARACTERS = 1 << 16
-"""A prompt beyond that is tokenised in a thread, where it holds up nobody else."""
+CHARACTERS_PER_TOKEN = 4
+"""Of an answer, about."""
 
 
 class TokenBackend:
@@ -43,7 +44,7 @@ class TokenBackend:
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         started_s = time.time()
         place = session.history.find(call)
-        given_ids = await self._tokens_of(call, place)
+        given_ids = await session.work.do(partial(self._tokens_of, call, place), place.characters)
         before = place.parent.token_ids() if place.parent is not None else []
         prompt = [*before, *given_ids]
         room = self._max_length - len(prompt)
@@ -54,7 +55,10 @@ class TokenBackend:
         if sampling.top_p <= 0:  # servers refuse it, which would look like trouble of theirs
             raise bad_request("top_p must be more than 0; for the likeliest token ask for temperature 0", "top_p")
         generations = await self._generate(prompt, sampling, call.n, session, number)
-        answers = [self._answer(generation, call) for generation in generations]
+        sampled = sum(len(generation.token_ids) for generation in generations)
+        answers = await session.work.do(
+            lambda: [self._answer(generation, call) for generation in generations], CHARACTERS_PER_TOKEN * sampled
+        )
         records = [
             CallRecord(
                 parent=place.parent,
@@ -73,28 +77,22 @@ class TokenBackend:
         session.require_open()
         for record in records:
             session.history.add(record)
-        usage = Usage(len(prompt), sum(len(generation.token_ids) for generation in generations))
+        usage = Usage(len(prompt), sampled)
         return Reply(tuple(answers), usage), records
 
-    def count_tokens(self, call: ModelCall) -> int:
-        return len(self._whole(call))
+    async def count_tokens(self, call: ModelCall, session: Session) -> int:
+        return len(await session.work.do(partial(self._whole, call), call.keys.characters(0)))
 
-    async def _tokens_of(self, call: ModelCall, place: Place) -> list[int]:
+    def _tokens_of(self, call: ModelCall, place: Place) -> list[int]:
         """Tokens of what is new in the request."""
-
-        def tokenize() -> list[int]:
-            if place.parent is None:
-                return self._whole(call)
-            assert place.parent.generation is not None
-            after = int(place.parent.generation.token_ids[-1])
-            try:
-                return self._prompts.continued(place.given, call, after)
-            except ModelError as error:
-                raise bad_request(str(error), "messages") from None
-
-        if sum(len(str(message.get("content"))) for message in place.given) > LARGE_CHARACTERS:
-            return await asyncio.to_thread(tokenize)
-        return tokenize()
+        if place.parent is None:
+            return self._whole(call)
+        assert place.parent.generation is not None
+        after = int(place.parent.generation.token_ids[-1])
+        try:
+            return self._prompts.continued(place.given, call, after)
+        except ModelError as error:
+            raise bad_request(str(error), "messages") from None
 
     def _whole(self, call: ModelCall) -> list[int]:
         try:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from roll_flash.envs.source_files import import_module, load_file
 from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.gateway.request_fields import is_reward
 from roll_flash.types import Trajectory
 
 TIMEOUT_S = 600.0
@@ -42,9 +43,9 @@ class Verifier:
         except (Exception, SystemExit) as error:  # users' code may raise anything
             raise VerifierError(f"{self.reference} raised {type(error).__name__}: {error}") from error
         reward, info = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
-        if isinstance(reward, bool | int | float) and math.isfinite(reward) and isinstance(info, Mapping):
+        if is_reward(reward) and isinstance(info, Mapping):
             return float(reward), dict(info)
-        raise VerifierError(f"{self.reference} returned {found!r:.80}, not a finite number, or one and a dict")
+        raise VerifierError(f"{self.reference} returned {reprlib.repr(found)}, not a finite number, or one and a dict")
 
 
 def _load(reference: str) -> Callable[[Trajectory], Any]:

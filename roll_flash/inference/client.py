@@ -63,7 +63,7 @@ class VllmClient:
             first=os.getpid() if first is None else first,
         )
         self._admission = Admission(self._router)
-        self._connections = {server: HttpConnections(server) for server in spec.endpoints}
+        self._connections = {server: HttpConnections(server, spec.key) for server in spec.endpoints}
         self._bad_in_a_row = dict.fromkeys(spec.endpoints, 0)
         self._health: dict[str, ServerHealth] = {}
         self._watches: list[asyncio.Task[None]] = []

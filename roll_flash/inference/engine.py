@@ -8,7 +8,7 @@ process turns into a client with `open_client`.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -92,6 +92,8 @@ class ClientSpec:
     stream_every: int | None = None
     """Stream turns that may be longer than so many tokens, in pieces of that length. None never streams."""
     health_timeout_s: float = 30.0
+    key: str = field(default="", repr=False)
+    """What the servers ask of everybody; empty where they ask nothing."""
 
 
 class InferenceClient(Protocol):

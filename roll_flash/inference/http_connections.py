@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 import httptools
 
 from roll_flash.errors import ConfigError
+from roll_flash.inference.server_key import bearer
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 256 * 2**20
@@ -46,13 +47,15 @@ class Answer:
 class HttpConnections:
     """The connections to one endpoint, `http://host:port`. Belongs to one event loop."""
 
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, key: str = "") -> None:
+        """`key`: sent with every request, if there is one."""
         parts = urlsplit(endpoint)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"{endpoint}: an inference server is reached at http://host:port")
         self._host = parts.hostname
         self._port = parts.port or 80
-        self._head = f"Host: {parts.netloc}\r\nAccept: */*\r\n"
+        headers = {"Host": parts.netloc, "Accept": "*/*", **bearer(key)}
+        self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
 

@@ -22,6 +22,7 @@ from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
 from roll_flash.inference.engine import ClientSpec, InFlight, ServerUpdate, StagedWeights
 from roll_flash.inference.kept_weights import KeptWeights
+from roll_flash.inference.server_key import new_key
 from roll_flash.inference.server_metrics import logged_figures
 from roll_flash.inference.server_process import Launcher, ServerProcess
 from roll_flash.inference.server_update import update_server
@@ -51,7 +52,8 @@ class ServerEngine:
         self._hung_after_s = HUNG_AFTER * config.health_timeout_s
         self._model_folder = model_folder
         self._max_model_len = max_model_len
-        self._servers = [ServerProcess(index, launcher, config, logs) for index in range(config.servers)]
+        self._key = new_key()
+        self._servers = [ServerProcess(index, launcher, config, logs, self._key) for index in range(config.servers)]
         self._busy = {server: asyncio.Lock() for server in self._servers}
         self._restarts = dict.fromkeys(self._servers, 0)
         self._newest = KeptWeights()
@@ -90,6 +92,7 @@ class ServerEngine:
             capacity_tokens=capacity if ratio else (),
             stream_every=self._config.stream_every,
             health_timeout_s=self._config.health_timeout_s,
+            key=self._key,
         )
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:

@@ -1,6 +1,6 @@
 """One inference server: a process that is started, watched, asked and stopped.
 
-The address is always the loopback one: the routes for pausing and for weights are unauthenticated.
+The address is always the loopback one, and every request carries the key of the run (`server_key.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import httpx
 
 from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
+from roll_flash.inference.server_key import VARIABLE, bearer
 from roll_flash.inference.server_metrics import kv_cache_tokens
 from roll_flash.supervise import GuardedProcess
 
@@ -53,7 +54,7 @@ class Launcher:
 class ServerProcess:
     """`start` may be called again after the process has died: the endpoint stays the same."""
 
-    def __init__(self, index: int, launcher: Launcher, config: InferenceConfig, logs: Path) -> None:
+    def __init__(self, index: int, launcher: Launcher, config: InferenceConfig, logs: Path, key: str) -> None:
         self.index = index
         self.log = logs / f"{launcher.name}-{index}.log"
         self.port = config.port + index if config.port else _free_port()
@@ -65,7 +66,8 @@ class ServerProcess:
         self._launcher = launcher
         self._config = config
         self._process: GuardedProcess | None = None
-        self._http = httpx.AsyncClient(base_url=self.endpoint, timeout=CONTROL_TIMEOUT_S)
+        self._key = key
+        self._http = httpx.AsyncClient(base_url=self.endpoint, timeout=CONTROL_TIMEOUT_S, headers=bearer(key))
 
     @property
     def endpoint(self) -> str:
@@ -165,6 +167,7 @@ class ServerProcess:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             **self._launcher.environment,
+            VARIABLE: self._key,
         }
 
     async def _wait_until_healthy(self, log_start: int) -> None:

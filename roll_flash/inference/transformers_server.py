@@ -9,25 +9,29 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 from aiohttp import web
 
+from roll_flash.inference.server_key import REFUSED, key_from_environment, may_pass
 from roll_flash.inference.server_process import HOST
 from roll_flash.inference.transformers_model import Request, TransformersModel
 
 MAX_BODY_BYTES = 64 * 2**20
 
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
 
 class Server:
     """State of the routes. The model is touched by the one compute thread only."""
 
-    def __init__(self, model: TransformersModel, max_model_len: int) -> None:
+    def __init__(self, model: TransformersModel, max_model_len: int, key: str) -> None:
         self._model = model
         self._max_model_len = max_model_len
+        self._key = key
         self._version = "0"
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._in_flight: set[Request] = set()
@@ -37,7 +41,7 @@ class Server:
         """Set, and replaced, when the requests in flight are aborted."""
 
     def application(self) -> web.Application:
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._require_key])
         app.router.add_get("/health", self._ok)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/weight_info", self._weight_info)
@@ -51,6 +55,12 @@ class Server:
         app.router.add_post("/init_weight_transfer_engine", self._ok)
         app.router.add_post("/reset_prefix_cache", self._ok)
         return app
+
+    @web.middleware
+    async def _require_key(self, http: web.Request, handler: Handler) -> web.StreamResponse:
+        if not may_pass(http.path, http.headers.get("Authorization", "").encode(), self._key):
+            return web.Response(status=401, body=REFUSED, content_type="application/json")
+        return await handler(http)
 
     async def _ok(self, _: web.Request) -> web.Response:
         return web.json_response({"success": True})
@@ -146,7 +156,7 @@ class Server:
 
 def main(arguments: list[str]) -> None:
     folder, port, max_model_len = arguments
-    server = Server(TransformersModel(folder), int(max_model_len))
+    server = Server(TransformersModel(folder), int(max_model_len), key_from_environment())
     with suppress(KeyboardInterrupt):
         web.run_app(
             server.application(), host=HOST, port=int(port), print=None, access_log=None, handler_cancellation=True

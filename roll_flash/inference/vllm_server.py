@@ -16,6 +16,8 @@ from roll_flash.inference.server_process import HOST, Launcher
 
 MODEL_NAME = "policy"
 SCHEDULER = "roll_flash.inference.vllm_scheduler.KeepingScheduler"
+MIDDLEWARE = "roll_flash.inference.server_key.RequireKey"
+"""The last one named is the first to see a request. vLLM's own key guards a part of its routes only."""
 GIB = 2**30
 
 
@@ -38,7 +40,7 @@ class VllmEngine(ServerEngine):
                 "dtype": dtype,
                 "max_model_len": max_model_len,
             }
-            arguments = _arguments(options | config.extra_args)
+            arguments = [*_arguments(options | config.extra_args), "--middleware", MIDDLEWARE]
             return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
         environment = _environment(config, device)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -87,7 +88,16 @@ class LearnerRank:
         if self._config.ranks == 1:
             self._store = dist.HashStore()
             return 0
-        store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        # A store asks nobody who he is, and would listen on every address of the machine by itself.
+        listening = socket.create_server((host, 0), backlog=64)
+        store = dist.TCPStore(
+            host,
+            listening.getsockname()[1],
+            is_master=True,
+            wait_for_workers=False,
+            timeout=self._timeout,
+            master_listen_fd=listening.detach(),
+        )
         self._store = store
         return store.port
 

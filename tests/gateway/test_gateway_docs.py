@@ -48,6 +48,7 @@ def test_its_scripts_run_as_they_stand(tmp_path: Path, monkeypatch: pytest.Monke
         request = GatewayRequest(model="tiny", port=0, overrides=("inference.engine=transformers",))
         output = io.StringIO()
         async with open_gateway(request, note=lambda _: None) as serving:
+            monkeypatch.setenv("GATEWAY_KEY", serving.api_key)
             with redirect_stdout(output):
                 for source in (script.replace("http://127.0.0.1:8321", serving.url), reading):
                     await asyncio.to_thread(exec, compile(source, "docs/gateway.md", "exec"), {})

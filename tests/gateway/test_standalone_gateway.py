@@ -41,12 +41,15 @@ async def slow(episode):
 
 def broken(episode):
     raise ValueError("no idea")
+
+def huge(episode):
+    return 10**400
 """
 
 
 def alone(tiny: TinyModel, folder: Path, scenario: Scenario, **options: Any) -> list[dict[str, Any]]:
     """Run `scenario` with a gateway that stands alone; returns the episodes it wrote."""
-    settings: dict[str, Any] = {"admin_key": None, "verifier": None, "idle_s": 60.0, **options}
+    settings: dict[str, Any] = {"admin_key": "admin", "verifier": None, "idle_s": 60.0, **options}
 
     async def run() -> None:
         tokenizer = tiny.tokenizer("chatml")
@@ -58,7 +61,8 @@ def alone(tiny: TinyModel, folder: Path, scenario: Scenario, **options: Any) -> 
             url = f"http://127.0.0.1:{await gateway.start()}"
             sweeping = asyncio.create_task(routes.sweep())
             try:
-                async with asyncio.timeout(30), httpx.AsyncClient(base_url=url, timeout=20) as http:
+                headers = {"Authorization": f"Bearer {settings['admin_key']}"}
+                async with asyncio.timeout(30), httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
                     await scenario(http, routes)
             finally:
                 sweeping.cancel()
@@ -124,7 +128,23 @@ def test_every_session_ends_as_a_line_also_one_that_nobody_scored(tiny: TinyMode
     assert {record["cause"] for record in records} <= {"episode_timeout", "cancelled"}
 
 
-@pytest.mark.parametrize("body", [{"reward": "good"}, {"reward": 1e999}, {"reward": 1, "info": 3}, {}, []])
+DEEP: Any = json.loads("[" * 90 + "]" * 90)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"reward": "good"},
+        {"reward": 1e999},
+        {"reward": 10**400},
+        {"reward": -(10**400)},
+        {"reward": 1e300},
+        {"reward": 1, "info": 3},
+        {"reward": 1, "info": {"deep": DEEP}},
+        {},
+        [],
+    ],
+)
 def test_a_reward_that_is_none_is_refused_and_may_be_given_again(tiny: TinyModel, tmp_path: Path, body: Any) -> None:
     async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
         _, key = await opened(http)
@@ -255,7 +275,8 @@ def test_one_stop_string_of_a_session_is_one(tiny: TinyModel, tmp_path: Path) ->
     assert len(alone(tiny, tmp_path, scenario)) == 1
 
 
-def test_a_verifier_that_raises_scores_nothing(tiny: TinyModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "says"), [("broken", "no idea"), ("huge", "not a finite number")])
+def test_a_verifier_that_raises_scores_nothing(tiny: TinyModel, tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "judge.py").write_text(VERIFIER)
 
     async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
@@ -263,19 +284,22 @@ def test_a_verifier_that_raises_scores_nothing(tiny: TinyModel, tmp_path: Path) 
         await say(http, key)
         answer = await http.post("/v1/reward", json={}, headers=key)
         assert answer.status_code == 500
-        assert "no idea" in answer.json()["error"]["message"]
+        assert says in answer.json()["error"]["message"]
 
-    verifier = Verifier(f"{tmp_path / 'judge.py'}:broken")
+    verifier = Verifier(f"{tmp_path / 'judge.py'}:{name}")
     (record,) = alone(tiny, tmp_path / "out", scenario, verifier=verifier)
     assert record["kind"] == "failure"
 
 
 def test_with_a_key_of_its_own_only_its_holder_opens_sessions(tiny: TinyModel, tmp_path: Path) -> None:
     async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        del http.headers["Authorization"]
         assert (await http.post("/v1/sessions", json={})).status_code == 401
+        assert (await http.get("/v1/sessions")).status_code == 401
         admin = {"Authorization": "Bearer secret"}
         session = (await http.post("/v1/sessions", json={}, headers=admin)).json()
         other = (await http.post("/v1/sessions", json={}, headers=admin)).json()
+        assert (await http.delete(f"/v1/sessions/{other['session_id']}")).status_code == 401
         key = {"Authorization": f"Bearer {session['api_key']}"}
         await say(http, key)
         wrong = await http.post(f"/v1/sessions/{other['session_id']}/reward", json={"reward": 1}, headers=key)
@@ -285,6 +309,50 @@ def test_with_a_key_of_its_own_only_its_holder_opens_sessions(tiny: TinyModel, t
         assert (await http.post(path, json={"reward": 1}, headers=admin)).status_code == 200
 
     assert len(alone(tiny, tmp_path, scenario, admin_key="secret")) == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"Authorization": ""}, 401, "invalid_api_key"),
+        ({"Authorization": "", "Origin": "http://evil.example", "Content-Type": "text/plain"}, 403, "foreign_origin"),
+        ({"Origin": "http://evil.example"}, 403, "foreign_origin"),
+        ({"Origin": "null"}, 403, "foreign_origin"),
+        ({"Content-Type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"Content-Type": "application/x-www-form-urlencoded"}, 415, "unsupported_media_type"),
+        ({"Host": "evil.example"}, 403, "foreign_host"),
+        ({"Host": "evil.example:8321"}, 403, "foreign_host"),
+        ({"Host": "127.0.0.1.evil.example"}, 403, "foreign_host"),
+        ({"Host": ""}, 403, "foreign_host"),
+        ({"Host": "[::1"}, 403, "foreign_host"),
+    ],
+)
+def test_a_web_page_opens_no_session(
+    tiny: TinyModel, tmp_path: Path, headers: dict[str, str], status: int, code: str
+) -> None:
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        sent = {"Content-Type": "application/json", **headers}
+        answer = await http.post("/v1/sessions", content=b"{}", headers=sent)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+        assert routes.gateway.sessions == []
+
+    assert alone(tiny, tmp_path, scenario) == []
+
+
+def test_the_address_of_a_session_is_the_gateways_and_not_what_the_request_calls_it(
+    tiny: TinyModel, tmp_path: Path
+) -> None:
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        for host in ("localhost:1", "127.0.0.2", "[::1]:99"):
+            answer = await http.post("/v1/sessions", json={}, headers={"Host": host})
+            assert answer.json()["base_url"] == f"http://127.0.0.1:{routes.gateway.port}/v1"
+
+    assert len(alone(tiny, tmp_path, scenario)) == 3
+
+    async def told(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        assert (await http.post("/v1/sessions", json={})).json()["base_url"] == "https://outside/v1"
+
+    assert len(alone(tiny, tmp_path, told, url="https://outside")) == 4
 
 
 def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path: Path) -> None:
@@ -300,7 +368,8 @@ def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path:
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 4}})
 
     async def scenario(serving: Serving) -> None:
-        async with httpx.AsyncClient(base_url=serving.url) as http:
+        admin = {"Authorization": f"Bearer {serving.api_key}"}
+        async with httpx.AsyncClient(base_url=serving.url, headers=admin) as http:
             _, key = await opened(http)
             tool = {"name": "go", "input_schema": {"type": "object"}}
             body = {"model": "theirs", "max_tokens": 9, "messages": HELLO, "tools": [tool]}
@@ -345,7 +414,7 @@ def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path:
         ([], "nothing to serve"),
         (["--model", "smollm-135"], "no model folder and none of smollm2-135m, tiny"),
         (["--model", "tiny", "inference.engin=vllm"], "did you mean 'inference.engine'"),
-        (["--model", "tiny", "--host", "0.0.0.0"], "--api-key-env"),
+        (["--model", "tiny", "--url", "here"], "must look like http://host:port"),
         (["--model", "tiny", "--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
         (["--endpoint", "localhost:8000", "--model", "m"], "must look like http://host:port/v1"),
         (["--model", "tiny", "--port", "80000"], "from 0 to 65535"),

@@ -25,7 +25,7 @@ class Served:
     def __init__(self, engine: InferenceEngine, loop: asyncio.AbstractEventLoop, scratch: Path) -> None:
         self.engine = engine
         self.loop = loop
-        self._scratch = scratch
+        self.scratch = scratch
         self.version = 0
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -57,7 +57,7 @@ class Served:
             for parameter in self.model.parameters():
                 noise = torch.randn(parameter.shape, generator=generator)
                 parameter.add_(noise * 0.1 * parameter.abs().mean())
-        path = self._scratch / f"version-{self.version}.safetensors"
+        path = self.scratch / f"version-{self.version}.safetensors"
         save_file({name: t for name, t in self.model.state_dict().items() if name != "lm_head.weight"}, path)
         return StagedWeights(self.version, str(path), path.stat().st_size)
 

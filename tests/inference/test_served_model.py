@@ -17,6 +17,7 @@ from roll_flash.errors import InferenceError
 from roll_flash.inference.client import VllmClient, open_client
 from roll_flash.inference.engine import ClientSpec, Generation, StagedWeights
 from roll_flash.inference.server_engine import ServerEngine
+from roll_flash.inference.server_key import bearer
 from roll_flash.types import SamplingParams
 
 from .conftest import MAX_MODEL_LEN, Served
@@ -232,9 +233,9 @@ def test_giving_up_on_a_turn_frees_the_server(served: Served) -> None:
 
 async def _running(served: Served) -> float:
     """Requests in flight, as the server itself counts them."""
-    endpoint = served.engine.client_spec().endpoints[0]
-    async with httpx.AsyncClient() as http:
-        text = (await http.get(f"{endpoint}/metrics")).text
+    spec = served.engine.client_spec()
+    async with httpx.AsyncClient(base_url=spec.endpoints[0], headers=bearer(spec.key)) as http:
+        text = (await http.get("/metrics")).text
     counts = [float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_requests_running{")]
     return sum(counts)
 

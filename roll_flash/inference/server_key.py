@@ -1,0 +1,65 @@
+"""The key of a run's model servers: they generate for, and take weights from, nobody else on the machine.
+
+It is made for each run, goes to a server in its environment (a command line can be read by everybody), and to clients
+in their `ClientSpec`. Every route asks for it as `Authorization: Bearer KEY`, but `/health`, which tells nothing else.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from roll_flash.errors import ConfigError
+
+VARIABLE = "ROLL_FLASH_SERVER_KEY"
+OPEN_PATH = "/health"
+REFUSED = b'{"error": "this server answers its run only: send its key as Authorization: Bearer KEY"}'
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+
+def new_key() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def bearer(key: str) -> dict[str, str]:
+    """The header of a request; none without a key."""
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+def key_from_environment() -> str:
+    """A server's own. Raises ConfigError where there is none: a server without a key would answer everybody."""
+    key = os.environ.get(VARIABLE, "")
+    if not key:
+        raise ConfigError(f"the environment variable {VARIABLE} is not set; a server does not start without a key")
+    return key
+
+
+def may_pass(path: str, authorization: bytes, key: str) -> bool:
+    """In the same time whatever is wrong with the key."""
+    return path == OPEN_PATH or hmac.compare_digest(authorization, f"Bearer {key}".encode())
+
+
+class RequireKey:
+    """ASGI middleware (vLLM's option `--middleware`) before all others."""
+
+    def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
+        self._app = app
+        self._key = key_from_environment()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            return await self._app(scope, receive, send)
+        authorization = dict(scope["headers"]).get(b"authorization", b"")
+        if may_pass(scope["path"], authorization, self._key):
+            return await self._app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(REFUSED)).encode())]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": REFUSED})

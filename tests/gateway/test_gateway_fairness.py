@@ -1,0 +1,131 @@
+"""Whatever one agent sends, the others are answered, and it is counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from typing import Any
+
+import httpx
+import pytest
+from conftest import MODEL, Serve, Served
+
+from roll_flash.gateway.session import SessionSettings
+from roll_flash.gateway.session_work import THREADS, SessionWork, WorkThreads
+
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+TEXT = "the quick brown fox, " * 20_000
+
+
+def tool(**fields: Any) -> dict[str, Any]:
+    return {"name": "f", "input_schema": {"type": "object"}, **fields}
+
+
+def called(arguments: dict[str, Any]) -> list[dict[str, Any]]:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": arguments}
+    return [*HELLO, {"role": "assistant", "content": [call]}, *HELLO]
+
+
+WORST: dict[str, dict[str, Any]] = {
+    "a text": {"messages": [{"role": "user", "content": TEXT}]},
+    "the description of a tool": {"messages": HELLO, "tools": [tool(description=TEXT)]},
+    "the arguments of a call": {"messages": called({"x": TEXT}), "tools": [tool()]},
+    "a schema of many values": {"messages": HELLO, "tools": [tool(input_schema={"enum": [[]] * 50_000})]},
+    "arguments of many values": {"messages": called({"x": [[]] * 50_000}), "tools": [tool()]},
+    "many messages": {"messages": HELLO * 10_000},
+}
+
+
+@pytest.mark.parametrize("worst", WORST)
+def test_what_one_agent_sends_holds_up_no_other(serve: Serve, worst: str) -> None:
+    """The other waits for a fraction of the time that the large request takes; before, for all of it."""
+
+    async def work(served: Served) -> None:
+        other = served.gateway.open_session(SessionSettings())
+        headers = {"x-api-key": other.api_key, "Content-Type": "application/json"}
+        body = json.dumps({"model": MODEL, **WORST[worst]}).encode()
+        waited: list[float] = []
+
+        async def ask() -> None:
+            while True:
+                began = time.perf_counter()
+                answer = await http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": HELLO})
+                waited.append(time.perf_counter() - began)
+                assert answer.status_code == 200
+
+        async with httpx.AsyncClient(base_url=served.url, headers=headers) as http:
+            asking = asyncio.create_task(ask())
+            await asyncio.sleep(0.2)
+            waited.clear()
+            began = time.perf_counter()
+            kind = {"Content-Type": "application/json"}
+            answer = await served.http.post("/v1/messages/count_tokens", content=body, headers=kind)
+            took_s = time.perf_counter() - began
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["input_tokens"] > 100_000
+        print(f"{worst}: took {took_s:.2f} s, {len(waited)} others, worst {max(waited):.3f} s")
+        assert max(waited) < max(0.5 * took_s, 0.25)
+
+    serve(work, ["Hello."])
+
+
+def test_counting_tokens_is_a_call_of_the_episode(serve: Serve) -> None:
+    async def work(served: Served) -> None:
+        body = {"model": MODEL, "messages": HELLO}
+        for status in (200, 200, 403, 403):
+            answer = await served.http.post("/v1/messages/count_tokens", json=body)
+            assert answer.status_code == status
+        assert answer.json()["error"]["code"] == "max_turns_reached"
+        assert (await served.chat(HELLO)).status_code == 403
+        assert served.session.calls == served.gateway.metrics()["gateway_calls"] == 2
+
+    serve(work, ["Hello."], settings=SessionSettings(max_calls=2))
+
+
+def test_a_body_of_more_values_than_anybody_sends_is_413_and_a_deep_one_is_400(serve: Serve) -> None:
+    async def work(served: Served) -> None:
+        kind = {"Content-Type": "application/json"}
+        many = b'{"model": "policy", "messages": [' + b"[]," * 300_000 + b"[]]}"
+        answer = await served.http.post("/v1/chat/completions", content=many, headers=kind)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "request_too_large")
+        deep: dict[str, Any] = {}
+        for _ in range(300):
+            deep = {"properties": deep}
+        declared = {"type": "function", "function": {"name": "f", "parameters": deep}}
+        answer = await served.chat(HELLO, tools=[declared])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+        for seed in (10**400, 10**4000):
+            assert (await served.chat(HELLO, seed=seed)).status_code == 400
+        assert served.session.trouble is None
+
+    serve(work, ["Hello."])
+
+
+def test_an_agent_that_goes_away_again_and_again_has_one_thread_at_most() -> None:
+    async def run() -> None:
+        threads = WorkThreads()
+        greedy, modest = SessionWork(threads, 20.0), SessionWork(threads, 20.0)
+        go, at_once, most = threading.Event(), [0], [0]
+
+        def slow() -> None:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+            go.wait(20)
+            at_once[0] -= 1
+
+        for _ in range(3 * THREADS):
+            asking = asyncio.create_task(greedy.do(slow, 10**6))
+            await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.gather(asking, return_exceptions=True)
+        assert await asyncio.wait_for(modest.do(lambda: "done", 10**6), 10) == "done"
+        go.set()
+        assert await asyncio.wait_for(greedy.do(lambda: "done", 10**6), 10) == "done"
+        assert most == [1]
+        await threads.close()
+
+    asyncio.run(run())
