@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from roll_flash.background import in_threads
 from roll_flash.config import RayConfig
 from roll_flash.errors import RunError
 from roll_flash.ray_guard import RayGuard
@@ -17,6 +17,8 @@ from roll_flash.ray_guard import RayGuard
 OBJECT_STORE_BYTES = 256 << 20
 """Trajectories are small, and weights do not travel through Ray."""
 ATTEMPTS = 3
+
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -42,14 +44,32 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         }
     else:
         options["address"] = config.address
+    # In a thread: it takes seconds, in which Ctrl-C must be answered.
+    async with in_threads(_initialised(options, config)):
+        yield
+
+
+@contextmanager
+def _initialised(options: dict[str, Any], config: RayConfig) -> Iterator[None]:
+    import ray
+    from ray._private import worker
+
+    # That it leaves SIGTERM alone, as it was started in a thread, is what we want.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     context = _init(options, config)
+    # A raylet that dies would otherwise print its whole log, also with log_to_driver off.
+    worker.print_to_stdstream = _log_what_ray_prints
     guard = RayGuard(Path(context.address_info["session_dir"])) if config.address is None else None
     try:
         yield
     finally:
         ray.shutdown()
         if guard is not None:
-            await asyncio.to_thread(guard.stop)
+            guard.stop()
+
+
+def _log_what_ray_prints(data: Mapping[str, Any], *_: object, **__: object) -> None:
+    _log.info("ray: %s", "; ".join(data["lines"])[:2000])
 
 
 def _init(options: dict[str, Any], config: RayConfig) -> Any:
