@@ -24,6 +24,7 @@ from roll_flash.cli_eval import add_eval
 from roll_flash.cli_gateway import add_gateway
 from roll_flash.cli_sandbox import add_sandbox
 from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.progress_bars import progress_bars_on_terminals_only
 
 if TYPE_CHECKING:
     from roll_flash.config import Config
@@ -34,6 +35,7 @@ Handler = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Raises SystemExit for `--help`, `--version` and usage errors only."""
+    progress_bars_on_terminals_only()
     arguments = build_parser().parse_args(argv)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py beside the user
@@ -174,6 +176,10 @@ def _train(arguments: argparse.Namespace) -> int:
             summary = train(config, resume=arguments.resume)
     except KeyboardInterrupt:
         return _fail(arguments, f"interrupted; {_how_to_go_on(config)}", INTERRUPTED)
+    except RollFlashError as error:
+        if error.exit_code == 2 or "checkpoint of step" not in (way := _how_to_go_on(config)):
+            raise
+        return _fail(arguments, f"{error}; {way}", error.exit_code)
     if arguments.json:
         _print_json(summary)
     else:
@@ -305,16 +311,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM (a scheduler's stop, `docker stop`) ends a command just as cleanly as Ctrl-C."""
+    """SIGTERM (a scheduler's stop, `docker stop`) and SIGHUP (a terminal that is closed) end a command just as cleanly
+    as Ctrl-C; what nohup started ignores SIGHUP as before."""
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(*_: object) -> None:
