@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -46,7 +48,16 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         options["address"] = config.address
     # In a thread: it takes seconds, in which Ctrl-C must be answered.
     async with in_threads(_initialised(options, config)):
+        _take_sigterm_back()
         yield
+
+
+def _take_sigterm_back() -> None:
+    """Ray's core puts a handler over the one that is there, which prints a stack before it calls that one."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+        signal.siginterrupt(signal.SIGTERM, False)
 
 
 @contextmanager
