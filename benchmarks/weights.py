@@ -200,7 +200,6 @@ async def measure(ways: list[Way], engine: ServerEngine, folder: Path, groups: i
             probe=probe,
             threshold=FLOAT32_THRESHOLD,
             on_published=lambda version: live.update({version: time.monotonic()}),
-            on_failed=lambda error: None,
         )
         stack.push_async_callback(publisher.close)
         await learner.accumulate(step_groups(1, first))  # the first pass pays for memory and is not counted

@@ -1,16 +1,98 @@
-"""Work side by side: behind the loop over steps, in threads, or all of several that need each other."""
+"""Work side by side: behind the loop over steps, in threads, or all of several that need each other.
+
+What runs in the background for as long as a run does is started with `start_background` alone, so that none of it can
+end unseen: its first error ends the run.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import AbstractContextManager, asynccontextmanager
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from roll_flash.errors import RollFlashError, RunError
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 Work = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
 """Sets the event it is given when it needs nothing more of what its caller will change."""
+
+
+class FirstFailure:
+    """The first error of all background work on one event loop."""
+
+    def __init__(self) -> None:
+        self.error: RollFlashError | None = None
+        self.happened = asyncio.Event()
+
+    def report(self, name: str, error: BaseException) -> None:
+        """`name` says whose error it is, where the error does not say it in words of its own."""
+        told = error
+        if not isinstance(told, RollFlashError):
+            told = RunError(f"{name} failed: {type(error).__name__}: {error}")
+            told.__cause__ = error
+        if self.error is None:
+            self.error = told
+            self.happened.set()
+        else:
+            _log.error("after the run had failed: %s", told)
+
+    def raise_error(self) -> None:
+        """Raises the error, if there was one."""
+        if self.error is not None:
+            raise self.error
+
+
+_WATCHED: WeakKeyDictionary[asyncio.AbstractEventLoop, FirstFailure] = WeakKeyDictionary()
+
+
+@contextmanager
+def first_failure() -> Iterator[FirstFailure]:
+    """Within this block, what `start_background` started on this event loop reports its errors here."""
+    loop = asyncio.get_running_loop()
+    before = _WATCHED.get(loop)
+    failure = _WATCHED[loop] = FirstFailure()
+    try:
+        yield failure
+    finally:
+        if before is None:
+            del _WATCHED[loop]
+        else:
+            _WATCHED[loop] = before
+
+
+def start_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+    """Start `work` beside everything else. Its error goes to the `first_failure` of this event loop at once; where
+    there is none it is logged. Who starts it cancels it in the end."""
+    task = asyncio.create_task(work, name=name)
+    task.add_done_callback(_report)
+    return task
+
+
+@asynccontextmanager
+async def beside(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[None]:
+    """`start_background` for as long as the block runs."""
+    task = start_background(work, name)
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def _report(task: asyncio.Task[Any]) -> None:
+    if task.cancelled() or (error := task.exception()) is None:
+        return
+    failure = _WATCHED.get(task.get_loop())
+    if failure is not None:
+        failure.report(task.get_name(), error)
+    else:
+        _log.error("%s failed: %s: %s", task.get_name(), type(error).__name__, error)
 
 
 async def begin_in_background(work: Work) -> asyncio.Task[None]:

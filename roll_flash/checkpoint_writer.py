@@ -13,15 +13,36 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_flash.background import in_threads
+from roll_flash.background import in_threads, start_background
+from roll_flash.config import CheckpointConfig
 from roll_flash.errors import CheckpointError
 from roll_flash.learner.engine import LearnerEngine
 from roll_flash.run_dir import RunDir
 from roll_flash.stream import TrajectoryStream, save_stream
 
 
+class CheckpointSchedule:
+    """Which steps a checkpoint is due after. `has_one`: the run has written one before, so the first step is not."""
+
+    def __init__(self, config: CheckpointConfig, *, has_one: bool, now_s: float) -> None:
+        self._config = config
+        self._has_one = has_one
+        self._last_s = now_s
+
+    def is_due(self, version: int, now_s: float) -> bool:
+        """After the step that made `version`. What is due counts as begun."""
+        config = self._config
+        by_steps = config.every > 0 and version % config.every == 0
+        by_time = config.every_minutes > 0 and now_s - self._last_s >= config.every_minutes * 60
+        is_first = not self._has_one and (config.every > 0 or config.every_minutes > 0)
+        if not (by_steps or by_time or is_first):
+            return False
+        self._has_one, self._last_s = True, now_s
+        return True
+
+
 class CheckpointWriter:
-    """`begin` between steps; `check` now and then; `settled` before the run ends."""
+    """`begin` between steps; `settled` before the run ends. One that cannot be written ends the run."""
 
     def __init__(
         self,
@@ -33,9 +54,8 @@ class CheckpointWriter:
         keep: int,
         model_bytes: int,
         timeout_s: float,
-        on_failed: Callable[[BaseException], None],
     ) -> None:
-        """`keep`: how many of the newest stay. `on_failed` hears at once of one that could not be written."""
+        """`keep`: how many of the newest stay."""
         self._run_dir = run_dir
         self._learner = learner
         self._stream = stream
@@ -43,7 +63,6 @@ class CheckpointWriter:
         self._keep = keep
         self._model_bytes = model_bytes
         self._timeout_s = timeout_s
-        self._on_failed = on_failed
         self._task: asyncio.Task[None] | None = None
         self._written_s: float | None = None
 
@@ -62,19 +81,13 @@ class CheckpointWriter:
         # Weights and two moments in the state, weights again in the model folder.
         self._run_dir.require_space(4 * self._model_bytes)
         copied = asyncio.Event()
-        self._task = asyncio.create_task(self._write(version, copied))
+        self._task = start_background(self._write(version, copied), f"the checkpoint of step {version}")
         self._task.add_done_callback(lambda _: copied.set())
-        self._task.add_done_callback(self._note_failure)
         # Not cancelled with its caller: what Ctrl-C finds half copied is the checkpoint that it would begin itself.
         await copied.wait()
         if self._task.done():
             await self.settled()
         return time.monotonic() - started
-
-    def check(self) -> None:
-        """Raises what went wrong with the one under way."""
-        if self._task is not None and self._task.done():
-            self._task.result()
 
     async def settled(self) -> None:
         """Wait for the one under way, if any. Raises CheckpointError or LearnerError if it could not be written."""
@@ -125,8 +138,3 @@ class CheckpointWriter:
                 await asyncio.gather(*writing, return_exceptions=True)
         await asyncio.to_thread(self._run_dir.prune_checkpoints, self._keep)
         self._written_s = time.monotonic() - started
-
-    def _note_failure(self, task: asyncio.Task[None]) -> None:
-        """Who waits for episodes must not play on for a run that will end."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_failed(error)

@@ -24,6 +24,7 @@ from roll_flash.cli_eval import add_eval
 from roll_flash.cli_gateway import add_gateway
 from roll_flash.cli_sandbox import add_sandbox
 from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.progress_bars import progress_bars_on_terminals_only
 from roll_flash.terminal import printable, say
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ Handler = Callable[[argparse.Namespace], int]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code. Raises SystemExit for `--help`, `--version` and usage errors only."""
+    progress_bars_on_terminals_only()
     arguments = build_parser().parse_args(argv)
     from roll_flash.terminal_logs import make_logs_printable
 
@@ -178,6 +180,10 @@ def _train(arguments: argparse.Namespace) -> int:
             summary = train(config, resume=arguments.resume)
     except KeyboardInterrupt:
         return _fail(arguments, f"interrupted; {_how_to_go_on(config)}", INTERRUPTED)
+    except RollFlashError as error:
+        if error.exit_code == 2 or "checkpoint of step" not in (way := _how_to_go_on(config)):
+            raise
+        return _fail(arguments, f"{error}; {way}", error.exit_code)
     if arguments.json:
         _print_json(summary)
     else:
@@ -309,16 +315,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM (a scheduler's stop, `docker stop`) ends a command just as cleanly as Ctrl-C."""
+    """SIGTERM (a scheduler's stop, `docker stop`) and SIGHUP (a terminal that is closed) end a command just as cleanly
+    as Ctrl-C; what nohup started ignores SIGHUP as before."""
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
 
 def _interrupt(*_: object) -> None:

@@ -252,10 +252,14 @@ class WeightsConfig(Section):
 
 
 class CheckpointConfig(Section):
+    every_minutes: NonNegativeFloat = 10.0
+    """Minutes between checkpoints, which are written while steps go on; 0: not by time. The first is written after the
+    first step, so that a folder that cannot be written shows at once. The end, Ctrl-C, SIGTERM, SIGHUP and every error
+    that leaves the learner whole write one too; with both keys 0 there are those alone."""
     every: NonNegativeInt = 0
-    """Steps between checkpoints; 0 writes one at the end only. Ctrl-C always writes one."""
-    keep: PositiveInt = 2
-    """How many of the newest stay."""
+    """Steps between checkpoints, beside those by time; 0: not by steps."""
+    keep: PositiveInt = 1
+    """How many of the newest stay. A newer one is complete before an older one is removed."""
 
 
 class MonitorConfig(Section):
@@ -336,6 +340,11 @@ class Config(Section):
     def highest_async_ratio(self) -> float:
         """The bound that no trained token ever exceeds."""
         return self.async_ratio_bounds[1] if self.async_ratio == "auto" else self.async_ratio
+
+    @property
+    def usual_start(self) -> str:
+        """How long servers, learner and workers usually take to start, for whoever waits."""
+        return "usually 60-120 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 20-40 s"
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

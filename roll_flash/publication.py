@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.background import start_background
 from roll_flash.config import WeightsConfig
 from roll_flash.errors import RunError
 from roll_flash.inference.engine import InferenceEngine, StagedWeights
@@ -48,8 +49,8 @@ class Publication:
 
 
 class Publisher:
-    """Publishes one version at a time; `on_published` gets each version that all servers have, `on_failed` the error
-    of a publication that failed."""
+    """Publishes one version at a time; `on_published` gets each version that all servers have. A publication that
+    fails ends the run."""
 
     def __init__(
         self,
@@ -60,7 +61,6 @@ class Publisher:
         probe: Probe,
         threshold: float,
         on_published: Callable[[int], None],
-        on_failed: Callable[[BaseException], None],
     ) -> None:
         self._learner = learner
         self._engine = engine
@@ -69,7 +69,6 @@ class Publisher:
         self._probe = probe
         self._threshold = threshold
         self._on_published = on_published
-        self._on_failed = on_failed
         self._checked = False
         self._begun = 0
         self._task: asyncio.Task[Publication] | None = None
@@ -86,8 +85,9 @@ class Publisher:
         self._begun, self._checked = self._begun + 1, True
         expected = await self._learner.logprobs_of(probe.texts)
         weights = await self._learner.stage_weights()
-        self._task = asyncio.create_task(self._publish(weights, probe, expected))
-        self._task.add_done_callback(self._note_failure)
+        self._task = start_background(
+            self._publish(weights, probe, expected), f"the publication of step {weights.version}"
+        )
 
     async def settled(self) -> Publication | None:
         """Wait for the publication under way, if any. Raises ParityError, InferenceError or RunError if it failed."""
@@ -130,11 +130,6 @@ class Publisher:
         paused_s = max(update.paused_s for update in updates)
         share = weights.num_bytes / weights.model_bytes if weights.model_bytes else 1.0
         return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, share)
-
-    def _note_failure(self, task: asyncio.Task[Publication]) -> None:
-        """Who waits for episodes of the new version must hear that there will be none."""
-        if not task.cancelled() and (error := task.exception()) is not None:
-            self._on_failed(error)
 
     async def _compare(self, probe: Probe, expected: Sequence[NDArray[np.float32]]) -> Parity:
         """Raises ParityError where a server says something else about the probe."""

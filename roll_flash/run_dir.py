@@ -19,8 +19,10 @@ from typing import IO, Any
 
 from roll_flash.config import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
+from roll_flash.evaluate.same_tasks import TRAINED_TASKS
+from roll_flash.monitor.episodes import DROPPED_FILE, EpisodesWriter, read_episodes
 from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.monitor.metrics import keep_steps_until
 
 __all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes"]
 
@@ -146,7 +148,8 @@ class RunDir:
         return removed
 
     def rewind(self, step: int) -> int:
-        """Set aside (as `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again.
+        """Set aside (as `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
+        all of them with -1.
 
         Returns how many files and folders were set aside.
         """
@@ -157,6 +160,8 @@ class RunDir:
                 if match and int(match[1]) > step:
                     path.rename(_free_name(path))
                     count += 1
+        for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS):
+            keep_steps_until(path, step)
         return count
 
     def require_space(self, num_bytes: int) -> None:
@@ -196,6 +201,22 @@ class RunDir:
                 path.rename(path.with_suffix(""))
 
 
+def link_folder(source: Path, target: Path) -> None:
+    """Make `target` hold the files of `source`, replacing what it was. They share their bytes on disk and each outlives
+    the other; where the file system has no hard links they are copied."""
+
+    def link_or_copy(file: str, to: str) -> None:
+        try:
+            os.link(file, to)
+        except OSError:
+            shutil.copyfile(file, to)
+
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial, copy_function=link_or_copy)
+    _replace_folder(partial, target)
+
+
 def list_checkpoints(run_folder: Path) -> list[Checkpoint]:
     """Complete checkpoints of a run folder, oldest step first."""
     found = []
@@ -223,7 +244,9 @@ def find_checkpoint(reference: str, runs: str = "runs") -> Checkpoint:
     folder = find_run(name, runs)
     found = list_checkpoints(folder)
     if not found:
-        raise ConfigError(f"{folder}: the run has no complete checkpoint yet; set checkpoint.every or let it finish")
+        raise ConfigError(
+            f"{folder}: the run has no complete checkpoint yet; the first is written after its first step"
+        )
     if not step:
         return found[-1]
     for checkpoint in found:

@@ -18,7 +18,7 @@ from roll_flash.monitor.metrics import (
     SUCCESS,
     TOKENS_PER_S,
 )
-from roll_flash.types import Group
+from roll_flash.types import Group, Trajectory
 
 
 class StepRecord:
@@ -39,10 +39,15 @@ class StepRecord:
         yield
         self._learner_s += time.monotonic() - started
 
+    @property
+    def trajectories(self) -> list[Trajectory]:
+        """All that the step was given."""
+        return [trajectory for group in self._groups for trajectory in group.trajectories]
+
     def metrics(self, servers_idle_s: float) -> dict[str, float]:
         """`servers_idle_s` as at construction: the running total of seconds without any episode in flight."""
         step_s = time.monotonic() - self._started
-        trajectories = [trajectory for group in self._groups for trajectory in group.trajectories]
+        trajectories = self.trajectories
         samples = [sample for trajectory in trajectories for sample in trajectory.samples]
         staleness = self._version - np.concatenate([sample.versions[sample.policy_mask] for sample in samples])
         rewards = [t.reward for t in trajectories]

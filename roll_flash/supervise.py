@@ -78,6 +78,7 @@ class GuardedProcess:
         """End the whole tree and wait for it. Blocks for at most the grace times. Safe to call twice."""
         assert self._process.stdin is not None
         self._process.stdin.close()
+        self._process.send_signal(signal.SIGCONT)  # a guard that somebody stopped
         try:
             self._process.wait(TERMINATE_GRACE_S + TRACKER_GRACE_S + GUARD_MARGIN_S)
         except subprocess.TimeoutExpired:

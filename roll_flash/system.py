@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import shutil
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from roll_flash.config import Config
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluate.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluate.same_tasks import TrainedTasks
 from roll_flash.inference.engine import ClientSpec, InferenceEngine
 from roll_flash.inference.open import open_engine
 from roll_flash.learner.engine import LearnerEngine
@@ -28,13 +28,14 @@ from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.parity import load_probe, parity_threshold
 from roll_flash.publication import Publisher
+from roll_flash.ray_watch import watching_ray
 from roll_flash.rollout.environments import check_environments
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.mixed_tasks import open_tasks
 from roll_flash.rollout.rollout import EpisodeLog, Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
-from roll_flash.run_dir import Checkpoint, RunDir
+from roll_flash.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer, load_stream
 from roll_flash.stream.ray_store import RayStore
@@ -56,6 +57,7 @@ class System:
     metrics: MetricsLog
     checkpoints: CheckpointWriter
     stages: RunningStages
+    trained_tasks: TrainedTasks
 
     async def evaluate(self) -> EvalResult:
         """The held-out tasks of each environment with the weights of the newest version, which the servers must have.
@@ -65,14 +67,26 @@ class System:
         concurrent = self.config.eval.max_concurrent or self.config.rollout.max_concurrent
         version = self.learner.version
         result, metrics = await evaluate_version(
-            self.fleet, self.config, self.run_dir.eval, version, max_concurrent=concurrent
+            self.fleet,
+            self.config,
+            self.run_dir.eval,
+            version,
+            max_concurrent=concurrent,
+            trained=self.trained_tasks.hashes,
         )
         self.metrics.log(version, metrics)
         return result
 
     def evaluations(self, note: Callable[[str], None]) -> EvaluationsBesideTraining:
         """Those of `eval.every`."""
-        return EvaluationsBesideTraining(self.fleet, self.config, self.run_dir.eval, log=self.metrics.log, note=note)
+        return EvaluationsBesideTraining(
+            self.fleet,
+            self.config,
+            self.run_dir.eval,
+            log=self.metrics.log,
+            note=note,
+            trained=self.trained_tasks.hashes,
+        )
 
     async def usage_metrics(self) -> dict[str, float]:
         """What the workers counted of requests (`inference/*`) and sandboxes (`sandbox/*`), and what the servers say of
@@ -88,25 +102,34 @@ class System:
         }
 
     async def export_model(self) -> None:
-        """The model folder of the finished run; replaces that of an earlier end."""
-        shutil.rmtree(self.run_dir.model, ignore_errors=True)
-        await self.learner.export_hf(self.run_dir.model)
+        """The model folder of the finished run: that of its last checkpoint, whose files it shares. Replaces that of an
+        earlier end."""
+        checkpoint = self.run_dir.latest_checkpoint()
+        if checkpoint is None or checkpoint.step != self.learner.version:
+            raise CheckpointError(f"{self.run_dir.folder}: there is no checkpoint of the last step to export")
+        await asyncio.to_thread(link_folder, checkpoint.hf, self.run_dir.model)
 
 
 @asynccontextmanager
 async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress: Progress) -> AsyncIterator[System]:
-    """Start learner, servers and workers; with `resume` continue from the newest checkpoint."""
-    checkpoint = _checkpoint_to_resume(run_dir) if resume else None
+    """Start learner, servers and workers; with `resume` continue from the newest checkpoint, or begin again."""
+    checkpoint = run_dir.latest_checkpoint() if resume else None
+    resume_at = (checkpoint.step if checkpoint else -1) if resume else None
+    if resume_at is not None:
+        run_dir.rewind(resume_at)
     model_folder = resolve_model(config.model.path)
     async with AsyncExitStack() as stack:
         progress.note(
             f"run folder {run_dir.folder}; starting the learner, {config.inference.servers} inference server(s) "
-            f"and {config.rollout.workers} rollout worker(s)"
+            f"and {config.rollout.workers} rollout worker(s) ({config.usual_start}; logs in {run_dir.logs})"
         )
+        if resume and checkpoint is None:
+            progress.note("there is no complete checkpoint to resume from yet: the run begins again from its start")
         if warning := config.learner.loss.off_policy_warning(config.highest_async_ratio):
             progress.note(f"warning: {warning}")
         needs_sandbox = await asyncio.to_thread(check_environments, config.envs)
         await stack.enter_async_context(local_ray(config.ray))
+        await stack.enter_async_context(watching_ray())
         engine = open_engine(
             config.inference, model_folder=model_folder, max_model_len=config.model.max_length, logs=run_dir.logs
         )
@@ -119,9 +142,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         await fleet.start()
         if checkpoint:
             await learner.load(checkpoint.state)
-        metrics = MetricsLog(
-            run_dir.folder, config.monitor.tensorboard, resume_at=checkpoint.step if checkpoint else None
-        )
+        metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=resume_at)
         stack.callback(metrics.close)
         episodes = stack.enter_context(run_dir.episodes_writer())
         rollout = _open_rollout(config, fleet, episodes, learner.version, checkpoint)
@@ -138,7 +159,6 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
             ),
             threshold=parity_threshold(config.weights, engine.dtype),
             on_published=rollout.published,
-            on_failed=rollout.fail,
         )
         stack.push_async_callback(publisher.close)
         checkpoints = _open_checkpoints(config, run_dir, learner, stream, rollout, model_folder)
@@ -149,7 +169,21 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
         else:
             await publisher.check()
             await _warm_start(config, learner, publisher, metrics, progress, model_folder)
-        yield System(config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages)
+        trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
+        yield System(
+            config,
+            run_dir,
+            engine,
+            learner,
+            fleet,
+            publisher,
+            rollout,
+            stream,
+            metrics,
+            checkpoints,
+            stages,
+            trained,
+        )
 
 
 @asynccontextmanager
@@ -230,7 +264,6 @@ def _open_checkpoints(
         keep=config.checkpoint.keep,
         model_bytes=sum(path.stat().st_size for path in model_folder.glob("*.safetensors")),
         timeout_s=config.learner.step_timeout_s,
-        on_failed=rollout.fail,
     )
 
 
@@ -255,14 +288,6 @@ async def _warm_start(
     metrics.log(learner.version, figures)
     await publisher.begin()
     await publisher.settled()
-
-
-def _checkpoint_to_resume(run_dir: RunDir) -> Checkpoint:
-    checkpoint = run_dir.latest_checkpoint()
-    if checkpoint is None:
-        raise CheckpointError(f"{run_dir.folder}: no complete checkpoint to resume from; start again with name=OTHER")
-    run_dir.rewind(checkpoint.step)
-    return checkpoint
 
 
 def _open_rollout(

@@ -8,30 +8,39 @@ written. What may overlap with what is decided by the staleness rule in `rollout
 from __future__ import annotations
 
 import asyncio
+import time
+from collections.abc import Iterable
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
+from roll_flash.background import first_failure
+from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import Config
 from roll_flash.evaluate.result import EvalResult
-from roll_flash.interrupt import run_until_interrupted
+from roll_flash.interrupt import Interrupts
 from roll_flash.learner.engine import StepResult
 from roll_flash.models import resolve_model
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.summary import summarize
 from roll_flash.publication import Publication
+from roll_flash.recent import HangsError, LearnedDeadline
 from roll_flash.rollout.environments import check_environments
 from roll_flash.run_dir import RunDir
 from roll_flash.stages.reward_stage import check_stages
 from roll_flash.step_metrics import StepRecord
 from roll_flash.stream import LearnerLoader
 from roll_flash.system import System, open_system
+from roll_flash.types import Trajectory
+
+LEARNER_FLOOR_S = 300.0
+"""The shortest deadline of what the learner does; it is otherwise ten times the longest of the last ones."""
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     """Run a training job to its end and return its summary.
 
-    Raises RollFlashError, or KeyboardInterrupt after Ctrl-C or SIGTERM, when a checkpoint has been written.
+    Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
     # What is wrong with these must be said before there is a run folder of this name.
     resolve_model(config.model.path)
@@ -42,9 +51,13 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
 
 
 async def _train(config: Config, run_dir: RunDir, progress: Progress, resume: bool) -> dict[str, Any]:
-    async with open_system(config, run_dir, resume=resume, progress=progress) as system:
-        trainer = Trainer(system, progress)
-        return await run_until_interrupted(trainer.run(), on_interrupt=trainer.stop_early)
+    with first_failure() as failure:
+        async with (
+            Interrupts(progress.note) as interrupts,
+            open_system(config, run_dir, resume=resume, progress=progress) as system,
+        ):
+            trainer = Trainer(system, progress)
+            return await interrupts.run_until_stopped(trainer.run(), failure=failure, save=trainer.stop_early)
 
 
 class Trainer:
@@ -54,7 +67,13 @@ class Trainer:
         self._system = system
         self._config = system.config
         self._progress = progress
+        self._evaluated: set[str] = set()
+        most_s = system.config.learner.step_timeout_s
+        self._micro_batch_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
+        self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
         timeout_s, column = system.config.monitor.stall_timeout_s, system.stages.reward_column
+        has_one = system.run_dir.latest_checkpoint() is not None
+        self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
         self._loader = LearnerLoader(system.stream, timeout_s=timeout_s, reward_column=column)
 
     async def run(self) -> dict[str, Any]:
@@ -63,11 +82,13 @@ class Trainer:
         async with system.evaluations(self._progress.note) as evaluations, system.rollout:
             while system.learner.version < self._config.steps and await self._step():
                 evaluations.after_step(system.learner.version)
+        self._progress.note("training is done; writing the last checkpoint")
         await self._settle()
         await self._begin_checkpoint()
         after = await self._evaluate()
         await self.checkpoint()
         await system.export_model()
+        self._progress.note("closing servers, workers and Ray (usually 5-30 s)")
         return summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
 
     async def checkpoint(self) -> None:
@@ -76,19 +97,28 @@ class Trainer:
         await self._begin_checkpoint()
         await self._system.checkpoints.settled()
 
-    async def stop_early(self) -> None:
-        """Leave the step under way and save what the finished ones made."""
+    async def stop_early(self, reason: BaseException) -> None:
+        """Leave the step under way and save what the finished ones made; after an error as well as can be."""
+        learner, was_asked = self._system.learner, isinstance(reason, KeyboardInterrupt)
+        if not was_asked:
+            self._progress.note(f"the run ends: {reason}")
+            if learner.version == 0 or isinstance(reason, HangsError):
+                return
+        self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:
-            await self._system.learner.abandon_step()
+            await self._micro_batch_s.bound(learner.abandon_step(), "the learner's last micro-batch")
             await self.checkpoint()
         except asyncio.CancelledError:
             self._system.checkpoints.give_up()
             raise
+        except Exception as error:  # whatever it is, it must not hide why the run ends
+            if was_asked:
+                raise
+            self._progress.note(f"no checkpoint of step {learner.version} could be written: {error}")
 
     async def _step(self) -> bool:
         """One step. False when the task source has ended and there was nothing left to train."""
         learner, rollout = self._system.learner, self._system.rollout
-        self._system.checkpoints.check()
         record = StepRecord(learner.version, rollout.idle_s())
         has_groups = False
         source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
@@ -96,20 +126,20 @@ class Trainer:
             async for micro_batch in micro_batches:
                 has_groups = True
                 with record.learner_works(micro_batch.groups):
-                    await learner.accumulate(micro_batch.groups)
+                    await self._micro_batch_s.bound(learner.accumulate(micro_batch.groups), "the learner's micro-batch")
         if not has_groups:
             self._note_rollout()
             return False
         with record.learner_works():
-            result = await learner.finish_step()
+            result = await self._update_s.bound(learner.finish_step(), "the learner's step")
         await rollout.version_advanced(result.version)
         self._note_rollout()
         publication = await self._settle()
         with record.learner_works():
             await self._system.publisher.begin()
+        self._note_trained(result.version, record.trajectories)
         self._report(record, result, publication, await self._system.usage_metrics())
-        every = self._config.checkpoint.every
-        if every and result.version % every == 0:
+        if self._schedule.is_due(result.version, time.monotonic()):
             await self._begin_checkpoint()
         return True
 
@@ -131,10 +161,22 @@ class Trainer:
         if not self._config.eval.before_and_after:
             return None
         version = self._system.learner.version
-        self._progress.note(f"evaluating {self._config.eval.tasks} held-out tasks with the weights of step {version}")
+        self._progress.note(f"evaluating {self._config.eval.tasks} tasks with the weights of step {version}")
         result = await self._system.evaluate()
-        self._progress.note(f"held-out success {result.success}, reward {result.reward}, {result.seconds:.0f} s")
+        self._evaluated |= result.task_hashes
+        self._progress.note(f"success, {result.kind}: {result.success}, reward {result.reward}, {result.seconds:.0f} s")
         return result
+
+    def _note_trained(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+        """An evaluation that is not of held-out tasks is said as soon as it is known, once."""
+        trained = self._system.trained_tasks
+        trained.add(step, trajectories)
+        if common := self._evaluated & trained.hashes:
+            self._evaluated.clear()
+            self._progress.note(
+                f"warning: {len(common)} of the tasks that are evaluated are trained on, so these evaluations are not "
+                "held out; the environment gives the same tasks for other seeds"
+            )
 
     def _report(
         self, record: StepRecord, result: StepResult, publication: Publication | None, usage: dict[str, float]

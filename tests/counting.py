@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from pathlib import Path
 from typing import Any
 
 from roll_flash.envs import Env, register_env
@@ -29,13 +30,19 @@ class Counting(Env):
 register_env("Counting-v0", Counting)
 
 
-class Failing(Counting):
-    """Raises in reset."""
+class Breaking(Counting):
+    """Raises in reset while a file is there."""
+
+    def __init__(self, file: str) -> None:
+        super().__init__()
+        self._file = Path(file)
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        raise RuntimeError("no such level")
+        if self._file.exists():
+            raise RuntimeError("no such level")
+        return await super().reset(seed=seed, options=options)
 
 
-register_env("Failing-v0", Failing)
+register_env("Breaking-v0", Breaking)

@@ -48,3 +48,30 @@ class Misbehaving(Env):
 
 
 register_env("Misbehaving-v0", Misbehaving)
+
+
+class Unspeakable:
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Info(Env):
+    """One turn, and a value in `info` that no other process can be given."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        return "say anything", {}
+
+    async def step(self, action: str) -> StepResult:
+        class Local:
+            pass
+
+        values = {"generator": (letter for letter in action), "class": Local(), "cannot be shown": Unspeakable()}
+        return "", 1.0, True, False, {"value": values.get(self._how)}
+
+
+register_env("Info-v0", Info)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -100,11 +101,16 @@ def test_smollm2_comes_from_its_package_with_its_chat_template() -> None:
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_the_command_prints_the_folder_or_one_line() -> None:
+def test_the_command_prints_the_folder_or_one_line_and_no_progress_bar_into_a_log(tmp_path: Path) -> None:
     good = subprocess.run(
-        [sys.executable, "-m", "roll_flash.models", "tiny"], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "roll_flash.models", "tiny"],
+        env={**os.environ, "ROLL_FLASH_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    assert Path(good.stdout.strip()) == resolve_model("tiny")
+    assert Path(good.stdout.strip()) == resolve_model("tiny", tmp_path / "models")
+    assert "%|" not in good.stderr
     bad = subprocess.run(
         [sys.executable, "-m", "roll_flash.models", "nope"], capture_output=True, text=True, check=False
     )

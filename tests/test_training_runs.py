@@ -81,7 +81,7 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     try:
         wait_for_step(folder, 1, process)
         keys, listening = key_holders(process.pid), open_to_everybody(process.pid)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # which Ray's core answers with a stack, unless it is taken back
         interrupted, _ = process.communicate(timeout=90)
     finally:
         process.kill()
@@ -103,10 +103,11 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 class TestOneRunThroughItsLife:
-    def test_ctrl_c_stops_with_a_checkpoint_and_says_how_to_go_on(self, life: dict[str, Any]) -> None:
+    def test_sigterm_stops_as_ctrl_c_does_with_a_checkpoint_and_says_how_to_go_on(self, life: dict[str, Any]) -> None:
         assert life["interrupt_code"] == 130, life["interrupted"]
         assert len(life["stopped_at"]) == 1
         assert "--resume" in life["interrupted"]
+        assert "*** SIGTERM" not in life["interrupted"]
 
     def test_a_resumed_run_trains_the_steps_that_were_left_and_no_other(self, life: dict[str, Any]) -> None:
         assert life["resume_code"] == 0, life["resumed"]
@@ -224,15 +225,70 @@ QUICK = ["inference.engine=transformers", "eval.before_and_after=false", "env.ma
 
 
 @pytest.mark.ray
-def test_a_run_whose_episodes_all_fail_stops_and_says_why(tmp_path: Path) -> None:
-    code, output = run(
-        *("train", "configs/ci.yaml", "name=fails", f"runs={tmp_path}", *QUICK),
-        *("env.id=tests.counting:Failing-v0", "rollout.max_failures_in_a_row=8"),
-    )
+def test_a_run_whose_episodes_all_fail_stops_and_says_why_and_begins_again_under_its_name(tmp_path: Path) -> None:
+    """And what begins to fail after hours is saved first."""
+    broken = tmp_path / "broken"
+    broken.touch()
+    arguments = ["train", "configs/ci.yaml", "name=fails", f"runs={tmp_path}", *QUICK, "steps=400"]
+    arguments += ["env.id=tests.counting:Breaking-v0", f"env.kwargs={{file: {broken}}}"]
+    arguments += ["rollout.max_failures_in_a_row=8"]
+    code, output = run(*arguments)
     assert code == 1, output
     assert "env_error" in output
     assert "no such level" in output
     assert "Traceback" not in output
+    assert "(usually 20-40 s" in output.splitlines()[0], "what takes long is said before it begins"
+    assert list_checkpoints(tmp_path / "fails") == []
+
+    broken.unlink()
+    process = start(*arguments, "--resume")
+    try:
+        wait_for_step(tmp_path / "fails", 1, process)
+        broken.touch()
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 1, output
+    assert "begins again from its start" in output
+    (checkpoint,) = list_checkpoints(tmp_path / "fails")
+    assert checkpoint.step == step_rows(tmp_path / "fails")[-1]["step"] >= 1
+    assert f"a checkpoint of step {checkpoint.step} is in" in output
+    assert "--resume" in output
+
+
+def child_of(process: subprocess.Popen[str], program: str) -> int:
+    """A process of Ray's that a run has started."""
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == process.pid and program in (path / "cmdline").read_text().partition("\0")[0]:
+                return int(path.name)
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    raise AssertionError(f"the run has no {program}")
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize(("program", "name"), [("raylet", "raylet"), ("gcs_server", "control store")])
+def test_when_ray_dies_the_run_saves_what_it_has_and_says_so_in_one_line(
+    tmp_path: Path, program: str, name: str
+) -> None:
+    arguments = ["train", "configs/ci.yaml", "name=ray", f"runs={tmp_path}", *QUICK, "steps=400"]
+    process = start(*arguments, "env.id=tests.counting:Counting-v0", "checkpoint.every_minutes=0")
+    try:
+        wait_for_step(tmp_path / "ray", 1, process)
+        os.kill(child_of(process, program), signal.SIGKILL)
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    finally:
+        process.kill()
+    assert process.returncode == 1, output
+    last = output.strip().splitlines()[-1]
+    assert last.startswith("roll-flash: Ray's ")
+    assert name in last
+    assert "is gone" in last
+    assert "state-dump" not in output
+    (checkpoint,) = list_checkpoints(tmp_path / "ray")
+    assert checkpoint.step == step_rows(tmp_path / "ray")[-1]["step"]
 
 
 @pytest.mark.ray
@@ -244,7 +300,6 @@ def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path)
         "name=killed",
         f"runs={tmp_path}",
         *QUICK,
-        "checkpoint.every=1",
         "steps=40",
     ]
     environment: dict[str, str] = {}

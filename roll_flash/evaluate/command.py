@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +24,7 @@ from roll_flash.evaluate.evaluation import (
 )
 from roll_flash.evaluate.isolation import require_isolation
 from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluate.same_tasks import read_trained_tasks
 from roll_flash.inference.openai_client import api_key_from
 from roll_flash.run_dir import find_checkpoint, find_run
 from roll_flash.terminal import say
@@ -81,6 +82,8 @@ class EvalPlan:
     endpoint: str | None
     folder: Path
     about: Mapping[str, Any]
+    trained: Collection[str] = ()
+    """Hashes of the tasks that the model was trained on, where it comes from a run."""
 
 
 async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
@@ -97,6 +100,8 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
         warning = await check_endpoint(plan.endpoint, plan.model, request.api_key_env, plan.config.eval)
         if warning:
             say(f"roll-flash: {warning}", error=True)
+    if plan.endpoint is None:
+        say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
     async with _open_runner(plan, request.api_key_env) as runner:
         return await _scored(plan, runner, request.status), plan.folder
 
@@ -116,6 +121,7 @@ async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status |
                 about=plan.about,
                 status=status,
                 before=results,
+                trained=plan.trained,
             )
         )
     others = {f"extra_env_{index}": result for index, result in enumerate(results) if index}
@@ -156,7 +162,8 @@ def plan_evaluation(request: EvalRequest) -> EvalPlan:
     model = model or config.model.path
     about = {"model": model, **about}
     folder = Path(request.out).expanduser() if request.out else _default_folder(config, about)
-    return EvalPlan(config, model, endpoint, folder, about)
+    trained = read_trained_tasks(run_config.parent / "logs") if run_config is not None else ()
+    return EvalPlan(config, model, endpoint, folder, about, trained)
 
 
 def _endpoint(request: EvalRequest) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict
 from pathlib import Path
@@ -42,7 +42,8 @@ class Evaluation:
     """One environment, its held-out tasks and a folder. Raises ConfigError when that holds another evaluation.
 
     `sampling` is used as given, with a seed of its own for each attempt when it has one. `about` (the model, the
-    endpoint, ...) is saved with the results; `before` are results of environments that share its budget.
+    endpoint, ...) is saved with the results; `before` are results of environments that share its budget; `trained` are
+    hashes of the tasks that the model was trained on (`same_tasks.py`), and may grow while the evaluation runs.
     """
 
     def __init__(
@@ -55,8 +56,10 @@ class Evaluation:
         label: str,
         about: Mapping[str, Any] | None = None,
         before: Sequence[EvalResult] = (),
+        trained: Collection[str] = (),
     ) -> None:
         self._eval = eval
+        self._trained = trained
         self._seconds_before = sum(result.seconds for result in before)
         self._folder = folder
         self._label = label
@@ -114,6 +117,7 @@ class Evaluation:
             usage=Usage(budget.prompt_tokens, budget.completion_tokens, budget.unknown, budget.cost),
             tried_again=self._attempts.tried_again,
             stopped=self._attempts.stop_reason,
+            trained=self._trained,
         )
         self._journal.write_result({**result.to_dict(), "about": self._about})
         if self._folder is not None:
@@ -157,13 +161,16 @@ async def evaluate(
     about: Mapping[str, Any] | None = None,
     status: Status | None = None,
     before: Sequence[EvalResult] = (),
+    trained: Collection[str] = (),
 ) -> EvalResult:
     """Run what `folder` does not hold yet and score all of it; without a runner only what it holds is scored.
 
     What has ended is scored and written also when this is cancelled. Raises ConfigError when the folder holds another
     evaluation.
     """
-    with Evaluation(env, eval, sampling, folder=folder, label=label, about=about, before=before) as evaluation:
+    with Evaluation(
+        env, eval, sampling, folder=folder, label=label, about=about, before=before, trained=trained
+    ) as evaluation:
         try:
             if runner is not None:
                 await evaluation.run(runner, max_concurrent=max_concurrent, status=status)

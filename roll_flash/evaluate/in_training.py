@@ -8,11 +8,12 @@ answered is in the result.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from roll_flash.background import start_background
 from roll_flash.config import Config
 from roll_flash.errors import RollFlashError
 from roll_flash.evaluate.evaluation import EpisodeRunner, eval_sampling, evaluate
@@ -24,7 +25,13 @@ Log = Callable[[int, dict[str, Any]], None]
 
 
 async def evaluate_version(
-    runner: EpisodeRunner, config: Config, folder: Path, version: int, *, max_concurrent: int
+    runner: EpisodeRunner,
+    config: Config,
+    folder: Path,
+    version: int,
+    *,
+    max_concurrent: int,
+    trained: Collection[str] = (),
 ) -> tuple[EvalResult, dict[str, Any]]:
     """The held-out tasks of each environment, into `folder`/step_N, and what to log.
 
@@ -41,6 +48,7 @@ async def evaluate_version(
             max_concurrent=max_concurrent,
             folder=folder / f"step_{version}" / (f"extra_env_{index}" if index else ""),
             label=f"step_{version}",
+            trained=trained,
         )
         prefix = f"extra_env_{index}/" if index else ""
         metrics |= {f"{prefix}{name}": value for name, value in _figures(result).items()}
@@ -59,9 +67,17 @@ class EvaluationsBesideTraining:
     """At most one at a time. As a context: the end waits for the one that runs, an error or Ctrl-C gives it up."""
 
     def __init__(
-        self, runner: EpisodeRunner, config: Config, folder: Path, *, log: Log, note: Callable[[str], None]
+        self,
+        runner: EpisodeRunner,
+        config: Config,
+        folder: Path,
+        *,
+        log: Log,
+        note: Callable[[str], None],
+        trained: Collection[str] = (),
     ) -> None:
         self._runner = runner
+        self._trained = trained
         self._config = config
         self._folder = folder
         self._log = log
@@ -86,13 +102,15 @@ class EvaluationsBesideTraining:
             return
         if self._running is not None:
             self._running.result()
-        self._running = asyncio.create_task(self._evaluate(version), name=f"evaluation of step {version}")
+        self._running = start_background(self._evaluate(version), f"the evaluation of step {version}")
 
     async def _evaluate(self, version: int) -> None:
         config = self._config
         share = config.eval.max_concurrent or max(1, config.rollout.max_concurrent // SHARE_BESIDE_TRAINING)
         try:
-            result, metrics = await evaluate_version(self._runner, config, self._folder, version, max_concurrent=share)
+            result, metrics = await evaluate_version(
+                self._runner, config, self._folder, version, max_concurrent=share, trained=self._trained
+            )
         except RollFlashError as error:
             self.failed += 1
             self._log(version, {"eval/given_up": self.failed})
@@ -101,8 +119,8 @@ class EvaluationsBesideTraining:
         self._log(version, metrics)
         versions = ", ".join(result.versions) or "not known"
         self._note(
-            f"held-out success of step {version}: {result.success}, reward {result.reward}, {result.seconds:.0f} s "
-            f"beside training (weights {versions})"
+            f"success of step {version}, {result.kind}: {result.success}, reward {result.reward}, "
+            f"{result.seconds:.0f} s beside training (weights {versions})"
         )
 
     async def __aenter__(self) -> EvaluationsBesideTraining:

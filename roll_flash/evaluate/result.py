@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from roll_flash.evaluate.same_tasks import hashes_by_task, notes_on_tasks
 from roll_flash.evaluate.statistics import (
     Estimate,
     estimate_mean,
@@ -65,6 +66,10 @@ class EvalResult:
     """Why not everything was run: a budget, or too many failures in a row."""
     notes: tuple[str, ...] = ()
     """What a reader must know about the figures."""
+    task_hashes: frozenset[str] = frozenset()
+    """Of the distinct tasks that were scored; empty where they cannot be told apart (`same_tasks.py`)."""
+    trained_on: int = 0
+    """How many of those the run had trained on when they were evaluated: above 0 the figures are not held out."""
     others: Mapping[str, EvalResult] = field(default_factory=dict)
     """Results of `extra_envs` by `extra_env_N`."""
 
@@ -80,6 +85,13 @@ class EvalResult:
         tools = sum(use.timeouts for use in self.tools.values())
         return {**found, **({"tools": tools} if tools else {})}
 
+    @property
+    def kind(self) -> str:
+        """What its figures are figures of: `held-out`, or tasks that were trained on."""
+        if not self.trained_on:
+            return "held-out"
+        return f"not held out ({self.trained_on} of {len(self.task_hashes)} tasks were trained on)"
+
     def with_others(self, others: Mapping[str, EvalResult]) -> EvalResult:
         """The same, with the results of further environments."""
         return replace(self, others=others)
@@ -87,6 +99,8 @@ class EvalResult:
     def metrics(self) -> dict[str, float]:
         """The figures that a run logs."""
         found: dict[str, float] = {"eval/failed": float(self.missing)}
+        if self.trained_on:
+            found["eval/trained_on"] = float(self.trained_on)
         if self.reward:
             found[EVAL_REWARD] = self.reward.value
         if self.success:
@@ -101,6 +115,8 @@ class EvalResult:
         """Plain data for JSON; pass@k under its number as text."""
         tree = asdict(replace(self, others={}))
         tree["pass_at_k"] = {str(k): asdict(estimate) for k, estimate in self.pass_at_k.items()}
+        del tree["task_hashes"]
+        tree |= {"distinct_tasks": len(self.task_hashes) or None, "kind": self.kind}
         tree |= {"missing": self.missing, "timeouts": self.timeouts}
         tree["others"] = {name: result.to_dict() for name, result in self.others.items()}
         return tree
@@ -123,15 +139,18 @@ def score(
     usage: Usage | None = None,
     tried_again: int = 0,
     stopped: str | None = None,
+    trained: Collection[str] = (),
 ) -> EvalResult:
-    """Score episode records (`roll_flash.monitor.episodes`), at most one of each attempt."""
+    """Score episode records (`roll_flash.monitor.episodes`), at most one of each attempt. `trained`: hashes of what
+    the model was trained on. Tasks that are the same count as one in every interval."""
     records = list(records)
     ended = [record for record in records if record["kind"] == "trajectory"]
+    hashes = hashes_by_task(ended)
     failures = Counter(record["cause"] for record in records if record["kind"] == "failure")
     if (missing := tasks * attempts - len(records)) > 0:
         failures["not_run"] = missing
-    rewards = _by_task(ended, "reward")
-    successes = _by_task([record for record in ended if record["success"] is not None], "success")
+    rewards = _by_task(ended, "reward", hashes)
+    successes = _by_task([record for record in ended if record["success"] is not None], "success", hashes)
     wanted = list(pass_at) or ks_to_report(attempts)
     passes = {k: estimate_pass_at_k(successes, k) for k in wanted if k <= attempts} if successes else {}
     usage = usage or Usage()
@@ -153,14 +172,16 @@ def score(
         usage=usage,
         tried_again=tried_again,
         stopped=stopped,
-        notes=_notes(wanted, attempts, successes, usage),
+        notes=(*_notes(wanted, attempts, successes, usage), *notes_on_tasks(hashes, trained)),
+        task_hashes=frozenset(hashes.values()),
+        trained_on=len(set(hashes.values()) & set(trained)),
     )
 
 
-def _by_task(records: Sequence[Mapping[str, Any]], column: str) -> list[list[Any]]:
+def _by_task(records: Sequence[Mapping[str, Any]], column: str, hashes: Mapping[str, str]) -> list[list[Any]]:
     found: dict[str, list[Any]] = defaultdict(list)
     for record in records:
-        found[record["task_id"]].append(record[column])
+        found[hashes.get(record["task_id"], record["task_id"])].append(record[column])
     return list(found.values())
 
 

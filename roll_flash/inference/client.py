@@ -14,6 +14,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
+from roll_flash.background import start_background
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.admission import Admission
 from roll_flash.inference.client_metrics import Counts
@@ -218,4 +219,4 @@ class VllmClient:
                 on_return=partial(self._bring_back, server),
             )
             self._health[server] = health
-            self._watches.append(asyncio.create_task(health.run(), name=f"health of {server}"))
+            self._watches.append(start_background(health.run(), f"the health of {server}"))

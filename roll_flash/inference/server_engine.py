@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.background import start_background
 from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
 from roll_flash.inference.engine import ClientSpec, InFlight, ServerUpdate, StagedWeights
@@ -26,6 +28,7 @@ from roll_flash.inference.server_key import new_key
 from roll_flash.inference.server_metrics import logged_figures
 from roll_flash.inference.server_process import Launcher, ServerProcess
 from roll_flash.inference.server_update import update_server
+from roll_flash.recent import LearnedDeadline, RecentCount
 
 SUPERVISE_EVERY_S = 0.5
 HUNG_AFTER = 3
@@ -34,7 +37,13 @@ alone after one."""
 DEATH_NOTICE_S = 5.0
 """How long after a failed request a server may turn out to be dead."""
 MAX_RESTARTS = 3
-"""Restarts of one server without a publication between them; after that it stays down and `publish` fails."""
+RESTART_WINDOW_S = 1800.0
+"""Restarts of one server within so many seconds, without a publication between them; after that it stays down and the
+run ends."""
+SCORE_TIMEOUT_S = 120.0
+"""One prompt of a few tokens, behind those that the server is working on."""
+UPDATE_FLOOR_S = 60.0
+"""The shortest deadline of one server's update. It is otherwise ten times the longest of the last ones."""
 
 T = TypeVar("T")
 
@@ -55,7 +64,8 @@ class ServerEngine:
         self._key = new_key()
         self._servers = [ServerProcess(index, launcher, config, logs, self._key) for index in range(config.servers)]
         self._busy = {server: asyncio.Lock() for server in self._servers}
-        self._restarts = dict.fromkeys(self._servers, 0)
+        self._restarts = {server: RecentCount(RESTART_WINDOW_S) for server in self._servers}
+        self._update_deadline = LearnedDeadline(floor_s=UPDATE_FLOOR_S, most_s=config.start_timeout_s)
         self._newest = KeptWeights()
         self._newest_in_use = asyncio.Lock()
         self._supervisors: list[asyncio.Task[None]] = []
@@ -78,7 +88,10 @@ class ServerEngine:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
-        self._supervisors = [asyncio.create_task(self._supervise(server)) for server in self._servers]
+        self._supervisors = [
+            start_background(self._supervise(server), f"the supervision of {server.endpoint}")
+            for server in self._servers
+        ]
 
     def client_spec(self) -> ClientSpec:
         """For one client; see `ClientSpec.clients` for more. Knows the servers' capacity after `start`."""
@@ -105,7 +118,7 @@ class ServerEngine:
         for server in self._servers:
             async with self._busy[server]:
                 updates.append(await self._give(server, weights, in_flight))
-                self._restarts[server] = 0
+                self._restarts[server].clear()
             if len(updates) == 1 and weights.update_info is None:
                 # From here on they are known to be good, and a server that starts again must get them.
                 async with self._newest_in_use:
@@ -153,12 +166,24 @@ class ServerEngine:
         """New weights for one server, which is started again once if it dies or hangs over them."""
         if server.is_running:
             try:
-                return await self._unless_hung(server, update_server(server, weights, in_flight))
+                return await self._unless_hung(server, self._update(server, weights, in_flight))
             except InferenceError:
                 if not await _has_died(server):
                     raise
         await self._restart(server)
-        return await update_server(server, weights, in_flight)
+        return await self._update(server, weights, in_flight)
+
+    async def _update(self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
+        """Within the time that updates take; a server that answers but takes longer is ended, to be started again."""
+        limit_s = self._update_deadline.seconds
+        try:
+            async with asyncio.timeout(limit_s):
+                update = await update_server(server, weights, in_flight)
+        except TimeoutError:
+            await self._kill_hung(server, f"did not take new weights within {limit_s:.0f} s")
+            raise InferenceError(f"{server.endpoint}: no new weights after {limit_s:.0f} s; see {server.log}") from None
+        self._update_deadline.took(update.total_s)
+        return update
 
     async def _unless_hung(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:
         """Does `work`, of any length, with a server; kills one that answers nothing meanwhile, so that `work` fails."""
@@ -166,60 +191,66 @@ class ServerEngine:
         try:
             while not (await asyncio.wait([task], timeout=self._hung_after_s))[0]:
                 if not await server.is_healthy():
-                    await self._kill_hung(server)
+                    await self._kill_hung(server, f"did not answer for {self._hung_after_s:g} s")
             return await task
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     async def _supervise(self, server: ServerProcess) -> None:
-        """Start the server again when it has died or hangs. Ends when it cannot be started."""
-        answered = time.monotonic()
+        """Start the server again when it has died or hangs. Raises InferenceError when it cannot be started."""
+        answered, starts = time.monotonic(), server.starts
         while True:
             await asyncio.sleep(SUPERVISE_EVERY_S)
-            if self._busy[server].locked() or (server.is_running and await server.is_healthy()):
-                answered = time.monotonic()
-                continue
-            is_hung = time.monotonic() - answered > self._hung_after_s
-            if server.is_running and not is_hung:
-                continue
-            async with self._busy[server]:
-                try:
-                    if server.is_running and is_hung:
-                        await self._kill_hung(server)
-                    if not server.is_running:
-                        await self._restart(server)
-                except InferenceError as error:
-                    _log.error("%s stays down: %s", server.endpoint, error)
-                    return
-            answered = time.monotonic()
+            if self._busy[server].locked() or server.starts != starts or await server.is_healthy():
+                answered, starts = time.monotonic(), server.starts
+            elif await self._is_lost(server, answered):
+                async with self._busy[server]:
+                    # Whoever had the lock may have started it again meanwhile: what was seen before is of no use.
+                    if server.starts == starts and await self._is_lost(server, answered):
+                        await self._revive(server)
 
-    async def _kill_hung(self, server: ServerProcess) -> None:
+    async def _is_lost(self, server: ServerProcess, answered: float) -> bool:
+        """Whether it is gone, or has been silent for too long since it `answered`."""
+        if not server.is_running:
+            return True
+        state, silent_s = await server.state(), time.monotonic() - answered
+        return silent_s > {"gone": DEATH_NOTICE_S, "silent": self._hung_after_s, "healthy": math.inf}[state]
+
+    async def _revive(self, server: ServerProcess) -> None:
+        if await server.state() == "silent":
+            await self._kill_hung(server, f"did not answer for {self._hung_after_s:g} s")
+        await self._restart(server)
+
+    async def _kill_hung(self, server: ServerProcess, what: str) -> None:
         self.hung += 1
-        _log.warning("inference server %s did not answer for %g s; killing it", server.endpoint, self._hung_after_s)
+        _log.warning("inference server %s %s; killing it", server.endpoint, what)
         await server.stop()
 
     async def _restart(self, server: ServerProcess) -> None:
         self.deaths += 1
-        if self._restarts[server] >= MAX_RESTARTS:
-            raise InferenceError(f"server {server.endpoint} died {MAX_RESTARTS} times in a row; see {server.log}")
-        self._restarts[server] += 1
+        if self._restarts[server].add(time.monotonic()) > MAX_RESTARTS:
+            raise InferenceError(
+                f"server {server.endpoint} died {MAX_RESTARTS + 1} times within {RESTART_WINDOW_S / 60:g} minutes; "
+                f"see {server.log}"
+            )
         _log.warning("inference server %s died; starting it again, see %s", server.endpoint, server.log)
         await server.stop()
         await server.start()
         async with self._newest_in_use:
             if self._newest.weights is not None:
-                await update_server(server, self._newest.weights, "keep")
+                await self._update(server, self._newest.weights, "keep")
 
 
 async def _has_died(server: ServerProcess) -> bool:
-    """After an error. The guard of a server needs a moment to see that it is gone; one that answers is not."""
+    """After an error. The guard of a server needs a moment to see that it is gone, and may be stopped itself; a server
+    that answers is not gone."""
     deadline = time.monotonic() + DEATH_NOTICE_S
-    while server.is_running and time.monotonic() < deadline:
-        if await server.is_healthy():
-            return False
+    while True:
+        state = await server.state()
+        if state == "healthy" or not server.is_running or time.monotonic() > deadline:
+            return state == "gone"
         await asyncio.sleep(0.1)
-    return not server.is_running
 
 
 async def _score(server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -227,7 +258,7 @@ async def _score(server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.
         "token_ids": list(token_ids),
         "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},
     }
-    answer: Any = await server.post("/inference/v1/generate", body)
+    answer: Any = await server.post("/inference/v1/generate", body, timeout_s=SCORE_TIMEOUT_S)
     try:
         positions = answer["prompt_logprobs"][1:]
         scores = [position[str(token)]["logprob"] for position, token in zip(positions, token_ids[1:], strict=True)]

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 
@@ -65,6 +65,8 @@ class ServerProcess:
         """Tokens whose keys and values the server can hold; None before the start, or where it does not tell."""
         self._launcher = launcher
         self._config = config
+        self.starts = 0
+        """How often it was started so far."""
         self._process: GuardedProcess | None = None
         self._key = key
         self._http = httpx.AsyncClient(base_url=self.endpoint, timeout=CONTROL_TIMEOUT_S, headers=bearer(key))
@@ -90,6 +92,7 @@ class ServerProcess:
 
     async def start(self) -> None:
         """Run the server and wait until it answers. Raises InferenceError with what its log says."""
+        self.starts += 1
         _require_free(self.port, self._config.port != 0)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log_start = self.log.stat().st_size if self.log.exists() else 0
@@ -106,10 +109,19 @@ class ServerProcess:
         self.kv_cache_tokens = kv_cache_tokens(await self.metrics_text())
 
     async def is_healthy(self) -> bool:
+        return await self.state() == "healthy"
+
+    async def state(self) -> Literal["healthy", "silent", "gone"]:
+        """`gone`: its process has ended, or nobody listens at its port, whatever its guard says; `silent`: somebody
+        does, but gives no good answer."""
+        if not self.is_running:
+            return "gone"
         try:
-            return (await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)).is_success
+            return "healthy" if (await self._http.get("/health", timeout=HEALTH_TIMEOUT_S)).is_success else "silent"
+        except httpx.ConnectError:
+            return "gone"
         except httpx.RequestError:
-            return False
+            return "silent"
 
     async def metrics_text(self) -> str:
         """What the server says at /metrics; empty where it says nothing."""

@@ -257,7 +257,8 @@ class FsdpLearner:
 
     async def close(self) -> None:
         """Stop all ranks. Safe to call twice, and after a failure."""
-        if self._ranks and self._failure is None:
+        # A rank that is still starting answers nothing before it has: it is killed at once.
+        if self._ranks and self._failure is None and self._fingerprint:
             try:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))

@@ -17,6 +17,7 @@ from roll_flash.types import Branch, EpisodeFailure, Task, Trajectory, Turn
 
 Outcome = Trajectory | EpisodeFailure
 _BACKTICKS = re.compile(r"`{3,}+")
+DROPPED_FILE = "dropped.jsonl"
 TURN_COLUMNS = tuple(field.name for field in fields(Turn))
 BRANCH_COLUMNS = tuple(field.name for field in fields(Branch) if field.name != "turns")
 
@@ -104,12 +105,25 @@ class EpisodesWriter:
         self._folder = folder
         self._step: int | None = None
         self._file: JsonLinesFile | None = None
+        self._dropped: JsonLinesFile | None = None
 
     def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
         """Append one episode to the file of `step`; `extra` become further columns (advantage, dropped, ...)."""
         self._open(step).write({"step": step, **episode_record(outcome), **extra})
 
+    def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
+        """Append a group that no step will train, and why, to `dropped.jsonl` beside the episodes."""
+        if self._dropped is None:
+            self._dropped = JsonLinesFile(self._folder / DROPPED_FILE)
+        self._dropped.write({"step": step, **group})
+
     def close(self) -> None:
+        if self._dropped is not None:
+            self._dropped.close()
+            self._dropped = None
+        self._close_step()
+
+    def _close_step(self) -> None:
         if self._file is not None:
             self._file.close()
         self._file = self._step = None
@@ -122,7 +136,7 @@ class EpisodesWriter:
 
     def _open(self, step: int) -> JsonLinesFile:
         if self._file is None or step != self._step:
-            self.close()
+            self._close_step()
             self._file, self._step = JsonLinesFile(step_file(self._folder, step)), step
         return self._file
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from roll_flash.errors import RunError
+
 
 def encode(record: Mapping[str, Any]) -> tuple[str, int]:
     """One line of standard JSON (no newline inside), and how many numbers in it were not finite."""
@@ -21,11 +23,21 @@ def encode(record: Mapping[str, Any]) -> tuple[str, int]:
     return json.dumps(_plain(record, bad), ensure_ascii=False, allow_nan=False, separators=(",", ":")), bad[0]
 
 
+def plain(value: Any) -> Any:
+    """Builtin types only, as `encode` writes them: what is none of JSON's becomes its `str`. Raises what that raises,
+    and RecursionError for what holds itself."""
+    return _plain(value, [0])
+
+
 def _plain(value: Any, bad: list[int]) -> Any:
     """Builtin types only; numbers that are not finite become None and are counted in `bad[0]`."""
     match value:
-        case None | bool() | int() | str():
-            return value if not isinstance(value, str) else value.encode("utf-8", "replace").decode()
+        case None | bool():
+            return value
+        case int():
+            return int(value)  # not the member of an enumeration
+        case str():
+            return value.encode("utf-8", "replace").decode()
         case float() if math.isfinite(value):
             return float(value)
         case float():
@@ -80,12 +92,15 @@ class JsonLinesFile:
         cut_half_line(path)
 
     def write(self, record: Mapping[str, Any]) -> int:
-        """Returns how many numbers were not finite."""
+        """Returns how many numbers were not finite. Raises RunError when the disk says no."""
         line, not_finite = encode(record)
         data = (line + "\n").encode()
-        written = self._file.write(data)
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written: {error.strerror}; free space on its disk") from error
         if written != len(data):
-            raise OSError(f"{self.path}: only {written} of {len(data)} bytes could be written; is the disk full?")
+            raise RunError(f"{self.path}: {written} of {len(data)} bytes could be written; free space on its disk")
         return not_finite
 
     def close(self) -> None:

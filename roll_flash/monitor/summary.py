@@ -48,10 +48,33 @@ def summarize(
         "tokens": round(tokens),
         "tokens_per_s": tokens / seconds if seconds else 0.0,
         "run_folder": str(run_folder),
+        "disk": disk_use(run_folder),
         "plot": str(plot_run(run_folder)) if rows else None,
         "model_folder": str(model) if (model / "config.json").is_file() else None,
-        "notes": [*notes, *_not_finite(rows)],
+        "notes": [*notes, *_of_evaluations(after), *_not_finite(rows)],
     }
+
+
+def disk_use(run_folder: Path) -> dict[str, int]:
+    """Bytes of each part of a run's folder, the largest first. Files that two parts share count in the first."""
+    sizes: dict[str, int] = {}
+    seen: set[int] = set()
+    for path in sorted(run_folder.rglob("*")):
+        stat = path.lstat()
+        if path.is_file() and stat.st_ino not in seen:
+            seen.add(stat.st_ino)
+            part = path.relative_to(run_folder).parts[0]
+            sizes[part] = sizes.get(part, 0) + stat.st_size
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
+
+
+def _disk(sizes: Mapping[str, int]) -> str:
+    largest = ", ".join(f"{part} {_megabytes(size)}" for part, size in list(sizes.items())[:3])
+    return f"{_megabytes(sum(sizes.values()))} ({largest}; the model shares its files with the last checkpoint)"
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
 def read_books(books: Mapping[str, int]) -> dict[str, Any]:
@@ -71,12 +94,13 @@ def read_books(books: Mapping[str, int]) -> dict[str, Any]:
 def closing_text(summary: Mapping[str, Any]) -> str:
     """What is printed at the end of a run. The commands work when pasted into the shell that started it."""
     rows = [
-        ("held-out success", _success(summary["before"], summary["after"])),
+        ("held-out success" if is_held_out(summary) else "success", _success(summary["before"], summary["after"])),
         ("steps", f"{summary['steps']} of {summary['total_steps']} in {duration(summary['seconds'])} of training"),
         ("tokens", f"{summary['tokens']:,} trained, {summary['tokens_per_s']:,.0f} per second"),
         ("trajectories", _trajectories(summary["books"])),
         ("failed episodes", _named(summary["books"]["failed"])),
         ("run folder", summary["run_folder"]),
+        ("on disk", _disk(summary["disk"])),
         ("plot", summary["plot"] or "none"),
         ("model", summary["model_folder"] or "none exported"),
         *(("note", note) for note in summary["notes"]),
@@ -85,6 +109,12 @@ def closing_text(summary: Mapping[str, Any]) -> str:
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)
     commands = "\n".join(f"  {command}" for command in next_commands(summary))
     return f"\nRun {summary['name']} is done\n{body}\n\nTry next:\n{commands}"
+
+
+def is_held_out(summary: Mapping[str, Any]) -> bool:
+    """Whether no task that was evaluated was trained on. What was evaluated before the run is judged by the tasks that
+    were evaluated after it, which are the same."""
+    return not (summary["after"] or {}).get("trained_on")
 
 
 def next_commands(summary: Mapping[str, Any]) -> list[str]:
@@ -121,6 +151,13 @@ def _unused(name: str) -> str:
         number += 1
         candidate = f"{name}-{number}"
     return candidate
+
+
+def _of_evaluations(after: EvalResult | None) -> list[str]:
+    """Which tasks were the same, and which were trained on, also of `extra_envs`."""
+    results = {"": after, **(after.others if after else {})}
+    named = [(name, result) for name, result in results.items() if result is not None]
+    return [f"{name}: {note}" if name else note for name, result in named for note in result.notes]
 
 
 def _not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:

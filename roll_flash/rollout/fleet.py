@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -18,8 +19,10 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from roll_flash.background import start_background
 from roll_flash.errors import RollFlashError, RunError
 from roll_flash.inference.client_metrics import combined
+from roll_flash.recent import RecentCount
 from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.sandboxes.pool_stats import PoolStats
@@ -36,9 +39,16 @@ WATCH_TIMEOUT_S = 3.0
 WORKER_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 """What Ray raises for an actor whose process is gone, killed for want of memory too."""
 MAX_WORKER_DEATHS = 20
-"""Workers that may die in one run before it stops."""
+DEATH_WINDOW_S = 1800.0
+"""Workers that may die within so many seconds before the run stops: a machine that loses one a day goes on."""
 
 Receiver = Callable[[Outcome], None]
+
+
+class NoAnswerError(RunError):
+    """A worker did not answer a call in time."""
+
+
 T = TypeVar("T")
 
 
@@ -76,7 +86,7 @@ class WorkerFleet:
         self._members: list[_Member] = []
         self._receivers: dict[str, Receiver] = {}
         self._tasks: list[asyncio.Task[None]] = []
-        self._deaths = 0
+        self._deaths = RecentCount(DEATH_WINDOW_S)
         self._error: BaseException | None = None
 
     async def start(self) -> None:
@@ -85,7 +95,10 @@ class WorkerFleet:
         self._members = [_Member(index, actor) for index, actor in enumerate(actors)]
         for member in self._members:
             member.ready.set()
-            self._tasks += [asyncio.create_task(self._collect(member)), asyncio.create_task(self._feed(member))]
+            for work in (self._collect(member), self._feed(member)):
+                task = start_background(work, f"the exchange with rollout worker {member.index}")
+                task.add_done_callback(self._note_failure)
+                self._tasks.append(task)
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receiver: Receiver) -> None:
         """Start episodes on the workers with the fewest; `receiver` gets each outcome once.
@@ -179,7 +192,7 @@ class WorkerFleet:
             actor = member.actor
             try:
                 await _within(actor.update.remote(submit, cancel), self._heartbeat_timeout_s, "update")
-            except RunError as error:
+            except NoAnswerError as error:
                 self._fail(member, submit, str(error))
             except WORKER_DIED:
                 if member.actor is actor:  # `_collect` will see it too and replace the worker
@@ -230,7 +243,7 @@ class WorkerFleet:
             except WORKER_DIED as error:
                 await self._replace(member, f"died: {_first_line(error)}")
                 continue
-            except RunError:
+            except NoAnswerError:
                 await self._replace(member, await self._describe_hang(member))
                 continue
             for outcome in outcomes:
@@ -248,7 +261,7 @@ class WorkerFleet:
         return f"{silence} (rollout.heartbeat_timeout_s); its event loop is held up in {place}"
 
     async def _replace(self, member: _Member, what: str) -> None:
-        self._deaths += 1
+        deaths = self._deaths.add(time.monotonic())
         member.ready.clear()
         self._fail(member, list(member.episodes.values()), f"its worker {what}")
         member.to_submit, member.to_cancel = {}, []
@@ -256,12 +269,10 @@ class WorkerFleet:
         with contextlib.suppress(*WORKER_DIED):  # it may be hung rather than dead
             ray.kill(member.actor)
         try:
-            if self._deaths > MAX_WORKER_DEATHS:
-                raise RunError(f"{self._deaths} rollout workers died; the last one {what}")
+            if deaths > MAX_WORKER_DEATHS:
+                within = f"within {DEATH_WINDOW_S / 60:g} minutes"
+                raise RunError(f"{deaths} rollout workers died {within}; the last one {what}")
             member.actor = await self._start_actor(member.index)
-        except Exception as failure:
-            self._error = failure
-            raise
         finally:
             member.ready.set()  # who waits for it must see the error too
 
@@ -284,6 +295,11 @@ class WorkerFleet:
                     return [await outcomes.get()]
         return [outcomes.get_nowait() for _ in range(outcomes.qsize())]
 
+    def _note_failure(self, task: asyncio.Task[None]) -> None:
+        """Who waits for outcomes must hear that there will be none."""
+        if not task.cancelled() and self._error is None:
+            self._error = task.exception()
+
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
@@ -296,7 +312,7 @@ async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
         async with asyncio.timeout(timeout_s):
             return await reference
     except TimeoutError:
-        raise RunError(f"a rollout worker did not answer {what!r} within {timeout_s:g} s") from None
+        raise NoAnswerError(f"a rollout worker did not answer {what!r} within {timeout_s:g} s") from None
     except RayTaskError as error:
         if isinstance(error.cause, RollFlashError):
             raise error.cause from None

@@ -10,8 +10,10 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Protocol
 
+from roll_flash.background import start_background
 from roll_flash.config import Config
 from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
@@ -27,9 +29,11 @@ from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
 
 
 class EpisodeLog(Protocol):
-    """Where every outcome is written down."""
+    """Where every outcome is written down, and every group that was dropped."""
 
     def write(self, step: int, outcome: Outcome) -> None: ...
+
+    def write_dropped(self, step: int, group: Mapping[str, Any]) -> None: ...
 
 
 class Rollout:
@@ -83,13 +87,14 @@ class Rollout:
         self._background: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Rollout:
-        self._background = asyncio.create_task(self._keep_slots_filled())
+        self._background = start_background(self._keep_slots_filled(), "the rollout")
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._background is not None
         self._background.cancel()
         await asyncio.gather(self._background, return_exceptions=True)
+        self._log_dropped()
 
     async def groups_for_step(self, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[list[Group]]:
         """The groups of the step in progress, as they become ready, until the step has all it needs.
@@ -213,9 +218,11 @@ class Rollout:
                 self._note_idleness()
                 if self._tasks_ended:
                     self._group_ready.set()  # whoever waits for a group may find that the run is over
+                self._log_dropped()
                 await self._changed.wait()
         except Exception as error:
             self.fail(error)
+            raise
 
     def _note_idleness(self) -> None:
         idle = self.scheduler.running == 0
@@ -224,6 +231,11 @@ class Rollout:
         elif not idle and self._idle_since is not None:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
+
+    def _log_dropped(self) -> None:
+        for group in self.scheduler.take_dropped():
+            record = {**asdict(group), "task": group.task.task_id}
+            self._log.write_dropped(self.scheduler.learner_version, record)
 
     def _admit(self) -> None:
         while self.scheduler.room() and (self.scheduler.admit_requeued() is not None or self._admit_next()):
@@ -255,7 +267,6 @@ class Rollout:
             score = outcome.reward if outcome.success is None else float(outcome.success)
             self._tasks.report(outcome.task, score)
         self.scheduler.finished(outcome)
-        self.scheduler.take_dropped()
         self._changed.set()
         self._group_ready.set()
 

@@ -9,13 +9,17 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import pickle
 import time
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from roll_flash.background import first_failure
 from roll_flash.config import SandboxConfig
 from roll_flash.inference.engine import ClientSpec, InferenceClient
+from roll_flash.monitor.json_lines import plain
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
@@ -25,7 +29,7 @@ from roll_flash.rollout.sandbox_lease import LazySandbox, default_spec, open_poo
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool_stats import PoolStats
 from roll_flash.terminal_logs import make_logs_printable
-from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
 
 if TYPE_CHECKING:
     from roll_flash.rollout.agent_episode import AgentEpisodes
@@ -184,11 +188,17 @@ class Worker:
         try:
             policy, deadlines = self._policy(spec), self._settings.deadlines
             outcome = await run_episode(spec, open_env, policy, deadlines, progress, self._play_agent)
-            self._outcomes.append(outcome)
-            self._has_outcomes.set()
+            self._end(sendable(outcome, spec))
+        except Exception as error:  # a defect of ours: its group must not wait for it for ever
+            self._end(_failure(spec, "internal_error", f"{type(error).__name__}: {error}", progress.turn))
+            raise
         finally:
             if lease is not None:
                 await lease.close()
+
+    def _end(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        self._has_outcomes.set()
 
     async def _play_agent(
         self, spec: EpisodeSpec, env: AsyncEnvironment, deadlines: Deadlines, progress: Progress
@@ -231,14 +241,34 @@ class Worker:
         )
 
 
+def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
+    """The outcome as the driver can receive it, whatever the environment put into `info`: its values become those of
+    JSON, which is how they are written down. One that cannot be sent even so is a failure of its environment."""
+    if isinstance(outcome, EpisodeFailure):
+        return outcome
+    try:
+        outcome = replace(outcome, info=plain(outcome.info), messages=tuple(plain(outcome.messages)))
+        pickle.dumps(outcome)
+        return outcome
+    except Exception as error:  # users' objects may raise anything from their __str__
+        message = f"the episode's info or messages cannot be sent: {type(error).__name__}: {error}"
+        return _failure(spec, "env_error", message, len(outcome.turns))
+
+
+def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) -> EpisodeFailure:
+    return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, cause, message, turn, spec.attempt)
+
+
 class WorkerActor:
     """`Worker` behind Ray: `ray.remote(WorkerActor)`. Ray runs the coroutines of an actor on one event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
+        self._until_closed = ExitStack()
 
     async def start(self) -> None:
         self._watch = LoopWatch()
+        self._failure = self._until_closed.enter_context(first_failure())
         self._worker = Worker(self._settings)
         await self._worker.start()
         # The libraries' half a million objects stay for as long as the process: the collector need not look at them.
@@ -251,6 +281,8 @@ class WorkerActor:
         self._worker.cancel(cancel)
 
     async def poll(self, timeout_s: float) -> list[Outcome]:
+        """As `Worker.poll`. Raises what went wrong in the background of this process."""
+        self._failure.raise_error()
         return await self._worker.poll(timeout_s)
 
     async def status(self) -> list[EpisodeStatus]:
@@ -268,4 +300,5 @@ class WorkerActor:
 
     async def close(self) -> None:
         await self._worker.close()
+        self._until_closed.close()
         gc.unfreeze()

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from roll_flash.background import start_background
 from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
@@ -142,7 +143,7 @@ async def open_stages(
         for stage_config, scorer in zip(stages, scorers, strict=True):
             await _start(stage_config.name, scorer)
         for stage in running.attach(stream, scorers, log.write):
-            task = asyncio.create_task(stage.run())
+            task = start_background(stage.run(), "a stage")
             task.add_done_callback(lambda done: _fail_with(stream, done))
             tasks.append(task)
         yield running

@@ -82,7 +82,7 @@ def test_steps_do_not_wait_and_an_evaluation_that_is_due_meanwhile_is_skipped_an
     asyncio.run(train())
     assert lines.steps_with("eval/success") == [2, 6]
     assert lines.steps_with("extra_env_1/eval/success") == [2, 6]
-    assert lines.notes[0].startswith("held-out success of step 2: 1.000")
+    assert lines.notes[0].startswith("success of step 2, held-out: 1.000")
     assert (tmp_path / "step_2" / "extra_env_1" / "results.json").is_file()
 
 

@@ -52,7 +52,6 @@ def test_requests_in_flight_are_treated_as_the_config_says(in_flight: Any) -> No
             probe=Probe([[1, 2, 3]]),
             threshold=1e-3,
             on_published=published.append,
-            on_failed=lambda error: None,
         )
         await publisher.begin()
         publication = await publisher.settled()

@@ -226,6 +226,17 @@ def test_turns_of_a_server_that_is_gone_go_on_at_the_other_one(
     assert metrics["asked_again"] > 0
 
 
+def test_a_server_that_dies_with_its_guard_stopped_takes_the_next_weights_all_the_same(two: Served) -> None:
+    engine = two.engine
+    assert isinstance(engine, ServerEngine)
+    deaths, guard, process = engine.deaths, engine.guards()[1], server_process(engine, 1)
+    os.kill(guard, signal.SIGSTOP)
+    os.kill(process, signal.SIGKILL)
+    two.run(publish(two))
+    assert engine.deaths == deaths + 1
+    assert all(two.run(engine.health()).values())
+
+
 @pytest.mark.vllm
 @pytest.mark.timeout(300)
 def test_two_vllm_servers_lose_no_turn_over_updates_and_a_kill(tmp_path: Path) -> None:

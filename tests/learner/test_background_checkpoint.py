@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import resource
@@ -15,6 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from roll_flash.background import FirstFailure, first_failure
 from roll_flash.checkpoint_writer import CheckpointWriter
 from roll_flash.config import load_config
 from roll_flash.errors import CheckpointError, LearnerError
@@ -55,23 +57,16 @@ async def step(learner: FsdpLearner) -> None:
     await learner.finish_step()
 
 
-async def begin_and_check(writer: CheckpointWriter) -> None:
-    """Until the checks that a run makes before each step raise."""
-    await writer.begin()
-    async with asyncio.timeout(60):
-        while True:
-            writer.check()
-            await asyncio.sleep(0.05)
-
-
 class Run:
-    """What a checkpoint is made of, and the failures that were reported."""
+    """What a checkpoint is made of, and what would end the run."""
 
-    def __init__(self, run_dir: RunDir, learner: FsdpLearner, keep: int = 5, timeout_s: float = 60.0) -> None:
+    def __init__(
+        self, run_dir: RunDir, learner: FsdpLearner, failure: FirstFailure, keep: int = 5, timeout_s: float = 60.0
+    ) -> None:
         self.run_dir = run_dir
         self.learner = learner
         self.books = {"next_group": 1}
-        self.failures: list[BaseException] = []
+        self.failure = failure
         self.writer = CheckpointWriter(
             run_dir,
             learner,
@@ -80,7 +75,6 @@ class Run:
             keep=keep,
             model_bytes=0,
             timeout_s=timeout_s,
-            on_failed=self.failures.append,
         )
 
     def complete(self) -> list[int]:
@@ -94,11 +88,12 @@ def during_a_run(
     model: Path, run_dir: RunDir, use: Callable[[Run], Awaitable[Any]], *, keep: int = 5, timeout_s: float = 60.0
 ) -> Any:
     async def in_learner(learner: FsdpLearner) -> Any:
-        run = Run(run_dir, learner, keep, timeout_s)
-        try:
-            return await use(run)
-        finally:
-            await run.writer.close()
+        with first_failure() as failure:
+            run = Run(run_dir, learner, failure, keep, timeout_s)
+            try:
+                return await use(run)
+            finally:
+                await run.writer.close()
 
     return in_process(model, in_learner)
 
@@ -112,7 +107,6 @@ def test_the_next_step_goes_on_and_the_checkpoint_is_that_of_the_step_before(
         waited_s = await run.writer.begin()
         run.books["next_group"] = 2
         await step(run.learner)
-        run.writer.check()
         assert run.complete() == []
         slow_disk.done = True
         await run.writer.settled()
@@ -167,11 +161,14 @@ def test_a_full_disk_is_heard_at_once_and_leaves_the_checkpoint_before_as_the_ne
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
         try:
-            with pytest.raises(CheckpointError, match="cannot be written"):
-                await begin_and_check(run.writer)
+            with contextlib.suppress(CheckpointError):  # where it fails before it has copied
+                await run.writer.begin()
+            async with asyncio.timeout(60):
+                await run.failure.happened.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert [type(failure) for failure in run.failures] == [CheckpointError]
+        assert isinstance(run.failure.error, CheckpointError)
+        assert "cannot be written" in str(run.failure.error)
         assert run.files() == ["step_1"]
 
     during_a_run(tiny_model, run_dir, use)
@@ -184,7 +181,10 @@ def test_a_rank_killed_while_it_writes_is_a_clear_error_and_leaves_no_half_check
 ) -> None:
     async def use() -> None:
         learner = FsdpLearner(tiny_model, LearnerConfig(learning_rate=1e-3, step_timeout_s=120), async_ratio=1)
-        run = Run(run_dir, learner)
+        with first_failure() as failure:
+            await kill_while_writing(learner, Run(run_dir, learner, failure))
+
+    async def kill_while_writing(learner: FsdpLearner, run: Run) -> None:
         try:
             await learner.start()
             weights = await learner.stage_weights()
@@ -193,7 +193,7 @@ def test_a_rank_killed_while_it_writes_is_a_clear_error_and_leaves_no_half_check
             os.kill(int(weights.path.split("/")[2]), signal.SIGKILL)
             with pytest.raises(LearnerError, match="a rank died"):
                 await run.writer.settled()
-            assert [type(failure) for failure in run.failures] == [LearnerError]
+            assert isinstance(run.failure.error, LearnerError)
             assert run.files() == []
         finally:
             await run.writer.close()
@@ -228,7 +228,7 @@ def test_the_end_of_a_run_waits_for_the_one_under_way_unless_it_is_told_not_to(
             slow_disk.done = True
         await closing
         assert run.files() == ([] if gives_up else ["step_0"])
-        assert run.failures == []
+        assert run.failure.error is None
 
     during_a_run(tiny_model, run_dir, use)
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from roll_flash.background import first_failure
 from roll_flash.config import load_config
 from roll_flash.errors import RunError
 from roll_flash.monitor.episodes import EpisodesWriter
@@ -196,6 +197,63 @@ def test_a_run_that_stalls_names_the_episode_its_turn_and_what_it_waits_for(endp
 
     says = r"no episode ended for 6 s .*g00000000-r\d turn 0 waits for the environment's step since \d+ s"
     with pytest.raises(RunError, match=says):
+        asyncio.run(run())
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_info_that_cannot_be_sent_costs_no_episode_but_one_that_says_so(endpoint: str) -> None:
+    async def run() -> dict[str, Outcome]:
+        fleet = WorkerFleet(make_settings(endpoint), workers=1)
+        hows = {"a": "generator", "b": "class", "c": "cannot be shown", "d": "nothing"}
+        try:
+            await fleet.start()
+            tasks = {name: make_task("tests.misbehaving:Info-v0", 0, {"how": how}) for name, how in hows.items()}
+            episodes = [EpisodeSpec(n, "g", 0, task, SamplingParams(), max_turns=2) for n, task in tasks.items()]
+            async with asyncio.timeout(60):
+                return {outcome.episode_id: outcome for outcome in await play(fleet, episodes, max_concurrent=4)}
+        finally:
+            await fleet.close()
+
+    outcomes = asyncio.run(run())
+    for name, says in {"a": "<generator", "b": "Local", "d": "None"}.items():
+        outcome = outcomes[name]
+        assert isinstance(outcome, Trajectory)
+        assert says in str(outcome.info["value"])
+    failed = outcomes["c"]
+    assert isinstance(failed, EpisodeFailure)
+    assert failed.cause == "env_error"
+    assert "info or messages cannot be sent: RuntimeError: no words" in failed.message
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_disk_that_is_full_ends_the_run_at_once_and_is_named(endpoint: str, tmp_path: Path) -> None:
+    class FullDisk(EpisodesWriter):
+        def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
+            raise RunError("episodes/step_000000.jsonl: cannot be written: No space left on device")
+
+    config = load_config(
+        {
+            "model": {"path": "tiny"},
+            "env": {"id": COUNTING},
+            "rollout": {"groups_per_step": 1, "group_size": 2, "max_concurrent": 2},
+        }
+    )
+
+    async def run() -> None:
+        fleet = WorkerFleet(make_settings(endpoint), workers=1)
+        try:
+            with first_failure() as failure:
+                await fleet.start()
+                tasks = SeedTasks(COUNTING, {"turns": 1}, (0, 10), seed=0)
+                async with asyncio.timeout(60), Rollout(config, fleet, tasks, FullDisk(tmp_path)):
+                    await failure.happened.wait()
+                    failure.raise_error()
+        finally:
+            await fleet.close()
+
+    with pytest.raises(RunError, match="No space left on device"):
         asyncio.run(run())
 
 

@@ -1,0 +1,74 @@
+"""What counts only for a while: how often something went wrong lately, and how long something has been taking."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from roll_flash.errors import RunError
+
+T = TypeVar("T")
+
+
+class HangsError(RunError):
+    """Something takes far longer than it ever took before."""
+
+
+class RecentCount:
+    """Events of the last `window_s` seconds. A limit on these stops what goes wrong in a row, however long the run."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._times: deque[float] = deque()
+
+    def add(self, now_s: float) -> int:
+        """One more, now. Returns how many there are in the window, this one included."""
+        self._times.append(now_s)
+        return self.count(now_s)
+
+    def clear(self) -> None:
+        """What was counted so far does not count any more."""
+        self._times.clear()
+
+    def count(self, now_s: float) -> int:
+        while self._times and now_s - self._times[0] > self._window_s:
+            self._times.popleft()
+        return len(self._times)
+
+
+class LearnedDeadline:
+    """A deadline for something that happens again and again: `factor` times the longest of the last `remember` times,
+    never less than `floor_s` nor more than `most_s`, which holds before the first."""
+
+    def __init__(self, *, floor_s: float, most_s: float, factor: float = 10.0, remember: int = 20) -> None:
+        self._floor_s = floor_s
+        self._most_s = most_s
+        self._factor = factor
+        self._taken_s: deque[float] = deque(maxlen=remember)
+
+    def took(self, seconds: float) -> None:
+        """It happened once more, and took so long."""
+        self._taken_s.append(seconds)
+
+    async def bound(self, work: Awaitable[T], what: str) -> T:
+        """Await `work` within the deadline, and learn from how long it took. Raises HangsError when it is over."""
+        started, limit_s = time.monotonic(), self.seconds
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                result = await work
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            longest = f", while it took {max(self._taken_s):.0f} s at most before" if self._taken_s else ""
+            raise HangsError(f"{what} did not end within {limit_s:.0f} s{longest}; it hangs") from None
+        self.took(time.monotonic() - started)
+        return result
+
+    @property
+    def seconds(self) -> float:
+        if not self._taken_s:
+            return self._most_s
+        return min(self._most_s, max(self._floor_s, self._factor * max(self._taken_s)))

@@ -1,0 +1,109 @@
+"""An evaluation on tasks that were trained on never passes for held out, and no task counts twice."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_runner import ScriptedRunner
+
+from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.evaluate.evaluation import evaluate
+from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluate.same_tasks import TrainedTasks, read_trained_tasks
+from roll_flash.monitor.summary import closing_text, read_books
+from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
+
+ROWS = [f"{number} * 7?" for number in range(6)]
+EXAMPLE = ({"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"})
+
+
+class Rows(ScriptedRunner):
+    """A data set read as `rows[seed % len(rows)]`, behind a worked example; every even row is answered."""
+
+    def __init__(self, rows: list[str], **info: Any) -> None:
+        super().__init__(lambda spec: int(rows[spec.task.seed % len(rows)].split()[0]) % 2 == 0)
+        self._rows, self._info = rows, info
+
+    def _outcome(self, spec: EpisodeSpec) -> Trajectory | EpisodeFailure:
+        outcome = super()._outcome(spec)
+        assert isinstance(outcome, Trajectory)
+        question = {"role": "user", "content": self._rows[spec.task.seed % len(self._rows)]}
+        info = {name: value(spec.task.seed) for name, value in self._info.items()}
+        return replace(outcome, messages=(*EXAMPLE, question, {"role": "assistant", "content": "42"}), info=info)
+
+    def played(self, seeds: range) -> list[Trajectory]:
+        specs = [EpisodeSpec(f"e{s}", "g", 0, Task(f"t{s}", "Rows-v0", s), SamplingParams(), 1) for s in seeds]
+        return [outcome for spec in specs if isinstance(outcome := self._outcome(spec), Trajectory)]
+
+
+def evaluated(runner: Rows, trained: set[str], folder: Path | None = None, tasks: int = 12) -> EvalResult:
+    evaluation = EvalConfig(tasks=tasks)
+    return asyncio.run(
+        evaluate(
+            runner,
+            env=EnvConfig(id="Rows-v0"),
+            eval=evaluation,
+            sampling=SamplingParams(),
+            max_concurrent=4,
+            folder=folder,
+            label="step_3",
+            trained=trained,
+        )
+    )
+
+
+def trained_on(runner: Rows, seeds: range, folder: Path) -> set[str]:
+    tasks = TrainedTasks(folder)
+    tasks.add(1, runner.played(seeds))
+    tasks.close()
+    return read_trained_tasks(folder)
+
+
+def test_rows_that_were_trained_on_are_counted_and_never_called_held_out(tmp_path: Path) -> None:
+    runner = Rows(ROWS)
+    result = evaluated(runner, trained_on(runner, range(4), tmp_path), tmp_path / "eval")
+    assert (result.trained_on, len(result.task_hashes)) == (4, 6)
+    assert result.kind == "not held out (4 of 6 tasks were trained on)"
+    says = "4 of 6 distinct tasks were trained on: these figures are not held out"
+    assert says in result.table()
+    assert says in (tmp_path / "eval" / "report.html").read_text()
+    assert result.metrics()["eval/trained_on"] == 4
+    assert result.to_dict()["kind"] == result.kind
+
+
+def test_a_task_that_comes_back_under_another_seed_counts_once() -> None:
+    once, twice = evaluated(Rows(ROWS), set(), tasks=6), evaluated(Rows(ROWS), set(), tasks=12)
+    assert "12 tasks are 6 distinct ones" in twice.table()
+    assert once.success is not None
+    assert twice.success is not None
+    assert (once.success.count, twice.success.count) == (6, 6)
+    assert once.notes == ()
+
+
+@pytest.mark.parametrize(
+    ("runner", "seen"),
+    [(Rows(ROWS[:1]), 0), (Rows(ROWS[:1], task=lambda seed: seed % 1_000_000_000), 4)],
+    ids=["hidden", "named"],
+)
+def test_tasks_that_all_begin_alike_are_told_apart_by_their_name_or_else_by_seed(
+    runner: Rows, seen: int, tmp_path: Path
+) -> None:
+    result = evaluated(runner, trained_on(runner, range(4), tmp_path))
+    assert result.trained_on == seen
+    assert result.success is not None
+    assert result.kind.startswith("not held out" if seen else "held-out")
+
+
+def test_the_summary_of_a_run_says_that_it_was_evaluated_on_training_tasks(tmp_path: Path) -> None:
+    runner = Rows(ROWS)
+    before, after = evaluated(runner, set()), evaluated(runner, trained_on(runner, range(6), tmp_path))
+    summary = {"name": "rows", "steps": 1, "total_steps": 1, "seconds": 1.0, "tokens": 1, "tokens_per_s": 1.0}
+    summary |= {"before": before.to_dict(), "after": after.to_dict(), "books": read_books({}), "notes": after.notes}
+    summary |= {"run_folder": "runs/rows", "plot": None, "model_folder": None, "disk": {}}
+    text = closing_text(summary)
+    assert "held-out success" not in text
+    assert "6 of 6 distinct tasks were trained on" in text

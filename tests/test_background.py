@@ -1,0 +1,211 @@
+"""What runs in the background cannot end unseen, and whatever ends a run saves it first."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_flash.background import first_failure, start_background
+from roll_flash.checkpoint_writer import CheckpointSchedule
+from roll_flash.config import CheckpointConfig
+from roll_flash.errors import CheckpointError, RollFlashError, RunError
+from roll_flash.interrupt import Interrupts
+from roll_flash.recent import LearnedDeadline, RecentCount
+
+
+async def fails(error: BaseException) -> None:
+    raise error
+
+
+async def for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+class Ended:
+    """How a run ended: what it raised, what it was saved for, and what was said at once."""
+
+    def __init__(self) -> None:
+        self.saved: list[BaseException] = []
+        self.said: list[str] = []
+
+    def run(self, work: Callable[[], Coroutine[Any, Any, None]], save_error: RollFlashError | None = None) -> None:
+        async def save(reason: BaseException) -> None:
+            self.saved.append(reason)
+            if save_error is not None:
+                raise save_error
+
+        async def run() -> None:
+            with first_failure() as failure:
+                async with Interrupts(self.said.append) as interrupts:
+                    await interrupts.run_until_stopped(work(), failure=failure, save=save)
+
+        asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (RunError("no worker is left"), "^no worker is left$"),
+        (TypeError("cannot pickle 'generator' object"), "the feed failed: TypeError: cannot pickle 'generator' object"),
+        (OSError(28, "No space left on device"), r"the feed failed: OSError: .* No space left on device"),
+    ],
+)
+def test_an_error_in_the_background_ends_the_run_at_once_with_its_cause(error: BaseException, says: str) -> None:
+    ended = Ended()
+
+    async def work() -> None:
+        start_background(fails(error), "the feed")
+        await for_ever()
+
+    with pytest.raises(RunError, match=says):
+        ended.run(work)
+    assert len(ended.saved) == 1
+
+
+def test_what_is_cancelled_in_the_background_is_no_failure() -> None:
+    async def work() -> None:
+        task = start_background(for_ever(), "the feed")
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.sleep(0)
+
+    ended = Ended()
+    ended.run(work)
+    assert ended.saved == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_each_signal_stops_and_saves_and_is_answered_at_once(number: signal.Signals) -> None:
+    ended = Ended()
+
+    async def work() -> None:
+        os.kill(os.getpid(), number)
+        await for_ever()
+
+    with pytest.raises(KeyboardInterrupt):
+        ended.run(work)
+    assert [type(reason) for reason in ended.saved] == [KeyboardInterrupt]
+    assert len(ended.said) == 1
+    assert ended.said[0].startswith("stopping (")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_the_run_starts_ends_what_was_started(number: signal.Signals) -> None:
+    closed: list[str] = []
+
+    async def run() -> None:
+        async with Interrupts(closed.append):
+            try:
+                os.kill(os.getpid(), number)
+                await for_ever()
+            finally:
+                closed.append("closed in order")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run())
+    assert closed[1:] == ["closed in order"]
+
+
+def test_what_nohup_ignores_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    ended = Ended()
+
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGHUP)
+        await asyncio.sleep(0.05)
+
+    try:
+        ended.run(work)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert ended.said == []
+
+
+def test_an_error_of_the_run_itself_is_saved_for_and_raised() -> None:
+    ended = Ended()
+    with pytest.raises(RunError, match="every episode failed"):
+        ended.run(lambda: fails(RunError("every episode failed")))
+    assert len(ended.saved) == 1
+
+
+def test_a_second_signal_does_not_wait_for_the_checkpoint() -> None:
+    said: list[str] = []
+
+    async def save(reason: BaseException) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await for_ever()
+
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await for_ever()
+
+    async def run() -> None:
+        with first_failure() as failure:
+            async with Interrupts(said.append) as interrupts:
+                await interrupts.run_until_stopped(work(), failure=failure, save=save)
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run())
+    assert len(said) == 2
+
+
+def test_ctrl_c_that_cannot_be_saved_says_so() -> None:
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await for_ever()
+
+    with pytest.raises(CheckpointError, match="full"):
+        Ended().run(work, save_error=CheckpointError("full"))
+
+
+def due(config: CheckpointConfig, minutes_per_step: float, steps: int, *, has_one: bool = False) -> list[int]:
+    schedule = CheckpointSchedule(config, has_one=has_one, now_s=0.0)
+    return [step for step in range(1, steps + 1) if schedule.is_due(step, step * minutes_per_step * 60)]
+
+
+def test_by_default_there_is_a_checkpoint_after_the_first_step_and_every_ten_minutes() -> None:
+    assert due(CheckpointConfig(), 4, 10) == [1, 4, 7, 10]
+    assert due(CheckpointConfig(), 30, 4) == [1, 2, 3, 4]
+    assert due(CheckpointConfig(), 4, 10, has_one=True) == [3, 6, 9]
+
+
+def test_checkpoints_by_steps_and_none_at_all() -> None:
+    assert due(CheckpointConfig(every=4, every_minutes=0), 1, 9) == [1, 4, 8]
+    assert due(CheckpointConfig(every_minutes=0), 1, 9) == []
+
+
+@given(st.lists(st.floats(0, 50), max_size=40))
+def test_only_what_went_wrong_lately_counts(gaps_s: list[float]) -> None:
+    recent, now_s, times = RecentCount(100.0), 0.0, []
+    for gap_s in gaps_s:
+        now_s += gap_s
+        times.append(now_s)
+        assert recent.add(now_s) == sum(now_s - time_s <= 100.0 for time_s in times)
+    assert recent.count(now_s + 101) == 0
+
+
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=60))
+def test_a_deadline_follows_what_it_is_for(taken_s: list[float]) -> None:
+    deadline = LearnedDeadline(floor_s=30, most_s=600)
+    assert deadline.seconds == 600
+    for seconds in taken_s:
+        deadline.took(seconds)
+    assert 30 <= deadline.seconds <= 600
+    assert deadline.seconds >= min(600, 10 * max(taken_s[-20:]))
+
+
+def test_work_that_takes_far_longer_than_before_is_said_to_hang() -> None:
+    async def run() -> None:
+        deadline = LearnedDeadline(floor_s=0.2, most_s=600)
+        assert await deadline.bound(asyncio.sleep(0.001, "done"), "the step") == "done"
+        await deadline.bound(for_ever(), "the step")
+
+    with pytest.raises(RunError, match="the step did not end within 0 s, while it took 0 s at most before; it hangs"):
+        asyncio.run(run())
