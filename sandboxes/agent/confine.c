@@ -89,17 +89,6 @@ static void refuse_namespaces(void) {
     give(SECCOMP_RET_ALLOW);
 }
 
-/* A command must not give up being the reaper of its orphans: its tree could no longer be found. */
-static void keep_subreaper(void) {
-    if_equal(SYS_prctl, 6);
-    load(offsetof(struct seccomp_data, args[0]));
-    if_equal(PR_SET_CHILD_SUBREAPER, 3);
-    load(offsetof(struct seccomp_data, args[1]));
-    if_equal(0, 1);
-    give(fail_with(EPERM));
-    give(SECCOMP_RET_ALLOW);
-}
-
 void confine(void) {
     refuse_foreign_calls();
     for (size_t i = 0; i < sizeof refused / sizeof *refused; i++) {
@@ -108,7 +97,6 @@ void confine(void) {
     }
     allow_families();
     refuse_namespaces();
-    keep_subreaper();
     give(SECCOMP_RET_ALLOW);
     struct sock_fprog program = {rule_count, rules};
     if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) < 0 || prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) < 0)

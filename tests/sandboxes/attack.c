@@ -11,6 +11,7 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -52,12 +53,29 @@ static long fill_memory(void) {
     }
 }
 
-static long escape_subreaper(void) {
-    if (prctl(PR_SET_CHILD_SUBREAPER, 0) == 0) {
-        printf("gave up being the subreaper\n");
-        return 0;
+static long change_mark(void) {  // the limit that tells whose a process is
+    struct rlimit mark;
+    if (getrlimit(RLIMIT_LOCKS, &mark) < 0) return -1;
+    mark.rlim_cur = mark.rlim_max = mark.rlim_max - 1;
+    if (setrlimit(RLIMIT_LOCKS, &mark) == 0 || prlimit(0, RLIMIT_LOCKS, &mark, NULL) == 0) return 0;
+    return syscall(SYS_setrlimit, RLIMIT_LOCKS, &mark);
+}
+
+static void hand_on(int in_new_session) {  // each forks its successor and ends
+    for (;;) {
+        if (in_new_session) setsid();
+        if (fork() != 0) _exit(0);
     }
-    return -1;
+}
+
+static long chain(int chains, int ignores_term) {  // whose first process dies on TERM unless told otherwise
+    for (int i = 0; i < chains; i++) {
+        if (fork() != 0) continue;
+        signal(SIGTERM, SIG_IGN);
+        hand_on(i % 2);
+    }
+    if (ignores_term) signal(SIGTERM, SIG_IGN);
+    for (;;) pause();
 }
 
 static long run_setuid(const char *path) {
@@ -106,7 +124,8 @@ int main(int count, char **words) {
     }
 #endif
     if (!strcmp(what, "run-setuid")) return told(run_setuid(words[2]));
-    if (!strcmp(what, "subreaper")) return told(escape_subreaper());
+    if (!strcmp(what, "mark")) return told(change_mark());
+    if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());
     if (!strcmp(what, "descriptors")) {

@@ -172,8 +172,29 @@ def test_a_setsid_daemon_is_killed_with_its_command(provider: str) -> None:
     within(provider, daemon)
 
 
-def test_giving_up_the_subreaper_mark_to_escape_a_timeout_is_refused(provider: str) -> None:
-    assert b"not permitted" in attempt(provider, "subreaper").stdout
+def test_changing_the_mark_of_a_command_to_escape_its_timeout_is_refused(provider: str) -> None:
+    assert b"not permitted" in attempt(provider, "mark").stdout
+
+
+@pytest.mark.parametrize("first_process", ["dies-on-term", "ignores-term"])
+def test_processes_that_hand_on_to_a_successor_do_not_outlive_a_timeout(provider: str, first_process: str) -> None:
+    """Successors of a forker whose command has lost its first process belong to process 1."""
+    words = ["/tmp/attack", "chain", "4", *(["x"] if first_process == "ignores-term" else [])]
+
+    async def outlive(sandbox: Sandbox) -> None:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        daemon = "sleep 5551 > /dev/null & echo started"
+        assert (await sandbox.exec(daemon)).stdout == b"started\n"
+        other = asyncio.ensure_future(sandbox.exec("while ! test -e /tmp/end; do sleep 0.02; done; echo fine"))
+        for turn in range(25):
+            assert (await sandbox.exec(words, timeout=0.04, grace=0.02 * (turn % 3))).timed_out
+            left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout_text
+            assert "attack" not in left, f"turn {turn}: {left}"
+            assert "sleep 5551" in left, "what an earlier command left running is not this command's"
+        await sandbox.write("/tmp/end", b"")
+        assert (await other).stdout == b"fine\n"
+
+    within(provider, outlive)
 
 
 def test_stdin_that_is_never_closed_does_not_hang_a_command_past_its_timeout(provider: str) -> None:
