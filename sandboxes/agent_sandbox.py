@@ -59,6 +59,7 @@ class AgentSandbox:
         commit: Callable[[], Awaitable[str]] | None = None,
         usage: Callable[[], dict[str, int]] | None = None,
         open_beside: Callable[[SandboxSpec], Awaitable[Sandbox]] | None = None,
+        reusable: bool = True,
     ) -> None:
         self.name = name
         self.provider = provider
@@ -69,6 +70,7 @@ class AgentSandbox:
         self._commit = commit
         self._usage = usage
         self._open_beside = open_beside
+        self._reusable = reusable
         self._beside: list[Sandbox] = []
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -215,7 +217,7 @@ class AgentSandbox:
         return opened
 
     async def reset(self) -> bool:
-        return await reset(self, self._connection)
+        return self._reusable and await reset(self, self._connection)
 
     async def close(self, *, reason: str = "closed") -> None:
         if self._ending is None:

@@ -7,6 +7,7 @@ with remote engines; unlike a derived image it leaves the user's image, and snap
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import subprocess
 import sys
@@ -18,13 +19,15 @@ from typing import Any
 from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.connection import AgentConnection
-from roll_flash.sandboxes.container_config import container_config, volume_name
+from roll_flash.sandboxes.container_config import container_config, volume_name, volume_paths
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
-from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnreachable
-from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner, labels
+from roll_flash.sandboxes.engine_isolation import EngineIsolation
+from roll_flash.sandboxes.errors import SandboxFileError, SandboxSpecError, SandboxStartError, SandboxUnreachable
+from roll_flash.sandboxes.identity import GROUP, LABEL, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.image_build import image_of
+from roll_flash.sandboxes.multiplex import Demultiplexer
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reaper import remove_container, sweep
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -33,6 +36,10 @@ REMOVE_TIMEOUT_S = 30.0
 WATCHDOG_TIMEOUT_S = 10.0
 COMMIT_TIMEOUT_S = 120.0
 SNAPSHOTS = "roll-flash-snapshot"
+
+
+class _NameTaken(SandboxStartError):
+    """Another sandbox has the name, and the user that goes with it."""
 
 
 class DockerProvider:
@@ -53,6 +60,7 @@ class DockerProvider:
         self._live: set[str] = set()
         self._machine_memory_mb = 0
         self._processor = ""
+        self._engine_isolation = EngineIsolation.of({})
 
     @property
     def live(self) -> int:
@@ -65,9 +73,13 @@ class DockerProvider:
         info = await self.engine.json("GET", "/info")
         self._machine_memory_mb = int(info.get("MemTotal", 0)) >> 20
         self._processor = str(info.get("Architecture", ""))
+        self._engine_isolation = EngineIsolation.of(info)
         if self._watching is None:
             self._watching = asyncio.create_task(self._events.watch(), name="engine events")
             self._watchdog = await asyncio.to_thread(self._start_watchdog)
+
+    def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
+        return self._engine_isolation.describe(spec)
 
     def _start_watchdog(self) -> subprocess.Popen[bytes]:
         label = f"{LABEL_OWNER}={Owner.current()}"
@@ -91,10 +103,22 @@ class DockerProvider:
 
     async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
         """`joins`: the container whose internal network it is on."""
+        self._engine_isolation.check(spec)
+        while True:
+            try:
+                return await self._open_named(spec, run, timeout_s, joins)
+            except _NameTaken:
+                continue
+
+    async def _open_named(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
+        """Raises _NameTaken."""
         async with self._starts:
             image = await image_of(self.engine, spec)
+            volumes = volume_paths(await self._declared_volumes(image), spec)
             await self._provide_agent(image)
-            name = f"roll-flash-{uuid.uuid4().hex[:12]}"
+            name, number = new_user(self._engine_isolation.users(spec))
+            self._events.forget(name)
+            user = spec.user or f"{number}:{GROUP}"
             connection = AgentConnection(name)
             connection.explain = lambda: self._events.why(name)
             sandbox = AgentSandbox(
@@ -104,12 +128,15 @@ class DockerProvider:
                 spec=spec,
                 connection=connection,
                 end=lambda: self.remove(name),
-                commit=lambda: self._commit(name),
+                commit=lambda: self._commit(name, spec),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
+                reusable=not volumes and not user.startswith("0:"),
             )
             assert self._agent is not None
             network = (joins or name) if spec.network == "internal" else ""
-            body = container_config(spec, image, self._agent, labels(run, None, network), joins)
+            body = container_config(
+                spec, image, self._agent, labels(run, None, network), joins, user=user, volumes=volumes
+            )
             creating = asyncio.ensure_future(self._create(name, body))
             try:
                 async with asyncio.timeout(timeout_s):
@@ -133,8 +160,15 @@ class DockerProvider:
         self._live.add(name)
         return sandbox
 
+    async def _declared_volumes(self, image: str) -> list[str]:
+        found = await self.engine.json("GET", f"/images/{image}/json")
+        return list((found.get("Config") or {}).get("Volumes") or {})
+
     async def _create(self, name: str, body: dict[str, Any]) -> None:
-        await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+        """Raises _NameTaken."""
+        answer = await self.engine.call("POST", "/containers/create", query={"name": name}, body=body, accept=(409,))
+        if answer.status_code == 409:
+            raise _NameTaken(f"the engine has a container named {name}")
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
         """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
@@ -143,13 +177,27 @@ class DockerProvider:
         if creating.exception() is None:
             await self.remove(name, has_run=False)
 
-    async def _commit(self, name: str) -> str:
+    async def _commit(self, name: str, spec: SandboxSpec) -> str:
         """Keep a container's writable root as an image until this provider is closed."""
+        await self._keep_root(name, spec)
         tag = f"{name}-{uuid.uuid4().hex[:8]}"
         query = {"container": name, "repo": SNAPSHOTS, "tag": tag}
         await self.engine.call("POST", "/commit", query=query, body={}, timeout_s=COMMIT_TIMEOUT_S)
         self._snapshots.append(f"{SNAPSHOTS}:{tag}")
         return self._snapshots[-1]
+
+    async def _keep_root(self, name: str, spec: SandboxSpec) -> None:
+        """Have the changes, which are in memory, written where the engine looks for them. Raises SandboxFileError."""
+        assert self._agent is not None
+        command = [*self._agent.command, "--keep-root", str(spec.root_size_mb << 20)]
+        body = {"Cmd": command, "User": "0:0", "AttachStderr": True, "AttachStdout": True}
+        made = await self.engine.json("POST", f"/containers/{name}/exec", body=body)
+        path = f"/exec/{made['Id']}"
+        said = await self.engine.call("POST", f"{path}/start", body={"Detach": False}, timeout_s=COMMIT_TIMEOUT_S)
+        ended = await self.engine.json("GET", f"{path}/json")
+        if ended["ExitCode"] != 0:
+            why = b"".join(piece for _, piece in Demultiplexer().feed(said.content)).decode(errors="replace").strip()
+            raise SandboxFileError(f"sandbox {name}: its root could not be kept: {why[:300]}", errno.EIO)
 
     async def remove(self, name: str, *, has_run: bool = True) -> None:
         """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""

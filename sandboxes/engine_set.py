@@ -89,6 +89,11 @@ class EngineSet:
         if len(failed) == len(self._members):
             raise SandboxUnavailable(f"none of the engines can be used: {'; '.join(failed)}")
 
+    def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
+        """Of the engines that are connected, with all that they differ in."""
+        found = [member.provider.describe_isolation(spec) for member in self._members if member.connected]
+        return {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in (found[0] if found else ())}
+
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         asked: list[_Member] = []
         refusals: list[SandboxError] = []

@@ -94,6 +94,10 @@ void walk_list(uint32_t channel, struct reader *payload);
 /* relay.c: connections on the loopback address as channels. */
 void relay(uint16_t port) __attribute__((noreturn));
 
+/* root.c: a writable root in memory. */
+void root_enter(char **words, size_t count);
+void root_keep(uint64_t limit);
+
 /* confine.c: what the sandbox's kernel interface is cut down to. */
 void confine(void);
 

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/inotify.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
@@ -19,6 +20,7 @@
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 static int told(long result) {
@@ -78,6 +80,48 @@ static long chain(int chains, int ignores_term) {  // whose first process dies o
     for (;;) pause();
 }
 
+static int take_inotify(void) { return inotify_init1(0); }
+
+static int take_timer(void) {
+    timer_t timer;
+    struct sigevent quiet = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGUSR1};
+    return (int)syscall(SYS_timer_create, CLOCK_MONOTONIC, &quiet, &timer);
+}
+
+static int take_pipe(void) {  // with as much capacity as one may have
+    int ends[2];
+    return pipe(ends) < 0 ? -1 : fcntl(ends[0], F_SETPIPE_SZ, 1 << 20);
+}
+
+static int take_rights(void) {  // a descriptor that is on its way, and that nobody takes
+    static int ends[2], left;
+    char byte = 0, room[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec data = {&byte, 1};
+    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = room, .msg_controllen = sizeof room};
+    struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+    if (left-- == 0) {
+        left = 99;
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) < 0) return -1;
+    }
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(head), &ends[0], sizeof(int));
+    return (int)sendmsg(ends[0], &message, MSG_DONTWAIT);
+}
+
+static long take(const char *what, long most) {  // and keep, until nothing more is given
+    int (*one)(void) = !strcmp(what, "inotify") ? take_inotify : !strcmp(what, "timer") ? take_timer
+                       : !strcmp(what, "pipe")  ? take_pipe
+                                                : take_rights;
+    long taken = 0;
+    while (taken < most && one() >= 0) taken++;
+    printf("%ld\n", taken);
+    fflush(stdout);
+    if (most > 1) sleep(60);
+    exit(0);
+}
+
 static long run_setuid(const char *path) {
     struct stat status;
     if (stat(path, &status) < 0) return -1;
@@ -126,6 +170,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "run-setuid")) return told(run_setuid(words[2]));
     if (!strcmp(what, "mark")) return told(change_mark());
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
+    if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());
     if (!strcmp(what, "descriptors")) {
