@@ -12,6 +12,7 @@ import io
 import subprocess
 import sys
 import tarfile
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ from roll_flash.sandboxes.spec import SandboxSpec
 REMOVE_TIMEOUT_S = 30.0
 WATCHDOG_TIMEOUT_S = 10.0
 COMMIT_TIMEOUT_S = 120.0
+VOLUMES_KNOWN_S = 10.0
+"""How long an image name is taken for the same image."""
 SNAPSHOTS = "roll-flash-snapshot"
 
 
@@ -61,6 +64,8 @@ class DockerProvider:
         self._machine_memory_mb = 0
         self._processor = ""
         self._engine_isolation = EngineIsolation.of({})
+        self._volumes: dict[str, tuple[float, list[str]]] = {}
+        """When each image was asked for the volumes that it declares, and which they are."""
 
     @property
     def live(self) -> int:
@@ -161,8 +166,14 @@ class DockerProvider:
         return sandbox
 
     async def _declared_volumes(self, image: str) -> list[str]:
+        """Asked once for starts that follow each other: it is a twentieth of one. Raises SandboxImageMissing."""
+        asked, volumes = self._volumes.get(image, (float("-inf"), []))
+        if time.monotonic() - asked < VOLUMES_KNOWN_S:
+            return volumes
         found = await self.engine.json("GET", f"/images/{image}/json")
-        return list((found.get("Config") or {}).get("Volumes") or {})
+        volumes = list((found.get("Config") or {}).get("Volumes") or {})
+        self._volumes[image] = (time.monotonic(), volumes)
+        return volumes
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
         """Raises _NameTaken."""

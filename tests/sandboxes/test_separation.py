@@ -99,6 +99,25 @@ def test_a_gigabyte_and_a_half_does_not_fit_under_256_megabytes(docker: str, kin
 
 
 @pytest.mark.docker
+@pytest.mark.parametrize("user", ["0:0", None])
+def test_commands_on_a_writable_root_have_no_capabilities(docker: str, user: str | None) -> None:
+    """The agent begins with some; what it left behind cannot be reached either."""
+    attempts = ("mount", "chroot", "setns", "handle", "mknod", "unshare 131072", "clone-user", "setuid")
+
+    async def look(sandbox: Sandbox) -> None:
+        lines = (await sandbox.exec("grep Cap /proc/self/status")).stdout_text.splitlines()
+        assert [line.split()[1] for line in lines] == ["0" * 16] * 5
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        for words in attempts if user is None else attempts[:-1]:
+            said = (await sandbox.exec(["/tmp/attack", *words.split()])).stdout
+            assert b"not permitted" in said or b"Invalid argument" in said, (words, said)
+        for path in ("/.roll-flash-root/image/x", "/.roll-flash-root/changes/x", "/.roll-flash/x", "/proc/1/root/x/y"):
+            assert not (await sandbox.exec(f"echo x > {path}")).ok, path
+
+    within(docker, look, SandboxSpec(writable_root=True, user=user))
+
+
+@pytest.mark.docker
 def test_a_writable_root_has_what_the_image_holds_in_its_volumes(docker: str) -> None:
     result = shell(
         docker,
@@ -135,7 +154,9 @@ def reads_nothing_of_the_first(provider: str, spec: SandboxSpec) -> None:
             await pool.start(spec)
             async with pool.lease(spec) as sandbox:
                 await sandbox.exec(PROBE.replace("printf x", "printf treasure"))
-            while (stats := pool.stats()).closing or not stats.ready:
+            for _ in range(500):
+                if not pool.stats().closing and pool.stats().ready:
+                    break
                 await asyncio.sleep(0.02)
             async with pool.lease(spec) as sandbox:
                 look = 'while read -r _ _ _ _ path _; do cat "$path/.probe" 2> /dev/null; done < /proc/self/mountinfo'
