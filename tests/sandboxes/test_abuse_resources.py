@@ -127,20 +127,19 @@ def test_a_gigabyte_of_output_is_counted_and_not_kept(provider: str, target: str
 
 
 @pytest.mark.docker
-def test_a_gigabyte_written_to_a_file_is_read_only_as_far_as_is_allowed(docker: str) -> None:
-    """On the writable root, where nothing but the engine's disk ends it."""
+def test_a_large_file_is_read_only_as_far_as_is_allowed(docker: str) -> None:
 
     async def fill(sandbox: Sandbox) -> None:
-        written = await sandbox.exec("head -c 1000000000 /dev/zero > /full; stat -c %s /full", timeout=120)
-        assert written.stdout == b"1000000000\n"
+        written = await sandbox.exec("head -c 200000000 /dev/zero > /full; stat -c %s /full", timeout=120)
+        assert written.stdout == b"200000000\n"
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         with pytest.raises(SandboxFileError):
             await sandbox.read("/full", max_bytes=1 << 20)
         result = await sandbox.exec(["cat", "/full"], timeout=120, max_output=1000)
-        assert (result.stdout_bytes, len(result.stdout) < 1100) == (1_000_000_000, True)
+        assert (result.stdout_bytes, len(result.stdout) < 1100) == (200_000_000, True)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 32 * 1024
 
-    within(docker, fill, SandboxSpec(writable_root=True, user="0:0"))
+    within(docker, fill, SandboxSpec(writable_root=True, user="0:0", memory_mb=512))
 
 
 def test_a_huge_file_is_not_read_beyond_the_limit(provider: str) -> None:
@@ -185,14 +184,16 @@ def test_processes_that_hand_on_to_a_successor_do_not_outlive_a_timeout(provider
         await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
         daemon = "sleep 5551 > /dev/null & echo started"
         assert (await sandbox.exec(daemon)).stdout == b"started\n"
-        other = asyncio.ensure_future(sandbox.exec("while ! test -e /tmp/end; do sleep 0.02; done; echo fine"))
-        for turn in range(25):
+        wait = "while ! test -e /tmp/end; do sleep 0.1; done; echo fine"
+        other = asyncio.ensure_future(sandbox.exec(wait, timeout=None))
+        for turn in range(12):
             assert (await sandbox.exec(words, timeout=0.04, grace=0.02 * (turn % 3))).timed_out
             left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout_text
             assert "attack" not in left, f"turn {turn}: {left}"
             assert "sleep 5551" in left, "what an earlier command left running is not this command's"
         await sandbox.write("/tmp/end", b"")
-        assert (await other).stdout == b"fine\n"
+        result = await other
+        assert result.stdout == b"fine\n", result
 
     within(provider, outlive)
 
