@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from roll_flash.terminal import say
 
 if TYPE_CHECKING:
-    from roll_flash.sandboxes import SandboxEntry
+    from roll_flash.sandboxes import SandboxEntry, SandboxSpec
 
 Handler = Callable[[argparse.Namespace], int]
 Command = Callable[[str, Handler, str], argparse.ArgumentParser]
@@ -28,6 +28,8 @@ def add_sandbox(command: Command) -> None:
     checking = command("check", _sandbox_check, "run the conformance suite on a provider")
     checking.add_argument("--provider", default="auto", metavar="NAME", help="docker, local, a plug-in's name, or auto")
     checking.add_argument("--image", metavar="IMAGE", help="check sandboxes of this image")
+    checking.add_argument("--runtime", metavar="NAME", help="check sandboxes of this OCI runtime of the engine")
+    checking.add_argument("--userns", choices=("engine", "required", "host"), default="engine", help="user namespace")
     measuring = command("bench", _sandbox_bench, "what sandboxes cost on this machine")
     measuring.add_argument(
         "--provider", default="auto", metavar="NAME", help="docker, local, a plug-in's name, or auto"
@@ -50,19 +52,26 @@ def _sandbox_reap(arguments: argparse.Namespace) -> int:
 
 
 def _sandbox_check(arguments: argparse.Namespace) -> int:
-    from roll_flash.sandboxes import SandboxSpec
     from roll_flash.sandboxes.conformance import check_provider
 
-    found = check_provider(arguments.provider, spec=SandboxSpec(image=arguments.image))
+    found = check_provider(arguments.provider, spec=_checked_spec(arguments))
     if arguments.json:
         _print_json({**dataclasses.asdict(found), "ok": found.ok})
         return 0 if found.ok else 1
     for check in found.checks:
         words = check.name.replace("_", " ")
         say(f"{'ok   ' if check.ok else 'FAIL '} {words}" + ("" if check.ok else f": {check.detail}"))
+    for name, measure in found.measures.items():
+        say(f"{name}: {measure}")
     failed = sum(not check.ok for check in found.checks)
     say(f"{found.provider} ({found.isolation} isolation): {len(found.checks) - failed} of {len(found.checks)} hold")
     return 0 if found.ok else 1
+
+
+def _checked_spec(arguments: argparse.Namespace) -> SandboxSpec:
+    from roll_flash.sandboxes import SandboxSpec
+
+    return SandboxSpec(image=arguments.image, runtime=arguments.runtime, userns=arguments.userns)
 
 
 def _sandbox_bench(arguments: argparse.Namespace) -> int:

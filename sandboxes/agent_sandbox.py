@@ -61,6 +61,7 @@ class AgentSandbox:
         usage: Callable[[], dict[str, int]] | None = None,
         open_beside: Callable[[SandboxSpec], Awaitable[Sandbox]] | None = None,
         open_fresh: Callable[[], Awaitable[Sandbox]] | None = None,
+        reusable: bool = True,
     ) -> None:
         self.name = name
         self.provider = provider
@@ -72,6 +73,7 @@ class AgentSandbox:
         self._usage = usage
         self._open_beside = open_beside
         self._open_fresh = open_fresh
+        self._reusable = reusable
         self._beside: list[Sandbox] = []
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -236,7 +238,7 @@ class AgentSandbox:
             await asyncio.shield(opened.close())
 
     async def reset(self) -> bool:
-        if not await reset(self._connection, self.spec, self._folders):
+        if not self._reusable or not await reset(self._connection, self.spec, self._folders):
             return False
         self._counts = CommandCounts()
         self._used_before = await self._read_usage()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from roll_flash.sandboxes.errors import SandboxDied, SandboxFileError
 from roll_flash.sandboxes.opening import START_TIMEOUT_S, connect_provider
-from roll_flash.sandboxes.protocol import Provider, Sandbox
+from roll_flash.sandboxes.protocol import DescribesIsolation, Provider, Sandbox
 from roll_flash.sandboxes.spec import SandboxSpec
 
 CHECK_TIMEOUT_S = 120.0
@@ -333,6 +333,8 @@ class CheckReport:
     provider: str
     isolation: str
     checks: list[CheckResult] = field(default_factory=list)
+    measures: dict[str, str] = field(default_factory=dict)
+    """How sandboxes of the spec are separated from the machine, as far as the provider can tell."""
 
     @property
     def ok(self) -> bool:
@@ -347,7 +349,8 @@ def check_provider(provider: str = "auto", *, spec: SandboxSpec | None = None) -
 async def run_checks(provider: str, spec: SandboxSpec, checks: Sequence[Check]) -> CheckReport:
     connected = await connect_provider(provider)
     try:
-        report = CheckReport(connected.name, connected.isolation)
+        described = connected.describe_isolation(spec) if isinstance(connected, DescribesIsolation) else {}
+        report = CheckReport(connected.name, connected.isolation, measures=described)
         for one in checks:
             report.checks.append(await _run_one(one, opener(connected, spec)))
         return report
@@ -356,11 +359,12 @@ async def run_checks(provider: str, spec: SandboxSpec, checks: Sequence[Check]) 
 
 
 def opener(provider: Provider, base: SandboxSpec) -> Open:
-    """Opens what a check asks for, on the base's image."""
+    """Opens what a check asks for, on the base's image, runtime and user namespace."""
 
     @asynccontextmanager
     async def open_one(spec: SandboxSpec) -> AsyncIterator[Sandbox]:
-        wanted = spec.model_copy(update={"image": spec.image or base.image})
+        chosen = {"image": spec.image or base.image, "runtime": base.runtime, "userns": base.userns}
+        wanted = spec.model_copy(update=chosen)
         sandbox = await provider.open(wanted, run="check", timeout_s=START_TIMEOUT_S)
         try:
             yield sandbox

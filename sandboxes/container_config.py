@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import posixpath
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram
+from roll_flash.sandboxes.errors import SandboxSpecError
 from roll_flash.sandboxes.spec import SandboxSpec
 
 SHM_MB = 16
+MAX_SIGNALS_AND_TIMERS = 4096
+"""Far below what others may have: a sandbox that is given a user of the machine takes nothing of theirs."""
+INODES_PER_MB = 256
+"""As many files as a disk of that size usually has room for: each takes about 1 KiB of the sandbox's memory."""
+ROOT_LAYER = "/.roll-flash-root"
+ROOT_CAPABILITIES = (
+    *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "MKNOD"),  # to copy files of any owner into the layer
+    *("SETGID", "SETPCAP", "SETUID", "SYS_ADMIN", "SYS_CHROOT"),  # to enter it and to give all of these up
+)
 
 
 def container_config(
@@ -16,17 +29,26 @@ def container_config(
     agent: AgentProgram,
     container_labels: dict[str, str],
     joins: str | None = None,
+    *,
+    user: str,
+    volumes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """`joins`: the container whose network namespace, of loopback alone, this one shares; None makes its own."""
-    user, group = spec.user.split(":")
-    tmpfs = f"rw,nosuid,nodev,exec,size={spec.tmpfs_size_mb}m,nr_inodes={spec.tmpfs_inodes},uid={user},gid={group}"
+    """`joins`: the container whose network namespace, of loopback alone, this one shares; None makes its own.
+
+    `user`: numeric user and group. `volumes`: what `volume_paths` gives for the image.
+    """
+    number, group = user.split(":")
+    writable = f"rw,nosuid,nodev,exec,nr_inodes={spec.tmpfs_inodes},uid={number},gid={group}"
+    tmpfs = f"{writable},size={spec.tmpfs_size_mb}m"
+    root = _writable_root(spec, agent, number, group, volumes) if spec.writable_root else None
+    volume_mb = min(spec.tmpfs_size_mb, max(1, (spec.memory_mb - 2 * spec.tmpfs_size_mb) // (len(volumes) or 1)))
     return {
         "Image": image,
-        "Entrypoint": list(agent.command),
+        "Entrypoint": root.entrypoint if root else list(agent.command),
         "Cmd": [],
-        "User": spec.user,
+        "User": "0:0" if root else user,
         "WorkingDir": spec.workdir,
-        "Env": [f"HOME={spec.workdir}"],
+        "Env": [f"HOME={spec.workdir}", *(["USER=sandbox", "LOGNAME=sandbox"] if spec.user is None else [])],
         "OpenStdin": True,
         "StdinOnce": True,
         "AttachStdin": True,
@@ -42,10 +64,13 @@ def container_config(
             "NetworkMode": "none" if joins is None else f"container:{joins}",
             "Dns": ["127.0.0.1"] if joins is None else None,
             "IpcMode": "private",
-            "ReadonlyRootfs": not spec.writable_root,
+            "ReadonlyRootfs": True,
             "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"],
+            "CapAdd": list(ROOT_CAPABILITIES) if root else [],
+            "SecurityOpt": ["no-new-privileges", *(["apparmor=unconfined"] if root else [])],
             "Privileged": False,
+            "Runtime": spec.runtime or "",
+            "UsernsMode": "host" if spec.userns == "host" else "",
             "Memory": spec.memory_mb << 20,
             "MemorySwap": spec.memory_mb << 20,
             "NanoCpus": round(spec.cpus * 1e9),
@@ -53,9 +78,15 @@ def container_config(
             "Ulimits": [
                 {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
                 {"Name": "core", "Soft": 0, "Hard": 0},
+                {"Name": "sigpending", "Soft": MAX_SIGNALS_AND_TIMERS, "Hard": MAX_SIGNALS_AND_TIMERS},
             ],
             "ShmSize": SHM_MB << 20,
-            "Tmpfs": {spec.workdir: f"{tmpfs},mode=0750", "/tmp": f"{tmpfs},mode=1777"},
+            "Tmpfs": {
+                **dict.fromkeys(volumes, f"{writable},size={volume_mb}m,mode=0755"),
+                spec.workdir: f"{tmpfs},mode=0750",
+                "/tmp": f"{tmpfs},mode=1777",
+                **(root.tmpfs if root else {}),
+            },
             "LogConfig": {"Type": "none", "Config": {}},
             "Mounts": [
                 {
@@ -68,6 +99,42 @@ def container_config(
             ],
         },
     }
+
+
+@dataclass(frozen=True, slots=True)
+class _Root:
+    entrypoint: list[str]
+    tmpfs: dict[str, str]
+
+
+def _writable_root(spec: SandboxSpec, agent: AgentProgram, number: str, group: str, volumes: Sequence[str]) -> _Root:
+    """The agent starts as root, lays a layer in memory over the read-only root, and becomes the user (agent/root.c).
+
+    An image's volumes are ordinary folders of that root: what the image holds there is seen.
+    """
+    inodes = max(spec.tmpfs_inodes, spec.root_size_mb * INODES_PER_MB)
+    return _Root(
+        [*agent.command, "--root", number, group, *volumes],
+        {ROOT_LAYER: f"rw,nosuid,nodev,exec,size={spec.root_size_mb}m,nr_inodes={inodes},mode=0700"},
+    )
+
+
+def volume_paths(declared: Iterable[str], spec: SandboxSpec) -> tuple[str, ...]:
+    """Where an image declares volumes, which Docker would make on its disk without a limit.
+
+    Those that the sandbox has anyway are left out. Raises SandboxSpecError for places that nothing can be put over.
+    """
+    found = []
+    for text in sorted(declared):
+        path = posixpath.normpath(posixpath.join("/", text)).replace("//", "/")
+        if path in (spec.workdir, "/tmp", "/dev/shm"):
+            continue
+        if path == "/" or path.split("/")[1] in ("proc", "sys", "dev", FOLDER[1:], ROOT_LAYER[1:]):
+            raise SandboxSpecError(
+                f"the image declares a volume at {path}, which a sandbox cannot bound; build without"
+            )
+        found.append(path)
+    return tuple(dict.fromkeys(found))
 
 
 def _network(spec: SandboxSpec, joins: str | None) -> dict[str, Any]:

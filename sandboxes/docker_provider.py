@@ -7,6 +7,7 @@ with remote engines; unlike a derived image it leaves the user's image, and snap
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 import uuid
@@ -18,16 +19,24 @@ from roll_flash.sandboxes.agent_program import AgentProgram, agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.agent_volume import fill, filler_config, make_volume
 from roll_flash.sandboxes.connection import AgentConnection
-from roll_flash.sandboxes.container_config import container_config, volume_name
+from roll_flash.sandboxes.container_config import container_config, volume_name, volume_paths
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.engine_events import EngineEvents
-from roll_flash.sandboxes.errors import SandboxError, SandboxSpecError, SandboxStartError, SandboxUnreachable
+from roll_flash.sandboxes.engine_isolation import EngineIsolation
+from roll_flash.sandboxes.errors import (
+    SandboxError,
+    SandboxFileError,
+    SandboxSpecError,
+    SandboxStartError,
+    SandboxUnreachable,
+)
 from roll_flash.sandboxes.guard import IMAGE, Guard
-from roll_flash.sandboxes.identity import LABEL_OWNER, Owner, labels
+from roll_flash.sandboxes.identity import GROUP, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.image_build import image_of, one_at_a_time
 from roll_flash.sandboxes.images import find_image
 from roll_flash.sandboxes.kept_images import SNAPSHOTS, remove_image
+from roll_flash.sandboxes.multiplex import Demultiplexer
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reaper import list_entries, remove_container, remove_leaked, sweep
 from roll_flash.sandboxes.scratch import own_folders
@@ -37,8 +46,14 @@ REMOVE_TIMEOUT_S = 30.0
 COMMIT_TIMEOUT_S = 120.0
 PRUNE_EVERY_S = 3600.0
 """Each build is looked at one by one."""
+VOLUMES_KNOWN_S = 10.0
+"""How long an image name is taken for the same image."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
+
+
+class _NameTaken(SandboxStartError):
+    """Another sandbox has the name, and the user that goes with it."""
 
 
 class DockerProvider:
@@ -63,6 +78,9 @@ class DockerProvider:
         self._prune_at = 0.0
         self._machine_memory_mb = 0
         self._processor = ""
+        self._engine_isolation = EngineIsolation.of({})
+        self._volumes: dict[str, tuple[float, list[str]]] = {}
+        """When each image was asked for the volumes that it declares, and which they are."""
 
     @property
     def live(self) -> int:
@@ -75,6 +93,7 @@ class DockerProvider:
         info = await self.engine.json("GET", "/info")
         self._machine_memory_mb = int(info.get("MemTotal", 0)) >> 20
         self._processor = str(info.get("Architecture", ""))
+        self._engine_isolation = EngineIsolation.of(info)
         if self._watching is None:
             address = self.engine.address
             words = (address.host, self.engine.version, address.certificates or "")
@@ -85,6 +104,9 @@ class DockerProvider:
     async def has_image(self, image: str) -> bool:
         return await find_image(self.engine, image) is not None
 
+    def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
+        return self._engine_isolation.describe(spec)
+
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         if self._machine_memory_mb and spec.memory_mb > self._machine_memory_mb:
             raise SandboxSpecError(
@@ -94,10 +116,22 @@ class DockerProvider:
 
     async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
         """`joins`: the container whose internal network it is on."""
+        self._engine_isolation.check(spec)
+        while True:
+            try:
+                return await self._open_named(spec, run, timeout_s, joins)
+            except _NameTaken:
+                continue
+
+    async def _open_named(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
+        """Raises _NameTaken."""
         async with self._starts:
             image = await image_of(self.engine, spec)
+            volumes = volume_paths(await self._declared_volumes(image), spec)
             agent = await self._provide_agent(image)
-            name = f"roll-flash-{uuid.uuid4().hex[:12]}"
+            name, number = new_user(self._engine_isolation.users(spec))
+            self._events.forget(name)
+            user = spec.user or f"{number}:{GROUP}"
             connection = AgentConnection(name)
             connection.explain = lambda: self._events.why(name)
             sandbox = AgentSandbox(
@@ -107,12 +141,13 @@ class DockerProvider:
                 spec=spec,
                 connection=connection,
                 end=lambda: self.remove(name),
-                commit=lambda: self._commit(name, run),
+                commit=lambda: self._commit(name, run, spec),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
                 open_fresh=lambda: self._open(spec, run, timeout_s, None),
+                reusable=not volumes and not user.startswith("0:"),
             )
             network = (joins or name) if spec.network == "internal" else ""
-            body = container_config(spec, image, agent, labels(run, None, network), joins)
+            body = container_config(spec, image, agent, labels(run, None, network), joins, user=user, volumes=volumes)
             creating = asyncio.ensure_future(self._create(name, body))
             try:
                 async with asyncio.timeout(timeout_s):
@@ -138,9 +173,24 @@ class DockerProvider:
         self._live.add(name)
         return sandbox
 
+    async def _declared_volumes(self, image: str) -> list[str]:
+        """Asked once for starts that follow each other: it is a twentieth of one. Raises SandboxImageMissing."""
+        asked, volumes = self._volumes.get(image, (float("-inf"), []))
+        if time.monotonic() - asked < VOLUMES_KNOWN_S:
+            return volumes
+        found = await self.engine.json("GET", f"/images/{image}/json")
+        volumes = list((found.get("Config") or {}).get("Volumes") or {})
+        self._volumes[image] = (time.monotonic(), volumes)
+        return volumes
+
     async def _create(self, name: str, body: dict[str, Any]) -> None:
+        """Raises _NameTaken."""
         with self._asking(name, body["Image"]):
-            await self.engine.call("POST", "/containers/create", query={"name": name}, body=body)
+            answer = await self.engine.call(
+                "POST", "/containers/create", query={"name": name}, body=body, accept=(409,)
+            )
+        if answer.status_code == 409:
+            raise _NameTaken(f"the engine has a container named {name}")
 
     @contextmanager
     def _asking(self, name: str, image: str = IMAGE) -> Iterator[None]:
@@ -166,8 +216,9 @@ class DockerProvider:
         if creating.exception() is None:
             await self.remove(name, has_run=False)
 
-    async def _commit(self, name: str, run: str) -> str:
+    async def _commit(self, name: str, run: str, spec: SandboxSpec) -> str:
         """Keep a container's writable root as an image until this provider is closed."""
+        await self._keep_root(name, spec)
         image = f"{SNAPSHOTS}:{name}-{uuid.uuid4().hex[:8]}"
         repository, _, tag = image.partition(":")
         query = {"container": name, "repo": repository, "tag": tag}
@@ -176,6 +227,19 @@ class DockerProvider:
             await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
         self._snapshots.append(image)
         return image
+
+    async def _keep_root(self, name: str, spec: SandboxSpec) -> None:
+        """Have the changes, which are in memory, written where the engine looks for them. Raises SandboxFileError."""
+        assert self._agent is not None
+        command = [*self._agent.command, "--keep-root", str(spec.root_size_mb << 20)]
+        body = {"Cmd": command, "User": "0:0", "AttachStderr": True, "AttachStdout": True}
+        made = await self.engine.json("POST", f"/containers/{name}/exec", body=body)
+        path = f"/exec/{made['Id']}"
+        said = await self.engine.call("POST", f"{path}/start", body={"Detach": False}, timeout_s=COMMIT_TIMEOUT_S)
+        ended = await self.engine.json("GET", f"{path}/json")
+        if ended["ExitCode"] != 0:
+            why = b"".join(piece for _, piece in Demultiplexer().feed(said.content)).decode(errors="replace").strip()
+            raise SandboxFileError(f"sandbox {name}: its root could not be kept: {why[:300]}", errno.EIO)
 
     async def remove(self, name: str, *, has_run: bool = True) -> None:
         """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""

@@ -41,6 +41,11 @@ class EngineEvents:
                 self.connected.clear()
                 await asyncio.sleep(RECONNECT_S)
 
+    def forget(self, name: str) -> None:
+        """The name begins anew."""
+        self._codes.pop(name, None)
+        self._oom.pop(name, None)
+
     def _take(self, event: dict[str, object]) -> None:
         actor = event.get("Actor")
         marks = actor.get("Attributes", {}) if isinstance(actor, dict) else {}

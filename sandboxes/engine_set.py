@@ -94,6 +94,11 @@ class EngineSet:
         answers = (member.provider.has_image(image) for member in self._members if member.connected)
         return any(await asyncio.gather(*answers))
 
+    def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
+        """Of the engines that are connected, with all that they differ in."""
+        found = [member.provider.describe_isolation(spec) for member in self._members if member.connected]
+        return {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in (found[0] if found else ())}
+
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         asked: list[_Member] = []
         refusals: list[SandboxError] = []

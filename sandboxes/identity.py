@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,24 @@ LABEL_CREATED = "roll-flash.created"
 LABEL_NETWORK = "roll-flash.network"
 
 _STARTED_FIELD = 19
+
+
+DOCKER_USERS = range(0x78000000, 0x7C000000)
+LOCAL_USERS = range(0x7C000000, 0x7FFFFFFF)
+"""Users that nobody else gives out: above what directory services (SSSD) and containers (subuid, systemd) take."""
+REMAPPED_USERS = range(10_000, 65_000)
+"""In a user namespace, which has 65,536; the engine maps them to users of the machine that are nobody else's."""
+GROUP = 1000
+
+
+def new_user(users: range) -> tuple[str, int]:
+    """A sandbox's name, and the user that belongs to it.
+
+    An engine has a name only once, so no two of its live containers have one user, whoever made them, and a user is
+    free again when its container is gone, also if its controller was killed.
+    """
+    user = random.SystemRandom().choice(users)
+    return f"roll-flash-{user:08x}", user
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,23 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import signal
 import socket
-import uuid
 from pathlib import Path
 
 from roll_flash.sandboxes.agent_program import FOLDER, AgentProgram, agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.connection import AgentConnection, StreamProtocol
+from roll_flash.sandboxes.container_config import SHM_MB
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
+from roll_flash.sandboxes.identity import GROUP, LOCAL_USERS, new_user
 from roll_flash.sandboxes.local_cgroup import Cgroup, can_limit, make_cgroup, sweep_cgroups
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 END_TIMEOUT_S = 10.0
 NOBODY = 65534
+USER_INSIDE = f"{GROUP}:{GROUP}"
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ssl/certs", "/etc/localtime", "/etc/mime.types")
 SEARCH_PATH = "/usr/local/bin:/usr/bin:/bin"
@@ -49,6 +52,16 @@ class LocalProvider:
         self._agent = await asyncio.to_thread(agent_program)
         self.limited = await asyncio.to_thread(can_limit)
 
+    def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
+        return {
+            "runtime": "bubblewrap",
+            "user namespace": "yes",
+            "user": "of its own" if os.geteuid() == 0 else "yours, for all sandboxes",
+            "seccomp": "the agent's",
+            "memory, processor and process limits": "yes" if self.limited else "no",
+            "disk": "nothing is written to it",
+        }
+
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
         if spec.image not in (None, DEFAULT_IMAGE) or spec.dockerfile is not None or spec.writable_root:
             raise SandboxSpecError(
@@ -56,11 +69,21 @@ class LocalProvider:
             )
         if spec.network == "internal":
             raise SandboxSpecError('network="internal" needs the docker provider; local sandboxes are always alone')
-        name = f"roll-flash-{uuid.uuid4().hex[:12]}"
+        if spec.runtime is not None or spec.userns == "host":
+            raise SandboxSpecError('runtime and userns="host" need the docker provider; local sandboxes have no engine')
+        user = HostUser()
+        try:
+            return await self._open(spec, user, timeout_s)
+        except BaseException:
+            user.release()
+            raise
+
+    async def _open(self, spec: SandboxSpec, user: HostUser, timeout_s: float) -> Sandbox:
+        name = user.name
         async with self._starts:
             connection = AgentConnection(name)
             cgroup = await asyncio.to_thread(make_cgroup, name, spec) if self.limited else None
-            spawning = asyncio.ensure_future(self._spawn(name, spec, connection, cgroup))
+            spawning = asyncio.ensure_future(self._spawn(user, spec, connection, cgroup))
             try:
                 process = await asyncio.shield(spawning)
             except asyncio.CancelledError:
@@ -82,9 +105,9 @@ class LocalProvider:
                 isolation=self.isolation,
                 spec=spec,
                 connection=connection,
-                end=lambda: _end(process, cgroup),
+                end=lambda: _end_and_release(process, cgroup, user),
                 usage=cgroup.usage if cgroup is not None else None,
-                open_fresh=lambda: self.open(spec, run=run, timeout_s=timeout_s),
+                open_fresh=lambda: self.open(spec, run="", timeout_s=timeout_s),
             )
             try:
                 await connection.ready(timeout_s)
@@ -96,17 +119,17 @@ class LocalProvider:
         return sandbox
 
     async def _spawn(
-        self, name: str, spec: SandboxSpec, connection: AgentConnection, cgroup: Cgroup | None
+        self, host_user: HostUser, spec: SandboxSpec, connection: AgentConnection, cgroup: Cgroup | None
     ) -> asyncio.subprocess.Process:
         assert self._agent is not None, "connect() comes first"
         ours, theirs = socket.socketpair()
         files = [os.memfd_create("agent"), os.memfd_create("passwd"), os.memfd_create("group")]
         try:
-            user, group = spec.user.split(":")
+            user, group = (spec.user or USER_INSIDE).split(":")
             _fill(files[0], self._agent.content)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
-            command = bubblewrap_command(spec, self._agent, files)
+            command = [*_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
             process = await asyncio.create_subprocess_exec(
                 *(cgroup.wrap(command) if cgroup is not None else command),
                 stdin=theirs.fileno(),
@@ -119,7 +142,7 @@ class LocalProvider:
             )
         except OSError as error:
             ours.close()
-            raise SandboxStartError(f"sandbox {name}: bubblewrap could not be started: {error}") from None
+            raise SandboxStartError(f"sandbox {host_user.name}: bubblewrap could not be started: {error}") from None
         except BaseException:
             ours.close()
             raise
@@ -148,6 +171,35 @@ async def _read_diagnostics(stream: asyncio.StreamReader, connection: AgentConne
         connection.receive_diagnostics(piece)
 
 
+class HostUser:
+    """The user of the machine that a sandbox of root runs as; no other process of this machine takes it meanwhile.
+
+    A socket name stands for it, which the kernel frees also when this process is killed.
+    """
+
+    def __init__(self) -> None:
+        self._mark = socket.socket(socket.AF_UNIX)
+        while True:
+            self.name, self.number = new_user(LOCAL_USERS)
+            try:
+                self._mark.bind(f"\0{self.name}")
+                return
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    self._mark.close()
+                    raise SandboxStartError(f"sandbox {self.name}: no user can be had for it: {error}") from None
+
+    def release(self) -> None:
+        self._mark.close()
+
+
+async def _end_and_release(process: asyncio.subprocess.Process, cgroup: Cgroup | None, user: HostUser) -> None:
+    try:
+        await _end(process, cgroup)
+    finally:
+        user.release()
+
+
 async def _end(process: asyncio.subprocess.Process, cgroup: Cgroup | None) -> None:
     """The agent leaves at end-of-file and its process namespace with it; bubblewrap follows."""
     try:
@@ -174,20 +226,19 @@ def _fill(fd: int, content: bytes) -> None:
     os.lseek(fd, 0, os.SEEK_SET)
 
 
-def _without_root() -> list[str]:
-    """Root's own user id must not be what the sandbox's user is mapped to."""
+def _without_root(user: HostUser) -> list[str]:
+    """Root's own user id must not be what the sandbox's user is mapped to. Who is not root has only his own."""
     if os.geteuid() != 0:
         return []
-    return ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    return ["setpriv", f"--reuid={user.number}", f"--regid={NOBODY}", "--clear-groups"]
 
 
 def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int]) -> list[str]:
     """`files`: descriptors of the agent, passwd and group, copied in by bubblewrap."""
-    user, group = spec.user.split(":")
+    user, group = (spec.user or USER_INSIDE).split(":")
     size = str(spec.tmpfs_size_mb << 20)
     # No --die-with-parent: killed while it sets up, bubblewrap leaves a child that waits for ever. End-of-file does it.
     command = [
-        *_without_root(),
         "bwrap",
         "--unshare-all",
         "--unshare-user",
@@ -195,6 +246,7 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
     ]
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+    command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for link in SYSTEM_LINKS:
         if os.path.islink(link):
             command += ["--symlink", os.readlink(link), link]

@@ -175,3 +175,12 @@ class Provider(Protocol):
     async def close(self) -> None:
         """Free what the provider itself holds; the sandboxes are closed by whoever opened them."""
         ...
+
+
+@runtime_checkable
+class DescribesIsolation(Protocol):
+    """A provider that can tell how its sandboxes are separated from the machine."""
+
+    def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
+        """A measure's name and what it is for sandboxes of `spec`; known after `connect`."""
+        ...

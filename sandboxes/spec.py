@@ -65,10 +65,18 @@ class SandboxSpec(BaseModel):
     """Environment variables of every command."""
     workdir: Annotated[str, Field(pattern=r"^/[^\x00:,]+$")] = "/sandbox"
     """Home and working directory, writable, empty at the start."""
-    user: Annotated[str, Field(pattern=r"^\d+:\d+$")] = "1000:1000"
-    """Numeric user and group that everything inside runs as."""
+    user: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None
+    """Numeric user and group that everything inside runs as. None is a user that no other sandbox and nobody on the
+    machine has (group 1000), so that nothing which the kernel counts per user is shared."""
     writable_root: bool = False
-    """Let the image's own files be changed (in this sandbox only)."""
+    """Let the image's own files be changed (in this sandbox only); what changes is held in memory."""
+    root_mb: Annotated[int, Field(ge=1)] | None = None
+    """With `writable_root` the most that changed and added files may take; None is half of the memory."""
+    runtime: str | None = None
+    """An OCI runtime that the engine knows, such as `runsc` or `kata`; None is its default (docker only)."""
+    userns: Literal["engine", "required", "host"] = "engine"
+    """User namespace of a container: as the `engine` does it; `required` refuses engines without `userns-remap`;
+    `host` goes without (docker only)."""
 
     @model_validator(mode="after")
     def _fits(self) -> SandboxSpec:
@@ -77,6 +85,10 @@ class SandboxSpec(BaseModel):
                 f"tmpfs_mb={self.tmpfs_size_mb} counts twice (workdir and /tmp) against memory_mb={self.memory_mb}; "
                 "lower tmpfs_mb or raise memory_mb"
             )
+        if self.root_mb is not None and not self.writable_root:
+            raise ValueError("root_mb is for writable_root=True")
+        if self.writable_root and self.root_size_mb > self.memory_mb:
+            raise ValueError(f"root_mb={self.root_mb} is held in memory: raise memory_mb={self.memory_mb}")
         if self.image is not None and self.dockerfile is not None:
             raise ValueError("image and dockerfile: name one of the two")
         if self.context and self.dockerfile is None:
@@ -104,6 +116,10 @@ class SandboxSpec(BaseModel):
         """What every command has in its environment."""
         proxied = PROXY_VARIABLES if self.network == "allowlist" else ()
         return (*((name, f"http://127.0.0.1:{PROXY_PORT}") for name in proxied), *self.env)
+
+    @property
+    def root_size_mb(self) -> int:
+        return self.root_mb if self.root_mb is not None else max(1, self.memory_mb // 2)
 
     @property
     def tmpfs_size_mb(self) -> int:

@@ -71,21 +71,10 @@ void commands_ready(const struct pollfd *entries, size_t count);
 int64_t commands_deadline(void);
 uint32_t commands_alive(void);
 
-/* tree.c: who descends from whom, read from /proc. */
-struct process {
-    pid_t pid, parent;
-    char state;
-    unsigned long long started;
-};
-struct tree {
-    struct process *members;
-    size_t count, capacity;
-};
-void tree_grow(struct tree *tree, pid_t top);
-void tree_freeze(struct tree *tree, pid_t top);
-void tree_signal(const struct tree *tree, int number);
-void tree_kill(struct tree *tree, pid_t top);
-void tree_free(struct tree *tree);
+/* members.c: which processes belong to which command. */
+bool members_mark(uint64_t command);
+void members_signal(uint64_t command, int number);
+bool members_end(uint64_t command);
 
 /* files.c: regular files only, as the sandbox's user. */
 void file_read(uint32_t channel, struct reader *payload);
@@ -108,6 +97,10 @@ void relay(uint16_t port) __attribute__((noreturn));
 
 /* folders.c: modes, owners, flags and attributes, told and put back. */
 int folders(int count, char **words);
+
+/* root.c: a writable root in memory. */
+void root_enter(char **words, size_t count);
+void root_keep(uint64_t limit);
 
 /* confine.c: what the sandbox's kernel interface is cut down to. */
 void confine(void);

@@ -14,24 +14,26 @@
 #include <unistd.h>
 
 enum { KILL_ALL_US = 5000000 };
+enum { DEATH_US = 1000000, DEATH_POLL_US = 2000 }; /* how long killed processes are waited for */
 
 struct command {
+    uint64_t number;
     uint32_t channel, cap, flags, ended;
     pid_t pid;
     struct output output[2];
-    int64_t credit, started_us, deadline_us, grace_us, kill_us;
+    int64_t credit, started_us, deadline_us, grace_us, kill_us, dead_by_us;
     int input;
     unsigned char *pending;
     size_t pending_used;
     bool input_ends, exited;
     int status;
     struct rusage usage;
-    struct tree tree;
     struct command *next;
 };
 
 static struct command *commands;
 static uint32_t alive;
+static uint64_t started;
 static int ignored[MAX_CHANNELS]; /* pipes that a background child keeps open: read and thrown away */
 static size_t ignored_count;
 static unsigned char scratch[4 * CHUNK];
@@ -103,7 +105,6 @@ static void release(struct command *command) {
         free(command->output[i].kept);
     }
     free(command->pending);
-    tree_free(&command->tree);
     free(command);
 }
 
@@ -115,6 +116,7 @@ void command_start(uint32_t channel, struct reader *payload) {
     command->input = command->output[0].fd = command->output[1].fd = -1;
     command->output[0].left = command->output[1].left = -1;
     if (!request_take(&request, payload) || find(channel)) die("the controller sent a malformed request");
+    command->number = ++started;
     command->channel = channel;
     command->cap = request.cap;
     command->flags = request.flags;
@@ -124,7 +126,7 @@ void command_start(uint32_t channel, struct reader *payload) {
     command->deadline_us = request.timeout_ms ? command->started_us + (int64_t)request.timeout_ms * 1000 : 0;
     error = alive >= MAX_CHANNELS ? EAGAIN : open_pipes(command, child);
     if (error) not_started(command, error, request.words[0]);
-    else command->pid = spawn(&request, child, &error);
+    else command->pid = spawn(&request, child, command->number, &error);
     if (command->pid == 0 && !(command->ended & EXIT_NOT_STARTED)) {
         if (error < 0) not_started(command, -error, request.directory);
         else not_started(command, error, request.words[0]);
@@ -189,16 +191,17 @@ bool command_credit(uint32_t channel, uint32_t bytes) {
     return command != NULL;
 }
 
-static void kill_tree(struct command *command) {
-    tree_kill(&command->tree, command->exited ? 0 : command->pid);
+static void kill_members(struct command *command) {
+    members_signal(command->number, SIGKILL);
     command->kill_us = 0;
+    command->dead_by_us = now_us() + DEATH_US;
 }
 
 bool command_cancel(uint32_t channel) {
     struct command *command = find(channel);
     if (!command) return false;
     command->ended |= EXIT_CANCELLED;
-    kill_tree(command);
+    kill_members(command);
     return true;
 }
 
@@ -248,9 +251,14 @@ static void ignore_pipe(int *fd) {
     *fd = -1;
 }
 
-/* A command ends when its first process has ended and what lay in its pipes at that moment is on its way. */
+static bool is_dying(const struct command *command) {
+    return command->dead_by_us > now_us() && members_end(command->number);
+}
+
+/* A command ends when its first process has ended and what lay in its pipes at that moment is on its way; one that was
+ * killed when all its processes have. */
 static bool finish(struct command *command) {
-    if (!command->exited) return false;
+    if (!command->exited || is_dying(command)) return false;
     for (int i = 0; i < 2; i++) {
         while (command->output[i].left != 0 && read_output(command, i)) {
         }
@@ -286,7 +294,7 @@ void commands_reap(void) {
             at->exited = true;
             at->status = status;
             at->usage = usage;
-            if (at->kill_us) kill_tree(at);
+            if (at->kill_us) kill_members(at);
             for (int i = 0; i < 2; i++) {
                 int waiting = 0;
                 if (at->output[i].fd >= 0) ioctl(at->output[i].fd, FIONREAD, &waiting);
@@ -322,12 +330,10 @@ static void time_out(struct command *command, int64_t now) {
     command->ended |= EXIT_TIMED_OUT;
     command->deadline_us = 0;
     if (command->grace_us == 0) {
-        kill_tree(command);
+        kill_members(command);
         return;
     }
-    tree_freeze(&command->tree, command->pid);
-    tree_signal(&command->tree, SIGTERM);
-    tree_signal(&command->tree, SIGCONT);
+    members_signal(command->number, SIGTERM);
     command->kill_us = now + command->grace_us;
 }
 
@@ -336,8 +342,7 @@ void commands_tick(void) {
     for (struct command *at = commands; at; at = at->next) {
         if (at->exited) continue;
         if (at->deadline_us && now >= at->deadline_us) time_out(at, now);
-        else if (at->kill_us && now >= at->kill_us) kill_tree(at);
-        else if (at->kill_us) tree_grow(&at->tree, at->pid);
+        else if (at->kill_us && now >= at->kill_us) kill_members(at);
     }
     finish_all();
 }
@@ -345,8 +350,8 @@ void commands_tick(void) {
 int64_t commands_deadline(void) {
     int64_t nearest = 0;
     for (struct command *at = commands; at; at = at->next) {
-        if (at->exited) continue;
-        int64_t due = at->kill_us ? now_us() + 5000 : at->deadline_us;
+        if (at->exited && !at->dead_by_us) continue;
+        int64_t due = at->exited ? now_us() + DEATH_POLL_US : at->kill_us ? at->kill_us : at->deadline_us;
         if (due && (!nearest || due < nearest)) nearest = due;
     }
     return nearest;

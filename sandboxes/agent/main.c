@@ -119,6 +119,11 @@ int main(int count, char **words) {
     }
     if (count > 2 && !strcmp(words[1], "--folders")) return folders(count - 2, words + 2);
     if (count > 2 && !strcmp(words[1], "--relay")) relay((uint16_t)atoi(words[2]));
+    if (count > 2 && !strcmp(words[1], "--keep-root")) {
+        root_keep(strtoull(words[2], NULL, 10));
+        return 0;
+    }
+    if (count > 1 && !strcmp(words[1], "--root")) root_enter(words + 2, (size_t)count - 2);
     int signals = prepare();
     greet();
     wire_flush();

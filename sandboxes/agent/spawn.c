@@ -1,4 +1,4 @@
-/* Start one command: pipes, environment, working directory, its own session, and the marks that keep its tree together. */
+/* Start one command: pipes, environment, working directory, its own session, and its mark. */
 #include "spawn.h"
 
 #include <errno.h>
@@ -7,7 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/prctl.h>
 #include <unistd.h>
 
 extern char **environ;
@@ -96,11 +95,11 @@ static int search_and_run(const struct request *request, char **variables) {
 }
 
 /* Runs in the child, which still shares the agent's memory (vfork): system calls only, no allocation. */
-static int become(const struct request *request, const int fds[3], char **variables) {
+static int become(const struct request *request, const int fds[3], uint64_t number, char **variables) {
     sigset_t none;
     sigemptyset(&none);
     setsid();
-    prctl(PR_SET_CHILD_SUBREAPER, 1);
+    if (!members_mark(number)) return errno;
     for (int fd = 0; fd < 3; fd++)
         if (dup2(fds[fd], fd) < 0) return errno;
     int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
@@ -115,12 +114,12 @@ static int become(const struct request *request, const int fds[3], char **variab
 }
 
 /* Returns the process id, or 0 with `error` set (negative: the working directory is at fault). */
-pid_t spawn(const struct request *request, const int fds[3], int *error) {
+pid_t spawn(const struct request *request, const int fds[3], uint64_t number, int *error) {
     char **variables = environment(request->settings);
     volatile int why = 0;
     pid_t pid = vfork();
     if (pid == 0) {
-        why = become(request, fds, variables);
+        why = become(request, fds, number, variables);
         _exit(127);
     }
     if (pid < 0) why = errno;

@@ -10,6 +10,6 @@ struct request {
 
 bool request_take(struct request *request, struct reader *payload);
 void request_free(struct request *request);
-pid_t spawn(const struct request *request, const int fds[3], int *error);
+pid_t spawn(const struct request *request, const int fds[3], uint64_t number, int *error);
 
 #endif

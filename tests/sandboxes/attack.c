@@ -8,9 +8,11 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/inotify.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -18,6 +20,7 @@
 #include <sys/time.h>
 #include <sys/uio.h>
 #include <sys/wait.h>
+#include <time.h>
 #include <unistd.h>
 
 static int told(long result) {
@@ -52,12 +55,71 @@ static long fill_memory(void) {
     }
 }
 
-static long escape_subreaper(void) {
-    if (prctl(PR_SET_CHILD_SUBREAPER, 0) == 0) {
-        printf("gave up being the subreaper\n");
-        return 0;
+static long change_mark(void) {  // the limit that tells whose a process is
+    struct rlimit mark;
+    if (getrlimit(RLIMIT_LOCKS, &mark) < 0) return -1;
+    mark.rlim_cur = mark.rlim_max = mark.rlim_max - 1;
+    if (setrlimit(RLIMIT_LOCKS, &mark) == 0 || prlimit(0, RLIMIT_LOCKS, &mark, NULL) == 0) return 0;
+    return syscall(SYS_setrlimit, RLIMIT_LOCKS, &mark);
+}
+
+static void hand_on(int in_new_session) {  // each forks its successor and ends
+    for (;;) {
+        if (in_new_session) setsid();
+        if (fork() != 0) _exit(0);
     }
-    return -1;
+}
+
+static long chain(int chains, int ignores_term) {  // whose first process dies on TERM unless told otherwise
+    for (int i = 0; i < chains; i++) {
+        if (fork() != 0) continue;
+        signal(SIGTERM, SIG_IGN);
+        hand_on(i % 2);
+    }
+    if (ignores_term) signal(SIGTERM, SIG_IGN);
+    for (;;) pause();
+}
+
+static int take_inotify(void) { return inotify_init1(0); }
+
+static int take_timer(void) {
+    timer_t timer;
+    struct sigevent quiet = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = SIGUSR1};
+    return (int)syscall(SYS_timer_create, CLOCK_MONOTONIC, &quiet, &timer);
+}
+
+static int take_pipe(void) {  // with as much capacity as one may have
+    int ends[2];
+    return pipe(ends) < 0 ? -1 : fcntl(ends[0], F_SETPIPE_SZ, 1 << 20);
+}
+
+static int take_rights(void) {  // a descriptor that is on its way, and that nobody takes
+    static int ends[2], left;
+    char byte = 0, room[CMSG_SPACE(sizeof(int))] = {0};
+    struct iovec data = {&byte, 1};
+    struct msghdr message = {.msg_iov = &data, .msg_iovlen = 1, .msg_control = room, .msg_controllen = sizeof room};
+    struct cmsghdr *head = CMSG_FIRSTHDR(&message);
+    if (left-- == 0) {
+        left = 99;
+        if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) < 0) return -1;
+    }
+    head->cmsg_level = SOL_SOCKET;
+    head->cmsg_type = SCM_RIGHTS;
+    head->cmsg_len = CMSG_LEN(sizeof(int));
+    memcpy(CMSG_DATA(head), &ends[0], sizeof(int));
+    return (int)sendmsg(ends[0], &message, MSG_DONTWAIT);
+}
+
+static long take(const char *what, long most) {  // and keep, until nothing more is given
+    int (*one)(void) = !strcmp(what, "inotify") ? take_inotify : !strcmp(what, "timer") ? take_timer
+                       : !strcmp(what, "pipe")  ? take_pipe
+                                                : take_rights;
+    long taken = 0;
+    while (taken < most && one() >= 0) taken++;
+    printf("%ld\n", taken);
+    fflush(stdout);
+    if (most > 1) sleep(60);
+    exit(0);
 }
 
 static long run_setuid(const char *path) {
@@ -106,7 +168,9 @@ int main(int count, char **words) {
     }
 #endif
     if (!strcmp(what, "run-setuid")) return told(run_setuid(words[2]));
-    if (!strcmp(what, "subreaper")) return told(escape_subreaper());
+    if (!strcmp(what, "mark")) return told(change_mark());
+    if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
+    if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());
     if (!strcmp(what, "descriptors")) {

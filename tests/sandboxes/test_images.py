@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from abuse import attack_program
 from roll_flash.sandboxes import (
+    SandboxFileError,
     SandboxImageError,
     SandboxPool,
     SandboxSpec,
@@ -241,3 +242,46 @@ def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
             await engine.close()
 
     asyncio.run(grow_old())
+
+
+def test_a_fork_of_a_writable_root_has_what_was_changed_and_lacks_what_was_removed(docker: str) -> None:
+    """Owners, modes, links and removals, as a file system on a disk would keep them."""
+    change = """
+        cd /root && mkdir -p a/b && echo deep > a/b/file && ln -s a/b/file link && chmod 750 a/b/file
+        truncate -s 1000000 sparse && rm -r /etc/apt && rm /etc/debian_version
+        rm -r /usr/share/bash-completion /etc/init.d 2> /dev/null; mkdir /etc/init.d && echo new > /etc/init.d/only
+        mv /etc/issue /etc/issue.moved && echo more >> /etc/issue.net && mkfifo pipe
+    """
+    look = """
+        cd /root && cat link && stat -c '%a %u %s' a/b/file sparse && ls -d /etc/apt /etc/debian_version /etc/issue
+        ls /etc/init.d; tail -n 1 /etc/issue.net; ls /etc/issue.moved
+    """
+    spec = SandboxSpec(writable_root=True, user="0:0")
+
+    async def fork() -> list[str]:
+        async with SandboxPool(provider="docker", size=0) as pool:
+            async with pool.lease(spec) as sandbox:
+                assert (await sandbox.exec(change)).ok
+                seen = [(await sandbox.exec(look)).stdout_text]
+                forked = await sandbox.snapshot()
+                await sandbox.exec("echo later > /root/later; rm /root/link")
+                again = await sandbox.snapshot()
+            async with pool.lease(forked) as first, pool.lease(again) as second:
+                seen.append((await first.exec(look)).stdout_text)
+                seen.append((await second.exec("ls /root")).stdout_text)
+        return seen
+
+    before, after, later = asyncio.run(fork())
+    assert before == "deep\n750 0 5\n644 0 1000000\nonly\nmore\n/etc/issue.moved\n"
+    assert after == before
+    assert later.split() == ["a", "later", "sparse"]
+
+
+def test_a_sparse_file_of_a_terabyte_is_not_forked_to_the_engines_disk(docker: str) -> None:
+    async def fork() -> None:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            assert (await sandbox.exec("truncate -s 1000000000000 /sparse")).ok
+            with pytest.raises(SandboxFileError, match="sparse: File too large"):
+                await sandbox.snapshot()
+
+    asyncio.run(fork())

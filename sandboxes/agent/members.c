@@ -1,0 +1,135 @@
+/* Which command a process belongs to. A command's first process gets a number of its own as its limit on file locks,
+ * which kernels have not used since 2.4. Children inherit it and a filter keeps it as it is, so a process is known also
+ * when all that it descends from have ended. */
+#include "agent.h"
+
+#include <ctype.h>
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <linux/filter.h>
+#include <linux/seccomp.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+struct pids {
+    pid_t *at;
+    size_t count, capacity;
+};
+
+#define LOAD(offset) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offset)
+#define ARGUMENT(number) offsetof(struct seccomp_data, args[number])
+#define IF_EQUAL(value, skip, skip_otherwise) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, skip, skip_otherwise)
+
+/* No setrlimit of RLIMIT_LOCKS, and no prlimit of it with a new value; it may be asked for. */
+static struct sock_filter keep_mark[] = {
+    LOAD(offsetof(struct seccomp_data, nr)),
+    IF_EQUAL(SYS_setrlimit, 0, 2),
+    LOAD(ARGUMENT(0)),
+    IF_EQUAL(RLIMIT_LOCKS, 7, 8),
+    IF_EQUAL(SYS_prlimit64, 0, 7),
+    LOAD(ARGUMENT(1)),
+    IF_EQUAL(RLIMIT_LOCKS, 0, 5),
+    LOAD(ARGUMENT(2)),
+    IF_EQUAL(0, 0, 2),
+    LOAD(ARGUMENT(2) + 4),
+    IF_EQUAL(0, 1, 0),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
+};
+
+/* Called in the child that becomes the command. Kernels that refuse the limit (gVisor) leave it without a number. */
+bool members_mark(uint64_t command) {
+    const struct sock_fprog program = {sizeof keep_mark / sizeof *keep_mark, keep_mark};
+    const struct rlimit mark = {command, command};
+    if (setrlimit(RLIMIT_LOCKS, &mark) < 0) return errno == EPERM || errno == EINVAL;
+    return prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
+}
+
+static bool read_entry(pid_t pid, const char *name, char *text, size_t size) {
+    char path[48];
+    snprintf(path, sizeof path, "/proc/%d/%s", pid, name);
+    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    ssize_t got = read(fd, text, size - 1);
+    close(fd);
+    text[got > 0 ? got : 0] = 0;
+    return got > 0;
+}
+
+/* One without a number may be anybody's, so it counts as this command's. */
+static bool belongs(pid_t pid, uint64_t command) {
+    char text[4096];
+    unsigned long long mark;
+    if (!read_entry(pid, "limits", text, sizeof text)) return false;
+    const char *line = strstr(text, "Max file locks");
+    return !line || sscanf(line, "Max file locks %llu", &mark) != 1 || mark == command;
+}
+
+/* The letter in /proc/PID/stat, 'X' if it is gone. */
+static char state_of(pid_t pid) {
+    char text[1024];
+    const char *name_end = read_entry(pid, "stat", text, sizeof text) ? strrchr(text, ')') : NULL;
+    return name_end && name_end[1] ? name_end[2] : 'X';
+}
+
+static void add(struct pids *pids, pid_t pid) {
+    if (pids->count == pids->capacity) {
+        pids->capacity = pids->capacity ? 2 * pids->capacity : 64;
+        pids->at = realloc(pids->at, pids->capacity * sizeof *pids->at);
+        if (!pids->at) die("out of memory");
+    }
+    pids->at[pids->count++] = pid;
+}
+
+static bool holds(const struct pids *pids, pid_t pid) {
+    for (size_t i = 0; i < pids->count; i++)
+        if (pids->at[i] == pid) return true;
+    return false;
+}
+
+/* All processes but this one, or those that are stopped. */
+static void list_processes(struct pids *found, bool only_stopped) {
+    DIR *directory = opendir("/proc");
+    if (!directory) die("/proc cannot be read");
+    found->count = 0;
+    for (struct dirent *entry; (entry = readdir(directory));) {
+        pid_t pid = isdigit((unsigned char)entry->d_name[0]) ? atoi(entry->d_name) : 0;
+        if (pid && pid != getpid() && (!only_stopped || state_of(pid) == 'T')) add(found, pid);
+    }
+    closedir(directory);
+}
+
+/* Everything is stopped by one call, so that members cannot run from the search by forking; then others go on.
+ * A child whose fork was under way may come up after the search. It is stopped from its birth: members_end finds it. */
+void members_signal(uint64_t command, int number) {
+    static struct pids stopped, all;
+    list_processes(&stopped, true);
+    kill(-1, SIGSTOP);
+    list_processes(&all, false);
+    for (size_t i = 0; i < all.count; i++) {
+        bool member = belongs(all.at[i], command);
+        if (member) kill(all.at[i], number);
+        if (member || !holds(&stopped, all.at[i])) kill(all.at[i], SIGCONT);
+    }
+}
+
+/* Kill what is left after a SIGKILL for all; false when nothing is. */
+bool members_end(uint64_t command) {
+    static struct pids all;
+    bool any = false;
+    list_processes(&all, false);
+    for (size_t i = 0; i < all.count; i++) {
+        if (!belongs(all.at[i], command) || strchr("ZX", state_of(all.at[i]))) continue;
+        kill(all.at[i], SIGKILL);
+        any = true;
+    }
+    return any;
+}

@@ -1,0 +1,233 @@
+/* A writable root that is held in memory. Docker has no limit for what a container writes to its own root on most
+ * disks, so that root stays read-only and the agent, before it runs anything, lays a file system over it whose changes
+ * lie in a tmpfs of the spec's size. For that it starts as root with a few capabilities; it gives up all of them here. */
+#include "agent.h"
+
+#include <dirent.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <linux/capability.h>
+#include <sched.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+#include <sys/xattr.h>
+#include <unistd.h>
+
+#define LAYER "/.roll-flash-root" /* the tmpfs: changes, work, merged; in the new root also image, the old one */
+#define MERGED LAYER "/merged"
+#define CHANGES LAYER "/changes"
+#define IMAGE LAYER "/image"
+
+enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200 };
+
+static void must(bool done, const char *what) {
+    if (done) return;
+    char text[PATH_SIZE + 256];
+    snprintf(text, sizeof text, "the writable root: %s: %s", what, strerror(errno));
+    die(text);
+}
+
+static bool is_below(const char *path, const char *folder) {
+    size_t length = strlen(folder);
+    return strncmp(path, folder, length) == 0 && (path[length] == 0 || path[length] == '/');
+}
+
+/* \040 and the like in /proc/self/mountinfo. */
+static void unescape(char *path) {
+    char *to = path;
+    for (char *at = path; *at; at++) {
+        unsigned int code;
+        if (*at == '\\' && sscanf(at + 1, "%3o", &code) == 1) {
+            *to++ = (char)code;
+            at += 3;
+        } else {
+            *to++ = *at;
+        }
+    }
+    *to = 0;
+}
+
+/* Mount points below which nothing else of the list lies; each brings along what is mounted below it. */
+static size_t read_mounts(char **found) {
+    FILE *table = fopen("/proc/self/mountinfo", "re");
+    char line[2 * PATH_SIZE], path[PATH_SIZE];
+    size_t count = 0;
+    must(table != NULL, "/proc/self/mountinfo");
+    while (fgets(line, sizeof line, table)) {
+        if (sscanf(line, "%*s %*s %*s %*s %4095s", path) != 1) continue;
+        unescape(path);
+        bool known = !strcmp(path, "/") || is_below(path, LAYER);
+        for (size_t i = 0; i < count; i++) known |= is_below(path, found[i]);
+        if (known) continue;
+        must(count < MAX_MOUNTS, "too many mounts");
+        must((found[count++] = strdup(path)) != NULL, "out of memory");
+    }
+    fclose(table);
+    return count;
+}
+
+/* Of /etc/hosts and its like, which the engine keeps on its disk, the new root has a copy. */
+static void copy_file(const char *from, const char *to) {
+    char block[4096];
+    int in = open(from, O_RDONLY | O_CLOEXEC), out = open(to, O_WRONLY | O_TRUNC | O_CLOEXEC);
+    must(in >= 0 && out >= 0, from);
+    for (ssize_t got; (got = read(in, block, sizeof block)) > 0;) must(write(out, block, (size_t)got) == got, to);
+    close(in);
+    close(out);
+}
+
+static bool is_named(const char *path, char **names, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (!strcmp(path, names[i])) return true;
+    return false;
+}
+
+/* `volumes`: places that the engine covered because the image declares them, and that the root has anyway. */
+static void carry_over(const char *path, char **volumes, size_t volume_count) {
+    struct stat status;
+    char target[2 * PATH_SIZE];
+    if (is_named(path, volumes, volume_count)) return;
+    snprintf(target, sizeof target, MERGED "%s", path);
+    must(stat(path, &status) == 0, path);
+    if (S_ISREG(status.st_mode)) copy_file(path, target);
+    else must(mount(path, target, NULL, MS_BIND | MS_REC, NULL) == 0, path);
+}
+
+static void bind_read_only(const char *from, const char *to) {
+    must(mount(from, to, NULL, MS_BIND, NULL) == 0, to);
+    must(mount(NULL, to, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | MS_NODEV, NULL) == 0, to);
+}
+
+static void drop_privileges(uid_t user, gid_t group) {
+    struct __user_cap_header_struct header = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
+    for (int capability = 0; capability < 64; capability++)
+        must(prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) == 0 || errno == EINVAL, "dropping capabilities");
+    must(prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0, "no_new_privs");
+    must(setgroups(0, NULL) == 0 && setresgid(group, group, group) == 0 && setresuid(user, user, user) == 0, "user");
+    must(syscall(SYS_capset, &header, none) == 0, "dropping capabilities");
+}
+
+/* `words`: user, group, then the image's volumes. */
+void root_enter(char **words, size_t count) {
+    char *mounts[MAX_MOUNTS], directory[PATH_SIZE];
+    must(count >= 2 && getcwd(directory, sizeof directory), "its settings");
+    umask(022);
+    must(mkdir(CHANGES, 0755) == 0 && mkdir(LAYER "/work", 0700) == 0 && mkdir(MERGED, 0755) == 0 && mkdir(IMAGE, 0755) == 0, LAYER);
+    must(mount("overlay", MERGED, "overlay", 0, "lowerdir=/,upperdir=" CHANGES ",workdir=" LAYER "/work") == 0, "overlay");
+    size_t mount_count = read_mounts(mounts);
+    for (size_t i = 0; i < mount_count; i++) {
+        carry_over(mounts[i], words + 2, count - 2);
+        free(mounts[i]);
+    }
+    bind_read_only(LAYER, MERGED LAYER);
+    bind_read_only("/", MERGED IMAGE);
+    must(chdir(MERGED) == 0 && mount(".", "/", NULL, MS_MOVE, NULL) == 0 && chroot(".") == 0, "entering it");
+    drop_privileges((uid_t)strtoul(words[0], NULL, 10), (gid_t)strtoul(words[1], NULL, 10));
+    must(chdir(directory) == 0, directory);
+}
+
+/* What follows runs in a process of its own, with the capabilities that the agent began with, on what untrusted code has written: nothing is
+ * followed, and no more than `budget` bytes are copied whatever changes meanwhile. */
+static uint64_t budget;
+
+/* What the engine has mounted something on (/etc/hosts, a volume) stays. */
+static void remove_entry(int folder, const char *name, int depth) {
+    if (unlinkat(folder, name, 0) == 0 || errno == ENOENT || errno == EBUSY) return;
+    must(errno == EISDIR && depth < DEEPEST, name);
+    int inner = openat(folder, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    DIR *directory = inner < 0 ? NULL : fdopendir(inner);
+    must(directory != NULL, name);
+    for (struct dirent *entry; (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) remove_entry(inner, entry->d_name, depth + 1);
+    closedir(directory);
+    must(unlinkat(folder, name, AT_REMOVEDIR) == 0 || errno == EBUSY, name);
+}
+
+/* Holes count: the engine writes them out. */
+static void copy_data(int in, int out, const char *name) {
+    char block[CHUNK];
+    for (ssize_t got; (got = read(in, block, sizeof block)) > 0; budget -= (uint64_t)got)
+        must((uint64_t)got <= budget && write(out, block, (size_t)got) == got, name);
+}
+
+static void set_owner(int fd, const struct stat *status, const char *name) {
+    const struct timespec times[2] = {status->st_atim, status->st_mtim};
+    must(fchown(fd, status->st_uid, status->st_gid) == 0 && fchmod(fd, status->st_mode & 07777) == 0 && futimens(fd, times) == 0, name);
+}
+
+static void keep_file(int from, int to, const char *name, const struct stat *status) {
+    errno = EFBIG;
+    must((uint64_t)status->st_size <= budget, name);
+    remove_entry(to, name, 0);
+    int in = openat(from, name, O_RDONLY | O_NOFOLLOW | O_NONBLOCK | O_CLOEXEC);
+    int out = openat(to, name, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+    if (out < 0 && errno == EEXIST) {
+        close(in);
+        return;
+    }
+    must(in >= 0 && out >= 0, name);
+    copy_data(in, out, name);
+    set_owner(out, status, name);
+    close(in);
+    close(out);
+}
+
+static void keep_link(int from, int to, const char *name, const struct stat *status) {
+    char target[PATH_SIZE];
+    ssize_t length = readlinkat(from, name, target, sizeof target - 1);
+    must(length > 0, name);
+    target[length] = 0;
+    remove_entry(to, name, 0);
+    must(symlinkat(target, to, name) == 0 && fchownat(to, name, status->st_uid, status->st_gid, AT_SYMLINK_NOFOLLOW) == 0, name);
+}
+
+static void keep_folder(int from, int to, int depth);
+
+static void keep_entry(int from, int to, const char *name, int depth) {
+    struct stat status, there;
+    char opaque = 0;
+    if (fstatat(from, name, &status, AT_SYMLINK_NOFOLLOW) < 0) return;
+    if (S_ISCHR(status.st_mode) && status.st_rdev == makedev(0, 0)) remove_entry(to, name, 0);
+    else if (S_ISREG(status.st_mode)) keep_file(from, to, name, &status);
+    else if (S_ISLNK(status.st_mode)) keep_link(from, to, name, &status);
+    if (!S_ISDIR(status.st_mode)) return;
+    int source = openat(from, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    must(source >= 0 && depth < DEEPEST, name);
+    bool covers = fgetxattr(source, "trusted.overlay.opaque", &opaque, 1) == 1 && opaque == 'y';
+    bool is_folder = fstatat(to, name, &there, AT_SYMLINK_NOFOLLOW) == 0 && S_ISDIR(there.st_mode);
+    if (covers || !is_folder) remove_entry(to, name, 0);
+    must(mkdirat(to, name, 0700) == 0 || errno == EEXIST, name);
+    int target = openat(to, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    must(target >= 0, name);
+    keep_folder(source, target, depth + 1);
+    set_owner(target, &status, name);
+    close(target);
+}
+
+/* Closes `from`. */
+static void keep_folder(int from, int to, int depth) {
+    DIR *directory = fdopendir(from);
+    must(directory != NULL, "a folder");
+    for (struct dirent *entry; (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) keep_entry(from, to, entry->d_name, depth);
+    closedir(directory);
+}
+
+/* Write the changes so far into the container's own root, of which the engine can make an image. */
+void root_keep(uint64_t limit) {
+    budget = limit;
+    must(unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0, "a view of its own");
+    must(mount(NULL, IMAGE, NULL, MS_REMOUNT | MS_BIND, NULL) == 0, IMAGE);
+    int from = open(CHANGES, O_RDONLY | O_DIRECTORY | O_CLOEXEC), to = open(IMAGE, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    must(from >= 0 && to >= 0, LAYER);
+    keep_folder(from, to, 0);
+    close(to);
+}

@@ -1,0 +1,294 @@
+"""What sandboxes do not share with the machine and with each other: its disk, users, what is counted per user."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+from typing import Any
+
+import pytest
+from abuse import attack_program, shell, within
+from conftest import need
+from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, SandboxSpecError, docker_provider
+from roll_flash.sandboxes.conformance import run_checks
+from roll_flash.sandboxes.container_config import volume_paths
+from roll_flash.sandboxes.engine_isolation import EngineIsolation
+from roll_flash.sandboxes.identity import DOCKER_USERS, LOCAL_USERS, REMAPPED_USERS
+from roll_flash.sandboxes.local_provider import HostUser
+from roll_flash.sandboxes.opening import connect_provider
+
+from roll_flash.cli import main
+
+MIB = 1 << 20
+VOLUME = (
+    "FROM roll-flash-sandbox:latest\nUSER root\n"
+    "RUN mkdir -p /data/deep /tmp/inner && echo given > /data/deep/file && chmod -R 777 /data /tmp/inner\n"
+    "VOLUME /data /data/deep /tmp/inner\n"
+)
+SPECS = {
+    "default": SandboxSpec(),
+    "root": SandboxSpec(user="0:0"),
+    "writable-root": SandboxSpec(writable_root=True, user="0:0"),
+    "volume": SandboxSpec(dockerfile=VOLUME),
+    "volume-root": SandboxSpec(dockerfile=VOLUME, user="0:0"),
+    "volume-writable-root": SandboxSpec(dockerfile=VOLUME, writable_root=True, user="0:0"),
+}
+PROBE = """
+while read -r _ _ _ _ path _; do
+    if test -d "$path"; then target=$path/.probe; else target=$path; fi
+    (printf x >> "$target") 2> /dev/null && test -s "$target" && stat -f -c "%T $path" "$target"
+done < /proc/self/mountinfo
+true
+"""
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("kind", SPECS)
+def test_no_place_that_can_be_written_lies_on_the_machines_disk(docker: str, kind: str) -> None:
+    async def probe(sandbox: Sandbox) -> None:
+        found = await sandbox.exec(PROBE, timeout=30)
+        places = [line.split(" ", 1) for line in found.stdout_text.splitlines()]
+        assert {"/tmp", "/sandbox"} <= {path for _, path in places}
+        if sandbox.spec.writable_root:
+            assert "/" in {path for _, path in places}
+        for system, path in places:
+            assert system == "tmpfs" or (path == "/" and system == "overlayfs"), (system, path)
+        written = await sandbox.exec(
+            "rm -f /.probe; echo x > /.probe && head -c 1500000000 /dev/zero > /big", timeout=60
+        )
+        assert not written.ok
+        assert on_the_engines_disk(sandbox.name) < 100_000
+
+    within(docker, probe, SPECS[kind])
+
+
+def on_the_engines_disk(name: str) -> int:
+    """Bytes in a container's own layer; it must have no volume beside the agent's."""
+    command = ["docker", "inspect", "--size", "-f", "{{json .}}", name]
+    found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert [mount["Destination"] for mount in found["Mounts"] if mount["Type"] != "tmpfs"] == ["/.roll-flash"]
+    return int(found["SizeRw"])
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(("kind", "folder"), [("volume", "/data"), ("volume-root", "/data"), ("writable-root", "/var")])
+def test_a_gigabyte_and_a_half_does_not_fit_under_256_megabytes(docker: str, kind: str, folder: str) -> None:
+    """Also of files that are deleted while they are open, which no count of files would see."""
+    hold = (
+        "import os\nfiles, total = [], 0\n"
+        "try:\n"
+        "    for at in range(100):\n"
+        f"        files.append(os.open('{folder}/hidden', os.O_RDWR | os.O_CREAT, 0o600))\n"
+        f"        os.unlink('{folder}/hidden')\n"
+        "        for _ in range(15): total += os.write(files[-1], bytes(1 << 20))\n"
+        "except OSError as error:\n"
+        "    print(error.strerror, total >> 20)\n"
+    )
+
+    async def fill(sandbox: Sandbox) -> None:
+        result = await sandbox.exec(f"head -c 1500000000 /dev/zero > {folder}/big; stat -c %s {folder}/big", timeout=60)
+        assert b"No space left" in result.stderr
+        assert int(result.stdout) <= 128 * MIB
+        await sandbox.exec(f"rm {folder}/big")
+        hidden = (await sandbox.exec(["python3", "-c", hold], timeout=60)).stdout_text
+        assert hidden.startswith("No space left"), hidden
+        assert int(hidden.split()[-1]) <= 128
+
+    within(docker, fill, SPECS[kind].model_copy(update={"memory_mb": 256}))
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("user", ["0:0", None])
+def test_commands_on_a_writable_root_have_no_capabilities(docker: str, user: str | None) -> None:
+    """The agent begins with some; what it left behind cannot be reached either."""
+    attempts = ("mount", "chroot", "setns", "handle", "mknod", "unshare 131072", "clone-user", "setuid")
+
+    async def look(sandbox: Sandbox) -> None:
+        lines = (await sandbox.exec("grep Cap /proc/self/status")).stdout_text.splitlines()
+        assert [line.split()[1] for line in lines] == ["0" * 16] * 5
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        for words in attempts if user is None else attempts[:-1]:
+            said = (await sandbox.exec(["/tmp/attack", *words.split()])).stdout
+            assert b"not permitted" in said or b"Invalid argument" in said, (words, said)
+        for path in ("/.roll-flash-root/image/x", "/.roll-flash-root/changes/x", "/.roll-flash/x", "/proc/1/root/x/y"):
+            assert not (await sandbox.exec(f"echo x > {path}")).ok, path
+
+    within(docker, look, SandboxSpec(writable_root=True, user=user))
+
+
+@pytest.mark.docker
+def test_a_writable_root_has_what_the_image_holds_in_its_volumes(docker: str) -> None:
+    result = shell(
+        docker,
+        "cat /data/deep/file; echo more >> /data/deep/file && cat /data/deep/file",
+        SPECS["volume-writable-root"],
+    )
+    assert result.stdout == b"given\ngiven\nmore\n"
+
+
+@pytest.mark.parametrize("path", ["/", "/proc/x", "/dev", "/.roll-flash", "/a/../../sys"])
+def test_a_volume_that_cannot_be_bounded_is_refused(path: str) -> None:
+    with pytest.raises(SandboxSpecError, match="declares a volume"):
+        volume_paths([path], SandboxSpec())
+
+
+def test_volumes_where_a_sandbox_has_a_tmpfs_anyway_are_left_to_it() -> None:
+    assert volume_paths(["/tmp/", "/sandbox", "/data//x", "/data/x"], SandboxSpec()) == ("/data/x",)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("kind", SPECS)
+def test_with_reuse_the_next_lease_reads_nothing_of_the_first(docker: str, kind: str) -> None:
+    reads_nothing_of_the_first(docker, SPECS[kind])
+
+
+def test_with_reuse_the_next_lease_of_a_local_sandbox_reads_nothing_of_the_first() -> None:
+    need("local")
+    reads_nothing_of_the_first("local", SandboxSpec())
+
+
+def reads_nothing_of_the_first(provider: str, spec: SandboxSpec) -> None:
+    async def lease_twice() -> str:
+        async with SandboxPool(provider=provider, size=1, reuse=True) as pool:
+            await pool.start(spec)
+            async with pool.lease(spec) as sandbox:
+                await sandbox.exec(PROBE.replace("printf x", "printf treasure"))
+            for _ in range(500):
+                if not pool.stats().closing and pool.stats().ready:
+                    break
+                await asyncio.sleep(0.02)
+            async with pool.lease(spec) as sandbox:
+                look = 'while read -r _ _ _ _ path _; do cat "$path/.probe" 2> /dev/null; done < /proc/self/mountinfo'
+                return (await sandbox.exec(look)).stdout_text
+
+    assert asyncio.run(lease_twice()) == ""
+
+
+@pytest.mark.parametrize("what", ["inotify", "timer", "pipe", "rights"])
+def test_a_sandbox_that_takes_all_that_one_user_may_have_takes_nothing_of_another(provider: str, what: str) -> None:
+    async def take() -> tuple[int, bytes]:
+        connected = await connect_provider(provider)
+        spec = SandboxSpec(open_files=512, pids=256)
+        first, second = [await connected.open(spec, run="separation", timeout_s=30) for _ in range(2)]
+        try:
+            for sandbox in (first, second):
+                await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+            line = "i=0; while [ $i -lt 200 ]; do /tmp/attack take WHAT 100000 & i=$((i+1)); done; wait"
+            async with first.stream(line.replace("WHAT", what), timeout=60) as stream:
+                taken = 0
+                for _ in range(20):  # of 200 takers; by then the first have all there is
+                    chunk = await stream.next()
+                    taken += sum(int(word) for word in chunk.data.split()) if chunk else 0
+                left = await second.exec(["/tmp/attack", "take", what, "1"])
+            return taken, left.stdout
+        finally:
+            await asyncio.gather(first.close(), second.close())
+            await connected.close()
+
+    taken, left = asyncio.run(take())
+    assert taken > 50
+    assert left == b"1\n"
+
+
+@pytest.mark.docker
+def test_root_of_the_machine_keeps_its_inotify_instances_and_timers(docker: str) -> None:
+    async def take(sandbox: Sandbox) -> None:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        assert (await sandbox.exec(["/tmp/attack", "take", "inotify", "1"])).stdout == b"0\n"
+        assert (await sandbox.exec("ulimit -i 2> /dev/null || grep pending /proc/self/limits")).stdout.count(
+            b"4096"
+        ) == 2
+
+    within(docker, take, SandboxSpec(user="0:0"))
+
+
+@pytest.mark.docker
+def test_each_sandbox_has_a_user_of_its_own(docker: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine refuses a second container of the same name, and with it of the same user."""
+    drawn = [("roll-flash-78000001", 0x78000001)] * 2 + [("roll-flash-78000002", 0x78000002)]
+    monkeypatch.setattr(docker_provider, "new_user", lambda users: drawn.pop(0))
+
+    async def users() -> list[str]:
+        connected = await connect_provider(docker)
+        opened = [await connected.open(SandboxSpec(), run="separation", timeout_s=30) for _ in range(2)]
+        try:
+            line = "id -u; cd ~ && touch file && echo $USER $(pwd)"
+            return [(await sandbox.exec(line)).stdout_text for sandbox in opened]
+        finally:
+            await asyncio.gather(*(sandbox.close() for sandbox in opened))
+            await connected.close()
+
+    assert asyncio.run(users()) == [f"{0x78000001}\nsandbox /sandbox\n", f"{0x78000002}\nsandbox /sandbox\n"]
+    assert drawn == []
+
+
+@pytest.mark.docker
+def test_a_user_that_the_spec_names_is_taken(docker: str) -> None:
+    assert shell(docker, "id -u; id -g; touch x", SandboxSpec(user="1000:100")).stdout == b"1000\n100\n"
+    root = SandboxSpec(user="1000:1000", writable_root=True)
+    assert shell(docker, "id -u; touch /x", root).stdout == b"1000\n"
+
+
+def test_two_local_sandboxes_of_this_machine_never_have_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = [("roll-flash-test-a", 1), ("roll-flash-test-a", 1), ("roll-flash-test-b", 2), ("roll-flash-test-a", 1)]
+    monkeypatch.setattr("roll_flash.sandboxes.local_provider.new_user", lambda users: drawn.pop(0))
+    first, second = HostUser(), HostUser()
+    assert (first.number, second.number) == (1, 2)
+    first.release()
+    third = HostUser()
+    assert third.number == 1
+    second.release()
+    third.release()
+
+
+INFO: dict[str, Any] = {
+    "Runtimes": {"runc": {}, "runsc": {}},
+    "DefaultRuntime": "runc",
+    "SecurityOptions": ["name=apparmor", "name=seccomp,profile=default", "name=userns"],
+    "CgroupVersion": "2",
+}
+
+
+def test_what_an_engine_does_not_have_is_refused_in_one_line() -> None:
+    plain = EngineIsolation.of({**INFO, "SecurityOptions": ["name=seccomp,profile=default"]})
+    plain.check(SandboxSpec(runtime="runsc", userns="host"))
+    with pytest.raises(SandboxSpecError, match="runtime='kata': the engine has runc, runsc; install it"):
+        plain.check(SandboxSpec(runtime="kata"))
+    with pytest.raises(SandboxSpecError, match="no user namespaces; start it with userns-remap"):
+        plain.check(SandboxSpec(userns="required"))
+    with pytest.raises(SandboxSpecError, match="rootless engine cannot"):
+        EngineIsolation.of({**INFO, "SecurityOptions": ["name=rootless"]}).check(SandboxSpec(userns="host"))
+
+
+def test_users_fit_into_the_user_namespace_of_the_engine() -> None:
+    remapped = EngineIsolation.of(INFO)
+    remapped.check(SandboxSpec(userns="required"))
+    assert remapped.users(SandboxSpec()) == REMAPPED_USERS
+    assert remapped.users(SandboxSpec(userns="host")) == DOCKER_USERS
+    assert not set(DOCKER_USERS[:2]) & set(LOCAL_USERS[:2])
+    assert remapped.describe(SandboxSpec(runtime="runsc"))["runtime"] == "runsc"
+
+
+@pytest.mark.docker
+def test_a_runtime_is_chosen_by_the_spec(docker: str) -> None:
+    async def runtime(sandbox: Sandbox) -> str:
+        command = ["docker", "inspect", "-f", "{{.HostConfig.Runtime}}", sandbox.name]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
+        return str(done.stdout).strip()
+
+    assert within(docker, runtime, SandboxSpec(runtime="io.containerd.runc.v2")) == "io.containerd.runc.v2"
+    with pytest.raises(SandboxSpecError, match="runtime='none-such'"):
+        shell(docker, "true", SandboxSpec(runtime="none-such"))
+
+
+def test_the_check_tells_how_strong_the_isolation_is(
+    provider: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("roll_flash.sandboxes.conformance.CHECKS", [])
+    assert main(["sandbox", "check", "--provider", provider]) == 0
+    said = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines()[:-1])
+    report = asyncio.run(run_checks(provider, SandboxSpec(), []))
+    assert said == report.measures
+    assert {"runtime", "user namespace", "user", "seccomp", "disk"} <= set(said)
+    assert said["disk"] == "nothing is written to it"
