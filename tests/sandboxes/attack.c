@@ -77,6 +77,7 @@ static void end_slowly(int number) {
 }
 
 static long chain(int chains, int ignores_term) {  // whose first process dies on TERM unless told otherwise
+    signal(SIGCHLD, SIG_IGN);  // what has ended must not fill the process limit
     for (int i = 0; i < chains; i++) {
         if (fork() != 0) continue;
         signal(SIGTERM, SIG_IGN);
