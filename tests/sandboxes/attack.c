@@ -63,20 +63,27 @@ static long change_mark(void) {  // the limit that tells whose a process is
     return syscall(SYS_setrlimit, RLIMIT_LOCKS, &mark);
 }
 
-static void hand_on(int in_new_session) {  // each forks its successor and ends
+static void hand_on(int in_new_session) {  // each forks its successor and ends: no list of processes shows it for sure
     for (;;) {
+        close(open("/tmp/alive", O_CREAT | O_WRONLY, 0600));
         if (in_new_session) setsid();
         if (fork() != 0) _exit(0);
     }
 }
 
+static void end_slowly(int number) {
+    usleep(20000 + 0 * number);
+    _exit(0);
+}
+
 static long chain(int chains, int ignores_term) {  // whose first process dies on TERM unless told otherwise
+    signal(SIGCHLD, SIG_IGN);  // what has ended must not fill the process limit
     for (int i = 0; i < chains; i++) {
         if (fork() != 0) continue;
         signal(SIGTERM, SIG_IGN);
         hand_on(i % 2);
     }
-    if (ignores_term) signal(SIGTERM, SIG_IGN);
+    signal(SIGTERM, ignores_term ? SIG_IGN : end_slowly);
     for (;;) pause();
 }
 

@@ -187,10 +187,12 @@ def test_processes_that_hand_on_to_a_successor_do_not_outlive_a_timeout(provider
         wait = "while ! test -e /tmp/end; do sleep 0.1; done; echo fine"
         other = asyncio.ensure_future(sandbox.exec(wait, timeout=None))
         for turn in range(12):
-            assert (await sandbox.exec(words, timeout=0.04, grace=0.02 * (turn % 3))).timed_out
-            left = (await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")).stdout_text
-            assert "attack" not in left, f"turn {turn}: {left}"
-            assert "sleep 5551" in left, "what an earlier command left running is not this command's"
+            assert (await sandbox.exec(words, timeout=0.04, grace=0.05 * (turn % 3))).timed_out
+            left = await sandbox.exec("rm -f /tmp/alive; sleep 0.1; test -e /tmp/alive")
+            assert left.exit_code == 1, f"turn {turn}: some live on"
+        left = await sandbox.exec("cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert "/tmp/attack" not in left.stdout_text
+        assert "sleep 5551" in left.stdout_text, "what an earlier command left running is not this command's"
         await sandbox.write("/tmp/end", b"")
         result = await other
         assert result.stdout == b"fine\n", result
