@@ -26,6 +26,7 @@ OBJECT_STORE_BYTES = 256 << 20
 """Trajectories are small, and weights do not travel through Ray."""
 ATTEMPTS = 3
 NO_PORT = "-1"
+QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}
 
 _log = logging.getLogger(__name__)
 
@@ -111,7 +112,7 @@ def _token_of_our_own() -> Iterator[None]:
 
     The processes that Ray starts get it from their environment.
     """
-    from ray._raylet import AuthenticationTokenLoader
+    from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
     before = {name: os.environ.pop(name, None) for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN")}
     os.environ["RAY_AUTH_TOKEN"] = new_key()
@@ -132,7 +133,7 @@ def _init(options: dict[str, Any], config: RayConfig) -> None:
 
     for attempt in range(ATTEMPTS):
         try:
-            ray.init(**options, logging_level="error", log_to_driver=False, configure_logging=False)
+            ray.init(**QUIET, **options)
             return
         except Exception as error:  # Ray raises bare Exceptions here too
             ray.shutdown()

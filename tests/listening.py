@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import grpc
 import httpx
 import psutil
@@ -27,20 +29,23 @@ def open_to_everybody(process: int) -> list[str]:
     What speaks neither HTTP nor gRPC, as a store of torch.distributed, must listen on loopback only.
     """
     root = psutil.Process(process)
-    found = []
-    for listener in [root, *root.children(recursive=True)]:
-        try:
-            sockets = [entry for entry in listener.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
-            name = " ".join(listener.cmdline())[:80]
-        except psutil.NoSuchProcess:
-            continue
-        for entry in sockets:
-            answers = _answers(entry.laddr.ip, entry.laddr.port)
-            if not answers and entry.laddr.ip in LOOPBACK:
-                continue
-            if not answers & REFUSED or answers - REFUSED - UNKNOWN:
-                found.append(f"{name} at {entry.laddr.ip}:{entry.laddr.port}: {sorted(answers)}")
-    return found
+    listening = [place for listener in [root, *root.children(recursive=True)] for place in _listening(listener)]
+    with ThreadPoolExecutor(16) as pool:
+        answers = pool.map(lambda place: _answers(place[1], place[2]), listening)
+        return [
+            f"{name} at {address}:{port}: {sorted(said)}"
+            for (name, address, port), said in zip(listening, answers, strict=True)
+            if (said or address not in LOOPBACK) and (not said & REFUSED or said - REFUSED - UNKNOWN)
+        ]
+
+
+def _listening(process: psutil.Process) -> list[tuple[str, str, int]]:
+    try:
+        sockets = [entry for entry in process.net_connections("inet") if entry.status == psutil.CONN_LISTEN]
+        name = " ".join(process.cmdline())[:80]
+    except psutil.NoSuchProcess:
+        return []
+    return [(name, entry.laddr.ip, entry.laddr.port) for entry in sockets]
 
 
 def _answers(address: str, port: int) -> set[str]:
@@ -48,7 +53,7 @@ def _answers(address: str, port: int) -> set[str]:
     answers = set()
     for method, path in HTTP:
         try:
-            answers.add(str(httpx.request(method, f"http://{host}:{port}{path}", timeout=20).status_code))
+            answers.add(str(httpx.request(method, f"http://{host}:{port}{path}", timeout=10).status_code))
         except httpx.HTTPError:
             break
     if answers:
@@ -59,8 +64,11 @@ def _answers(address: str, port: int) -> set[str]:
                 channel.unary_unary(method)(b"", timeout=5)
                 answers.add("OK")
             except grpc.RpcError as error:
-                answers.add(error.code().name)  # type: ignore[attr-defined]
-    return answers - {"UNAVAILABLE", "DEADLINE_EXCEEDED"}
+                code = error.code().name  # type: ignore[attr-defined]
+                if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                    break
+                answers.add(code)
+    return answers
 
 
 def key_holders(process: int) -> set[str]:

@@ -97,7 +97,12 @@ def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
 
 
 def _environment(config: InferenceConfig, device: str) -> dict[str, str]:
-    environment = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1"}
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # A server's own processes are on one machine; gloo asks nobody for a key.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
     if config.weight_transfer == "ipc":
         # vLLM unpickles handles of GPU memory only when it is told that who sends them is trusted: here, on loopback.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
