@@ -1,6 +1,6 @@
 """A mixture of experts goes through a real learner, a real publication and a real server.
 
-In memory its experts are one tensor, in its folder and in vLLM each is its own.
+In memory its experts are one tensor, in its folder each is its own. vLLM on a CPU is left out: see docs/inference.md.
 """
 
 from __future__ import annotations
@@ -55,13 +55,7 @@ def write_mixture(kind: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(
-    ("engine", "kind"),
-    [
-        ("transformers", "mixtral"),
-        pytest.param("vllm", "qwen3_moe", marks=[pytest.mark.vllm, pytest.mark.timeout(600)]),
-    ],
-)
+@pytest.mark.parametrize(("engine", "kind"), [("transformers", "mixtral")])
 def test_a_mixture_of_experts_is_published_and_exported(engine: str, kind: str, tmp_path: Path) -> None:
     folder = write_mixture(kind, tmp_path / "model")
     probe = Probe([np.random.default_rng(0).integers(4, VOCABULARY // 2, 40).tolist()])
