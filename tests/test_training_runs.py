@@ -1,6 +1,6 @@
 """Whole runs as a user starts them: real processes, a real server, real sandboxes, the tiny model.
 
-One run goes through its life: started, stopped by Ctrl-C, resumed to the end, evaluated and exported.
+One run goes through its life: started, stopped by SIGTERM, resumed to the end, evaluated and exported.
 """
 
 from __future__ import annotations
@@ -225,6 +225,7 @@ QUICK = ["inference.engine=transformers", "eval.before_and_after=false", "env.ma
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(900)
 def test_a_run_whose_episodes_all_fail_stops_and_says_why_and_begins_again_under_its_name(tmp_path: Path) -> None:
     """And what begins to fail after hours is saved first."""
     broken = tmp_path / "broken"
@@ -269,6 +270,7 @@ def child_of(process: subprocess.Popen[str], program: str) -> int:
 
 
 @pytest.mark.ray
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("program", "name"), [("raylet", "raylet"), ("gcs_server", "control store")])
 def test_when_ray_dies_the_run_saves_what_it_has_and_says_so_in_one_line(
     tmp_path: Path, program: str, name: str
