@@ -36,10 +36,13 @@ class Result:
     seeds: int
     rows: list[dict[str, Any]]
     note: str
+    comparable: bool = True
 
     @property
     def met(self) -> str:
         """`yes` only if every seed reached the target."""
+        if not self.comparable:
+            return "not comparable"
         if self.figure.low >= self.target:
             return "yes"
         return "in the mean" if self.figure.mean >= self.target else "no"
@@ -71,7 +74,17 @@ def _combine(index: int, measured: Sequence[Measured]) -> Result:
         rows.append(row)
     figure = Figure.of([one.figure for one in measured])
     note = claim.note(_means(rows))
-    return Result(claim.name, claim.setting, claim.unit, claim.target, figure, len(measured), rows, note)
+    return Result(
+        claim.name,
+        claim.setting,
+        claim.unit,
+        claim.target,
+        figure,
+        len(measured),
+        rows,
+        note,
+        claim.comparable,
+    )
 
 
 def _means(rows: list[dict[str, Any]]) -> list[Row]:
