@@ -58,7 +58,8 @@ class CommandVerifier:
     ) -> tuple[float, dict[str, Any]]:
         await sandbox.kill_all()
         try:
-            for path, content in {**self.files, **(more_files or {})}.items():
+            files: dict[str, str | bytes] = {**self.files, **(more_files or {})}
+            for path, content in files.items():
                 await sandbox.remove(path)
                 await sandbox.write(path, content)
         except SandboxFileError as error:

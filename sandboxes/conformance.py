@@ -75,7 +75,7 @@ async def everything_inside_can_be_killed_at_once(open: Open) -> None:
 
 @check
 async def a_fresh_one_is_the_same_less_what_was_done(open: Open) -> None:
-    async with open(SandboxSpec(files={"given": "1"}, env={"NAME": "x"})) as sandbox:
+    async with open(SandboxSpec(files=(("given", b"1"),), env=(("NAME", "x"),))) as sandbox:
         await sandbox.exec("echo 2 > given; echo 3 > /tmp/left")
         async with sandbox.fresh() as untouched:
             same((await untouched.exec("cat given; ls /tmp; echo $NAME")).stdout, b"1x\n")

@@ -57,10 +57,10 @@ class Server:
         return app
 
     @web.middleware
-    async def _require_key(self, http: web.Request, handler: Handler) -> web.StreamResponse:
-        if not may_pass(http.path, http.headers.get("Authorization", "").encode(), self._key):
+    async def _require_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not may_pass(request.path, request.headers.get("Authorization", "").encode(), self._key):
             return web.Response(status=401, body=REFUSED, content_type="application/json")
-        return await handler(http)
+        return await handler(request)
 
     async def _ok(self, _: web.Request) -> web.Response:
         return web.json_response({"success": True})

@@ -99,7 +99,7 @@ def _plain_logprobs(policy: PolicyModel, text: NDArray[np.int32]) -> Tensor:
     """[T - 1], from the model's own forward pass and all its logits."""
     reset_dynamic_rope(policy.model)
     token_ids = torch.from_numpy(text.astype(np.int64))
-    logits = policy.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
+    logits: Tensor = policy.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
 
 

@@ -139,7 +139,8 @@ def reset_dynamic_rope(model: nn.Module) -> None:
     """Forget how long sequences were so far: dynamic RoPE keeps the frequencies of the longest."""
     for module in model.modules():
         if "dynamic" in rope_types(module) and hasattr(module, "original_inv_freq"):
-            module.register_buffer("inv_freq", module.original_inv_freq.to(module.inv_freq.device), persistent=False)
+            first, last = module.get_buffer("original_inv_freq"), module.get_buffer("inv_freq")
+            module.register_buffer("inv_freq", first.to(last.device), persistent=False)
             module.max_seq_len_cached = module.original_max_seq_len
 
 
