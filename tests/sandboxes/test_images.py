@@ -213,7 +213,7 @@ def test_locks_of_builds_do_not_add_up_and_are_never_held_twice(
 def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
     dockerfile: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    image = f"{BUILDS}:{image_key(dockerfile)}"
+    image = f"{BUILDS}:{image_key(dockerfile, BUILT)}"
 
     listed = kept_images.list_images
 
@@ -226,7 +226,7 @@ def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
         engine = EngineApi(EngineAddress.from_environment())
         await engine.connect()
         try:
-            async with open_sandbox(SandboxSpec(dockerfile=dockerfile), provider="docker"):
+            async with open_sandbox(SandboxSpec(dockerfile=dockerfile, context=BUILT), provider="docker"):
                 assert await prune_builds(engine, 1e-3) == []  # a container uses it
             assert await prune_builds(engine) == []
             await asyncio.sleep(1)
