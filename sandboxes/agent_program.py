@@ -61,6 +61,13 @@ def _program(processor: str) -> AgentProgram:
     return AgentProgram(content, _digest(content), (f"{FOLDER}/agent",))
 
 
+def cache_folder() -> Path:
+    """What sandboxes keep on this machine, for this user."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll-flash"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
 
@@ -69,8 +76,7 @@ def _cached_build(processor: str) -> Path:
     sources = hashlib.sha256()
     for source in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
         sources.update(source.name.encode() + b"\0" + source.read_bytes())
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll-flash"
-    root.mkdir(parents=True, exist_ok=True)
+    root = cache_folder()
     target = root / f"agent-{processor}-{sources.hexdigest()[:16]}"
     with open(root / "agent.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -8,13 +8,12 @@ import hashlib
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import httpx
+from roll_flash.sandboxes.agent_program import cache_folder
 from roll_flash.sandboxes.build_context import build_archive
 from roll_flash.sandboxes.engine_api import EngineApi, disk_full
 from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError
@@ -55,7 +54,7 @@ async def one_at_a_time(kind: str, what: str = "") -> AsyncIterator[None]:
     Its files stay, at most LOCKS for a kind, chosen by hash: one that were removed could be held twice, as two files.
     """
     number = hashlib.sha256(what.encode()).digest()[0] % LOCKS
-    path = Path(tempfile.gettempdir()) / f"roll-flash-{kind}-{os.getuid()}-{number}.lock"
+    path = cache_folder() / f"{kind}-{number}.lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = await asyncio.to_thread(os.open, path, flags, 0o600)
     try:

@@ -6,7 +6,6 @@ import asyncio
 import io
 import subprocess
 import tarfile
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from roll_flash.sandboxes import (
     kept_images,
     open_sandbox,
 )
+from roll_flash.sandboxes.agent_program import cache_folder
 from roll_flash.sandboxes.build_context import packed_files
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
@@ -180,13 +180,13 @@ def test_ensuring_an_image_that_is_there_does_nothing(docker: str) -> None:
 
 
 def locks() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("roll-flash-*.lock")}
+    return {path.name for path in cache_folder().glob("build-*.lock")}
 
 
 def test_locks_of_builds_do_not_add_up_and_are_never_held_twice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     inside, most = 0, 0
 
     async def hold(what: str) -> None:
