@@ -4,6 +4,7 @@
 #include <fcntl.h>
 #include <linux/aio_abi.h>
 #include <linux/sched.h>
+#include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -146,6 +147,42 @@ static long change_agent(const char *what) {  // process 1 has this program's us
     return syscall(SYS_ioprio_set, 3, getuid(), 3 << 13);
 }
 
+static long change_core(void) {  // 0 would let a pipe in core_pattern have it
+    struct rlimit none = {0, 0}, found;
+    if (setrlimit(RLIMIT_CORE, &none) < 0 || prlimit(0, RLIMIT_CORE, &none, NULL) < 0) return -1;
+    if (syscall(SYS_setrlimit, RLIMIT_CORE, &none) < 0 || getrlimit(RLIMIT_CORE, &found) < 0) return -1;
+    printf("%ld %ld\n", (long)found.rlim_cur, (long)found.rlim_max);
+    return 0;
+}
+
+static int listener(struct sockaddr_in *address) {
+    socklen_t size = sizeof *address;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    *address = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    if (bind(fd, (struct sockaddr *)address, size) < 0 || listen(fd, 1) < 0) exit(65);
+    getsockname(fd, (struct sockaddr *)address, &size);
+    return fd;
+}
+
+static long fill_connections(int most) {  // with bytes that nobody reads; how many MiB
+    static char block[1 << 16];
+    struct sockaddr_in address;
+    int server = listener(&address);
+    size_t held = 0;
+    for (int i = 0; i < most; i++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0), idle = 0;
+        if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0 || accept(server, NULL, NULL) < 0) break;
+        while (idle < 3) {
+            ssize_t sent = send(fd, block, sizeof block, MSG_DONTWAIT);
+            idle = sent > 0 ? 0 : idle + 1;
+            if (sent > 0) held += (size_t)sent;
+            else usleep(1000);
+        }
+    }
+    printf("%zu\n", held >> 20);
+    return 0;
+}
+
 static long lease(const char *path) {  // whoever opens the file waits until it is given back
     signal(SIGIO, SIG_IGN);
     long result = fcntl(open(path, O_RDONLY), F_SETLEASE, F_WRLCK);
@@ -203,6 +240,8 @@ int main(int count, char **words) {
     if (!strcmp(what, "mark")) return told(change_mark());
     if (!strcmp(what, "agent")) return told(change_agent(words[2]));
     if (!strcmp(what, "lease")) return (int)lease(words[2]);
+    if (!strcmp(what, "core")) return told(change_core());
+    if (!strcmp(what, "connections")) return told(fill_connections((int)number));
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));

@@ -153,6 +153,11 @@ def test_the_agents_limits_and_priorities_cannot_be_changed(provider: str) -> No
     within(provider, change)
 
 
+def test_what_crashes_is_given_to_no_program_of_the_machine(provider: str) -> None:
+    """A limit of 0 on core files does not keep the kernel from that, one of 1 does; who sets 0 keeps 1."""
+    assert attempt(provider, "core").stdout == b"1 1\n0\n"
+
+
 def test_a_lease_on_a_program_does_not_hold_up_the_agent_that_starts_it(provider: str) -> None:
     async def lease(sandbox: Sandbox) -> None:
         await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
