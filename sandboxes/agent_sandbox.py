@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from roll_flash.sandboxes import files, trees
 from roll_flash.sandboxes.channels import PingChannel
@@ -59,8 +60,8 @@ class AgentSandbox:
         end: Callable[[], Awaitable[None]],
         commit: Callable[[], Awaitable[str]] | None = None,
         usage: Callable[[], dict[str, int]] | None = None,
-        open_beside: Callable[[SandboxSpec], Awaitable[Sandbox]] | None = None,
-        open_fresh: Callable[[], Awaitable[Sandbox]] | None = None,
+        open_beside: Callable[[SandboxSpec], Coroutine[Any, Any, Sandbox]] | None = None,
+        open_fresh: Callable[[], Coroutine[Any, Any, Sandbox]] | None = None,
         reusable: bool = True,
     ) -> None:
         self.name = name
@@ -74,7 +75,9 @@ class AgentSandbox:
         self._open_beside = open_beside
         self._open_fresh = open_fresh
         self._reusable = reusable
-        self._beside: list[Sandbox] = []
+        self._others: list[Sandbox] = []
+        """Opened through this one, and ended with it at the latest."""
+        self._opening: set[asyncio.Task[Sandbox]] = set()
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
         self._daemon_died = False
@@ -220,25 +223,42 @@ class AgentSandbox:
             )
         if self._connection.error is not None:
             raise self._connection.error
-        opened = await self._open_beside((spec or self.spec).model_copy(update={"network": "internal", "allow": ()}))
-        if self._ending is not None:
-            await opened.close()
-            raise SandboxDied(f"sandbox {self.name} was closed while another was opened beside it", "closed")
-        self._beside.append(opened)
-        return opened
+        wanted = (spec or self.spec).model_copy(update={"network": "internal", "allow": ()})
+        return await self._open_other(self._open_beside(wanted))
 
     @asynccontextmanager
     async def fresh(self) -> AsyncIterator[Sandbox]:
         if self._open_fresh is None:
             raise SandboxSpecError(f"sandbox {self.name}: the {self.provider} provider cannot open another like it")
-        opened = await self._open_fresh()
+        opened = await self._open_other(self._open_fresh())
         try:
             yield opened
         finally:
             await asyncio.shield(opened.close())
+            self._others.remove(opened)
+
+    async def _open_other(self, opening: Coroutine[Any, Any, Sandbox]) -> Sandbox:
+        task = asyncio.create_task(opening)
+        self._opening.add(task)
+        try:
+            await asyncio.wait({task})
+            if self._ending is not None:
+                raise SandboxDied(f"sandbox {self.name} was closed while another was opened through it", "closed")
+        except BaseException:
+            await asyncio.shield(_give_up(task))
+            raise
+        finally:
+            self._opening.discard(task)
+        self._others.append(task.result())
+        return task.result()
 
     async def reset(self) -> bool:
-        if not self._reusable or not await reset(self._connection, self.spec, self._folders):
+        if (
+            not self._reusable
+            or self._others
+            or self._opening
+            or not await reset(self._connection, self.spec, self._folders)
+        ):
             return False
         self._counts = CommandCounts()
         self._used_before = await self._read_usage()
@@ -256,9 +276,13 @@ class AgentSandbox:
         try:
             if self._egress is not None:
                 await self._egress.close()
-            await asyncio.gather(*(sandbox.close() for sandbox in self._beside))
+            await self._end_others()
         finally:
             await self._remove()
+
+    async def _end_others(self) -> None:
+        """Their provider may be closed next, so none may still be on its way."""
+        await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._others))
 
     async def _remove(self) -> None:
         try:
@@ -269,3 +293,10 @@ class AgentSandbox:
             _log.warning(
                 "sandbox %s is left to its engine, which removes it when it starts again: %s", self.name, error
             )
+
+
+async def _give_up(opening: asyncio.Task[Sandbox]) -> None:
+    opening.cancel()
+    (opened,) = await asyncio.gather(opening, return_exceptions=True)
+    if not isinstance(opened, BaseException):
+        await opened.close()

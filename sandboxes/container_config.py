@@ -14,6 +14,8 @@ from roll_flash.sandboxes.spec import SandboxSpec
 SHM_MB = 16
 MAX_SIGNALS_AND_TIMERS = 4096
 """Far below what others may have: a sandbox that is given a user of the machine takes nothing of theirs."""
+CORE_LIMIT = 1
+"""Bytes. With 0 the kernel would still give the memory of what crashes to a program of the machine's (core_pattern)."""
 INODES_PER_MB = 256
 """As many files as a disk of that size usually has room for: each takes about 1 KiB of the sandbox's memory."""
 ROOT_LAYER = "/.roll-flash-root"
@@ -77,7 +79,7 @@ def container_config(
             "PidsLimit": spec.pids,
             "Ulimits": [
                 {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
-                {"Name": "core", "Soft": 0, "Hard": 0},
+                {"Name": "core", "Soft": CORE_LIMIT, "Hard": CORE_LIMIT},
                 {"Name": "sigpending", "Soft": MAX_SIGNALS_AND_TIMERS, "Hard": MAX_SIGNALS_AND_TIMERS},
             ],
             "ShmSize": SHM_MB << 20,

@@ -2,12 +2,14 @@
 #include "agent.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <sys/prctl.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -25,6 +27,7 @@ enum { CLONE_NAMESPACES = 0x7e020000, MAX_RULES = 256 };
 static const int refused[] = {
     SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev, SYS_kcmp, SYS_pidfd_getfd,
     SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register,
+    SYS_io_setup, /* its contexts are counted over the whole machine */
     SYS_bpf, SYS_perf_event_open, SYS_userfaultfd, SYS_fanotify_init,
     SYS_keyctl, SYS_add_key, SYS_request_key,
     SYS_unshare, SYS_setns, SYS_mount, SYS_umount2, SYS_pivot_root, SYS_chroot, SYS_move_mount, SYS_open_tree,
@@ -32,11 +35,18 @@ static const int refused[] = {
     SYS_open_by_handle_at, SYS_name_to_handle_at, SYS_quotactl, SYS_acct, SYS_swapon, SYS_swapoff, SYS_reboot,
     SYS_init_module, SYS_finit_module, SYS_delete_module, SYS_kexec_load, SYS_kexec_file_load, SYS_syslog,
     SYS_settimeofday, SYS_clock_settime, SYS_clock_adjtime, SYS_adjtimex, SYS_sethostname, SYS_setdomainname,
-    SYS_lookup_dcookie, SYS_vhangup, SYS_nfsservctl, SYS_move_pages,
+    SYS_lookup_dcookie, SYS_vhangup, SYS_nfsservctl, SYS_move_pages, SYS_migrate_pages,
 #if defined(__x86_64__)
     SYS_iopl, SYS_ioperm, SYS_modify_ldt, SYS_uselib, SYS_ustat, SYS_sysfs,
 #endif
 };
+
+/* With a process as first argument. For its limits and its scheduling a user's right is enough, no tracing. */
+static const int of_process[] = {
+    SYS_prlimit64, SYS_sched_setaffinity, SYS_sched_setscheduler, SYS_sched_setparam, SYS_sched_setattr,
+};
+
+enum { IOPRIO_PROCESS = 1, IOPRIO_GROUP, IOPRIO_USER };
 
 static const int families[] = {AF_UNIX, AF_INET, AF_INET6};
 
@@ -53,6 +63,24 @@ static void give(uint32_t verdict) { rule(BPF_RET | BPF_K, verdict, 0, 0); }
 static void if_equal(uint32_t value, unsigned char skip_otherwise) { rule(BPF_JMP | BPF_JEQ | BPF_K, value, 0, skip_otherwise); }
 
 static uint32_t fail_with(int error) { return SECCOMP_RET_ERRNO | (uint32_t)error; }
+
+static void refuse_with(int call, int argument, uint32_t value) {
+    if_equal((uint32_t)call, 4);
+    load(offsetof(struct seccomp_data, args[argument]));
+    if_equal(value, 1);
+    give(fail_with(EPERM));
+    load(offsetof(struct seccomp_data, nr));
+}
+
+static void refuse_with_both(int call, uint32_t first, uint32_t second) {
+    if_equal((uint32_t)call, 6);
+    load(offsetof(struct seccomp_data, args[0]));
+    if_equal(first, 3);
+    load(offsetof(struct seccomp_data, args[1]));
+    if_equal(second, 1);
+    give(fail_with(EPERM));
+    load(offsetof(struct seccomp_data, nr));
+}
 
 static void refuse_foreign_calls(void) {
     load(offsetof(struct seccomp_data, arch));
@@ -91,6 +119,18 @@ static void refuse_namespaces(void) {
     give(SECCOMP_RET_ALLOW);
 }
 
+/* The agent's limits and priorities would be those of all commands to come, and could end it. */
+static void keep_agent_as_it_is(void) {
+    const uint32_t agent = (uint32_t)getpid();
+    for (size_t i = 0; i < sizeof of_process / sizeof *of_process; i++) refuse_with(of_process[i], 0, agent);
+    refuse_with_both(SYS_setpriority, PRIO_PROCESS, agent);
+    refuse_with_both(SYS_setpriority, PRIO_PGRP, agent);
+    refuse_with(SYS_setpriority, 0, PRIO_USER);
+    refuse_with_both(SYS_ioprio_set, IOPRIO_PROCESS, agent);
+    refuse_with_both(SYS_ioprio_set, IOPRIO_GROUP, agent);
+    refuse_with(SYS_ioprio_set, 0, IOPRIO_USER);
+}
+
 /* Root of the machine itself, whose inotify instances are few and those of its services. */
 static bool is_host_root(void) {
     unsigned int inside, outside, count;
@@ -116,6 +156,8 @@ void confine(void) {
         if_equal((uint32_t)refused[i], 1);
         give(fail_with(EPERM));
     }
+    keep_agent_as_it_is();
+    refuse_with(SYS_fcntl, 1, F_SETLEASE); /* whoever opens such a file waits: the agent would, for 45 s */
     if (is_host_root()) refuse_inotify();
     allow_families();
     refuse_namespaces();

@@ -66,7 +66,7 @@ static int prepare(void) {
     sigprocmask(SIG_BLOCK, &mask, NULL);
     int signals = signalfd(-1, &mask, SFD_NONBLOCK | SFD_CLOEXEC);
     if (signals < 0) die("signalfd is not available");
-    struct rlimit none = {0, 0};
+    struct rlimit none = {1, 1}; /* with 0 the kernel still hands the memory to a program of the machine's (core_pattern) */
     setrlimit(RLIMIT_CORE, &none);
     umask(022);
     if (prctl(PR_SET_DUMPABLE, 0) < 0) die("the agent cannot be protected from being traced");

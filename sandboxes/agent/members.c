@@ -28,20 +28,24 @@ struct pids {
 #define ARGUMENT(number) offsetof(struct seccomp_data, args[number])
 #define IF_EQUAL(value, skip, skip_otherwise) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, skip, skip_otherwise)
 
-/* No setrlimit of RLIMIT_LOCKS, and no prlimit of it with a new value; it may be asked for. */
+/* No setrlimit of RLIMIT_LOCKS, and no prlimit of it with a new value; it may be asked for. The same for RLIMIT_CORE,
+ * for which the call succeeds and does nothing: programs that switch off their own dumps take a failure for an attack. */
 static struct sock_filter keep_mark[] = {
     LOAD(offsetof(struct seccomp_data, nr)),
-    IF_EQUAL(SYS_setrlimit, 0, 2),
+    IF_EQUAL(SYS_setrlimit, 0, 3),
     LOAD(ARGUMENT(0)),
-    IF_EQUAL(RLIMIT_LOCKS, 7, 8),
-    IF_EQUAL(SYS_prlimit64, 0, 7),
-    LOAD(ARGUMENT(1)),
-    IF_EQUAL(RLIMIT_LOCKS, 0, 5),
+    IF_EQUAL(RLIMIT_LOCKS, 9, 0),
+    IF_EQUAL(RLIMIT_CORE, 9, 10),
+    IF_EQUAL(SYS_prlimit64, 0, 9),
     LOAD(ARGUMENT(2)),
     IF_EQUAL(0, 0, 2),
     LOAD(ARGUMENT(2) + 4),
-    IF_EQUAL(0, 1, 0),
+    IF_EQUAL(0, 5, 0),
+    LOAD(ARGUMENT(1)),
+    IF_EQUAL(RLIMIT_LOCKS, 1, 0),
+    IF_EQUAL(RLIMIT_CORE, 1, 2),
     BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EPERM),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | 0),
     BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 };
 

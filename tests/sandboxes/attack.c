@@ -2,7 +2,9 @@
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/aio_abi.h>
 #include <linux/sched.h>
+#include <netinet/in.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -129,6 +131,66 @@ static long take(const char *what, long most) {  // and keep, until nothing more
     exit(0);
 }
 
+static long change_agent(const char *what) {  // process 1 has this program's user
+    struct rlimit few = {20, 20};
+    struct sched_param none = {0};
+    cpu_set_t first;
+    CPU_ZERO(&first);
+    CPU_SET(0, &first);
+    if (!strcmp(what, "limit")) return prlimit(1, RLIMIT_NOFILE, &few, NULL);
+    if (!strcmp(what, "nice")) return setpriority(PRIO_PROCESS, 1, 19);
+    if (!strcmp(what, "nice-group")) return setpriority(PRIO_PGRP, 1, 19);
+    if (!strcmp(what, "nice-user")) return setpriority(PRIO_USER, 0, 19);
+    if (!strcmp(what, "processors")) return sched_setaffinity(1, sizeof first, &first);
+    if (!strcmp(what, "idle")) return sched_setscheduler(1, SCHED_IDLE, &none);
+    if (!strcmp(what, "io-idle")) return syscall(SYS_ioprio_set, 1, 1, 3 << 13);
+    return syscall(SYS_ioprio_set, 3, getuid(), 3 << 13);
+}
+
+static long change_core(void) {  // 0 would let a pipe in core_pattern have it
+    struct rlimit none = {0, 0}, found;
+    if (setrlimit(RLIMIT_CORE, &none) < 0 || prlimit(0, RLIMIT_CORE, &none, NULL) < 0) return -1;
+    if (syscall(SYS_setrlimit, RLIMIT_CORE, &none) < 0 || getrlimit(RLIMIT_CORE, &found) < 0) return -1;
+    printf("%ld %ld\n", (long)found.rlim_cur, (long)found.rlim_max);
+    return 0;
+}
+
+static int listener(struct sockaddr_in *address) {
+    socklen_t size = sizeof *address;
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    *address = (struct sockaddr_in){.sin_family = AF_INET, .sin_addr = {htonl(INADDR_LOOPBACK)}};
+    if (bind(fd, (struct sockaddr *)address, size) < 0 || listen(fd, 1) < 0) exit(65);
+    getsockname(fd, (struct sockaddr *)address, &size);
+    return fd;
+}
+
+static long fill_connections(int most) {  // with bytes that nobody reads; how many MiB
+    static char block[1 << 16];
+    struct sockaddr_in address;
+    int server = listener(&address);
+    size_t held = 0;
+    for (int i = 0; i < most; i++) {
+        int fd = socket(AF_INET, SOCK_STREAM, 0), idle = 0;
+        if (connect(fd, (struct sockaddr *)&address, sizeof address) < 0 || accept(server, NULL, NULL) < 0) break;
+        while (idle < 3) {
+            ssize_t sent = send(fd, block, sizeof block, MSG_DONTWAIT);
+            idle = sent > 0 ? 0 : idle + 1;
+            if (sent > 0) held += (size_t)sent;
+            else usleep(1000);
+        }
+    }
+    printf("%zu\n", held >> 20);
+    return 0;
+}
+
+static long lease(const char *path) {  // whoever opens the file waits until it is given back
+    signal(SIGIO, SIG_IGN);
+    long result = fcntl(open(path, O_RDONLY), F_SETLEASE, F_WRLCK);
+    told(result);
+    fflush(stdout);
+    return result < 0 ? result : sleep(60);
+}
+
 static long run_setuid(const char *path) {
     struct stat status;
     if (stat(path, &status) < 0) return -1;
@@ -176,6 +238,11 @@ int main(int count, char **words) {
 #endif
     if (!strcmp(what, "run-setuid")) return told(run_setuid(words[2]));
     if (!strcmp(what, "mark")) return told(change_mark());
+    if (!strcmp(what, "agent")) return told(change_agent(words[2]));
+    if (!strcmp(what, "lease")) return (int)lease(words[2]);
+    if (!strcmp(what, "core")) return told(change_core());
+    if (!strcmp(what, "connections")) return told(fill_connections((int)number));
+    if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
     if (!strcmp(what, "forks")) return told(forks());

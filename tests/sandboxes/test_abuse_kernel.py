@@ -30,6 +30,7 @@ def assert_refused(output: bytes) -> None:
     "words",
     [
         ("io_uring",),
+        ("aio",),
         ("bpf",),
         ("keyctl",),
         ("userfaultfd",),
@@ -136,6 +137,37 @@ def test_signals_do_not_reach_the_agent(provider: str, line: str) -> None:
 )
 def test_the_agent_cannot_be_traced(provider: str, words: tuple[str, ...]) -> None:
     assert_refused(attempt(provider, *words).stdout)
+
+
+def test_the_agents_limits_and_priorities_cannot_be_changed(provider: str) -> None:
+    """They would be those of all later commands, of the check and the next lease too, or end the agent."""
+
+    async def change(sandbox: Sandbox) -> None:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        told = "cat /proc/1/limits; cut -d' ' -f18,19,40,41 /proc/1/stat; grep allowed /proc/1/status"
+        before = (await sandbox.exec(told)).stdout
+        for what in ("limit", "nice", "nice-group", "nice-user", "processors", "idle", "io-idle", "io-idle-user"):
+            assert_refused((await sandbox.exec(["/tmp/attack", "agent", what])).stdout)
+        assert (await sandbox.exec(told)).stdout_text.splitlines() == before.decode().splitlines()
+
+    within(provider, change)
+
+
+def test_what_crashes_is_given_to_no_program_of_the_machine(provider: str) -> None:
+    """A limit of 0 on core files does not keep the kernel from that, one of 1 does; who sets 0 keeps 1."""
+    assert attempt(provider, "core").stdout == b"1 1\n0\n"
+
+
+def test_a_lease_on_a_program_does_not_hold_up_the_agent_that_starts_it(provider: str) -> None:
+    async def lease(sandbox: Sandbox) -> None:
+        await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+        await sandbox.write("/sandbox/program", "#!/bin/sh\necho ran\n", mode=0o755)
+        holding = asyncio.ensure_future(sandbox.exec(["/tmp/attack", "lease", "/sandbox/program"], timeout=3))
+        await asyncio.sleep(0.3)
+        assert (await sandbox.exec(["/sandbox/program"], timeout=2)).stdout == b"ran\n"
+        assert_refused((await holding).stdout)
+
+    within(provider, lease)
 
 
 @pytest.mark.parametrize("path", ["mem", "environ", "fd/0", "fd/1", "maps", "cwd", "root", "exe", "auxv", "stack"])

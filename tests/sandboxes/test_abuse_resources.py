@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 from abuse import attack_program, attempt, shell, within
 from roll_flash.sandboxes import ExecResult, Sandbox, SandboxFileError, SandboxSpec, commands
+from roll_flash.sandboxes.local_cgroup import can_limit
 
 MIB = 1 << 20
 
@@ -233,3 +234,10 @@ def test_ten_thousand_short_commands_leave_no_growth(docker: str) -> None:
         assert after.memory_bytes - before.memory_bytes < 2 * MIB
 
     within(docker, many, SandboxSpec(pids=128))
+
+
+@pytest.mark.skipif(not can_limit(), reason="this user can make no control groups")
+def test_bytes_in_connections_that_nobody_reads_are_bounded_in_a_local_sandbox() -> None:
+    """Version 1 of control groups counts them apart from memory, and engines set no limit there."""
+    result = attempt("local", "connections", "60", spec=SandboxSpec(memory_mb=64), timeout=30.0)
+    assert 0 < int(result.stdout_text.splitlines()[0]) < 64, result

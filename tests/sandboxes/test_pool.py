@@ -22,9 +22,11 @@ from roll_flash.sandboxes import (
     SandboxSpec,
     SandboxStartError,
     SandboxUnavailable,
+    list_sandboxes,
     opening,
     reset,
 )
+from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
 from roll_flash.sandboxes.shelf import Shelf
@@ -95,6 +97,33 @@ def test_a_lease_over_its_time_is_ended_and_counted(provider: str) -> None:
 
 
 @pytest.mark.docker
+@pytest.mark.parametrize("is_open", [True, False], ids=["open", "on its way"])
+def test_a_fresh_sandbox_ends_with_the_one_it_was_opened_through(provider: str, is_open: bool) -> None:
+    async def close_the_pool() -> None:
+        opened: list[Sandbox] = []
+
+        async def use(pool: SandboxPool) -> None:
+            async with pool.lease() as sandbox:
+                began.set()
+                async with sandbox.fresh() as fresh:
+                    opened.append(fresh)
+                    await fresh.exec("sleep 20", timeout=30)
+
+        began = asyncio.Event()
+        async with SandboxPool(provider=provider, size=0) as pool:
+            using = asyncio.ensure_future(use(pool))
+            await began.wait()
+            await until(lambda: bool(opened) or not is_open)
+            await pool.close()
+            left = await asyncio.to_thread(list_sandboxes) if provider == "docker" else []
+        assert [entry.name for entry in left if entry.owner == str(Owner.current())] == []
+        assert not any(sandbox.alive for sandbox in opened)
+        with pytest.raises(SandboxDied):
+            await using
+
+    asyncio.run(close_the_pool())
+
+
 def test_a_spec_that_cannot_start_fails_its_lease_and_not_the_pool(docker: str) -> None:
     async def broken() -> None:
         async with SandboxPool(provider=docker, size=1) as pool:
