@@ -88,7 +88,12 @@ class GatewayServer:
     async def start(self, host: str = LOOPBACK, port: int = 0) -> int:
         """Listen; returns the port. Raises OSError where that cannot be had."""
         self._runner = web.AppRunner(
-            self.app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S, keepalive_timeout=3600
+            self.app,
+            access_log=None,
+            handler_cancellation=True,
+            shutdown_timeout=SHUTDOWN_S,
+            keepalive_timeout=3600,
+            auto_decompress=False,  # a small body could become a large one, on the event loop
         )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, backlog=2048)
@@ -299,7 +304,9 @@ def _discard(session: Session, records: list[CallRecord]) -> None:
 
 
 async def _content(request: web.Request, session: Session) -> bytes:
-    """Raises ApiError for a body that does not come in time."""
+    """Raises ApiError for a body that is compressed, or does not come in time."""
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise ApiError(415, "unsupported_encoding", "send the body as it is, without a Content-Encoding")
     size = request.content_length
     try:
         async with asyncio.timeout(session.timeout_s):

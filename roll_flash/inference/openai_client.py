@@ -26,6 +26,10 @@ from roll_flash.types import FinishReason, Message, SamplingParams
 
 RETRIED_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 CONNECT_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 64 * 2**20
+"""More than any model says, also with its logprobs; an endpoint that goes on for ever must not fill the memory."""
+MAX_TOKENS = 1 << 31
+"""That one answer may be said to have used."""
 LONGEST_BACKOFF_S = 30.0
 TOO_LONG = ("context length", "context_length", "context size", "context window", "prompt is too long")
 """What servers say of a conversation that does not fit: no standard has a code for it."""
@@ -189,8 +193,11 @@ class OpenAIChatClient:
     async def _send(self, body: bytes) -> _Answer | _Refusal | str:
         """The answer, why there is none from the server, or what became of the connection."""
         try:
-            async with self._open_session().post(self.url, data=body, headers=self._headers) as response:
-                content = await response.read()
+            post = self._open_session().post(self.url, data=body, headers=self._headers, allow_redirects=False)
+            async with post as response:
+                if 300 <= response.status < 400:
+                    return _redirected(response)
+                content = await self._content(response)
                 if response.ok:
                     return _Answer(_json(content, self.url))
                 text = _error_text(content, response.reason or "")
@@ -204,6 +211,18 @@ class OpenAIChatClient:
             return f"no connection: {os.strerror(number) if number and number > 0 else error.os_error}"
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             return f"{type(error).__name__} {error}".strip()
+
+    async def _content(self, response: aiohttp.ClientResponse) -> bytes:
+        """Raises InferenceError for an answer of more than MAX_ANSWER_BYTES."""
+        parts: list[bytes] = []
+        size = 0
+        async for part in response.content.iter_any():
+            parts.append(part)
+            size += len(part)
+            if size > MAX_ANSWER_BYTES:
+                response.close()
+                raise InferenceError(f"{self.url}: an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return b"".join(parts)
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -234,6 +253,12 @@ def _is_http(url: str) -> bool:
         return False
 
 
+def _redirected(response: aiohttp.ClientResponse) -> _Refusal:
+    """Not followed: what the endpoint was asked is for nobody else."""
+    text = f"redirects to {response.headers.get('Location', 'nowhere')[:200]!r}; if you trust it, name it as the URL"
+    return _Refusal(response.status, text, None)
+
+
 def _seconds(headers: Mapping[str, str]) -> float | None:
     """`Retry-After` in seconds or as a date (RFC 9110, 10.2.3); None where there is none that can be read."""
     value = headers.get("Retry-After")
@@ -243,7 +268,10 @@ def _seconds(headers: Mapping[str, str]) -> float | None:
         return max(0.0, float(value))
     except ValueError:
         date = email.utils.parsedate_tz(value)
+    try:
         return None if date is None else max(0.0, email.utils.mktime_tz(date) - time.time())
+    except (ValueError, OverflowError):  # a date that no calendar has
+        return None
 
 
 def _request_body(model: str, messages: Sequence[Message], sampling: SamplingParams) -> dict[str, Any]:
@@ -282,8 +310,8 @@ def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
         return ChatReply(
             text="" if text is None else str(text),
             finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
-            prompt_tokens=_count(usage.get("prompt_tokens")),
-            completion_tokens=_count(usage.get("completion_tokens")),
+            prompt_tokens=token_count(usage.get("prompt_tokens")),
+            completion_tokens=token_count(usage.get("completion_tokens")),
             elapsed_s=elapsed_s,
             tool_calls=tuple(_tool_call(call) for call in choice["message"].get("tool_calls") or ()),
         )
@@ -296,8 +324,13 @@ def _tool_call(call: Any) -> dict[str, Any]:
     return {"id": str(call["id"]), "type": "function", "function": function}
 
 
-def _count(value: Any) -> int | None:
-    return None if value is None else int(value)
+def token_count(value: Any) -> int | None:
+    """Raises ValueError for what is no number of tokens."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:
+        raise ValueError("not a number of tokens")
+    return int(value)
 
 
 def _error_text(content: bytes, reason: str) -> str:

@@ -159,7 +159,13 @@ def main(arguments: list[str]) -> None:
     server = Server(TransformersModel(folder), int(max_model_len), key_from_environment())
     with suppress(KeyboardInterrupt):
         web.run_app(
-            server.application(), host=HOST, port=int(port), print=None, access_log=None, handler_cancellation=True
+            server.application(),
+            host=HOST,
+            port=int(port),
+            print=None,
+            access_log=None,
+            handler_cancellation=True,
+            auto_decompress=False,  # also what comes without the key would be unpacked
         )
 
 
