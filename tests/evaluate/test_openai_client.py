@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.inference.openai_client import ChatReply, OpenAIChatClient, api_key_from
+from roll_flash.inference.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAIChatClient, api_key_from
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.rollout.environments import open_environment
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
@@ -135,6 +135,11 @@ def test_retries_are_bounded_and_the_error_tells_what_the_server_said() -> None:
         (200, {"choices": []}, "not a chat completion"),
         (200, [1], "not a chat completion"),
         (200, {"choices": [{"message": "hi"}]}, "not a chat completion"),
+        (200, {**COMPLETION, "usage": {"prompt_tokens": float("inf")}}, "not a chat completion"),
+        (200, {**COMPLETION, "usage": {"prompt_tokens": 10**4000}}, "not a chat completion"),
+        (200, {**COMPLETION, "usage": {"completion_tokens": -5}}, "not a chat completion"),
+        (200, {"choices": " " * (MAX_ANSWER_BYTES + 1)}, "an answer of more than 64 MiB"),
+        (400, " " * (MAX_ANSWER_BYTES + 1), "an answer of more than 64 MiB"),
     ],
 )
 def test_what_does_not_pass_is_one_clear_error_at_once(status: int, body: Any, words: str) -> None:
@@ -142,6 +147,18 @@ def test_what_does_not_pass_is_one_clear_error_at_once(status: int, body: Any, w
     with pytest.raises(InferenceError, match=words):
         ask(script)
     assert len(script.bodies) == 1
+
+
+def test_a_conversation_goes_to_no_other_address_than_the_one_that_was_given() -> None:
+    script = Script((307, "", {"Location": "/v1/elsewhere"}), (200, COMPLETION, {}))
+    with pytest.raises(InferenceError, match=r"HTTP 307: redirects to '/v1/elsewhere.*'; if you trust it"):
+        ask(script)
+    assert len(script.bodies) == 1
+
+
+@pytest.mark.parametrize("wait", ["Mon, 01 Jan 99999 00:00:00 GMT", "nan", "-1e999"])
+def test_a_wait_that_makes_no_sense_is_the_clients_own(wait: str) -> None:
+    assert ask(Script((429, "slow down", {"Retry-After": wait}), (200, COMPLETION, {}))).text == "42"
 
 
 def test_a_reply_without_text_is_empty_and_tokens_that_are_not_told_are_not_zero() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import socket
 import time
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from aiohttp import http_parser
 from conftest import MODEL, Serve, Served, until
 
 from roll_flash.errors import InferenceError
@@ -150,6 +152,24 @@ def test_a_body_of_100_mb_is_413(serve: Serve) -> None:
         answer = await served.http.post("/v1/messages", content=chunks())
         assert answer.status_code == 413
         assert answer.json()["error"]["type"] == "request_too_large"
+        assert (await served.chat(HELLO)).status_code == 200
+
+    serve(work, ["Hello."])
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "gzip, identity"])
+def test_a_body_that_is_packed_is_415_and_never_unpacked(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Half a megabyte of it would be 512 MiB, which the event loop unpacks for seconds."""
+
+    async def work(served: Served) -> None:
+        monkeypatch.setattr(http_parser, "DeflateBuffer", None)
+        headers = {"Content-Encoding": encoding, "Content-Type": "application/json"}
+        for more in ({}, {"Authorization": "Bearer wrong"}):
+            body = gzip.compress(b'{"model": "policy"}')
+            answer = await served.http.post("/v1/chat/completions", content=body, headers={**headers, **more})
+            assert answer.status_code == (401 if more else 415), answer.text
         assert (await served.chat(HELLO)).status_code == 200
 
     serve(work, ["Hello."])
