@@ -1,7 +1,7 @@
 """Mixtures of experts on a CPU, packed again whenever vLLM loads weights.
 
-vLLM's kernel for the CPU wants the experts in an order of its own. vLLM packs them when a server starts, but when weights
-are loaded again it copies them as they are: no error, and other numbers (log-probabilities off by 0.5 on average).
+vLLM's kernel for the CPU wants the experts in an order of its own. vLLM packs them when a server starts, but when
+weights are loaded again it copies them as they are: no error, and other numbers (log-probabilities are off by 0.5).
 """
 
 from __future__ import annotations
