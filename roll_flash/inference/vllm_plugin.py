@@ -2,11 +2,12 @@
 
 vLLM loads `register` in each of its processes (entry point group `vllm.general_plugins`). It tells the factory where
 the engine would be found, names semaphores so that our guard can clean them up, and has streamed answers tell weight
-versions in every piece. The engine itself is `roll_flash.inference.shm_weights`.
+versions in every piece, and experts packed at every load. The engine itself is `roll_flash.inference.shm_weights`.
 """
 
 from __future__ import annotations
 
+from roll_flash.inference.vllm_experts import pack_experts_again
 from roll_flash.inference.vllm_stream_versions import tell_versions_early
 from roll_flash.supervise import claim_semaphores
 
@@ -19,6 +20,7 @@ def register() -> None:
 
     claim_semaphores()
     tell_versions_early()
+    pack_experts_again()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.inference.shm_weights", "SharedMemoryWeightTransferEngine"

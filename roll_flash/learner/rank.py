@@ -282,9 +282,11 @@ class LearnerRank:
         decay = self._config.weight_decay
         if not decay:
             return [{"params": self._trained, "weight_decay": 0.0}]
-        named = [(name, p) for name, p in self._policy.named_parameters() if p.requires_grad]
-        decays = [p for name, p in named if p.ndim > 1 and not name.endswith("bias")]
-        others = [p for name, p in named if p.ndim <= 1 or name.endswith("bias")]
+        decays, others = [], []
+        for name, parameter in self._policy.named_parameters():
+            if parameter.requires_grad:
+                owner = self._policy.get_submodule(name.rpartition(".")[0])
+                (decays if _is_matrix(name, parameter, owner) else others).append(parameter)
         groups = [{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
         return [group for group in groups if group["params"]]
 
@@ -340,6 +342,12 @@ def _flex_attention_works(device: torch.device) -> bool:
     if reason is not None:
         _LOG.warning("FlexAttention cannot be used here, a dense mask takes its place: %s", reason)
     return reason is None
+
+
+def _is_matrix(name: str, parameter: Tensor, owner: torch.nn.Module) -> bool:
+    """Norms of heads have two dimensions too, as have the logarithms of a state space's rates of decay."""
+    is_norm = "Norm" in type(owner).__name__ and not isinstance(owner, torch.nn.Embedding)
+    return parameter.ndim > 1 and not is_norm and not name.endswith(("bias", "A_log"))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequ
             raise LearnerError(
                 f"demonstration {trajectory.episode_id} has no policy tokens after a prompt: nothing to imitate"
             )
-    return [_sequence(t, np.ones(len(t.token_ids), np.float32), 1.0) for t in trajectories]
+    return [_sequence(t, t.policy_mask, np.ones(len(t.token_ids), np.float32), 1.0) for t in trajectories]
 
 
 def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
@@ -172,17 +172,22 @@ def _sequences(trajectory: Trajectory, advantages: NDArray[np.float32], normaliz
     """A row for each sample. Those of branches have the advantage of the episode's last turn, and an episode weighs as
     one however many samples it has."""
     weight = 1.0 / trained_tokens(trajectory) if normalization == "sequences" else 1.0
-    rows = [_sequence(trajectory, advantages, weight)]
+    rows = [_sequence(trajectory, _trained_mask(trajectory), advantages, weight)]
     if trajectory.branches:
         value = advantages[np.flatnonzero(trajectory.policy_mask)[-1]]
-        rows += [_sequence(b, np.full(len(b.token_ids), value, np.float32), weight) for b in trajectory.branches]
+        rows += [
+            _sequence(branch, _trained_mask(branch), np.full(len(branch.token_ids), value, np.float32), weight)
+            for branch in trajectory.branches
+        ]
     return rows
 
 
-def _sequence(sample: Trajectory | Branch, advantages: NDArray[np.float32], token_weight: float) -> TrainSequence:
+def _sequence(
+    sample: Trajectory | Branch, mask: NDArray[np.bool_], advantages: NDArray[np.float32], token_weight: float
+) -> TrainSequence:
     return TrainSequence(
         token_ids=sample.token_ids,
-        policy_mask=_trained_mask(sample),
+        policy_mask=mask,
         behavior_logprobs=sample.logprobs.astype(np.float32),
         versions=sample.versions,
         advantages=advantages,

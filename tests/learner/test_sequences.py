@@ -89,6 +89,13 @@ def test_a_demonstration_without_anything_to_imitate_is_an_error() -> None:
         prepare_demonstrations([make_trajectory([1, 2, 3], [False] * 3, reward=1.0)])
 
 
+@pytest.mark.parametrize("said", [NO_LOGPROB, np.nan])
+def test_a_demonstration_is_imitated_whatever_its_sampler_said(said: float) -> None:
+    shown = make_trajectory([1, 2, 3, 4], [False, True, True, False], reward=1.0, logprobs=[said] * 4)
+    [sequence] = prepare_demonstrations([shown])
+    assert sequence.policy_mask.tolist() == [False, True, True, False]
+
+
 def test_diagnostics_of_on_policy_tokens_are_neutral() -> None:
     logprobs = np.linspace(-3, -0.1, 50, dtype=np.float32)
     metrics = off_policy_metrics(logprobs, logprobs, np.full(50, 1.5, np.float32))
