@@ -23,7 +23,8 @@ from roll_flash.envs.agent_verifier import (
 )
 from roll_flash.envs.base import Observation, SandboxEnv
 from roll_flash.envs.registration import make_env
-from roll_flash.sandboxes import ExecResult, SandboxSpec
+from roll_flash.envs.tool_env import OUT_OF_MEMORY
+from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxSpec
 
 from roll_flash.errors import ConfigError, EnvError
 
@@ -35,6 +36,8 @@ KEPT_OUTPUT = 1 << 16
 SHOWN_OUTPUT = 600
 SHOWN_LINES = 3
 NOT_STARTED = (126, 127)
+FILLED_UP = "out_of_memory"
+"""How an agent ended whose sandbox died because it filled up its memory."""
 
 
 class Gateway(Protocol):
@@ -158,21 +161,32 @@ class AgentEnv(SandboxEnv):
             await self.sandbox.write(path, content)
         await self.sandbox.write(f"{FOLDER}/instruction", instruction)
         async with self.sandbox.forward(GATEWAY_PORT, gateway.port) as forward:
-            result = await self.sandbox.exec(
-                self._filled_command(instruction, gateway.model),
-                timeout=self._time_limit_s,
-                stdin=None if self._takes_instruction else instruction,
-                env={**self._variables(gateway), "AGENT_INSTRUCTION": instruction, **self._env},
-                max_output=KEPT_OUTPUT,
-                merge_stderr=True,
-            )
+            try:
+                result = await self._run(instruction, gateway)
+            except SandboxDied as error:
+                if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
+                    raise
+                self._info = {"agent_ended": FILLED_UP, "agent_connections": forward.accepted}
+                return
             self._note_end(result, forward.accepted)
         await self.sandbox.kill_all()  # what it left running must not meddle with the check
         if forward.accepted == 0:
             raise EnvError(self._why_no_call(result))
 
+    async def _run(self, instruction: str, gateway: Gateway) -> ExecResult:
+        return await self.sandbox.exec(
+            self._filled_command(instruction, gateway.model),
+            timeout=self._time_limit_s,
+            stdin=None if self._takes_instruction else instruction,
+            env={**self._variables(gateway), "AGENT_INSTRUCTION": instruction, **self._env},
+            max_output=KEPT_OUTPUT,
+            merge_stderr=True,
+        )
+
     async def score(self) -> tuple[float, dict[str, Any]]:
         """The reward of the state that the agent left, and how it ended."""
+        if self._info.get("agent_ended") == FILLED_UP:
+            return 0.0, {**self._info, "success": False}
         reward, info = await self._check()
         info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
         if self._partial is not None:

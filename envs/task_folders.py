@@ -25,11 +25,11 @@ from roll_flash.envs.task_folders_tests import (
     put_files,
     run_tests,
 )
-from roll_flash.envs.tool_env import SandboxToolEnv
+from roll_flash.envs.tool_env import OUT_OF_MEMORY, SandboxToolEnv
 from roll_flash.envs.tool_prompt import ToolFormat
 from roll_flash.envs.tools import tool
 from roll_flash.sandboxes import SandboxSpec
-from roll_flash.sandboxes.errors import SandboxImageError
+from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
 
 from roll_flash.errors import ConfigError, EnvError
 
@@ -110,9 +110,15 @@ class TaskFolder(SandboxToolEnv):
     async def tests(self) -> float:
         """What the task's tests say. Where they come to no verdict, it is the model's doing, and 0, if they come to one
         in a sandbox that it has not touched; else nobody's here, and EnvError is raised."""
-        await self._make_ready()
         try:
+            await self._make_ready()
             verdict = await self._verdict()
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY or not self.used("sh").calls:
+                raise
+            self._verifier_error = str(error)
+            await self._check_that_tests_work(NoVerdictError(str(error)))
+            return 0.0
         except NoVerdictError as why:
             self._verifier_output, self._verifier_error = why.output, str(why)
             await self._check_that_tests_work(why)
@@ -141,6 +147,8 @@ class TaskFolder(SandboxToolEnv):
                 await run_tests(untouched, self.task, self._reward_key)
             except NoVerdictError as same:
                 raise self._broken(same) from None
+            except SandboxDied as error:  # of whatever reason: not the model's doing
+                raise self._broken(NoVerdictError(str(error))) from None
         if not self.task.spec.allow:  # what is reached outside may be away the next time
             _tests_that_work.add(known)
 

@@ -34,7 +34,7 @@ from roll_flash.envs.tool_prompt import (
 )
 from roll_flash.envs.tool_results import render_result, shortened
 from roll_flash.envs.tools import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
-from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
+from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError
 
 from roll_flash.errors import EnvError
 from roll_flash.types import Message
@@ -42,6 +42,9 @@ from roll_flash.types import Message
 logger = logging.getLogger("roll_flash.envs")
 
 ERROR_CHARACTERS = 600
+
+OUT_OF_MEMORY = "oom"
+"""The reason of the one death of a sandbox that is the doing of what ran in it."""
 
 
 @dataclass(slots=True)
@@ -240,7 +243,24 @@ class ToolEnv(Env):
 
 
 class SandboxToolEnv(ToolEnv, SandboxEnv):
-    """A `ToolEnv` whose tools and rewards have `self.sandbox`."""
+    """A `ToolEnv` whose tools and rewards have `self.sandbox`. One whose memory the model has filled up is worth 0."""
+
+    async def step(self, action: str) -> StepResult:
+        try:
+            return await super().step(action)
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY:
+                raise
+        final, info = await self.conclude()
+        return "", final, True, False, info
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        try:
+            return await super().conclude()
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY:
+                raise
+            return 0.0, {**self._tool_info(), "rewards": {}, "success": False, "sandbox_died": error.reason}
 
 
 class _ToolFailed(Exception):

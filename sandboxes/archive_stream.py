@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.tree_model import StepCounter
 
 MAX_RATIO = 200
 """Largest unpacked size of an archive as a multiple of its packed size (beyond the first MiB)."""
@@ -26,12 +27,13 @@ class ArchiveError(Exception):
 
 
 class Budget:
-    """What may still be unpacked: bytes of content and of long names, members, and headers of any kind."""
+    """What may still be unpacked: bytes of content and of long names, members, headers of any kind, steps of links."""
 
     def __init__(self, packed_bytes: int, max_bytes: int, max_entries: int) -> None:
         self._bytes = min(max_bytes, FREE_BYTES + MAX_RATIO * packed_bytes)
         self._entries = max_entries
         self._headers = HEADERS_PER_ENTRY * (max_entries + 1)
+        self.step = StepCounter(max_entries)
         self._error = f"the archive unpacks to more than {self._bytes} bytes or {max_entries} files"
 
     def take(self, count: int = 0, *, entries: int = 0, headers: int = 0) -> None:
@@ -111,7 +113,7 @@ def decompressed(packed: bytes, budget: Budget) -> Iterator[bytes]:
         except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as error:
             raise ArchiveError(str(error)) from None
         at -= len(stream.unused_data)
-        if not packed[at:].strip(b"\0"):
+        if not packed[at : at + CHUNK].strip(b"\0") and not packed[at:].strip(b"\0"):  # many streams: not all for each
             return
 
 

@@ -61,7 +61,7 @@ def unpack(packed: bytes, contents: BinaryIO, *, max_bytes: int, max_entries: in
                 _add_member(tree, member, content)
         for folder, _, node in walk(tree.root):
             if isinstance(node, Link):
-                follow(folder, node.target)
+                follow(folder, node.target, budget.step)
     except (ArchiveError, LeadsOut) as error:
         raise SandboxFileError(f"the archive cannot be unpacked: {error}", EINVAL) from None
     return tree.root
@@ -106,7 +106,7 @@ class _Unpacked:
                 self._budget.take(entries=1)
                 found = here.make_folder(part)
             elif isinstance(found, Link):
-                found = follow(here, found.target)
+                found = follow(here, found.target, self._budget.step)
             if not isinstance(found, Folder):
                 raise ArchiveError(f"{'/'.join(parts)[:80]!r} is used as a folder, which it is not")
             here = found
@@ -117,7 +117,7 @@ class _Unpacked:
         *above, last = parts_of(name)
         here = self.root
         for part in above:
-            found = follow(here, part)
+            found = follow(here, part, self._budget.step)
             if not isinstance(found, Folder):
                 break
             here = found

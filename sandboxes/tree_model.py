@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -15,6 +15,8 @@ MAX_LINKS = 40
 """Links that one path may lead through, as in the kernel."""
 MAX_STEPS = 512
 """Parts of one path, those of the links on it included. Bounds the work; nothing honest comes near it."""
+STEPS_PER_ENTRY = 32
+"""The same for a whole tree: parts per member, on average."""
 
 
 class LeadsOut(Exception):
@@ -69,8 +71,20 @@ def parts_of(name: str) -> list[str]:
     return parts
 
 
-def follow(folder: Folder, target: str) -> Node | None:
-    """What a link in `folder` with this target leads to; None for what is not there.
+class StepCounter:
+    """Bounds the work of following links in a tree of so many members. Raises LeadsOut."""
+
+    def __init__(self, entries: int) -> None:
+        self._left = STEPS_PER_ENTRY * entries + MAX_STEPS
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise LeadsOut("its links lead through too many others")
+
+
+def follow(folder: Folder, target: str, count: Callable[[], None]) -> Node | None:
+    """What a link in `folder` with this target leads to; None for what is not there. `count` is called at each step.
 
     Raises LeadsOut as soon as one step leaves the tree, goes up from what is not there, or is one too many.
     """
@@ -78,9 +92,12 @@ def follow(folder: Folder, target: str) -> Node | None:
     waiting, links, steps = _reversed_parts(target), 0, 0
     while waiting:
         part, steps = waiting.pop(), steps + 1
+        count()
+        if steps > MAX_STEPS or links > MAX_LINKS:
+            raise LeadsOut(f"a link to {target[:80]!r} leads through too much")
         if part in ("", "."):
             continue
-        if steps > MAX_STEPS or links > MAX_LINKS or not isinstance(here, Folder):
+        if not isinstance(here, Folder):
             raise LeadsOut(f"a link to {target[:80]!r} leads nowhere")
         found = here.above if part == ".." else here.members.get(part)
         if found is None:
@@ -96,6 +113,8 @@ def follow(folder: Folder, target: str) -> Node | None:
 
 
 def _reversed_parts(target: str) -> list[str]:
+    if target.count("/") >= MAX_STEPS:
+        raise LeadsOut(f"a link to {target[:80]!r} leads through too much")
     if not target or target.startswith("/") or "\0" in target or len(os.fsencode(target)) > MAX_PATH_BYTES:
         raise LeadsOut(f"a link to {target[:80]!r} leads out of the folder")
     return target.split("/")[::-1]

@@ -17,7 +17,7 @@ from roll_flash.sandboxes.archives import EFBIG, EINVAL, max_packed, unpack
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.frames import Entry
-from roll_flash.sandboxes.tree_model import File, Folder, LeadsOut, Link, follow, parts_of, walk
+from roll_flash.sandboxes.tree_model import File, Folder, LeadsOut, Link, StepCounter, follow, parts_of, walk
 from roll_flash.sandboxes.tree_writer import TreeWriter
 
 MAX_ENTRIES = 20_000
@@ -65,8 +65,9 @@ def _plan(entries: list[Entry]) -> _Plan:
             links.append((folder, path, os.fsdecode(entry.target)))
         else:
             plan.left_out.append(path)
+    count = StepCounter(len(entries))
     for folder, path, target in links:
-        if _stays_inside(folder, target):
+        if _stays_inside(folder, target, count):
             plan.links.append((path, target))
         else:
             plan.left_out.append(path)
@@ -82,9 +83,9 @@ def is_safe_name(raw: bytes) -> bool:
     return True
 
 
-def _stays_inside(folder: Folder, target: str) -> bool:
+def _stays_inside(folder: Folder, target: str, count: StepCounter) -> bool:
     try:
-        follow(folder, target)
+        follow(folder, target, count)
     except LeadsOut:
         return False
     return True

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from roll_flash.envs import make_env
@@ -17,7 +20,7 @@ from roll_flash.envs.agent_presets import AGENTS_IMAGE
 from roll_flash.envs.agent_verifier import _number
 from roll_flash.envs.held_out import draw_problem
 from roll_flash.envs.repair_bugs import draw_bug, make_repair
-from roll_flash.sandboxes import Sandbox, SandboxSpec, open_sandbox
+from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, open_sandbox
 from scripted_chat import Access, Answer, Script, calls, says, scripted_chat
 
 from roll_flash.config import RolloutConfig
@@ -139,6 +142,35 @@ def test_a_program_that_is_not_there_is_named() -> None:
     env = AgentEnv(command=["no-such-agent"], instruction="x", verifier="true")
     with pytest.raises(EnvError, match=r"cannot be started .*no-such-agent"):
         run(env)
+
+
+@pytest.mark.parametrize("reason", ["oom", "killed"])
+def test_an_agent_that_fills_its_sandbox_until_it_dies_earns_nothing_and_is_a_sample(reason: str) -> None:
+    class Dies:
+        accepted = 1
+
+        async def write(self, path: str, data: bytes | str) -> None: ...
+
+        @asynccontextmanager
+        async def forward(self, port: int, host_port: int) -> AsyncIterator[Any]:
+            yield self
+
+        async def exec(self, *_: Any, **__: Any) -> Any:
+            raise SandboxDied("it is gone", reason)
+
+    async def play() -> tuple[float, dict[str, Any]]:
+        env = AgentEnv(command="fill", instruction="Do it.", verifier="true")
+        env.sandbox = cast(Any, Dies())
+        await env.reset(seed=0)
+        await env.play(SimpleNamespace(port=1, api_key="key", model="model"))
+        return await env.score()
+
+    if reason == "oom":
+        reward, info = asyncio.run(play())
+        assert (reward, info["agent_ended"], info["success"]) == (0.0, "out_of_memory", False)
+    else:
+        with pytest.raises(SandboxDied):
+            asyncio.run(play())
 
 
 def test_what_the_agent_left_running_cannot_meddle_with_the_check() -> None:

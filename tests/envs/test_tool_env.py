@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from roll_flash.envs import Rubric, SandboxToolEnv, ToolEnv, reward, tool
@@ -248,6 +248,31 @@ def test_tools_and_rewards_use_the_sandbox(require_bubblewrap: None) -> None:
     assert first[0] == [{"role": "tool", "tool_call_id": "call00000", "content": "hi\nno\n(exit code 3)"}]
     assert last[1] == 1.0
     assert last[4]["success"] is True
+
+
+@pytest.mark.parametrize("reason", ["oom", "killed"])
+def test_a_sandbox_that_the_model_has_filled_up_is_worth_0_and_one_that_others_ended_is_no_sample(reason: str) -> None:
+    class Dead:
+        async def exec(self, *_: Any, **__: Any) -> Any:
+            raise SandboxDied("it is gone", reason)
+
+        read = write = kill_all = exec
+
+    async def play() -> tuple[float, bool, dict[str, Any]]:
+        env = InSandbox()
+        env.sandbox = cast(Any, Dead())
+        await env.reset(seed=0)
+        _, earned, terminated, _, info = await env.step(
+            '<tool_call>{"name": "sh", "arguments": {"command": "fill"}}</tool_call>'
+        )
+        return earned, terminated, info
+
+    if reason == "oom":
+        earned, terminated, info = asyncio.run(play())
+        assert (earned, terminated, info["success"], info["sandbox_died"]) == (0.0, True, False, "oom")
+    else:
+        with pytest.raises(SandboxDied):
+            asyncio.run(play())
 
 
 def test_two_tools_of_one_name_are_refused_when_the_environment_is_made() -> None:
