@@ -68,6 +68,7 @@ class RunDir:
         Raises ConfigError when the name is taken, in use, or the saved run is another one; RunError for a full disk.
         """
         folder = config.run_folder
+        require_own(folder)
         if resume:
             _check_same_run(config, folder)
         else:
@@ -201,6 +202,15 @@ class RunDir:
                 path.rename(path.with_suffix(""))
 
 
+def require_own(folder: Path) -> None:
+    """Raises ConfigError for a folder of somebody else, who could read all of it and plant links for us to follow."""
+    if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
+        raise ConfigError(
+            f"{folder}: belongs to the user with id {owner}, who could read and change all of it; make it your own "
+            "with chown, or choose another"
+        )
+
+
 def link_folder(source: Path, target: Path) -> None:
     """Make `target` hold the files of `source`, replacing what it was. They share their bytes on disk and each outlives
     the other; where the file system has no hard links they are copied."""
@@ -300,7 +310,10 @@ def _check_same_run(config: Config, folder: Path) -> None:
 
 
 def _lock(folder: Path) -> IO[str]:
-    file = (folder / ".lock").open("a+")
+    path = folder / ".lock"
+    if path.is_symlink():
+        raise ConfigError(f"{path}: is a link, which none of ours is; remove it")
+    file = path.open("a+")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

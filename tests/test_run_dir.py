@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -57,6 +58,31 @@ def test_a_run_is_its_users_alone(tmp_path: Path) -> None:
     folder.chmod(0o750)  # as its user wants it
     RunDir.create(config(tmp_path / "runs"), resume=True).close()
     assert folder.stat().st_mode & 0o777 == 0o750
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_folder_of_somebody_else_is_not_used(tmp_path: Path, resume: bool) -> None:
+    folder = tmp_path / "runs" / "first"
+    if resume:
+        RunDir.create(config(tmp_path / "runs"), resume=False).close()
+    folder.mkdir(parents=True, exist_ok=True)
+    os.chown(folder, 12345, 12345)
+    before = sorted(folder.iterdir())
+    with pytest.raises(ConfigError, match=r"first: belongs to the user with id 12345.*chown, or choose another"):
+        RunDir.create(config(tmp_path / "runs"), resume=resume)
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path / "runs"), resume=False).close()
+    lock, other = tmp_path / "runs" / "first" / ".lock", tmp_path / "mine"
+    other.write_text("keep me")
+    lock.unlink()
+    lock.symlink_to(other)
+    with pytest.raises(ConfigError, match=r"\.lock: is a link.*remove it"):
+        RunDir.create(config(tmp_path / "runs"), resume=True)
+    assert other.read_text() == "keep me"
 
 
 def test_a_new_run_gets_its_folders_and_a_config_that_can_be_run_again(tmp_path: Path) -> None:

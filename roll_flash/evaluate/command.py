@@ -26,7 +26,7 @@ from roll_flash.evaluate.isolation import require_isolation
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.evaluate.same_tasks import read_trained_tasks
 from roll_flash.inference.openai_client import api_key_from
-from roll_flash.run_dir import find_checkpoint, find_run
+from roll_flash.run_dir import PRIVATE, find_checkpoint, find_run
 from roll_flash.terminal import say
 
 EVAL_OPTIONS = (
@@ -147,8 +147,9 @@ def _open_runner(plan: EvalPlan, api_key_env: str | None) -> AbstractAsyncContex
     from roll_flash.rollout.worker import ChatEndpoint
     from roll_flash.system import open_rollout
 
+    plan.folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     logs = plan.folder / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(exist_ok=True)
     if plan.endpoint is not None:
         return open_rollout(plan.config, None, endpoint=ChatEndpoint(plan.endpoint, plan.model, api_key_env), logs=logs)
     return open_rollout(plan.config, resolve_model(plan.model), logs=logs)

@@ -15,6 +15,7 @@ from roll_flash.errors import ConfigError
 from roll_flash.evaluate.budget import Budget
 from roll_flash.monitor.episodes import Outcome, episode_record, transcript
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
+from roll_flash.run_dir import PRIVATE
 from roll_flash.types import EpisodeSpec
 
 EPISODES_FILE = "episodes.jsonl"
@@ -37,7 +38,8 @@ class Journal:
 
     def _open(self, folder: Path, plan: Mapping[str, Any]) -> None:
         try:
-            (folder / TRANSCRIPTS).mkdir(parents=True, exist_ok=True)
+            folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+            (folder / TRANSCRIPTS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: the results cannot be written there: {error.strerror}; give --out") from None
         _check_plan(folder / PLAN_FILE, json.loads(encode(plan)[0]))

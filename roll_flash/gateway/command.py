@@ -19,7 +19,7 @@ from roll_flash.gateway.verifier import Verifier
 from roll_flash.inference.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.models import RECIPES, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
-from roll_flash.run_dir import PRIVATE, find_checkpoint
+from roll_flash.run_dir import PRIVATE, find_checkpoint, require_own
 
 DEFAULT_PORT = 8321
 MAX_PORT = 65535
@@ -158,6 +158,7 @@ def _tree(model: str) -> dict[str, object]:
 def _out_folder(request: GatewayRequest) -> Path:
     """Made if need be. Raises ConfigError for one that cannot be written to."""
     folder = Path(request.out).expanduser()
+    require_own(folder)
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         (folder / "logs").mkdir(exist_ok=True)

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from roll_flash.errors import CheckpointError
+from roll_flash.learner.saved_data import DataPlanner, DataReader
 
 _MANIFEST = "learner.json"
 _FORMAT = 1
@@ -125,7 +126,7 @@ def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     state: dict[str, Any] = {"model": weights, "optimizer": moments}
     random_file = folder / f"random-{rank}.pt"
     try:
-        dcp.load(state, checkpoint_id=folder)
+        dcp.load(state, storage_reader=DataReader(folder), planner=DataPlanner())
         random_state = torch.load(random_file, weights_only=True) if random_file.exists() else None
     except (CheckpointException, OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {_last_line(error)}; use an older checkpoint") from None

@@ -36,6 +36,11 @@ def every_second_attempt(spec: EpisodeSpec) -> bool:
     return spec.replica == 1
 
 
+def test_an_evaluation_is_its_users_alone(tmp_path: Path) -> None:
+    run(ScriptedRunner(every_second_attempt), tmp_path / "evaluations" / "first")
+    assert (tmp_path / "evaluations" / "first").stat().st_mode & 0o777 == 0o700
+
+
 def test_tasks_are_held_out_seeds_and_ids_depend_on_seed_and_attempt_only() -> None:
     specs = episodes_of(EvalConfig(tasks=3, attempts=2, seeds_from=1000), SamplingParams(seed=7), "test")
     assert [spec.task.seed for spec in specs] == [1000, 1001, 1002, 1000, 1001, 1002]
