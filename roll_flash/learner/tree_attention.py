@@ -82,8 +82,12 @@ def tree_attention(
 ) -> tuple[Tensor, None]:
     """Attention as transformers calls it: query [1, H, N, D], key [1, H_kv, N, D], value [1, H_kv, N, E];
     returns [1, N, H, E]."""
-    del module, attention_mask
+    del module
     refused = [name for name in _UNSUPPORTED if options.get(name) is not None]
+    if attention_mask is not None:
+        # transformers makes none for an implementation that it does not know: this one is the model's own, and says
+        # more than who comes after whom (a bias, a choice of few keys that shows on long texts only).
+        refused.append("a mask of the model's own")
     if refused or dropout:
         raise NotImplementedError(f"attention with {', '.join(refused) or 'dropout'} cannot be packed")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

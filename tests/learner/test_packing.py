@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
+from roll_flash.learner import tree_attention
 from roll_flash.learner.credit import CreditRules
 from roll_flash.learner.losses import policy_loss
 from roll_flash.learner.packing import PackedRow, TrainSequence, attention_mask, balance, common_prefix_length, pack
@@ -152,3 +153,11 @@ def test_log_probabilities_of_any_tree_are_those_of_each_sequence_alone(
             chosen = torch.tensor(row.sequence_ids == index)
             torch.testing.assert_close(logprobs[chosen], expected, atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(entropies[chosen], expected_entropies, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mask_of_the_models_own_is_never_ignored() -> None:
+    """It holds what no short text shows: which few keys a token may choose, say."""
+    made, tree = torch.zeros(1, 1, 3, 4), tree_attention.tree_layout(np.arange(3), np.full(3, 3), torch.device("cpu"))
+    own = torch.zeros(1, 1, 3, 3)
+    with pytest.raises(NotImplementedError, match="a mask of the model's own"):
+        tree_attention.tree_attention(torch.nn.Module(), made, made, made, own, tree=tree)
