@@ -282,7 +282,8 @@ class LearnerRank:
         decay = self._config.weight_decay
         if not decay:
             return [{"params": self._trained, "weight_decay": 0.0}]
-        decays, others = [], []
+        decays: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
         for name, parameter in self._policy.named_parameters():
             if parameter.requires_grad:
                 owner = self._policy.get_submodule(name.rpartition(".")[0])

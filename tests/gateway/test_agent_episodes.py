@@ -198,7 +198,6 @@ def test_a_rewritten_history_is_a_branch_that_the_record_and_the_stream_keep() -
     assert record["branches"][0]["messages"][0]["content"] == "what I remember of 3"
     assert len(record["branches"][0]["token_ids"]) == len(trajectory.branches[0].token_ids)
     (row,) = group_rows(Group("g", trajectory.task, (trajectory,)))
-    assert row.version == 2
     assert row.tokens <= sum(len(sample.token_ids) for sample in trajectory.samples)
     back = row_trajectory(row.columns)
     for sent, got in zip(trajectory.samples, back.samples, strict=True):
@@ -218,7 +217,7 @@ def test_branches_are_trained_with_the_advantage_of_their_episode(normalization:
     assert prepared.trajectories == 2
     assert prepared.staleness == [(0, 30)]
     values = [float(s.advantages[s.policy_mask][0]) for s in prepared.sequences]
-    assert values == pytest.approx([-1.0, 1.0, 1.0])
+    assert values == pytest.approx([-1.0, 1.0, 1.0], abs=1e-3)
     weights = [s.token_weight for s in prepared.sequences]
     assert weights == ([1.0] * 3 if normalization == "tokens" else pytest.approx([1 / 12, 1 / 18, 1 / 18]))
 
