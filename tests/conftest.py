@@ -84,33 +84,13 @@ def ray_local() -> Iterator[None]:
     ray.shutdown()
 
 
-def is_worker(config: pytest.Config) -> bool:
-    """Of pytest-xdist: what it leaves behind carries its controller's marker."""
-    return hasattr(config, "workerinput")
-
-
 def pytest_configure(config: pytest.Config) -> None:
-    if not is_worker(config):
-        config.stash[SESSION] = Session.begin(os.environ)  # type: ignore[arg-type]
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side run files, for what their tests share; those that use the engine run one after another, and first.
-
-    They look at all that there is on the engine: images, containers, what a reaper finds.
-    """
-    of_engine = {item.path for item in items if item.get_closest_marker("docker")}
-    items.sort(key=lambda item: item.path not in of_engine)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group("engine" if item.path in of_engine else str(item.path)))
+    config.stash[SESSION] = Session.begin(os.environ)  # type: ignore[arg-type]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session, green or not, for what it left behind. All fixtures have been torn down by now."""
-    if is_worker(session.config):
-        return
     leaks = session.config.stash[SESSION].leaks()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     for leak in leaks:
