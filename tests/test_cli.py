@@ -215,6 +215,7 @@ SUMMARY: dict[str, Any] = {
         "after": None,
     },
     **{"tokens": 10, "tokens_per_s": 5.0, "run_folder": "runs/maze", "plot": None, "model_folder": None, "notes": []},
+    "disk": {"checkpoints": 2_200_000, "logs": 1_000},
     "books": {"produced": 1, "trained": 1, "waiting": 0, "dropped": {}, "failed": {}, "balance": True},
 }
 
