@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -42,9 +42,17 @@ class ThisProcess:
         return []
 
 
-class NoLog:
+class Log:
+    """Stands in for the files of a run."""
+
+    def __init__(self) -> None:
+        self.dropped: list[Mapping[str, Any]] = []
+
     def write(self, step: int, outcome: Outcome) -> None:
         pass
+
+    def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
+        self.dropped.append(group)
 
 
 class ThreeTasks(SeedTasks):
@@ -61,7 +69,7 @@ def tasks_of(env_id: str = "Env-v0", *, end: bool = False) -> SeedTasks:
 
 
 def train(
-    fleet: ThisProcess, tasks: Any, *, steps: int, **rollout: Any
+    fleet: ThisProcess, tasks: Any, *, steps: int, log: Log | None = None, **rollout: Any
 ) -> tuple[list[list[Group]], Rollout, list[str]]:
     """The groups of each step, until the source has ended or `steps` are done; and what the user is told."""
     on_stale = rollout.pop("on_stale", "evict")
@@ -81,7 +89,7 @@ def train(
     notices: list[str] = []
 
     async def run() -> Rollout:
-        async with asyncio.timeout(60), Rollout(config, fleet, tasks, NoLog()) as run:  # type: ignore[arg-type]
+        async with asyncio.timeout(60), Rollout(config, fleet, tasks, log or Log()) as run:  # type: ignore[arg-type]
             for version in range(1, steps + 1):
                 groups = [group async for several in run.groups_for_step() for group in several]
                 if not groups:
@@ -136,8 +144,10 @@ def test_a_task_source_that_ends_while_its_last_group_fails_ends_the_run_too() -
     def play(spec: EpisodeSpec, version: int) -> Outcome:
         return failure(spec) if spec.group_id == "g00000002" else trajectory(spec, [version])
 
-    made, _, _ = train(ThisProcess(play), tasks_of(end=True), steps=9)
+    log = Log()
+    made, _, _ = train(ThisProcess(play), tasks_of(end=True), steps=9, log=log)
     assert [len(groups) for groups in made] == [2]
+    assert [(group["group_id"], group["reason"]) for group in log.dropped] == [("g00000002", "too_few_trajectories")]
 
 
 def test_when_one_of_several_sources_ends_the_others_go_on() -> None:
