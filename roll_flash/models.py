@@ -100,7 +100,7 @@ def _prepare(name: str, cache: Path) -> Path:
 def _build(recipe: Callable[[Path], None], folder: Path) -> None:
     """Write beside the target and rename: whoever sees the folder sees all of it."""
     if usual := USUAL_TIMES.get(folder.name.rpartition("-")[0]):
-        print(f"preparing the model {folder.name}, once (usually {usual})", file=sys.stderr, flush=True)
+        say(f"preparing the model {folder.name}, once (usually {usual})", error=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         recipe(unfinished)

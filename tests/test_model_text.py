@@ -32,7 +32,7 @@ from roll_flash.monitor.episodes import transcript
 from roll_flash.terminal import one_line, printable
 
 MOST_CPU_S_OF_A_MB = 1.0
-SLACK_CPU_S = 0.3
+SLACK_CPU_S = 1.0
 SIZES = tuple(1 << power for power in range(10, 21))
 """Characters: 1 KiB, doubled up to 1 MiB."""
 
@@ -120,9 +120,9 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "reward.json": bears((ValueError, RecursionError), lambda text: reward_of_json(text, "a")),  # type: ignore[arg-type]
     "gateway's answers": answered,
     "gateway's bodies": bears(ApiError, lambda text: decode_object(text.encode(errors="replace"))),
-    "chat completions": lambda text: chat_completions.parse(as_body(text), tokens_are_known=True),
-    "anthropic messages": lambda text: anthropic_messages.parse(anthropic_body(text)),
-    "responses": lambda text: responses_api.parse({"input": text}, {}),
+    "chat completions": bears(ApiError, lambda text: chat_completions.parse(as_body(text), tokens_are_known=True)),
+    "anthropic messages": bears(ApiError, lambda text: anthropic_messages.parse(anthropic_body(text))),
+    "responses": bears(ApiError, lambda text: responses_api.parse({"input": text}, {})),
     "endpoint's answers": bears(InferenceError, lambda text: _reply(_json(text.encode(errors="replace"), "u"), "u", 0)),
     "endpoint's errors": lambda text: _error_text(text.encode(errors="replace"), "none"),
     "pages": lambda text: document(text, "", episode_for_page(record(text))),
