@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from machine import machine
+
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 MOVED = 0.1
@@ -90,6 +92,7 @@ def run(benchmark: Benchmark, quick: bool) -> str | None:
 
 def record(benchmark: Benchmark, printed: Any) -> None:
     file = RESULTS / f"{benchmark.result}.json"
+    printed = {"machine": machine(), **printed}
     if benchmark.entry:
         others = json.loads(file.read_text()) if file.exists() else {}
         printed = {**others, benchmark.entry: printed}

@@ -29,7 +29,8 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from quickstart import RESULTS, ROOT, machine
+from machine import machine
+from quickstart import RESULTS, ROOT
 
 from roll_flash.monitor.metrics import REWARD, STALENESS_MAX, STALENESS_MEAN, STEP_S, read_metrics
 

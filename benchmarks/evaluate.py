@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -24,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from machine import machine
 from rollout_engine import Measured, Processes, mock_servers
 from rollout_env import TURNS
 from rollout_peers import VERIFIERS_VERSION, verifiers
@@ -119,8 +119,8 @@ def as_markdown(columns: dict[str, list[Measured]]) -> str:
     lines = [
         "# Evaluation",
         "",
-        f"Made by `python benchmarks/evaluate.py` on {os.cpu_count()} cores, {platform.platform()}, Python "
-        f"{platform.python_version()}, {versions}. Episodes of {TURNS} turns against a mock chat endpoint that answers "
+        f"Made by `python benchmarks/evaluate.py` on {machine()}, "
+        f"{versions}. Episodes of {TURNS} turns against a mock chat endpoint that answers "
         f"after {LATENCY_S * 1e3:g} ms; one worker. `load` is the machine's when a row was done, what is measured "
         "included: above the number of cores, something else slowed the row.",
         "",

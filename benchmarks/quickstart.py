@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from machine import machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -62,16 +62,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([header, "|---" * len(rows[0]) + "|", *lines])
 
 
-def machine() -> str:
-    model = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "CPU")
-    return f"{os.cpu_count()} cores of {model}, Python {platform.python_version()}"
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -86,9 +76,9 @@ def main() -> None:
     if not arguments.quick:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "quickstart.json").write_text(json.dumps(result, indent=2) + "\n")
-        text = f"# Quickstart\n\n`python benchmarks/quickstart.py` on {machine()}.\n\n{table(rows)}\n"
+        text = f"# Quickstart\n\n`python benchmarks/quickstart.py` on {result['machine']}.\n\n{table(rows)}\n"
         (RESULTS / "quickstart.md").write_text(text)
-    print(json.dumps(result) if arguments.json else f"{machine()}\n{table(rows)}")
+    print(json.dumps(result) if arguments.json else f"{result['machine']}\n{table(rows)}")
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import sys
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from machine import machine
 from rollout_engine import Load, Measured, answer_token_ids, measure, mock_servers
 from rollout_env import TURNS
 from rollout_peers import VERIFIERS_VERSION, bare_loop, verifiers
@@ -103,8 +103,8 @@ def as_markdown(columns: dict[str, list[Measured]]) -> str:
     lines = [
         "# Rollout engine",
         "",
-        f"Made by `python benchmarks/rollout.py` on {os.cpu_count()} cores, {platform.platform()}, Python "
-        f"{platform.python_version()}, {versions}. Episodes of {TURNS} turns, one worker; token servers are "
+        f"Made by `python benchmarks/rollout.py` on {machine()}, "
+        f"{versions}. Episodes of {TURNS} turns, one worker; token servers are "
         f"mocks that answer after {LATENCY_S * 1e3:g} ms. `load` is the machine's when a row was done, what is "
         "measured included: above the number of cores, something else slowed the row.",
         "",

@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import resource
 import signal
 import statistics
@@ -26,6 +25,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from machine import machine
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, list_sandboxes
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
@@ -297,7 +297,7 @@ def _median(values: list[float]) -> float | None:
 
 def table(figures: list[Figure], provider: str) -> str:
     lines = [
-        f"`{provider}` provider on {os.cpu_count()} cores, {platform.platform()}, load {os.getloadavg()[0]:.1f}.",
+        f"`{provider}` provider on {machine()}, load {os.getloadavg()[0]:.1f}.",
         "",
         "| figure | ours | target | reached | docker exec | SWE-ReX " + PEER_VERSION + " |",
         "|---|---|---|---|---|---|",

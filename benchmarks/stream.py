@@ -34,6 +34,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import numpy as np
+from machine import machine
 from stream_plots import draw
 
 from roll_flash.config import LearnerConfig, RayConfig
@@ -352,7 +353,7 @@ def markdown(figures: list[Figure], load: float, repeats: int) -> str:
         return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
     lines = [
-        f"Rows of {TOKENS} tokens in 4 ragged fields (19.5 KB). {os.cpu_count()} cores, load {load:.1f} at the start,",
+        f"Rows of {TOKENS} tokens in 4 ragged fields (19.5 KB). {machine()}, load {load:.1f} at the start,",
         f"{repeats} repetitions.",
         "",
         f"| figure | unit | in process | Ray, 2 shards | {PEER} {PEER_VERSION} | target | gain, Ray | reached |",

@@ -19,7 +19,6 @@ import argparse
 import asyncio
 import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -32,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from machine import machine
 
 from roll_flash.config import InferenceConfig, LearnerConfig, LoraConfig, RayConfig, WeightsConfig
 from roll_flash.inference.client import open_client
@@ -257,17 +257,11 @@ async def measure_all(model: str, groups: int, updates: int) -> tuple[list[Row],
     return [Row.of(way, copy_s) for way in ways], copy_s, num_bytes / 2**20
 
 
-def hardware() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
 def markdown(rows: list[Row], model: str, copy_s: float, mib: float, load: float) -> str:
     header = ["", *(row.way for row in rows), "target"]
     lines = [
         f"{model}, {mib:,.3g} MiB in float32; vLLM on CPU with one thread, {CLIENTS} requests in flight; one learner "
-        f"rank with one thread. {hardware()}, load {load:.1f} at the start. "
+        f"rank with one thread. {machine()}, load {load:.1f} at the start. "
         f"A plain copy of the model: {copy_s * 1e3:.3g} ms.",
         "",
         f"| {' | '.join(header)} |",
@@ -309,7 +303,7 @@ def main() -> int:
     rows, copy_s, mib = asyncio.run(measure_all(model, options.groups, options.updates))
     text = markdown(rows, model, copy_s, mib, load)
     print(text, file=sys.stderr if options.json else sys.stdout)
-    summary = {"model": model, "hardware": hardware(), "model_mib": mib, "plain_copy_ms": copy_s * 1e3}
+    summary = {"model": model, "machine": machine(), "model_mib": mib, "plain_copy_ms": copy_s * 1e3}
     figures: dict[str, Any] = summary | {row.way: asdict(row) for row in rows}
     if options.json:
         print(json.dumps(figures))

@@ -78,6 +78,7 @@ class Trainer:
 
     async def run(self) -> dict[str, Any]:
         system = self._system
+        began_at = system.learner.version
         before = await self._evaluate()
         async with system.evaluations(self._progress.note) as evaluations, system.rollout:
             while system.learner.version < self._config.steps and await self._step():
@@ -85,7 +86,7 @@ class Trainer:
         self._progress.note("training is done; writing the last checkpoint")
         await self._settle()
         await self._begin_checkpoint()
-        after = await self._evaluate()
+        after = await self._evaluate() if system.learner.version > began_at else before
         await self.checkpoint()
         await system.export_model()
         self._progress.note("closing servers, workers and Ray (usually 5-30 s)")

@@ -1,6 +1,9 @@
 """What all tests share: what they need, checked; Ray; and a guard that nothing outlives the session.
 
 A test marked `docker` or `vllm` skips on a machine that lacks it, naming what is missing, and fails in CI.
+
+`make test` runs two processes of pytest-xdist. A folder goes to one of them as a whole, since its tests share servers;
+all files that use the Docker engine go to the same one, since some of them look at everything that runs on it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ import os
 import signal
 from collections.abc import Generator, Iterator
 from functools import cache
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -17,6 +21,7 @@ from leaks import Session
 from roll_flash.doctor import Check, check_bubblewrap, check_docker, check_vllm
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
+TESTS = Path(__file__).parent
 SESSION = pytest.StashKey[Session]()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -84,13 +89,35 @@ def ray_local() -> Iterator[None]:
     ray.shutdown()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Say which tests must run in the same process, before pytest-xdist looks."""
+    on_engine = {item.path for item in items if uses_docker(item)}
+    for item in items:
+        own = item.path.stem if item.path.parent == TESTS else item.path.parent.name
+        item.add_marker(pytest.mark.xdist_group("engine" if item.path in on_engine else own))
+    return (yield)
+
+
+def uses_docker(item: pytest.Item) -> bool:
+    return item.get_closest_marker("docker") is not None or "require_docker" in getattr(item, "fixturenames", ())
+
+
+def is_xdist_worker(config: pytest.Config) -> bool:
+    """Such a process answers to the one that was started, which looks for leaks when all of them have ended."""
+    return hasattr(config, "workerinput")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[SESSION] = Session.begin(os.environ)  # type: ignore[arg-type]
+    if not is_xdist_worker(config):
+        config.stash[SESSION] = Session.begin(os.environ)  # type: ignore[arg-type]
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the session, green or not, for what it left behind. All fixtures have been torn down by now."""
+    if is_xdist_worker(session.config):
+        return
     leaks = session.config.stash[SESSION].leaks()
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     for leak in leaks:

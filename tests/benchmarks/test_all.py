@@ -14,6 +14,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def all_benchmarks() -> ModuleType:
+    sys.path.append(str(BENCHMARKS))
     spec = importlib.util.spec_from_file_location("all_benchmarks", BENCHMARKS / "all.py")
     assert spec is not None
     assert spec.loader is not None

@@ -197,7 +197,6 @@ def test_staged_weights_are_a_copy_in_checkpoint_format_that_dies_with_the_learn
     while os.path.exists(path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(path)
-    assert not list(Path("/dev/shm").glob("roll-flash*"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
