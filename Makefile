@@ -11,7 +11,7 @@ ADAPTERS_PINS := requirements/adapters.txt requirements/install_adapters.sh
 PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine image agents-image model quickstart test test-adapters benchmarks lint clean
+.PHONY: help setup engine image agents-image model quickstart test test-nightly test-adapters benchmarks lint clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -41,6 +41,10 @@ quickstart: image model ## set everything up, train, show the result
 test: agents-image model ## set everything up, run the tests, those of the adapters too
 	@$(BIN)/python -m pytest -n 2 --dist loadgroup
 	@$(MAKE) --no-print-directory test-adapters
+
+test-nightly: agents-image model ## run the tests that are too long for each change
+	@$(BIN)/python -m pytest -m nightly tests
+	@ROLL_FLASH_SOAK_STEPS=30 $(BIN)/python -m pytest tests/test_soak.py
 
 test-adapters: $(ADAPTERS)/installed ## test the adapters with the packages that they adapt
 	@$(ADAPTERS)/bin/python -m pytest -m adapters tests/envs

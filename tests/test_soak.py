@@ -15,7 +15,7 @@ from test_training_runs import start, step_rows, wait_for_step
 
 from roll_flash.monitor.episodes import read_episodes
 
-STEPS = int(os.environ.get("ROLL_FLASH_SOAK_STEPS", "10"))
+STEPS = int(os.environ.get("ROLL_FLASH_SOAK_STEPS", "7"))
 ALPHA = 2
 
 
@@ -67,7 +67,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.ray
 @pytest.mark.docker
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(900)
 class TestASoakedRun:
     def test_it_ends_well_and_leaves_nothing(self, soaked: dict[str, Any]) -> None:
         assert soaked["code"] == 0, soaked["output"]

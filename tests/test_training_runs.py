@@ -87,8 +87,10 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         process.kill()
     stopped_at = [checkpoint.step for checkpoint in list_checkpoints(folder)]
     last = stopped_at[-1] + 3
-    code, resumed = run(*arguments, f"steps={last}", "--resume", "--json")
+    resume = [*arguments, f"steps={last}", "--resume", "--json"]
+    code, resumed = run(*resume)
     return {
+        "resume": resume,
         "folder": folder,
         "keys": keys,
         "listening": listening,
@@ -191,13 +193,22 @@ class TestOneRunThroughItsLife:
     def test_its_checkpoint_is_evaluated_with_several_attempts(self, life: dict[str, Any], tmp_path: Path) -> None:
         code, output = run(
             *("eval", "--model", str(life["folder"]), "-n", "3", "-k", "2", "--temperature", "1"),
-            *("--out", str(tmp_path / "eval"), "--json"),
+            *("--out", str(tmp_path / "eval"), "--json", "inference.engine=transformers"),
         )
         assert code == 0, output
         result = json.loads(output[output.index("{\n") :])
         assert (result["tasks"], result["attempts"], result["scored"]) == (3, 2, 6)
         assert set(result["pass_at_k"]) == {"1", "2"}
         assert len(list((tmp_path / "eval" / "transcripts").iterdir())) == 6
+
+    @pytest.mark.nightly
+    def test_resumed_when_all_is_done_it_is_evaluated_once_and_trains_nothing(self, life: dict[str, Any]) -> None:
+        code, output = run(*life["resume"])
+        assert code == 0, output
+        rows = read_metrics(life["folder"])
+        evaluated = [row["step"] for row in rows if "extra_env_1/eval/success" in row]
+        assert evaluated == [0, life["stopped_at"][0], life["last"], life["last"]]
+        assert [row["step"] for row in step_rows(life["folder"])] == list(range(1, life["last"] + 1))
 
     def test_the_name_of_a_run_is_not_taken_twice(self, life: dict[str, Any]) -> None:
         code, output = run("train", "configs/ci.yaml", "name=life", f"runs={life['folder'].parent}")
@@ -274,7 +285,10 @@ def child_of(process: subprocess.Popen[str], program: str) -> int:
 
 @pytest.mark.ray
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("program", "name"), [("raylet", "raylet"), ("gcs_server", "control store")])
+@pytest.mark.parametrize(
+    ("program", "name"),
+    [pytest.param("raylet", "raylet", marks=pytest.mark.nightly), ("gcs_server", "control store")],
+)
 def test_when_ray_dies_the_run_saves_what_it_has_and_says_so_in_one_line(
     tmp_path: Path, program: str, name: str
 ) -> None:

@@ -65,6 +65,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.ray
+@pytest.mark.nightly
 @pytest.mark.timeout(1000)
 @pytest.mark.docker
 def test_three_agents_are_trained_in_one_run_on_every_call_that_they_made(tmp_path: Path) -> None:
