@@ -83,7 +83,7 @@ def _cannot_be_seen(policy: PolicyModel) -> str | None:
             if key.endswith(("window", "window_size", "chunk_size")) and isinstance(value, int) and value > 0:
                 return f"{key} is {value}"
     for module in policy.model.modules():
-        if changing := [kind for kind in rope_types(module) if "dynamic" in kind or kind == "longrope"]:
+        if changing := [kind for kind in rope_types(module).values() if "dynamic" in kind or kind == "longrope"]:
             return f"RoPE of type {changing[0]} depends on the longest sequence of a row"
     return None
 
