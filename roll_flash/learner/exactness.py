@@ -6,6 +6,7 @@ give other numbers. So each is tried on a small tree of texts. What a short text
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from roll_flash.errors import ModelError
 from roll_flash.learner.logit_form import find_logit_form
-from roll_flash.learner.packing import PackedRow, pack
+from roll_flash.learner.packing import PackedRow, common_prefix_length, pack
 from roll_flash.learner.policy_model import PolicyModel, reset_dynamic_rope, rope_types
 from roll_flash.learner.sequences import text_sequence
 
@@ -43,6 +44,11 @@ def make_exact(policy: PolicyModel, folder: Path) -> None:
         policy.logit_form = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
     except Exception as error:  # whatever the code of a model raises
         raise ModelError(f"{name} does not run on a text of {len(texts[0])} tokens: {_described(error)}") from error
+    if (leak := _sees_later_tokens(texts, expected)) > _TOLERANCE:
+        raise ModelError(
+            f"{name} cannot be trained: log-probabilities differ by {leak:.2g} between texts that begin alike, so "
+            "tokens see what comes later; choose a causal language model, or look at the attention in its config.json"
+        )
     reason = _cannot_be_seen(policy) or _difference(policy, texts, expected, share=True)
     if reason is not None:
         _LOG.warning("%s: prefixes are not shared, each sequence is computed alone: %s", name, reason)
@@ -70,6 +76,13 @@ def _difference(
     if largest <= _TOLERANCE:
         return None
     return f"log-probabilities differ by {largest:.2g} from those of transformers"
+
+
+def _sees_later_tokens(texts: Sequence[NDArray[np.int32]], expected: Sequence[Tensor]) -> float:
+    """How far log-probabilities of the tokens that two texts begin with differ between the two."""
+    pairs = itertools.combinations(zip(texts, expected, strict=True), 2)
+    shared = [(common_prefix_length(a, b) - 1, first, second) for (a, first), (b, second) in pairs]
+    return max(float((first[:number] - second[:number]).abs().max()) for number, first, second in shared)
 
 
 def _cannot_be_seen(policy: PolicyModel) -> str | None:

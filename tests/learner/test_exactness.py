@@ -126,6 +126,13 @@ def test_a_model_that_cannot_be_exact_is_refused_in_one_line(tmp_path: Path, mon
         load_policy_model(folder)
 
 
+def test_a_model_that_sees_later_tokens_is_refused_in_one_line(tmp_path: Path) -> None:
+    """It would predict each token from that token itself, and the loss would look splendid."""
+    folder = write_model("gemma3_text", tmp_path, use_bidirectional_attention=True)
+    with pytest.raises(ModelError, match=r"differ by .* tokens see what comes later"):
+        load_policy_model(folder)
+
+
 def test_a_softcap_is_found_where_logits_are_small(tmp_path: Path) -> None:
     """A head that begins at nothing shows no softcap on any text, until it has learned."""
     policy = load_policy_model(write_model("nanochat", tmp_path, initializer_range=1e-4))
