@@ -110,10 +110,10 @@ def _cannot_be_seen(policy: PolicyModel) -> str | None:
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))}"
-    if getattr(config, "use_sliding_window", True):
-        for key, value in config.to_dict().items():
-            if key.endswith(("window", "window_size", "chunk_size")) and isinstance(value, int) and value > 0:
-                return f"{key} is {value}"
+    # Whatever `use_sliding_window` says: models that read it have no window then, and others do not read it.
+    for key, value in config.to_dict().items():
+        if key.endswith(("window", "window_size", "chunk_size")) and type(value) is int and value > 0:
+            return f"{key} is {value}"
     for module in policy.model.modules():
         if changing := [kind for kind in rope_types(module).values() if "dynamic" in kind or kind == "longrope"]:
             return f"RoPE of type {changing[0]} depends on the longest sequence of a row"

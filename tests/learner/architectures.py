@@ -82,6 +82,8 @@ ALONE: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         "max_position_embeddings": 128,
     },
+    "phimoe with a window that it does not turn off": _EXPERTS
+    | {"model_type": "phimoe", "sliding_window": 66, "use_sliding_window": False},
     "dynamic RoPE and longrope by kind of layer": {
         "model_type": "gemma3_text",
         "head_dim": 8,
