@@ -161,7 +161,9 @@ class RolloutConfig(Section):
     """Ray resources that one worker takes, such as `{CPU: 1, sandboxes: 1}`. A worker mostly waits: none by default."""
     heartbeat_timeout_s: PositiveFloat = 30.0
     """A worker that gives no sign of life for so long is replaced, and its episodes are started again."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[float, Field(ge=0.01)] = 1.0
+    """At least 0.01: vLLM samples at that whatever less it is asked for, and log-probabilities would be of another
+    distribution."""
     max_new_tokens: PositiveInt = 64
     """Most tokens the model may write in one turn."""
     stop: tuple[str, ...] = ()

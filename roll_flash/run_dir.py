@@ -301,6 +301,7 @@ def _check_same_run(config: Config, folder: Path) -> None:
         ("learner.engine", saved.learner.engine, config.learner.engine),
         ("learner.advantage", saved.learner.advantage, config.learner.advantage),
         ("learner.loss.name", saved.learner.loss.name, config.learner.loss.name),
+        ("learner.lora.alpha", saved.learner.lora.alpha, config.learner.lora.alpha),
     ):
         if old != new:
             raise ConfigError(

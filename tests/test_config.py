@@ -206,6 +206,7 @@ def test_an_unknown_key_comes_with_the_one_that_was_meant(override: str, words: 
         ("name=", "name"),
         ("model=tiny", "model"),
         ("rollout.stop=5", "rollout.stop"),
+        ("rollout.temperature=0.005", "rollout.temperature"),
         ("eval.seeds_from=-1", "eval.seeds_from"),
         ("env.train_seeds=[5, 5]", "env"),
         ("monitor.tensorboard=perhaps", "monitor.tensorboard"),

@@ -120,6 +120,7 @@ def test_resume_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
         ({"env": {"id": "Maze-v0", "kwargs": {"size": 9}}}, "env.kwargs"),
         ({"learner": {"advantage": "rloo"}}, "learner.advantage"),
         ({"learner": {"loss": {"name": "ppo"}}}, "learner.loss.name"),
+        ({"learner": {"lora": {"alpha": 8.0}}}, "learner.lora.alpha"),
     ],
 )
 def test_resume_with_another_model_environment_or_algorithm_is_refused(

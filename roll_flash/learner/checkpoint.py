@@ -121,16 +121,20 @@ def finish_write(folder: Path, writing: Future[Any]) -> None:
 
 
 def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Read what `write_state` wrote, at any world size; a rank that did not exist then keeps its random state."""
-    weights, moments = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": weights, "optimizer": moments}
+    """Read what `begin_write` wrote, at any world size; a rank that did not exist then keeps its random state.
+
+    Of the optimizer its moments are read. Weight decay and betas are those of the config, which may be another now.
+    """
+    weights, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": weights, "optimizer": {"state": optimizer_state["state"]}}
     random_file = folder / f"random-{rank}.pt"
     try:
         dcp.load(state, storage_reader=DataReader(folder), planner=DataPlanner())
         random_state = torch.load(random_file, weights_only=True) if random_file.exists() else None
     except (CheckpointException, OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {_last_line(error)}; use an older checkpoint") from None
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    moments = {**optimizer_state, **state["optimizer"]}
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments)
     if random_state is not None:
         torch.set_rng_state(random_state["cpu"])
         if torch.cuda.is_available() and random_state["cuda"]:

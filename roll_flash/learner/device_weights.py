@@ -48,9 +48,11 @@ class DeviceWeightStage:
     def stage(self, version: int) -> StagedWeights:
         """Copy the weights; complete, and unaffected by later steps, when this returns. A collective."""
         tensors = {}
-        for name, tensor in stored_tensors(self._model, self._skipped):
+        for name, tensor in stored_tensors(self._model, self._skipped, self._dtype):
             if self._keeps:
-                tensors[name] = tensor.to(self._dtype, copy=True).contiguous()
+                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
+        # Wide types first: vLLM packs tensors one behind the other, and each must begin at a multiple of its width.
+        tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # other processes do not wait for our stream
         info = _described(tensors)

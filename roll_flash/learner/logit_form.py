@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from roll_flash.learner.policy_model import reset_dynamic_rope
 from roll_flash.learner.token_logprobs import LogitForm
 
 _TOLERANCE = 1e-5
@@ -36,10 +37,12 @@ def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitForm | No
         return given.expand_as(output)
 
     hook = head.register_forward_hook(instead)
+    reset_dynamic_rope(model)
     try:
         logits = model(input_ids=token_ids[None], use_cache=False).logits[0, -1].float()
     finally:
         hook.remove()
+    reset_dynamic_rope(model)
     hidden = model.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state
     if len(seen) != 1 or seen[0].shape != hidden.shape or logits.shape != given.shape:
         return None

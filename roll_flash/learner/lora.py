@@ -39,19 +39,23 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze `model` and give its target layers adapters. Raises ModelError when no layer has such a name, or
-    one is the output head, of which log-probabilities read the weight alone."""
+    """Freeze `model` and give its target layers adapters. Raises ModelError when no layer has such a name, one is
+    the output head, of which log-probabilities read the weight alone, or one has a forward of its own."""
     model.requires_grad_(False)
-    found = [
-        module
+    found = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and name.rsplit(".", 1)[-1] in config.targets
-    ]
-    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() in found:
+    }
+    if isinstance(model, PreTrainedModel) and model.get_output_embeddings() in found.values():
         raise ModelError("learner.lora.targets names the output head, which cannot have an adapter; leave it out")
     if not found:
         raise ModelError(f"learner.lora.targets: the model has no linear layer named {', '.join(config.targets)}")
-    for module in found:
+    for name, module in found.items():
+        if type(module) is not nn.Linear:
+            kind = type(module).__name__
+            raise ModelError(f"learner.lora.targets: {name} is a {kind}, whose forward an adapter would replace")
+    for module in found.values():
         _adapt_linear(module, config)
 
 

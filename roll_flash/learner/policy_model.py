@@ -138,16 +138,23 @@ def check_same_vocabulary(reference: PolicyModel, policy: PolicyModel, folder: P
 def reset_dynamic_rope(model: nn.Module) -> None:
     """Forget how long sequences were so far: dynamic RoPE keeps the frequencies of the longest."""
     for module in model.modules():
-        if "dynamic" in rope_types(module) and hasattr(module, "original_inv_freq"):
-            first, last = module.get_buffer("original_inv_freq"), module.get_buffer("inv_freq")
-            module.register_buffer("inv_freq", first.to(last.device), persistent=False)
-            module.max_seq_len_cached = module.original_max_seq_len
+        for prefix, kind in rope_types(module).items():
+            if "dynamic" in kind and hasattr(module, f"{prefix}original_inv_freq"):
+                first, last = (module.get_buffer(f"{prefix}{name}") for name in ("original_inv_freq", "inv_freq"))
+                module.register_buffer(f"{prefix}inv_freq", first.to(last.device), persistent=False)
+                setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
+            # transformers 5 fails when it finds those of a kind of layer, instead of using them again
+            if prefix and kind == "longrope":
+                vars(module).pop(f"{prefix}long_inv_freq", None)
 
 
-def rope_types(module: nn.Module) -> set[str]:
-    """Those of a rotary embedding; empty for other modules."""
+def rope_types(module: nn.Module) -> dict[str, str]:
+    """Of a rotary embedding: its type, or that of each kind of layer under the prefix of its attributes. Empty for
+    other modules."""
     found = getattr(module, "rope_type", None)
-    return set(found.values()) if isinstance(found, dict) else {found} if isinstance(found, str) else set()
+    if isinstance(found, dict):
+        return {f"{layer_type}_": kind for layer_type, kind in found.items()}
+    return {"": found} if isinstance(found, str) else {}
 
 
 def _without_dropout(module: nn.Module) -> None:

@@ -36,6 +36,6 @@ def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor
         case "k2":
             return difference.square() / 2
         case "k3":
-            bounded = difference.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+            bounded = difference.clamp(min=-LARGEST_LOG_RATIO)
             return torch.expm1(-bounded) + bounded
     raise ValueError(f"unknown estimator {estimator!r}: use k1, k2 or k3")

@@ -16,6 +16,8 @@ from roll_flash.types import Branch, Group, Trajectory
 
 NO_LOGPROB = -9999.0
 """What vLLM says for a log-probability that is nan or minus infinity."""
+_LARGEST_REWARD = 1e15
+"""One beyond it would make the gradient of its whole step overflow float32, and the step would be skipped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,9 +153,10 @@ def find_fault(trajectory: Trajectory) -> str | None:
             return "logprobs_not_finite"
         if not _trained_mask(sample).any():
             return "no_logprobs"
-    if not np.isfinite([trajectory.reward, *(turn.reward for turn in trajectory.turns)]).all():
+    rewards = np.abs([trajectory.reward, *(turn.reward for turn in trajectory.turns)])
+    if not np.isfinite(rewards).all():
         return "reward_not_finite"
-    return None
+    return "reward_too_large" if rewards.max() > _LARGEST_REWARD else None
 
 
 def trained_tokens(trajectory: Trajectory) -> int:

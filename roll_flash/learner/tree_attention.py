@@ -29,7 +29,7 @@ NAME = "prefix_tree"
 _BLOCK_TOKENS = 32
 """Blocks end at a branch once they are this long: smaller ones cost more in calls than they save in work."""
 _LONGEST_BLOCK = 128
-_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "indices", "block_indices")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

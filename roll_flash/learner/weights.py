@@ -23,7 +23,14 @@ from roll_flash.inference.published_weights import MODEL_FOLDER, REST, SCALE
 from roll_flash.inference.stored_form import as_stored, converts_one_by_one
 from roll_flash.learner import lora
 
-_DTYPE_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+_DTYPE_NAMES = {
+    torch.float32: "F32",
+    torch.bfloat16: "BF16",
+    torch.float16: "F16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.bool: "BOOL",
+}
 
 
 class WeightStage:
@@ -39,12 +46,14 @@ class WeightStage:
         self._changed_only = changed_only and any(not parameter.requires_grad for parameter in model.parameters())
         self._dtype = dtype
         self._run = run
-        shapes = {name: (tensor, self._dtype_of(name)) for name, tensor in self._stored_shapes()}
+        self._buffers = frozenset(name for name, _ in model.named_buffers())
+        shapes = {name: (tensor, tensor.dtype) for name, tensor in self._stored_shapes()}
         # Wide types first: each tensor then begins at a multiple of its width.
         ordered = dict(sorted(shapes.items(), key=lambda item: -item[1][1].itemsize))
+        self._dtypes = {name: dtype for name, (_, dtype) in ordered.items()}
         self._header, self._offsets, self._size = _layout(ordered, self._metadata())
         self._full_size = sum(
-            tensor.numel() * dtype.itemsize
+            tensor.numel() * self._dtype_of(name, tensor).itemsize
             for name, tensor in model.state_dict().items()
             if name not in self._skipped and not lora.is_adapter(name)
         )
@@ -64,7 +73,7 @@ class WeightStage:
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         for name, tensor in self._tensors():
             start, end = self._offsets[name]
-            target = buffer[start:end].view(self._dtype_of(name)).view(tensor.shape)
+            target = buffer[start:end].view(self._dtypes[name]).view(tensor.shape)
             target.copy_(tensor)
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._in_use[path] = (descriptor, memory)
@@ -101,7 +110,8 @@ class WeightStage:
 
     def _stored_shapes(self) -> Iterator[tuple[str, Tensor]]:
         for name, tensor in self._state():
-            yield from as_stored(self._model, {name: torch.empty(tensor.shape, device="meta")}).items()
+            empty = torch.empty(tensor.shape, dtype=self._dtype_of(name, tensor), device="meta")
+            yield from as_stored(self._model, {name: empty}).items()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
         """What is staged, whole, under the names of the model's folder. A collective."""
@@ -111,9 +121,11 @@ class WeightStage:
         for name, tensor in self._state():
             yield from as_stored(self._model, {name: _whole(tensor)}).items()
 
-    def _dtype_of(self, name: str) -> torch.dtype:
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Factors stay as they are trained: rounded before they are multiplied, their product would be another."""
-        return torch.float32 if lora.is_adapter(name) else self._dtype
+        if lora.is_adapter(name):
+            return torch.float32
+        return tensor.dtype if name in self._buffers else self._dtype
 
     def _metadata(self) -> dict[str, str]:
         if not self._changed_only:
@@ -160,10 +172,18 @@ def whole_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[t
         yield name, whole
 
 
-def stored_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """`whole_tensors` under the names, and in the shapes, of the model's folder, which servers know. A collective."""
+def stored_tensors(
+    model: nn.Module, skipped: Collection[str] = (), dtype: torch.dtype | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """`whole_tensors` under the names, and in the shapes, of the model's folder, which servers know. A collective.
+
+    Parameters in `dtype`, where that is given; buffers as they are, since layers that compute in bfloat16 round
+    parameters only, and a router's bias decides between experts by less than that.
+    """
+    buffers = frozenset(name for name, _ in model.named_buffers())
     for name, tensor in whole_tensors(model, skipped):
-        yield from as_stored(model, {name: tensor}).items()
+        kept = tensor if dtype is None or name in buffers else tensor.to(dtype)
+        yield from as_stored(model, {name: kept}).items()
 
 
 def check_can_be_staged(model: nn.Module, folder: object) -> None:

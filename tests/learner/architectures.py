@@ -82,6 +82,19 @@ ALONE: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 32,
         "max_position_embeddings": 128,
     },
+    "phimoe with a window that it does not turn off": _EXPERTS
+    | {"model_type": "phimoe", "sliding_window": 66, "use_sliding_window": False},
+    "dynamic RoPE and longrope by kind of layer": {
+        "model_type": "gemma3_text",
+        "head_dim": 8,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 64,
+        "rope_parameters": {
+            "sliding_attention": _LONGROPE,
+            "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
+        },
+        "max_position_embeddings": 32,
+    },
 }
 """Whose sequences are computed one by one."""
 

@@ -17,6 +17,7 @@ from roll_flash.background import all_or_first_error
 from roll_flash.config import load_config
 from roll_flash.errors import ConfigError, InferenceError, LearnerError
 from roll_flash.inference.engine import StagedWeights
+from roll_flash.inference.published_weights import ModelFolder, PublishedWeights
 from roll_flash.inference.server_process import ServerProcess
 from roll_flash.inference.server_update import update_server
 from roll_flash.learner import device_weights, lora
@@ -24,8 +25,10 @@ from roll_flash.learner.device_weights import DeviceWeightStage, merge_handles
 from roll_flash.learner.open import open_learner
 from roll_flash.learner.rank_process import rank_actor
 from roll_flash.learner.weight_channel import NcclChannel
+from roll_flash.learner.weights import WeightStage
 from roll_flash.learner_config import LoraConfig
 from roll_flash.models import resolve_model
+from tests.learner.architectures import write_model
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +240,23 @@ def test_options_that_cannot_go_together_are_refused(tmp_path: Path) -> None:
     config = load_config(tree, ["inference.weight_transfer=nccl", "learner.lora.rank=4"])
     with pytest.raises(ConfigError, match=r"learner\.lora\.publish=merged"):
         open_learner(config, model_folder=tmp_path)
+
+
+def test_what_the_learner_computes_with_in_float32_is_published_in_float32(tmp_path: Path) -> None:
+    """Layers round parameters to bfloat16, never buffers: a router's bias decides between experts by small amounts."""
+    folder = write_model("deepseek_v3", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    name = next(name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias"))
+    bias = model.get_buffer(name)
+    bias.copy_(4 + torch.arange(len(bias)) / 1000)
+    on_gpu = DeviceWeightStage(model, [], torch.bfloat16, "nccl", 0)
+    on_gpu.stage(1)
+    in_memory = WeightStage(model, [], torch.bfloat16, "test")
+    staged = in_memory.stage(1)
+    with PublishedWeights(staged.path, ModelFolder(folder), tied=False) as published:
+        read = published.tensor(name).clone()
+        others = published.tensor("model.norm.weight").dtype
+    in_memory.close()
+    torch.testing.assert_close(read, bias, atol=0, rtol=0)
+    torch.testing.assert_close(on_gpu._staged["nccl:1"][name], bias, atol=0, rtol=0)
+    assert others == torch.bfloat16

@@ -126,6 +126,22 @@ def test_a_model_that_cannot_be_exact_is_refused_in_one_line(tmp_path: Path, mon
         load_policy_model(folder)
 
 
+def test_a_model_that_sees_later_tokens_is_refused_in_one_line(tmp_path: Path) -> None:
+    """It would predict each token from that token itself, and the loss would look splendid."""
+    folder = write_model("gemma3_text", tmp_path, use_bidirectional_attention=True)
+    with pytest.raises(ModelError, match=r"differ by .* tokens see what comes later"):
+        load_policy_model(folder)
+
+
+@pytest.mark.parametrize(("name", "size"), [("gpt_neox_japanese", 0.002), ("xglm", 0.002), ("xglm", 0.01)])
+def test_a_model_that_has_not_learned_is_not_taken_for_one_that_can_share(
+    name: str, size: float, tmp_path: Path
+) -> None:
+    """Where all tokens are about as likely, what is wrong hardly shows; it would once the model has learned."""
+    policy = load_policy_model(write_model(name, tmp_path, initializer_range=size, init_std=size))
+    assert not policy.shares_prefixes
+
+
 def test_a_softcap_is_found_where_logits_are_small(tmp_path: Path) -> None:
     """A head that begins at nothing shows no softcap on any text, until it has learned."""
     policy = load_policy_model(write_model("nanochat", tmp_path, initializer_range=1e-4))

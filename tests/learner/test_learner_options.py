@@ -192,6 +192,19 @@ def test_an_adapter_of_the_output_head_is_refused(tiny_model: Path) -> None:
         lora.adapt(policy.model, LoraConfig(rank=2, targets=("q_proj", "lm_head")))
 
 
+def test_a_linear_layer_with_a_forward_of_its_own_is_refused_an_adapter(tiny_model: Path) -> None:
+    """An adapter would take the place of that forward, and the model would be another from the first step on."""
+
+    class Rounded(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input.round())
+
+    policy = load_policy_model(tiny_model)
+    policy.layers[0].get_submodule("self_attn.q_proj").__class__ = Rounded
+    with pytest.raises(ModelError, match=r"q_proj is a Rounded"):
+        lora.adapt(policy.model, LoraConfig(rank=2))
+
+
 def test_bfloat16_keeps_the_gradient_of_a_confident_token_through_the_whole_model(tmp_path: Path) -> None:
     folder = make_tiny_model(tmp_path / "model", tied=False)
     tokens = np.random.default_rng(0).integers(3, 128, 60)

@@ -161,3 +161,13 @@ def test_a_mask_of_the_models_own_is_never_ignored() -> None:
     own = torch.zeros(1, 1, 3, 3)
     with pytest.raises(NotImplementedError, match="a mask of the model's own"):
         tree_attention.tree_attention(torch.nn.Module(), made, made, made, own, tree=tree)
+
+
+@pytest.mark.parametrize("option", ["indices", "block_indices"])
+def test_a_choice_of_keys_is_never_ignored(option: str) -> None:
+    """Given as numbers instead of a mask, as to kernels: a text shorter than the choice shows nothing of it."""
+    made, tree = torch.zeros(1, 1, 3, 4), tree_attention.tree_layout(np.arange(3), np.full(3, 3), torch.device("cpu"))
+    with pytest.raises(NotImplementedError, match=option):
+        tree_attention.tree_attention(
+            torch.nn.Module(), made, made, made, None, tree=tree, **{option: torch.zeros(1, 1, 3, 2)}
+        )

@@ -10,7 +10,7 @@ from roll_flash.learner.regularizers import kl_penalty
 from tests.learner.test_losses import VARIANTS, tensors
 
 
-@pytest.mark.parametrize("difference", [-1.2, -0.1, 0.0, 0.3, 2.0])
+@pytest.mark.parametrize("difference", [-15.0, -1.2, -0.1, 0.0, 0.3, 2.0, 25.0])
 def test_estimators_and_their_gradients_are_their_formulas(difference: float) -> None:
     values = {"k1": difference, "k2": difference**2 / 2, "k3": math.exp(-difference) - 1 + difference}
     slopes = {"k1": difference, "k2": difference, "k3": 1 - math.exp(-difference)}

@@ -36,8 +36,8 @@ def trained(dtype: torch.dtype = torch.float32) -> tuple[torch.nn.Module, torch.
 
 def save(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, **more: Any) -> None:
     weights, moments = get_state_dict(model, optimizer)
-    for group in moments["param_groups"]:
-        group.update(more)
+    for state in moments["state"].values():
+        state.update(more)
     dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=folder)
 
 
@@ -48,7 +48,7 @@ def test_a_checkpoint_of_ours_is_read_as_it_was(tmp_path: Path, dtype: torch.dty
     again, its_optimizer = trained(dtype)
     its_optimizer.param_groups[0]["lr"] = 7.0
     read_state(tmp_path / "state", again, its_optimizer, rank=0)
-    assert its_optimizer.param_groups[0]["lr"] == 0.5
+    assert its_optimizer.param_groups[0]["lr"] == 7.0  # the config's
     for name, tensor in model.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor)
     for mine, its in zip(optimizer.state.values(), its_optimizer.state.values(), strict=True):
@@ -59,7 +59,7 @@ def test_what_is_planted_in_a_checkpoint_is_not_run(tmp_path: Path) -> None:
     planted = Planted(tmp_path / "ran")
     save(tmp_path / "listed", *trained())
     (tmp_path / "listed" / ".metadata").write_bytes(pickle.dumps(planted))
-    save(tmp_path / "inside", *trained(), lr=planted)
+    save(tmp_path / "inside", *trained(), step=planted)
     for name in ("listed", "inside"):
         with pytest.raises(CheckpointError, match="cannot be read"):
             read_state(tmp_path / name, *trained(), rank=0)

@@ -17,6 +17,8 @@ def broken(trajectory: Trajectory, fault: str) -> Trajectory:
     match fault:
         case "reward_not_finite":
             return dataclasses.replace(trajectory, reward=float("nan"))
+        case "reward_too_large":
+            return dataclasses.replace(trajectory, reward=-1e39)
         case "logprobs_not_finite":
             logprobs = trajectory.logprobs.copy()
             logprobs[trajectory.policy_mask.argmax()] = np.nan
@@ -28,7 +30,9 @@ def broken(trajectory: Trajectory, fault: str) -> Trajectory:
     raise AssertionError(fault)
 
 
-@pytest.mark.parametrize("fault", ["reward_not_finite", "logprobs_not_finite", "no_policy_tokens", "no_prompt"])
+@pytest.mark.parametrize(
+    "fault", ["reward_not_finite", "reward_too_large", "logprobs_not_finite", "no_policy_tokens", "no_prompt"]
+)
 def test_a_broken_trajectory_is_left_out_and_counted_and_the_rest_trains(fault: str) -> None:
     group = make_group(0, replicas=4, rewards=[0.0, 1.0, 0.0, 1.0])
     without = dataclasses.replace(group, trajectories=group.trajectories[:3])

@@ -132,6 +132,31 @@ def test_a_resumed_run_takes_the_very_same_next_step(
     assert_equal_weights(in_process(tiny_model, read, **settings), expected)
 
 
+@pytest.mark.parametrize(("before", "after"), [(0.0, 0.5), (0.5, 0.0), (0.5, 0.1)])
+def test_a_resumed_run_has_the_weight_decay_and_betas_of_its_config(
+    tiny_model: Path, tmp_path: Path, before: float, after: float
+) -> None:
+    """Those of the checkpoint would be kept in silence, and decay norms where the groups of parameters differ."""
+
+    async def save(learner: FsdpLearner) -> None:
+        await step(learner, [SILENT])
+        await learner.save(tmp_path / "state")
+
+    async def resume(learner: FsdpLearner) -> tuple[Weights, Weights, tuple[float, float]]:
+        await learner.load(tmp_path / "state")
+        loaded = await weights_of(learner)
+        await step(learner, [SILENT])
+        rank: Any = learner._ranks[0]
+        return loaded, await weights_of(learner), rank._rank._optimizer.param_groups[0]["betas"]
+
+    in_process(tiny_model, save, weight_decay=before)
+    loaded, after_step, betas = in_process(tiny_model, resume, weight_decay=after, betas=(0.5, 0.6), learning_rate=0.1)
+    assert betas == (0.5, 0.6)
+    for name, tensor in loaded.items():
+        expected = tensor * (1 - 0.1 * after) if "norm" not in name else tensor
+        torch.testing.assert_close(after_step[name], expected, atol=1e-6, rtol=1e-6)
+
+
 @pytest.mark.parametrize("row_tokens", [1, 4096])
 def test_alpha_zero_is_the_plain_synchronous_loop_bit_by_bit(tiny_model: Path, row_tokens: int) -> None:
     """With `row_tokens=1` nothing is packed. Streaming in, staging and probing in between must not show in any bit."""
