@@ -57,6 +57,7 @@ void die(const char *what) __attribute__((noreturn));
 int64_t now_us(void);
 
 /* command.c: the commands that run. */
+void commands_prepare(void);
 void command_start(uint32_t channel, struct reader *payload);
 bool command_data(uint32_t channel, const unsigned char *data, size_t length);
 bool command_end(uint32_t channel);
@@ -73,6 +74,7 @@ uint32_t commands_alive(void);
 
 /* members.c: which processes belong to which command. */
 bool members_mark(uint64_t command);
+bool members_is_stopped(pid_t pid);
 void members_signal(uint64_t command, int number);
 bool members_end(uint64_t command);
 

@@ -35,8 +35,17 @@ static struct command *commands;
 static uint32_t alive;
 static uint64_t started;
 static int ignored[MAX_CHANNELS]; /* pipes that a background child keeps open: read and thrown away */
-static size_t ignored_count;
+static size_t ignored_count, ignored_most;
+static int nothing; /* /dev/null, before anybody could put something else in its place that cannot be opened at once */
 static unsigned char scratch[4 * CHUNK];
+
+/* Files are left for new commands, and for the search of processes at a time-out. */
+void commands_prepare(void) {
+    struct rlimit files;
+    nothing = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (nothing < 0 || getrlimit(RLIMIT_NOFILE, &files) < 0) die("/dev/null cannot be opened");
+    ignored_most = files.rlim_cur / 4 < MAX_CHANNELS ? (size_t)files.rlim_cur / 4 - 2 : MAX_CHANNELS;
+}
 
 uint32_t commands_alive(void) { return alive; }
 
@@ -82,7 +91,7 @@ static int open_pipes(struct command *command, int child[3]) {
         child[0] = ends[0];
         command->input = ends[1];
         fcntl(ends[1], F_SETFL, O_NONBLOCK);
-    } else if ((child[0] = open("/dev/null", O_RDONLY | O_CLOEXEC)) < 0) {
+    } else if ((child[0] = fcntl(nothing, F_DUPFD_CLOEXEC, 3)) < 0) {
         return errno;
     }
     for (int i = 0; i < 2; i++) {
@@ -246,7 +255,7 @@ static bool read_output(struct command *command, int which) {
 
 static void ignore_pipe(int *fd) {
     if (*fd < 0) return;
-    if (ignored_count == MAX_CHANNELS) close(ignored[--ignored_count]);
+    if (ignored_count == ignored_most) close(ignored[--ignored_count]);
     ignored[ignored_count++] = *fd;
     *fd = -1;
 }

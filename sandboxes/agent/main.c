@@ -72,6 +72,7 @@ static int prepare(void) {
     if (prctl(PR_SET_DUMPABLE, 0) < 0) die("the agent cannot be protected from being traced");
     confine();
     wire_start();
+    commands_prepare();
     return signals;
 }
 

@@ -89,6 +89,11 @@ static long chain(int chains, int ignores_term) {  // whose first process dies o
     for (;;) pause();
 }
 
+static long stop_all(void) {  // whatever starts, as soon as it does
+    usleep(300000);  // the command that started it has ended by then
+    for (;;) kill(-1, SIGSTOP);
+}
+
 static int take_inotify(void) { return inotify_init1(0); }
 
 static int take_timer(void) {
@@ -245,6 +250,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
+    if (!strcmp(what, "stop-all")) return told(stop_all());
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());
     if (!strcmp(what, "descriptors")) {
