@@ -197,6 +197,28 @@ def test_kernel_settings_cannot_be_written(provider: str, path: str) -> None:
     assert b"OPENED" not in result.stdout
 
 
+SETTINGS = """
+import os
+for folder, _, names in os.walk("/proc/sys"):
+    for name in names:
+        try:
+            os.close(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_NONBLOCK))
+            print(folder, name)
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.parametrize("user", [None, "0:0"])
+def test_no_setting_of_the_kernel_can_be_written(provider: str, user: str | None) -> None:
+    """Those of the sandbox's own namespaces would last into the next lease."""
+
+    async def look(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec(["python3", "-c", SETTINGS])).stdout
+
+    assert within(provider, look, SandboxSpec(user=user)) == b""
+
+
 @pytest.mark.parametrize(
     "path", ["/proc/kcore", "/proc/kmsg", "/dev/mem", "/dev/kmsg", "/dev/vda", "/dev/sda", "/etc/shadow"]
 )
