@@ -121,7 +121,7 @@ void root_enter(char **words, size_t count) {
     must(count >= 2 && getcwd(directory, sizeof directory), "its settings");
     umask(022);
     must(mkdir(CHANGES, 0755) == 0 && mkdir(LAYER "/work", 0700) == 0 && mkdir(MERGED, 0755) == 0 && mkdir(IMAGE, 0755) == 0, LAYER);
-    must(mount("overlay", MERGED, "overlay", 0, "lowerdir=/,upperdir=" CHANGES ",workdir=" LAYER "/work") == 0, "overlay");
+    must(mount("overlay", MERGED, "overlay", MS_NOSUID | MS_NODEV, "lowerdir=/,upperdir=" CHANGES ",workdir=" LAYER "/work") == 0, "overlay");
     size_t mount_count = read_mounts(mounts);
     for (size_t i = 0; i < mount_count; i++) {
         carry_over(mounts[i], words + 2, count - 2);

@@ -51,6 +51,9 @@ def assert_refused(output: bytes) -> None:
         ("reboot",),
         ("setuid",),
         ("raw-socket",),
+        ("socket-program", "26"),
+        ("socket-program", "51"),
+        ("delegation",),
         ("x32",),
         ("int80",),
     ],
@@ -78,6 +81,13 @@ def test_the_kernel_refuses(provider: str, words: tuple[str, ...]) -> None:
 )
 def test_a_socket_of_another_family_is_refused(provider: str, name: str, family: int) -> None:
     assert_refused(attempt(provider, "socket", str(family)).stdout)
+
+
+@pytest.mark.parametrize(("name", "number"), [("udplite", 136), ("mptcp", 262), ("sctp", 132), ("smc", 256)])
+def test_a_protocol_that_the_kernel_would_load_or_that_few_ask_for_is_refused(
+    provider: str, name: str, number: int
+) -> None:
+    assert_refused(attempt(provider, "protocol", str(number)).stdout)
 
 
 @pytest.mark.parametrize("family", [1, 2, 10], ids=["unix", "ipv4", "ipv6"])
