@@ -160,7 +160,7 @@ class LocalProvider:
         return process
 
     async def sweep(self) -> int:
-        """The sandboxes die with their controller; only their empty control groups can stay."""
+        """Sandboxes whose connection a child of their dead controller holds, and control groups."""
         return await asyncio.to_thread(sweep_cgroups) if self.limited else 0
 
     async def close(self) -> None:
