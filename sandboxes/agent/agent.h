@@ -42,6 +42,7 @@ struct reader {
 /* wire.c: frames in, frames out, both without blocking. */
 void wire_start(void);
 void wire_read(void);
+bool wire_waits(void);
 bool wire_next(uint8_t *type, uint32_t *channel, struct reader *payload);
 void wire_send(uint8_t type, uint32_t channel, const void *data, size_t length);
 void wire_flush(void);
@@ -71,6 +72,7 @@ size_t commands_poll(struct pollfd *entries, size_t capacity);
 void commands_ready(const struct pollfd *entries, size_t count);
 int64_t commands_deadline(void);
 uint32_t commands_alive(void);
+bool commands_wait(void);
 
 /* members.c: which processes belong to which command. */
 bool members_mark(uint64_t command);

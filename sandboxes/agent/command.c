@@ -35,6 +35,7 @@ static struct command *commands;
 static uint32_t alive;
 static uint64_t started;
 static int ignored[MAX_CHANNELS]; /* pipes that a background child keeps open: read and thrown away */
+static bool held_back; /* some have ended and wait with their output */
 static size_t ignored_count, ignored_most;
 static int nothing; /* /dev/null, before anybody could put something else in its place that cannot be opened at once */
 static unsigned char scratch[4 * CHUNK];
@@ -48,6 +49,7 @@ void commands_prepare(void) {
 }
 
 uint32_t commands_alive(void) { return alive; }
+bool commands_wait(void) { return held_back; }
 
 static struct command *find(uint32_t channel) {
     for (struct command *at = commands; at; at = at->next)
@@ -273,6 +275,10 @@ static bool finish(struct command *command) {
         }
         if (command->output[i].fd >= 0 && command->output[i].left > 0) return false;
     }
+    if (command->cap && wire_backlog() > OUTPUT_SOFT_LIMIT) { /* outputs that end together would add up */
+        held_back = true;
+        return false;
+    }
     if (command->cap)
         for (int i = 0; i < 2; i++) output_send(&command->output[i], command->cap, i ? ERR : OUT, command->channel);
     if (WIFSIGNALED(command->status)) send_exit(command, 128 + WTERMSIG(command->status), (uint32_t)WTERMSIG(command->status));
@@ -282,6 +288,7 @@ static bool finish(struct command *command) {
 }
 
 static void finish_all(void) {
+    held_back = false;
     for (struct command **at = &commands; *at;) {
         struct command *command = *at;
         if (finish(command)) {
