@@ -84,6 +84,21 @@ def on_the_engines_disk(name: str) -> int:
 
 
 @pytest.mark.docker
+def test_the_engine_writes_down_no_output_and_gives_no_swap(docker: str) -> None:
+    async def look(sandbox: Sandbox) -> dict[str, Any]:
+        assert (await sandbox.exec("echo said >&2")).ok
+        command = ["docker", "inspect", "-f", "{{json .}}", sandbox.name]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
+        return dict(json.loads(done.stdout))
+
+    found = within(docker, look, SandboxSpec(memory_mb=128))
+    host = found["HostConfig"]
+    assert (found["LogPath"], host["LogConfig"]["Type"]) == ("", "none")
+    assert host["Memory"] == host["MemorySwap"] == 128 * MIB
+    assert (host["AutoRemove"], host["ReadonlyRootfs"], host["Privileged"]) == (True, True, False)
+
+
+@pytest.mark.docker
 @pytest.mark.parametrize(("kind", "folder"), [("volume", "/data"), ("volume-root", "/data"), ("writable-root", "/var")])
 def test_a_gigabyte_and_a_half_does_not_fit_under_256_megabytes(docker: str, kind: str, folder: str) -> None:
     """Also of files that are deleted while they are open, which no count of files would see."""
