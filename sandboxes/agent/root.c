@@ -138,7 +138,7 @@ void root_enter(char **words, size_t count) {
  * followed, and no more than `budget` bytes are copied whatever changes meanwhile. */
 static uint64_t budget;
 
-/* What the engine has mounted something on (/etc/hosts, a volume) stays. */
+/* What the engine has mounted something on (/etc/hosts, a volume) stays, and the folders above it. */
 static void remove_entry(int folder, const char *name, int depth) {
     if (unlinkat(folder, name, 0) == 0 || errno == ENOENT || errno == EBUSY) return;
     must(errno == EISDIR && depth < DEEPEST, name);
@@ -148,7 +148,7 @@ static void remove_entry(int folder, const char *name, int depth) {
     for (struct dirent *entry; (entry = readdir(directory));)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) remove_entry(inner, entry->d_name, depth + 1);
     closedir(directory);
-    must(unlinkat(folder, name, AT_REMOVEDIR) == 0 || errno == EBUSY, name);
+    must(unlinkat(folder, name, AT_REMOVEDIR) == 0 || errno == EBUSY || errno == ENOTEMPTY, name);
 }
 
 /* Holes count: the engine writes them out. */
