@@ -27,7 +27,7 @@ class ArchiveError(Exception):
 
 
 class Budget:
-    """What may still be unpacked: bytes of content and of long names, members, headers of any kind, steps of links."""
+    """What may still be unpacked: bytes of content and of long names, members, headers of any kind, steps."""
 
     def __init__(self, packed_bytes: int, max_bytes: int, max_entries: int) -> None:
         self._bytes = min(max_bytes, FREE_BYTES + MAX_RATIO * packed_bytes)

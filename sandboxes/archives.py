@@ -24,7 +24,9 @@ __all__ = ["EFBIG", "EINVAL", "MAX_RATIO", "max_packed", "unpack"]
 EINVAL = 22
 ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """Others are decompressed by `zipfile` without a bound on what one step yields."""
-ZIP_MEMBER = b"PK\x01\x02"
+ZIP_MEMBER, ZIP_MEMBER_BYTES = b"PK\x01\x02", 46
+MAX_EXTRA_BYTES = 1024
+"""Of what a zip's directory says of one member beside its name: times, owners, sizes."""
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -101,6 +103,7 @@ class _Unpacked:
         """As `mkdir -p` would, through links too as long as they stay inside. Raises LeadsOut."""
         here = self.root
         for part in parts:
+            self._budget.step()
             found = here.members.get(part)
             if found is None:
                 self._budget.take(entries=1)
@@ -148,15 +151,29 @@ def _add_member(tree: _Unpacked, member: Member, content: Iterator[bytes]) -> No
 
 
 class _ZipBytes(io.BytesIO):
-    """`zipfile` reads the whole directory of a zip at once and makes an object for each member in it."""
+    """`zipfile` reads the whole directory of a zip at once, makes an object for each member in it, and copies its extra
+    field once for each part of that."""
 
     max_members: int | None = None
 
     def read(self, size: int | None = -1, /) -> bytes:
         data = super().read(size)
-        if self.max_members is not None and data.count(ZIP_MEMBER) > self.max_members:
-            raise SandboxFileError(f"the archive holds more than {self.max_members} files", EFBIG)
+        if self.max_members is not None:
+            _check_directory(data, self.max_members)
         return data
+
+
+def _check_directory(data: bytes, max_members: int) -> None:
+    """Raises ArchiveError, SandboxFileError."""
+    at = count = 0
+    while data.startswith(ZIP_MEMBER, at):
+        name, extra, comment = struct.unpack_from("<HHH", data, at + 28)
+        if extra > MAX_EXTRA_BYTES:
+            raise ArchiveError(f"a header of {extra} bytes; {MAX_EXTRA_BYTES} is the limit")
+        at += ZIP_MEMBER_BYTES + name + extra + comment
+        count += 1
+        if count > max_members:
+            raise SandboxFileError(f"the archive holds more than {max_members} files", EFBIG)
 
 
 def _read_zip(packed: bytes, tree: _Unpacked, budget: Budget, max_entries: int) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,14 +132,24 @@ def _limited(folder: Path, settings: dict[str, str]) -> Path:
 
 
 def sweep_cgroups() -> int:
-    """Remove the groups of owners that are dead."""
+    """Remove the groups of owners that are dead, with what runs in them.
+
+    A sandbox ends with its controller; but a child that the controller forked holds its connection open.
+    """
     removed = 0
     boot = Owner.current().boot
     for parent in (ROOT / FOLDER, *(ROOT / controller / FOLDER for controller in CONTROLLERS_V1)):
         for folder in parent.glob("*-*-roll-flash-*"):
             pid, started, _ = folder.name.split("-", 2)
             if Owner(boot, int(pid), int(started)).lives() is False:
-                with contextlib.suppress(OSError):
-                    folder.rmdir()
-                    removed += 1
+                _kill_members(folder)
+                Cgroup((folder,), 0).remove()
+                removed += not folder.exists()
     return removed
+
+
+def _kill_members(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # somebody else removes it too
+        for member in (folder / "cgroup.procs").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(member), signal.SIGKILL)

@@ -108,6 +108,7 @@ class LocalProvider:
                 end=lambda: _end_and_release(process, cgroup, user),
                 usage=cgroup.usage if cgroup is not None else None,
                 open_fresh=lambda: self.open(spec, run="", timeout_s=timeout_s),
+                reusable=not (spec.user or "").startswith("0:"),
             )
             try:
                 await connection.ready(timeout_s)
@@ -159,7 +160,7 @@ class LocalProvider:
         return process
 
     async def sweep(self) -> int:
-        """The sandboxes die with their controller; only their empty control groups can stay."""
+        """Sandboxes whose connection a child of their dead controller holds, and control groups."""
         return await asyncio.to_thread(sweep_cgroups) if self.limited else 0
 
     async def close(self) -> None:
@@ -245,7 +246,8 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
         "--new-session",
     ]
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
-    command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+    # Of the kernel's settings those of its own namespaces would be the sandbox's to change.
+    command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
     command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for link in SYSTEM_LINKS:
         if os.path.islink(link):

@@ -13,7 +13,7 @@ import tarfile
 
 from roll_flash.sandboxes import files
 from roll_flash.sandboxes.archive_stream import ArchiveError, Blocks, Budget, decompressed
-from roll_flash.sandboxes.archives import EFBIG, EINVAL
+from roll_flash.sandboxes.archives import EFBIG, EINVAL, max_packed
 from roll_flash.sandboxes.connection import AgentConnection
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.frames import Entry
@@ -70,7 +70,8 @@ async def restore(connection: AgentConnection, tree: bytes) -> None:
             await files.write_file(connection, path, content, mode)
 
     writes = []
-    budget = Budget(len(tree), MAX_SNAPSHOT_BYTES, 2 * MAX_ENTRIES)
+    # Long names count too: whatever `capture` takes can be put back.
+    budget = Budget(len(tree), max_packed(MAX_SNAPSHOT_BYTES, 2 * MAX_ENTRIES), 2 * MAX_ENTRIES)
     try:
         for member, content in tar_members(Blocks(decompressed(tree, budget)), budget):
             path = "/" + member.name

@@ -50,7 +50,7 @@ def tar_members(blocks: Blocks, budget: Budget) -> Iterator[tuple[Member, Iterat
         seen += 1
         kind, size = _checked(block), _number(block[124:136])
         if kind in (b"x", b"X", b"g", b"L", b"K"):
-            found = _extension(kind, _extension_data(blocks, size, budget))
+            found = _extension(kind, _extension_data(blocks, size, budget), budget)
             fields |= found if kind != b"g" else {}
             continue
         member = _member(block, kind, size, fields)
@@ -91,13 +91,14 @@ def _extension_data(blocks: Blocks, size: int, budget: Budget) -> bytes:
     return b"".join(blocks.content(size))
 
 
-def _extension(kind: bytes, data: bytes) -> dict[bytes, bytes]:
+def _extension(kind: bytes, data: bytes, budget: Budget) -> dict[bytes, bytes]:
     """What it says of the next member. Global headers (kind g) are checked, and nothing of them is used."""
     if kind in (b"L", b"K"):
         return {b"path" if kind == b"L" else b"linkpath": data.partition(b"\0")[0]}
     found: dict[bytes, bytes] = {}
     at = 0
     while at < len(data) and data[at]:
+        budget.step()
         space = data.find(b" ", at, at + 10)
         length = data[at : max(at, space)]
         end = at + int(length) if length.isdigit() else 0

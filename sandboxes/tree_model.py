@@ -16,7 +16,7 @@ MAX_LINKS = 40
 MAX_STEPS = 512
 """Parts of one path, those of the links on it included. Bounds the work; nothing honest comes near it."""
 STEPS_PER_ENTRY = 32
-"""The same for a whole tree: parts per member, on average."""
+"""The same for a whole tree, with the parts of names and the fields of headers: per member, on average."""
 
 
 class LeadsOut(Exception):
@@ -72,7 +72,7 @@ def parts_of(name: str) -> list[str]:
 
 
 class StepCounter:
-    """Bounds the work of following links in a tree of so many members. Raises LeadsOut."""
+    """Bounds the work of following names and links in a tree of so many members. Raises LeadsOut."""
 
     def __init__(self, entries: int) -> None:
         self._left = STEPS_PER_ENTRY * entries + MAX_STEPS
@@ -80,7 +80,7 @@ class StepCounter:
     def __call__(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise LeadsOut("its links lead through too many others")
+            raise LeadsOut("its links, names and headers take too many steps")
 
 
 def follow(folder: Folder, target: str, count: Callable[[], None]) -> Node | None:

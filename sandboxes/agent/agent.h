@@ -42,6 +42,7 @@ struct reader {
 /* wire.c: frames in, frames out, both without blocking. */
 void wire_start(void);
 void wire_read(void);
+bool wire_waits(void);
 bool wire_next(uint8_t *type, uint32_t *channel, struct reader *payload);
 void wire_send(uint8_t type, uint32_t channel, const void *data, size_t length);
 void wire_flush(void);
@@ -57,6 +58,7 @@ void die(const char *what) __attribute__((noreturn));
 int64_t now_us(void);
 
 /* command.c: the commands that run. */
+void commands_prepare(void);
 void command_start(uint32_t channel, struct reader *payload);
 bool command_data(uint32_t channel, const unsigned char *data, size_t length);
 bool command_end(uint32_t channel);
@@ -70,9 +72,11 @@ size_t commands_poll(struct pollfd *entries, size_t capacity);
 void commands_ready(const struct pollfd *entries, size_t count);
 int64_t commands_deadline(void);
 uint32_t commands_alive(void);
+bool commands_wait(void);
 
 /* members.c: which processes belong to which command. */
 bool members_mark(uint64_t command);
+bool members_is_stopped(pid_t pid);
 void members_signal(uint64_t command, int number);
 bool members_end(uint64_t command);
 

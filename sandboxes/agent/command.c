@@ -35,10 +35,21 @@ static struct command *commands;
 static uint32_t alive;
 static uint64_t started;
 static int ignored[MAX_CHANNELS]; /* pipes that a background child keeps open: read and thrown away */
-static size_t ignored_count;
+static bool held_back; /* some have ended and wait with their output */
+static size_t ignored_count, ignored_most;
+static int nothing; /* /dev/null, before anybody could put something else in its place that cannot be opened at once */
 static unsigned char scratch[4 * CHUNK];
 
+/* Files are left for new commands, and for the search of processes at a time-out. */
+void commands_prepare(void) {
+    struct rlimit files;
+    nothing = open("/dev/null", O_RDONLY | O_CLOEXEC);
+    if (nothing < 0 || getrlimit(RLIMIT_NOFILE, &files) < 0) die("/dev/null cannot be opened");
+    ignored_most = files.rlim_cur / 4 < MAX_CHANNELS ? (size_t)files.rlim_cur / 4 - 2 : MAX_CHANNELS;
+}
+
 uint32_t commands_alive(void) { return alive; }
+bool commands_wait(void) { return held_back; }
 
 static struct command *find(uint32_t channel) {
     for (struct command *at = commands; at; at = at->next)
@@ -82,7 +93,7 @@ static int open_pipes(struct command *command, int child[3]) {
         child[0] = ends[0];
         command->input = ends[1];
         fcntl(ends[1], F_SETFL, O_NONBLOCK);
-    } else if ((child[0] = open("/dev/null", O_RDONLY | O_CLOEXEC)) < 0) {
+    } else if ((child[0] = fcntl(nothing, F_DUPFD_CLOEXEC, 3)) < 0) {
         return errno;
     }
     for (int i = 0; i < 2; i++) {
@@ -246,7 +257,7 @@ static bool read_output(struct command *command, int which) {
 
 static void ignore_pipe(int *fd) {
     if (*fd < 0) return;
-    if (ignored_count == MAX_CHANNELS) close(ignored[--ignored_count]);
+    if (ignored_count == ignored_most) close(ignored[--ignored_count]);
     ignored[ignored_count++] = *fd;
     *fd = -1;
 }
@@ -264,6 +275,10 @@ static bool finish(struct command *command) {
         }
         if (command->output[i].fd >= 0 && command->output[i].left > 0) return false;
     }
+    if (command->cap && wire_backlog() > OUTPUT_SOFT_LIMIT) { /* outputs that end together would add up */
+        held_back = true;
+        return false;
+    }
     if (command->cap)
         for (int i = 0; i < 2; i++) output_send(&command->output[i], command->cap, i ? ERR : OUT, command->channel);
     if (WIFSIGNALED(command->status)) send_exit(command, 128 + WTERMSIG(command->status), (uint32_t)WTERMSIG(command->status));
@@ -273,6 +288,7 @@ static bool finish(struct command *command) {
 }
 
 static void finish_all(void) {
+    held_back = false;
     for (struct command **at = &commands; *at;) {
         struct command *command = *at;
         if (finish(command)) {

@@ -6,6 +6,7 @@
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <netinet/in.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <sys/prctl.h>
@@ -22,7 +23,7 @@ enum { NATIVE = AUDIT_ARCH_AARCH64 };
 #error "this processor is not supported"
 #endif
 
-enum { CLONE_NAMESPACES = 0x7e020000, MAX_RULES = 256 };
+enum { CLONE_NAMESPACES = 0x7e020000, MAX_RULES = 512 };
 
 static const int refused[] = {
     SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev, SYS_kcmp, SYS_pidfd_getfd,
@@ -50,6 +51,15 @@ enum { IOPRIO_PROCESS = 1, IOPRIO_GROUP, IOPRIO_USER };
 
 static const int families[] = {AF_UNIX, AF_INET, AF_INET6};
 
+/* Seldom asked for, often at fault, and loaded into the kernel for whoever asks. */
+static const int protocols[] = {IPPROTO_SCTP, IPPROTO_DCCP, IPPROTO_UDPLITE, 115 /* L2TP */, 256 /* SMC */, 262 /* MPTCP */};
+
+/* Programs on sockets. They take of the memory for compiled filters, which the whole machine shares and without which no
+ * filter like this one can be installed: no command could be started in any sandbox. */
+static const int socket_programs[] = {SO_ATTACH_FILTER, SO_ATTACH_BPF, SO_ATTACH_REUSEPORT_CBPF, SO_ATTACH_REUSEPORT_EBPF};
+
+enum { SET_DELEGATION = 1040 }; /* F_SETDELEG, of Linux 6.19: a lease on a folder */
+
 static struct sock_filter rules[MAX_RULES];
 static unsigned short rule_count;
 
@@ -64,19 +74,22 @@ static void if_equal(uint32_t value, unsigned char skip_otherwise) { rule(BPF_JM
 
 static uint32_t fail_with(int error) { return SECCOMP_RET_ERRNO | (uint32_t)error; }
 
-static void refuse_with(int call, int argument, uint32_t value) {
+static void fail_if(int call, int argument, uint32_t value, int error) {
     if_equal((uint32_t)call, 4);
     load(offsetof(struct seccomp_data, args[argument]));
     if_equal(value, 1);
-    give(fail_with(EPERM));
+    give(fail_with(error));
     load(offsetof(struct seccomp_data, nr));
 }
 
-static void refuse_with_both(int call, uint32_t first, uint32_t second) {
+static void refuse_with(int call, int argument, uint32_t value) { fail_if(call, argument, value, EPERM); }
+
+/* Of the argument and the one after it. */
+static void refuse_with_both(int call, int argument, uint32_t first, uint32_t second) {
     if_equal((uint32_t)call, 6);
-    load(offsetof(struct seccomp_data, args[0]));
+    load(offsetof(struct seccomp_data, args[argument]));
     if_equal(first, 3);
-    load(offsetof(struct seccomp_data, args[1]));
+    load(offsetof(struct seccomp_data, args[argument + 1]));
     if_equal(second, 1);
     give(fail_with(EPERM));
     load(offsetof(struct seccomp_data, nr));
@@ -123,11 +136,11 @@ static void refuse_namespaces(void) {
 static void keep_agent_as_it_is(void) {
     const uint32_t agent = (uint32_t)getpid();
     for (size_t i = 0; i < sizeof of_process / sizeof *of_process; i++) refuse_with(of_process[i], 0, agent);
-    refuse_with_both(SYS_setpriority, PRIO_PROCESS, agent);
-    refuse_with_both(SYS_setpriority, PRIO_PGRP, agent);
+    refuse_with_both(SYS_setpriority, 0, PRIO_PROCESS, agent);
+    refuse_with_both(SYS_setpriority, 0, PRIO_PGRP, agent);
     refuse_with(SYS_setpriority, 0, PRIO_USER);
-    refuse_with_both(SYS_ioprio_set, IOPRIO_PROCESS, agent);
-    refuse_with_both(SYS_ioprio_set, IOPRIO_GROUP, agent);
+    refuse_with_both(SYS_ioprio_set, 0, IOPRIO_PROCESS, agent);
+    refuse_with_both(SYS_ioprio_set, 0, IOPRIO_GROUP, agent);
     refuse_with(SYS_ioprio_set, 0, IOPRIO_USER);
 }
 
@@ -158,6 +171,10 @@ void confine(void) {
     }
     keep_agent_as_it_is();
     refuse_with(SYS_fcntl, 1, F_SETLEASE); /* whoever opens such a file waits: the agent would, for 45 s */
+    refuse_with(SYS_fcntl, 1, SET_DELEGATION);
+    for (size_t i = 0; i < sizeof protocols / sizeof *protocols; i++) fail_if(SYS_socket, 2, (uint32_t)protocols[i], EPROTONOSUPPORT);
+    for (size_t i = 0; i < sizeof socket_programs / sizeof *socket_programs; i++)
+        refuse_with_both(SYS_setsockopt, 1, SOL_SOCKET, (uint32_t)socket_programs[i]);
     if (is_host_root()) refuse_inotify();
     allow_families();
     refuse_namespaces();

@@ -50,6 +50,16 @@ static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
     }
 }
 
+/* What is asked for waits while much is on its way out: answers such as listings would add up. */
+static bool may_dispatch(void) { return wire_backlog() <= OUTPUT_SOFT_LIMIT; }
+
+static void dispatch_all(void) {
+    uint8_t type;
+    uint32_t channel;
+    struct reader payload;
+    while (may_dispatch() && wire_next(&type, &channel, &payload)) dispatch(type, channel, &payload);
+}
+
 static void greet(void) {
     unsigned char frame[32], *at = frame;
     put_u32(&at, PROTOCOL_VERSION);
@@ -72,12 +82,13 @@ static int prepare(void) {
     if (prctl(PR_SET_DUMPABLE, 0) < 0) die("the agent cannot be protected from being traced");
     confine();
     wire_start();
+    commands_prepare();
     return signals;
 }
 
 static int wait_ms(void) {
     int64_t deadline = commands_deadline();
-    if (files_waiting()) return 0;
+    if (files_waiting() || (may_dispatch() && (wire_waits() || commands_wait()))) return 0;
     if (!deadline) return -1;
     int64_t left = deadline - now_us();
     return left <= 0 ? 0 : (int)(left / 1000 > 60000 ? 60000 : left / 1000 + 1);
@@ -99,13 +110,8 @@ static void loop(int signals) {
             }
             commands_reap();
         }
-        if (entries[0].revents) {
-            uint8_t type;
-            uint32_t channel;
-            struct reader payload;
-            wire_read();
-            while (wire_next(&type, &channel, &payload)) dispatch(type, channel, &payload);
-        }
+        if (entries[0].revents) wire_read();
+        dispatch_all();
         commands_tick();
         files_pump();
         wire_flush();

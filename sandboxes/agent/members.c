@@ -84,6 +84,8 @@ static char state_of(pid_t pid) {
     return name_end && name_end[1] ? name_end[2] : 'X';
 }
 
+bool members_is_stopped(pid_t pid) { return state_of(pid) == 'T'; }
+
 static void add(struct pids *pids, pid_t pid) {
     if (pids->count == pids->capacity) {
         pids->capacity = pids->capacity ? 2 * pids->capacity : 64;

@@ -121,7 +121,7 @@ void root_enter(char **words, size_t count) {
     must(count >= 2 && getcwd(directory, sizeof directory), "its settings");
     umask(022);
     must(mkdir(CHANGES, 0755) == 0 && mkdir(LAYER "/work", 0700) == 0 && mkdir(MERGED, 0755) == 0 && mkdir(IMAGE, 0755) == 0, LAYER);
-    must(mount("overlay", MERGED, "overlay", 0, "lowerdir=/,upperdir=" CHANGES ",workdir=" LAYER "/work") == 0, "overlay");
+    must(mount("overlay", MERGED, "overlay", MS_NOSUID | MS_NODEV, "lowerdir=/,upperdir=" CHANGES ",workdir=" LAYER "/work") == 0, "overlay");
     size_t mount_count = read_mounts(mounts);
     for (size_t i = 0; i < mount_count; i++) {
         carry_over(mounts[i], words + 2, count - 2);
@@ -138,7 +138,7 @@ void root_enter(char **words, size_t count) {
  * followed, and no more than `budget` bytes are copied whatever changes meanwhile. */
 static uint64_t budget;
 
-/* What the engine has mounted something on (/etc/hosts, a volume) stays. */
+/* What the engine has mounted something on (/etc/hosts, a volume) stays, and the folders above it. */
 static void remove_entry(int folder, const char *name, int depth) {
     if (unlinkat(folder, name, 0) == 0 || errno == ENOENT || errno == EBUSY) return;
     must(errno == EISDIR && depth < DEEPEST, name);
@@ -148,7 +148,7 @@ static void remove_entry(int folder, const char *name, int depth) {
     for (struct dirent *entry; (entry = readdir(directory));)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) remove_entry(inner, entry->d_name, depth + 1);
     closedir(directory);
-    must(unlinkat(folder, name, AT_REMOVEDIR) == 0 || errno == EBUSY, name);
+    must(unlinkat(folder, name, AT_REMOVEDIR) == 0 || errno == EBUSY || errno == ENOTEMPTY, name);
 }
 
 /* Holes count: the engine writes them out. */

@@ -9,6 +9,8 @@
 #include <string.h>
 #include <unistd.h>
 
+enum { NUDGE_MS = 10, MAX_STOPS = 20 };
+
 extern char **environ;
 
 static char **take_strings(struct reader *payload, uint32_t count) {
@@ -94,7 +96,7 @@ static int search_and_run(const struct request *request, char **variables) {
     }
 }
 
-/* Runs in the child, which still shares the agent's memory (vfork): system calls only, no allocation. */
+/* Runs in the child. */
 static int become(const struct request *request, const int fds[3], uint64_t number, char **variables) {
     sigset_t none;
     sigemptyset(&none);
@@ -113,18 +115,34 @@ static int become(const struct request *request, const int fds[3], uint64_t numb
     return search_and_run(request, variables);
 }
 
-/* Returns the process id, or 0 with `error` set (negative: the working directory is at fault). */
+/* What the child tells before it ends, or 0 once its program runs. Code inside may stop it before that, again and again:
+ * then it is killed, and ends as by any SIGKILL. */
+static int outcome(int told, pid_t pid) {
+    struct pollfd entry = {told, POLLIN, 0};
+    for (int stops = 0; poll(&entry, 1, NUDGE_MS) <= 0;)
+        if (members_is_stopped(pid)) kill(pid, ++stops < MAX_STOPS ? SIGCONT : SIGKILL);
+    int why;
+    return read(told, &why, sizeof why) == (ssize_t)sizeof why ? why : 0;
+}
+
+/* Returns the process id, or 0 with `error` set (negative: the working directory is at fault). No vfork: a child that is
+ * stopped before it has become its program would hold up the agent for ever. */
 pid_t spawn(const struct request *request, const int fds[3], uint64_t number, int *error) {
-    char **variables = environment(request->settings);
-    volatile int why = 0;
-    pid_t pid = vfork();
-    if (pid == 0) {
-        why = become(request, fds, number, variables);
-        _exit(127);
+    int told[2];
+    if (pipe2(told, O_CLOEXEC) < 0) {
+        *error = errno;
+        return 0;
     }
-    if (pid < 0) why = errno;
+    char **variables = environment(request->settings);
+    pid_t pid = fork();
+    if (pid == 0) {
+        int why = become(request, fds, number, variables);
+        _exit(write(told[1], &why, sizeof why) < 0 ? 126 : 127);
+    }
+    *error = pid < 0 ? errno : 0;
     free(variables);
-    signal(SIGPIPE, SIG_IGN);
-    *error = why;
-    return why ? 0 : pid;
+    close(told[1]);
+    if (pid > 0) *error = outcome(told[0], pid);
+    close(told[0]);
+    return *error ? 0 : pid;
 }

@@ -60,6 +60,12 @@ static uint32_t little_u32(const unsigned char *at) {
     return at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
+/* Whether a whole frame has come that was not taken yet. */
+bool wire_waits(void) {
+    size_t left = input_used - input_taken;
+    return left >= HEADER_BYTES && left >= HEADER_BYTES + little_u32(input + input_taken + 5);
+}
+
 bool wire_next(uint8_t *type, uint32_t *channel, struct reader *payload) {
     size_t left = input_used - input_taken;
     if (left < HEADER_BYTES) return false;

@@ -3,6 +3,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/aio_abi.h>
+#include <linux/filter.h>
 #include <linux/sched.h>
 #include <netinet/in.h>
 #include <sched.h>
@@ -87,6 +88,17 @@ static long chain(int chains, int ignores_term) {  // whose first process dies o
     }
     signal(SIGTERM, ignores_term ? SIG_IGN : end_slowly);
     for (;;) pause();
+}
+
+static long stop_all(void) {  // whatever starts, as soon as it does
+    usleep(300000);  // the command that started it has ended by then
+    for (;;) kill(-1, SIGSTOP);
+}
+
+static long attach_program(int option) {
+    struct sock_filter all = BPF_STMT(BPF_RET | BPF_K, 0xffff);
+    struct sock_fprog program = {1, &all};
+    return setsockopt(socket(AF_INET, SOCK_DGRAM, 0), SOL_SOCKET, option, &program, sizeof program);
 }
 
 static int take_inotify(void) { return inotify_init1(0); }
@@ -204,6 +216,9 @@ int main(int count, char **words) {
     if (!strcmp(what, "sleep")) return told((int)sleep((unsigned)number));
     if (!strcmp(what, "socket")) return told(socket((int)number, SOCK_DGRAM, 0));
     if (!strcmp(what, "stream-socket")) return told(socket((int)number, SOCK_STREAM, 0));
+    if (!strcmp(what, "protocol")) return told(socket(AF_INET, SOCK_STREAM, (int)number) & socket(AF_INET, SOCK_DGRAM, (int)number));
+    if (!strcmp(what, "socket-program")) return told(attach_program((int)number));
+    if (!strcmp(what, "delegation")) return told(fcntl(open("/tmp", O_RDONLY), 1040, calloc(1, 64)));
     if (!strcmp(what, "raw-socket")) return told(socket(AF_INET, SOCK_RAW, 1));
     if (!strcmp(what, "io_uring")) return told(syscall(SYS_io_uring_setup, 4, malloc(256)));
     if (!strcmp(what, "bpf")) return told(syscall(SYS_bpf, 0, calloc(1, 256), 72));
@@ -245,6 +260,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
+    if (!strcmp(what, "stop-all")) return told(stop_all());
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());
     if (!strcmp(what, "descriptors")) {

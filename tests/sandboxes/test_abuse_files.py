@@ -8,6 +8,7 @@ import io
 import lzma
 import os
 import random
+import re
 import tarfile
 import warnings
 import zipfile
@@ -17,7 +18,9 @@ from typing import Literal
 
 import pytest
 from abuse import within
-from roll_flash.sandboxes import Sandbox, SandboxFileError
+from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -335,3 +338,38 @@ def test_an_honest_archive_arrives(provider: str) -> None:
         assert (await sandbox.exec("d/bin/run; stat -c %a d/bin/run")).stdout == b"ran\n755\n"
 
     within(provider, put)
+
+
+NAMED = """
+import os
+os.chdir("/sandbox")
+for number in range(4000):
+    open(f"{number:06d}" + "n" * 200, "wb").close()
+open("large", "wb").write(bytes((64 << 20) - 100))
+"""
+
+
+def test_whatever_a_snapshot_takes_can_be_put_back(provider: str) -> None:
+    """Or code inside could choose that no fork of it starts."""
+    spec = SandboxSpec(memory_mb=512, tmpfs_mb=100)
+
+    async def take(sandbox: Sandbox) -> SandboxSpec:
+        assert (await sandbox.exec(["python3", "-c", NAMED])).ok
+        return await sandbox.snapshot()
+
+    async def count(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec("ls | wc -l")).stdout
+
+    assert within(provider, count, within(provider, take, spec)) == b"4001\n"
+
+
+def test_what_comes_out_of_a_sandbox_lies_where_the_reaper_finds_it() -> None:
+    """Temporary folders of a controller that was killed carry its name, or nobody removes them."""
+    plain = re.compile(r"(TemporaryDirectory|mkdtemp)\(")
+    found = {
+        path.name
+        for name in ("envs", "sandboxes")
+        for path in (ROOT / name).rglob("*.py")
+        if plain.search(path.read_text())
+    }
+    assert found == {"scratch.py", "conformance.py", "left_behind.py"}  # the last two: checks by hand

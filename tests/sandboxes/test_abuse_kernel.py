@@ -51,6 +51,9 @@ def assert_refused(output: bytes) -> None:
         ("reboot",),
         ("setuid",),
         ("raw-socket",),
+        ("socket-program", "26"),
+        ("socket-program", "51"),
+        ("delegation",),
         ("x32",),
         ("int80",),
     ],
@@ -78,6 +81,13 @@ def test_the_kernel_refuses(provider: str, words: tuple[str, ...]) -> None:
 )
 def test_a_socket_of_another_family_is_refused(provider: str, name: str, family: int) -> None:
     assert_refused(attempt(provider, "socket", str(family)).stdout)
+
+
+@pytest.mark.parametrize(("name", "number"), [("udplite", 136), ("mptcp", 262), ("sctp", 132), ("smc", 256)])
+def test_a_protocol_that_the_kernel_would_load_or_that_few_ask_for_is_refused(
+    provider: str, name: str, number: int
+) -> None:
+    assert_refused(attempt(provider, "protocol", str(number)).stdout)
 
 
 @pytest.mark.parametrize("family", [1, 2, 10], ids=["unix", "ipv4", "ipv6"])
@@ -195,6 +205,28 @@ def test_the_agents_proc_entries_are_closed(provider: str, path: str) -> None:
 def test_kernel_settings_cannot_be_written(provider: str, path: str) -> None:
     result = shell(provider, f"true >> {path} && echo OPENED")
     assert b"OPENED" not in result.stdout
+
+
+SETTINGS = """
+import os
+for folder, _, names in os.walk("/proc/sys"):
+    for name in names:
+        try:
+            os.close(os.open(os.path.join(folder, name), os.O_WRONLY | os.O_NONBLOCK))
+            print(folder, name)
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.parametrize("user", [None, "0:0"])
+def test_no_setting_of_the_kernel_can_be_written(provider: str, user: str | None) -> None:
+    """Those of the sandbox's own namespaces would last into the next lease."""
+
+    async def look(sandbox: Sandbox) -> bytes:
+        return (await sandbox.exec(["python3", "-c", SETTINGS])).stdout
+
+    assert within(provider, look, SandboxSpec(user=user)) == b""
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,28 @@ def test_names_that_go_through_links_again_and_again_cost_little() -> None:
     assert seconds_of(lambda: refused(packed, "links", max_entries=1000)) < 2.0  # more without a bound
 
 
+def test_headers_of_many_small_fields_cost_little() -> None:
+    fields = header(b"x", b"6 a=b\n" * 43_000)
+    assert seconds_of(lambda: refused(gzip.compress(fields * 32), "steps", max_entries=1000)) < 1.0  # else 2 s
+
+
+def test_folders_that_are_there_already_are_not_walked_down_to_without_end() -> None:
+    deep = tarfile.TarInfo("a/" * 120)
+    deep.type = DIRECTORY
+    packed = gzip.compress(deep.tobuf(tarfile.USTAR_FORMAT) * 60_000)
+    assert seconds_of(lambda: refused(packed, "steps", max_entries=20_000)) < 4.0  # else 9 s
+
+
+def test_a_zip_whose_extra_fields_are_copied_again_and_again_is_refused() -> None:
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w") as archive:
+        for number in range(64):
+            archive.writestr(f"{number}", b"")
+        for member in archive.filelist:
+            member.extra = bytes(64_000)
+    assert seconds_of(lambda: refused(packed.getvalue(), "a header of 64000 bytes")) < 0.5  # else 2 s
+
+
 def test_nothing_of_ours_unpacks_with_tarfile() -> None:
     """Its `filter` is missing before Python 3.11.4, and those of some later versions let links out."""
     folders = ("roll_flash", "envs", "sandboxes", "docker", "benchmarks", "examples", "tests")

@@ -285,3 +285,17 @@ def test_a_sparse_file_of_a_terabyte_is_not_forked_to_the_engines_disk(docker: s
                 await sandbox.snapshot()
 
     asyncio.run(fork())
+
+
+def test_a_folder_that_was_removed_with_what_the_engine_put_there_is_gone_in_a_fork(docker: str) -> None:
+    """The engine mounts its own /etc/hosts; code inside removes the folder around it."""
+
+    async def fork() -> str:
+        async with SandboxPool(provider="docker", size=0) as pool:
+            async with pool.lease(SandboxSpec(writable_root=True, user="0:0")) as sandbox:
+                await sandbox.exec("cp -r /etc /kept 2> /dev/null; rm -r /etc")
+                forked = await sandbox.snapshot()
+            async with pool.lease(forked) as sandbox:
+                return (await sandbox.exec("ls /kept/issue; ls /etc/issue 2>&1")).stdout_text
+
+    assert "/kept/issue\n" in asyncio.run(fork())

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 from roll_flash.sandboxes import list_sandboxes
+from roll_flash.sandboxes.local_cgroup import can_limit, sweep_cgroups
 
 GONE_WITHIN_S = 30.0
 """The benchmark holds it to 2 s; here the machine may be busy."""
@@ -152,6 +153,34 @@ def test_a_controller_killed_while_it_starts_sandboxes_leaves_nothing(provider: 
     while orphans := orphaned_sandboxes():
         assert time.monotonic() < end, f"left behind: {orphans}"
         time.sleep(0.1)
+
+
+FORKED = """
+import asyncio, os, time
+from roll_flash.sandboxes import SandboxPool
+async def main():
+    async with SandboxPool(provider="local", size=0) as pool, pool.lease() as sandbox:
+        child = os.fork()
+        if not child: time.sleep(600)
+        print("ready", flush=True); print(child, flush=True); await asyncio.sleep(600)
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(not can_limit(), reason="this user can make no control groups")
+def test_a_sandbox_whose_connection_a_forked_child_of_a_killed_controller_holds_is_swept() -> None:
+    with controller(FORKED) as process:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        sandbox = [pid for pid in children_of(process.pid) if ".roll-flash/agent" in _command(pid)]
+        process.kill()
+        process.wait(timeout=10)
+        try:
+            assert sandbox
+            sweep_cgroups()
+            assert_gone("local", "", sandbox, GONE_WITHIN_S)
+        finally:
+            os.kill(child, 9)
 
 
 @pytest.mark.docker

@@ -386,3 +386,35 @@ def test_a_sandbox_that_cannot_be_made_new_is_closed_and_counted(
             assert pool.stats().reused == 0
 
     asyncio.run(spoil())
+
+
+CLOSED = """
+import socket
+server = socket.create_server(("127.0.0.1", 8765))
+client = socket.create_connection(("127.0.0.1", 8765))
+server.accept()[0].close()
+client.close()
+"""
+
+
+def test_with_reuse_no_port_of_the_lease_before_is_still_taken(provider: str) -> None:
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease() as first:
+                assert (await first.exec(["python3", "-c", CLOSED])).ok
+            await until(lambda: pool.stats().reused + pool.stats().not_reused == 1)
+            async with pool.lease() as second:
+                bind = "import socket; socket.socket().bind(('127.0.0.1', 8765))"
+                assert (await second.exec(["python3", "-c", bind])).ok
+
+    asyncio.run(reuse())
+
+
+def test_a_sandbox_of_root_is_not_used_again(provider: str) -> None:
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease(SandboxSpec(user="0:0")) as first:
+                await first.exec("true")
+            await until(lambda: pool.stats().not_reused == 1)
+
+    asyncio.run(reuse())

@@ -63,12 +63,39 @@ def test_no_place_that_can_be_written_lies_on_the_machines_disk(docker: str, kin
     within(docker, probe, SPECS[kind])
 
 
+@pytest.mark.docker
+@pytest.mark.parametrize("kind", SPECS)
+def test_no_place_that_can_be_written_takes_devices_or_set_id_files(docker: str, kind: str) -> None:
+    """The engine's own folder of devices is root's alone; it has no file of any other owner."""
+    line = "while read -r _ _ _ _ path options _; do test -w $path && test -d $path && echo $path $options; done"
+    found = shell(docker, f"{line} < /proc/self/mountinfo; true", SPECS[kind]).stdout_text.splitlines()
+    places = {path: options.split(",") for path, options in (place.split(" ") for place in found)}
+    assert {"/tmp", "/sandbox"} <= places.keys()
+    for path, options in places.items():
+        assert {"nosuid", "nodev"} <= {*options} or "ro" in options or path.startswith("/dev"), (path, options)
+
+
 def on_the_engines_disk(name: str) -> int:
     """Bytes in a container's own layer; it must have no volume beside the agent's."""
     command = ["docker", "inspect", "--size", "-f", "{{json .}}", name]
     found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
     assert [mount["Destination"] for mount in found["Mounts"] if mount["Type"] != "tmpfs"] == ["/.roll-flash"]
     return int(found["SizeRw"])
+
+
+@pytest.mark.docker
+def test_the_engine_writes_down_no_output_and_gives_no_swap(docker: str) -> None:
+    async def look(sandbox: Sandbox) -> dict[str, Any]:
+        assert (await sandbox.exec("echo said >&2")).ok
+        command = ["docker", "inspect", "-f", "{{json .}}", sandbox.name]
+        done = await asyncio.to_thread(subprocess.run, command, capture_output=True, check=True)
+        return dict(json.loads(done.stdout))
+
+    found = within(docker, look, SandboxSpec(memory_mb=128))
+    host = found["HostConfig"]
+    assert (found["LogPath"], host["LogConfig"]["Type"]) == ("", "none")
+    assert host["Memory"] == host["MemorySwap"] == 128 * MIB
+    assert (host["AutoRemove"], host["ReadonlyRootfs"], host["Privileged"]) == (True, True, False)
 
 
 @pytest.mark.docker
