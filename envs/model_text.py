@@ -45,6 +45,16 @@ def unescaped(text: str) -> str:
         return text
 
 
+def encodable(text: str) -> str:
+    """Halves of characters, which a model can write as `\\ud800` in JSON, become question marks: they can be neither
+    tokenised nor sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
+
+
 def parse_python(text: str) -> ast.expr:
     """One Python expression as a tree; nothing of it is run. Raises ValueError with one line."""
     if len(text) > LONGEST_PYTHON_CHARACTERS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import socket
 import time
 from typing import Any
@@ -268,3 +269,54 @@ def test_trouble_of_ours_is_noted_so_that_the_episode_is_not_scored(
         assert served.gateway.metrics()["gateway_failed"] == 1
 
     serve(work, ["Hello."], timeout_s=2.0)
+
+
+def tool_call(arguments: str, name: str = "sh") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "sh", "parameters": {"type": "object"}}}]
+HALF = r"\ud800"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        tool_call(f'{{"command": "{HALF}"}}'),
+        tool_call(f'{{"{HALF}": 1}}'),
+        tool_call(f'"{HALF}"'),
+        tool_call("{}", name=HALF),
+        f'{{"name": "sh", "parameters": {{"command": "{HALF}"}}}}',
+        tool_call('{"command": NaN}'),
+        tool_call('{"command": -1e999}'),
+    ],
+)
+def test_a_call_that_no_json_can_say_is_an_answer_like_any_other(serve: Serve, said: str, streams: bool) -> None:
+    """Halves of characters and infinite numbers, which models write into calls, are answered and recorded."""
+
+    async def work(served: Served) -> None:
+        answer = await served.chat(HELLO, tools=TOOLS, stream=streams)
+        assert answer.status_code == 200
+        if streams:
+            assert answer.text.endswith("data: [DONE]\n\n")
+        else:
+            for call in answer.json()["choices"][0]["message"].get("tool_calls", ()):
+                assert not {"NaN", "Infinity"} & set(re.findall(r"[A-Za-z]+", call["function"]["arguments"]))
+        assert len(served.session.history.records) == 1
+
+    serve(work, [said])
+
+
+def test_nesting_that_can_just_be_read_is_an_answer_like_any_other(serve: Serve) -> None:
+    """Writing does not go as deep as reading: at some depth only one of them works."""
+    depths = range(820, 1010, 2)
+
+    async def work(served: Served) -> None:
+        for depth in depths:
+            answer = await served.chat([{"role": "user", "content": str(depth)}], tools=TOOLS, max_tokens=4000)
+            assert answer.status_code == 200, depth
+        assert len(served.session.history.records) == len(depths)
+        assert served.session.trouble is None
+
+    serve(work, [tool_call("[" * depth + "]" * depth) for depth in depths], max_length=8192)
