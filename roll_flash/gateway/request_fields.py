@@ -34,7 +34,7 @@ def decode_object(content: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    if _is_deeper(body, MAX_DEPTH):
+    if is_deeper(body, MAX_DEPTH):
         raise bad_request(f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
     return body
 
@@ -50,7 +50,7 @@ def _decoded(content: bytes) -> Any:
             gc.enable()
 
 
-def _is_deeper(value: Any, limit: int) -> bool:
+def is_deeper(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
         inner = [item for outer in level for item in (outer.values() if type(outer) is dict else outer)]

@@ -16,6 +16,8 @@ from aiohttp import http_parser
 from conftest import MODEL, Serve, Served, until
 
 from roll_flash.errors import InferenceError
+from roll_flash.gateway.answer_text import split_tool_calls
+from roll_flash.gateway.model_call import next_key, parsed_arguments
 from roll_flash.gateway.server import MAX_BODY_BYTES
 from roll_flash.gateway.session import SessionSettings
 
@@ -308,15 +310,35 @@ def test_a_call_that_no_json_can_say_is_an_answer_like_any_other(serve: Serve, s
     serve(work, [said])
 
 
-def test_nesting_that_can_just_be_read_is_an_answer_like_any_other(serve: Serve) -> None:
+def test_nesting_that_can_just_be_read_is_an_answer_like_any_other() -> None:
     """Writing does not go as deep as reading: at some depth only one of them works."""
-    depths = range(820, 1010, 2)
+    for depth in range(40, 1100):
+        said = tool_call('{"a": ' + "[" * depth + "]" * depth + "}")
+        content, calls = split_tool_calls(said, ["sh"])
+        assert bool(content) != bool(calls)
+        for call in calls:
+            message = {"role": "assistant", "content": content, "tool_calls": [call.as_dict()]}
+            json.dumps([[[[parsed_arguments(call.arguments)]]]])
+            assert next_key(b"", message)
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama3", "qwen3", "items"])
+@pytest.mark.parametrize(
+    "arguments", ["[1]", "null", "7", "no JSON", f'{{"a": "{HALF}"}}', "NaN", "[" * 900 + "]" * 900, "9" * 4200]
+)
+def test_a_call_of_a_shape_that_a_template_does_not_know_is_the_agents_trouble(
+    serve: Serve, arguments: str, style: str
+) -> None:
+    """Agents tell the gateway what their model wrote. A request that cannot be shown is refused; the episode counts."""
+    call = {"id": "1", "type": "function", "function": {"name": "sh", "arguments": arguments}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, *HELLO]
 
     async def work(served: Served) -> None:
-        for depth in depths:
-            answer = await served.chat([{"role": "user", "content": str(depth)}], tools=TOOLS, max_tokens=4000)
-            assert answer.status_code == 200, depth
-        assert len(served.session.history.records) == len(depths)
+        answer = await served.chat(messages, tools=TOOLS)
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert error_of(answer)["param"] == "messages"
         assert served.session.trouble is None
+        assert (await served.chat(HELLO)).status_code == 200
 
-    serve(work, [tool_call("[" * depth + "]" * depth) for depth in depths], max_length=8192)
+    serve(work, ["Hello."], style)
