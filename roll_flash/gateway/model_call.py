@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from roll_flash.envs.model_text import MOST_DEPTH, is_deeper
 from roll_flash.envs.tool_calls import without_thinking
-from roll_flash.gateway.request_fields import MAX_DEPTH, is_deeper
 from roll_flash.types import FinishReason, Message
 
 Key = bytes
@@ -173,4 +173,4 @@ def parsed_arguments(arguments: Any) -> Any:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return arguments if is_deeper([value], MAX_DEPTH) else value
+    return arguments if is_deeper([value], MOST_DEPTH) else value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from typing import Any, cast
 
@@ -380,3 +381,27 @@ def test_the_public_names_are_there() -> None:
     assert roll_flash.ToolEnv is ToolEnv
     assert roll_flash.tool is tool
     assert roll_flash.Judge is Judge
+
+
+def test_nesting_that_can_just_be_read_is_told_and_reaches_no_tool() -> None:
+    """What a tool, or an adapter, does with arguments does not go as deep as reading JSON: it would raise."""
+
+    class Parrot(ToolEnv):
+        tool_format = "tags"
+        max_turns = 10_000
+
+        async def begin(self, seed: int) -> str:
+            return "Talk."
+
+        @tool()
+        async def say(self, words: Any) -> Any:
+            """Say."""
+            return copy.deepcopy(words)
+
+    depths = range(60, 1000, 3)
+    actions = [
+        f'<tool_call>{{"name": "say", "arguments": {{"words": {"[" * depth + "]" * depth}}}}}</tool_call>'
+        for depth in depths
+    ]
+    for depth, (said, *_) in zip(depths, play(Parrot(), *actions), strict=True):
+        assert ("Error" in said) == (depth > 63), (depth, said[:100])
