@@ -342,3 +342,46 @@ def test_a_call_of_a_shape_that_a_template_does_not_know_is_the_agents_trouble(
         assert (await served.chat(HELLO)).status_code == 200
 
     serve(work, ["Hello."], style)
+
+
+CHUNKED = b"2\r\n{}\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "body"),
+    [
+        ("Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", CHUNKED),
+        ("Transfer-Encoding: chunked\r\nContent-Length: 2\r\n", CHUNKED),
+        ("Content-Length: 2\r\nContent-Length: 20\r\n", b"{}"),
+        ("Content-Length: 2, 2\r\n", b"{}"),
+        ("Content-Length: +2\r\n", b"{}"),
+        ("Transfer-Encoding: xchunked\r\n", CHUNKED),
+        ("Transfer-Encoding : chunked\r\n", CHUNKED),
+        ("Transfer-Encoding: chunked\r\n", b"-2\r\n{}\r\n0\r\n\r\n"),
+        ("X: a\r\n Content-Length: 2\r\n", b"{}"),
+        ("X: a\0b\r\nContent-Length: 2\r\n", b"{}"),
+        ("X: a\n\nContent-Length: 2\r\n", b"{}"),
+        ("".join(f"X-{number}: 1\r\n" for number in range(5000)), b""),
+        (f"X: {'a' * 100_000}\r\n", b""),
+    ],
+)
+def test_a_request_of_which_two_readers_could_see_two_is_refused_and_fills_no_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture, lines: str, body: bytes
+) -> None:
+    """A sandbox may send them without end: a traceback for each would fill this machine's disk, with the key in it."""
+
+    async def work(served: Served) -> None:
+        key = served.session.api_key
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+        writer.write(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n{lines}\r\n".encode() + body
+        )
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        answers = await reader.read()
+        assert re.findall(rb"HTTP/1\.[01] (\d+)", answers) == [b"400"]
+        writer.close()
+        assert caplog.text == ""
+        assert served.gateway.metrics()["gateway_malformed"] == 1
+        assert served.session.history.records == []
+
+    serve(work, ["Hello."])
