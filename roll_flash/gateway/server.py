@@ -250,7 +250,7 @@ class GatewayServer:
         return session, body, call
 
     async def _complete(self, call: ModelCall, session: Session) -> tuple[Reply, list[CallRecord]]:
-        number = session.admit()
+        number = session.admit(call.n)
         self._counts.calls += 1
         try:
             reply, records = await session.run(self.backend.complete(call, session, number))

@@ -254,6 +254,21 @@ def test_calls_beyond_the_limit_of_an_episode_are_refused_for_good(serve: Serve)
     serve(work, ["Hello."], settings=SessionSettings(max_calls=1))
 
 
+def test_a_call_for_many_answers_is_many_calls(serve: Serve) -> None:
+    """What an episode may ask of the servers is bounded: 128 answers in one call took their time from all others, and
+    past the deadline of a call the episode was no sample."""
+
+    async def work(served: Served) -> None:
+        assert (await served.chat(HELLO, n=4)).status_code == 403
+        assert served.client.prompts == []
+        assert (await served.chat(HELLO, n=2)).status_code == 200
+        assert (await served.chat(HELLO)).status_code == 200
+        assert (await served.chat(HELLO)).status_code == 403
+        assert served.session.calls == 3
+
+    serve(work, ["Hello."], settings=SessionSettings(max_calls=3))
+
+
 @pytest.mark.parametrize(
     ("error", "delay_s", "status", "cause"),
     [(InferenceError("all servers died"), 0.0, 503, "generate_error"), (None, 30.0, 504, "generate_timeout")],
