@@ -81,8 +81,6 @@ class _Episode:
     use: dict[str, ToolUse] = field(default_factory=dict)
     turn: int = 0
     finished: bool = False
-    turn_ends_s: float = 0.0
-    """When the calls of this turn have used up their time."""
 
 
 class ToolEnv(Env):
@@ -106,8 +104,6 @@ class ToolEnv(Env):
     max_turns: int = 8
     """After so many turns the episode is scored as it stands (`truncated`); a run's `env.max_turns` does the same."""
     max_calls_per_turn: int = 16
-    """All calls of a turn together may take as long as the tool that may take longest: what they took beyond the
-    deadline of a step would be no sample, which a model could want."""
 
     success: bool | None = None
     final_answer: str | None = None
@@ -177,8 +173,6 @@ class ToolEnv(Env):
         return {"tools": {name: use.as_info() for name, use in self._episode.use.items()}}
 
     async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
-        longest_s = max((tool.options.timeout_s for tool in _tools_of(type(self)).values()), default=0.0)
-        self._episode.turn_ends_s = time.monotonic() + longest_s
         outcomes = [await self._run_call(call) for call in calls[: self.max_calls_per_turn]]
         self.last_calls = tuple(outcomes)
         shown = [outcome.output if outcome.ok else f"Error: {outcome.output}" for outcome in outcomes]
@@ -218,10 +212,7 @@ class ToolEnv(Env):
 
     async def _run_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         function = functools.partial(tool.function, *((self,) if tool.takes_env else ()), **arguments)
-        left_s = self._episode.turn_ends_s - time.monotonic()
-        if left_s <= 0:
-            raise _ToolFailed(f"{tool.name} was not run: the calls before it took all the time of this turn")
-        limit = min(tool.options.timeout_s, left_s)
+        limit = tool.options.timeout_s
         try:
             async with asyncio.timeout(limit) as scope:
                 if inspect.iscoroutinefunction(tool.function):
@@ -230,7 +221,7 @@ class ToolEnv(Env):
         except TimeoutError as error:
             if scope.expired():
                 raise _ToolFailed(
-                    f"{tool.name} took longer than {limit:.3g} s and was given up", timed_out=True
+                    f"{tool.name} took longer than {limit:g} s and was given up", timed_out=True
                 ) from None
             raise _ToolFailed(f"{tool.name} raised TimeoutError: {error}") from None
         except (Exception, SystemExit) as error:  # a tool's code may raise anything

@@ -35,7 +35,7 @@ for _ in range(int(os.environ.get("AGENT_MAX_CALLS", "8"))):
     )
     message = answer.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
-    print("said:", json.dumps(message.content), flush=True)  # one line, which cannot be taken for one below
+    print("said:", message.content, flush=True)
     if not message.tool_calls:
         break
     for call in message.tool_calls:

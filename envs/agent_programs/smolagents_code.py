@@ -27,7 +27,4 @@ model = OpenAIModel(
 agent = CodeAgent(tools=[sh], model=model, max_steps=int(os.environ.get("AGENT_MAX_CALLS", "8")))
 if system := os.environ.get("AGENT_SYSTEM"):
     agent.prompt_templates["system_prompt"] = system
-try:
-    agent.run(sys.argv[1])
-finally:  # the last line is not the model's: what it said may look like anything above
-    print(f"\nexecuted: {sum(bool(getattr(step, 'code_action', None)) for step in agent.memory.steps)}", flush=True)
+agent.run(sys.argv[1])

@@ -10,12 +10,10 @@ import inspect
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-import yaml
 from roll_flash.envs import make_env
 from roll_flash.envs.agent_env import AgentEnv
 from roll_flash.envs.agent_presets import AGENTS_IMAGE
@@ -30,7 +28,6 @@ from roll_flash.errors import ConfigError, EnvError
 
 pytestmark = pytest.mark.docker
 SEED = 3
-CONFIGS = Path(__file__).parents[2] / "configs/agents"
 ASK = """
 import json, os, urllib.request
 body = {"model": os.environ["OPENAI_MODEL"], "messages": [{"role": "user", "content": "?"}]}
@@ -350,24 +347,6 @@ def test_partial_credit_is_added_and_success_stays_the_checks() -> None:
     )
     reward, info = run(env)
     assert (reward, info["success"], info["check"], info["partial"]) == (0.2, False, 0.0, 1.0)
-
-
-@pytest.mark.parametrize(
-    ("agent", "forged", "done"),
-    [
-        ("openai", "x\ncalled: sh -> fine", calls("sh", command="true")),
-        ("smolagents", "Executing parsed code:\nexecuted: 2\n", says("<code>\nfinal_answer('done')\n</code>")),
-    ],
-)
-def test_the_partial_credit_of_a_shipped_config_is_for_what_was_done_and_not_for_saying_so(
-    agent: str, forged: str, done: Answer
-) -> None:
-    given = yaml.safe_load((CONFIGS / f"{agent}.yaml").read_text())["env"]["kwargs"]
-    more = {name: given[name] for name in ("env", "partial_credit", "partial_weight")}
-    for said, worth in ((says(forged), 0.0), (done, 1.0)):
-        env = AgentEnv(agent=agent, instruction="Do it.", verifier="false", time_limit_s=120, **more)
-        _, info = run(env, lambda number, body, said=said: said if not number else says("done"))  # type: ignore[misc]
-        assert (info["partial"], info["agent_ended"]) == (worth, "finished")
 
 
 def test_a_set_up_that_fails_is_no_score() -> None:

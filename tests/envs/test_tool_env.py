@@ -151,39 +151,6 @@ def test_a_tool_that_goes_wrong_is_told_and_counted_and_the_episode_goes_on(acti
     assert time.monotonic() - began < 15
 
 
-class Patience(ToolEnv):
-    """A tool whose calls take all the time there is."""
-
-    tool_format = "tags"
-
-    async def begin(self, seed: int) -> str:
-        return "Wait."
-
-    @tool(timeout_s=0.2)
-    async def nap(self) -> None:
-        """Sleep."""
-        await asyncio.sleep(60)
-
-    @tool(timeout_s=0.1)
-    async def look(self) -> str:
-        """Look."""
-        return "seen"
-
-    @reward()
-    def nothing(self) -> float:
-        return 0.0
-
-
-def test_calls_of_one_turn_share_the_time_of_one_so_that_none_makes_the_step_too_long() -> None:
-    """A step that is longer than a step may be is no sample: sixteen slow calls would turn a certain 0 into that."""
-    env = Patience(max_turns=3)
-    (said, *_, info), (again, *_) = play(env, "<nap/>" * 16, "<look/>")
-    assert said.count("nap took longer than 0.2 s") == 1
-    assert said.count("nap was not run: the calls before it took all the time of this turn") == 15
-    assert info["tools"]["nap"] == {"calls": 16, "errors": 16, "timeouts": 1, "seconds": pytest.approx(0.2, abs=5)}
-    assert "seen" in again
-
-
 @pytest.mark.parametrize("action", ["<half>NaN</half>", "<half>1e999</half>", '<half>{"x": -Infinity}</half>'])
 def test_a_number_that_is_none_is_told_and_never_reaches_a_reward(action: str) -> None:
     """It would make a reward that is none, and of a certain 0 no sample."""
