@@ -92,7 +92,9 @@ def _check(item: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
 
     verdict = multi_turn_checker(request["check"], request["ground_truth"], item, item["id"], "model")
-    return {key: str(verdict.get(key, "")) for key in ("error_type", "error_message")} | {"valid": verdict["valid"]}
+    return {key: _bounded(str(verdict.get(key, ""))) for key in ("error_type", "error_message")} | {
+        "valid": verdict["valid"]
+    }
 
 
 def _bounded(result: str) -> str:

@@ -20,6 +20,8 @@ from roll_flash.envs.tool_calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError
 
 MOST_SEEDS = 1 << 31
+LONGEST_CHARACTERS, TIMES_AS_LONG = 2000, 20
+"""Of an answer, and compared with the right one: some scorers take the square of its length, past any step's time."""
 
 
 class ReasoningGym(gymnasium.Env[str, str]):
@@ -66,6 +68,9 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
         Raises EnvError for what no answer can be to blame for: a package or file of the scorer that is missing.
         """
+        most = max(LONGEST_CHARACTERS, TIMES_AS_LONG * len(str(self._entry["answer"] or "")))
+        if len(answer) > most:
+            return 0.0, f"the answer is longer than {most} characters"
         try:
             check_answer(answer, self._scorer)
             return float(self._dataset.score_answer(answer=answer, entry=self._entry)), ""

@@ -143,3 +143,5 @@ def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monke
     assert info["score_error"] == "the answer would be run as code: it is not plain data"
     env.reset(seed=1)
     assert env.step("<answer>[1, 2]</answer>")[1] == 1.0
+    env.reset(seed=1)
+    assert env.step("1, " * 1000)[4]["score_error"] == "the answer is longer than 2000 characters"
