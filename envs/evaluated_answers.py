@@ -23,6 +23,7 @@ FUNCTIONS = frozenset(
         *("exp", "log", "ln", "sqrt", "Abs", "abs"),
     ]
 )
+JSON_WORDS = frozenset({"true", "false", "null"})
 _EVALUATES = re.compile(r"\b(?:eval|exec|compile)\s*\(")
 _USES_SYMPY = re.compile(r"^\s*(?:import|from)\s+sympy\b", re.MULTILINE)
 _PARSES = re.compile(r"\b(?:parse_expr|sympify|S)\s*\(")
@@ -42,7 +43,7 @@ def check_answer(answer: str, scorer: Any) -> None:
         tree = _parsed(answer)
         if tree is None and not with_sympy:
             return  # text that Python cannot read is not run; sympy reads more than Python
-        if tree is None or (_bits(tree) > MOST_BITS if with_sympy else not _is_data(tree)):
+        if tree is None or (_bits(tree) > MOST_BITS if with_sympy else not _is_data(tree, source)):
             raise EvaluatedAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
     except RecursionError:
         raise EvaluatedAnswerError("it is nested too deeply") from None
@@ -69,14 +70,20 @@ def _parsed(answer: str) -> ast.expr | None:
         raise EvaluatedAnswerError("it cannot be read") from None
 
 
-def _is_data(node: ast.expr) -> bool:
+def _is_data(node: ast.expr, source: str) -> bool:
+    """A word that neither Python nor the scorer knows is text: evaluating it fails."""
     match node:
         case ast.Constant():
             return True
+        case ast.Name():
+            is_known = hasattr(builtins, node.id) or re.search(rf"\b{re.escape(node.id)}\b", source)
+            return node.id in JSON_WORDS or not (is_known or node.id.startswith("_"))
         case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=ast.Constant(value=int() | float())):
             return True
         case ast.List() | ast.Tuple():
-            return all(map(_is_data, node.elts))
+            return all(_is_data(item, source) for item in node.elts)
+        case ast.Dict():
+            return all(item is not None and _is_data(item, source) for item in (*node.keys, *node.values))
     return False
 
 

@@ -21,7 +21,10 @@ from roll_flash.envs.reasoning_gym_tasks import ReasoningGym
 ARITHMETIC = (
     "import sympy\nclass Arithmetic:\n    def score(self, answer): return int(sympy.parse_expr(answer)) == 24\n"
 )
-DATA = "class Data:\n    def score(self, answer): return ' '.join(map(str, eval(answer)))\n"
+DATA = (
+    "class Data:\n    def score(self, answer):\n        oracle_answer = 'x'\n"
+    "        return ' '.join(map(str, eval(answer)))\n"
+)
 WORDS = "class Words:\n    def score(self, answer): return answer == 'evaluate (me)'\n"
 
 
@@ -56,6 +59,8 @@ PROGRAMS = [
     "1 if open('{mark}', 'w') else 2",
     "entry['answer'].split()",
     "print",
+    "{**{}}",
+    "{open('{mark}', 'w'): 1}",
     "\uff4f\uff50\uff45\uff4e('{mark}', 'w')",
     "[" * 4000 + "]" * 4000,
     "-" * 4000 + "1",
@@ -100,7 +105,18 @@ def test_no_number_in_an_answer_takes_for_ever(answer: str, tmp_path: Path, monk
             ARITHMETIC,
             ["(5 + 3) * 3", "-3*X**3*sin(X) - 9*X**2*cos(X)/2 + 18*X*sin(X) + C", "6*x**8 + 3.5*x*y - 12", "exp(2*x)"],
         ),
-        (DATA, ["[[1, 0], [-1, 'a']]", "Q _ _\n_ Q _", "()", "1 0\n0 1", "I think (perhaps) open(x) is it"]),
+        (
+            DATA,
+            [
+                "[[1, 0], [-1, 'a']]",
+                "Q _ _\n_ Q _",
+                "()",
+                "1 0\n0 1",
+                "EEBCED",
+                '{"a": [true, null, 1.5]}',
+                "I think (perhaps) open(x) is it",
+            ],
+        ),
         (WORDS, ["evaluate (me)", "__import__('os')", "9**9**9", "a" * 9000]),
     ],
 )
@@ -109,6 +125,13 @@ def test_answers_of_the_kind_that_is_asked_for_reach_the_scorer(
 ) -> None:
     for answer in answers:
         check_answer(answer, scorer(source, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "self", "__builtins__", "open", "{1: answer}"])
+def test_no_name_of_the_scorers_own_is_an_answer(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its frame stands the right answer."""
+    with pytest.raises(EvaluatedAnswerError, match="not plain data"):
+        check_answer(answer, scorer(DATA, tmp_path, monkeypatch))
 
 
 def test_what_is_let_through_is_evaluated_quickly() -> None:
