@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -29,16 +30,19 @@ _CLEAN_PATH = (
     '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
 )
 """Leaves what an agent could write out of the image's PATH."""
+_NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
+_NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 
 
 @dataclass(frozen=True, slots=True)
 class CommandVerifier:
-    """Run by `/bin/sh` in the sandbox, alone. The last line of its output is the reward if it is a number from 0 to 1.
+    """Run by `/bin/sh` in the sandbox, alone. With exit status 0 the last line of its output is the reward if it is a
+    number from 0 to 1, else the reward is 1.0.
 
-    Else exit status 0 is 1.0 and any other 0.0; so is a time-out, since what is checked may itself never end, and a
-    file that cannot be put where it belongs, since only an agent can be in its way. docs/agents.md says what it may
-    trust.
+    Any other exit status is 0.0, whatever was printed: a check that broke off may have shown an agent's words last. So
+    is a time-out, since what is checked may itself never end, and a file that cannot be put where it belongs, since
+    only an agent can be in its way. docs/agents.md says what it may trust.
     """
 
     command: str
@@ -71,21 +75,22 @@ class CommandVerifier:
             max_output=VERIFIER_OUTPUT,
         )
         info = {"verifier_exit": result.exit_code, "verifier_timed_out": result.timed_out}
-        if result.timed_out:
+        if result.timed_out or result.exit_code != 0:
             return 0.0, info
-        lines = result.stdout_text.strip().splitlines()
-        return _number(lines[-1] if lines else "", float(result.exit_code == 0)), info
+        return _said_reward(result.stdout_text), info
 
 
-def _number(word: str, otherwise: float) -> float:
-    """A mean of nothing, as an empty file may give it, is no success."""
-    try:
-        value = float(word)
-    except ValueError:
-        return otherwise
-    if not math.isfinite(value):
+def _said_reward(output: str) -> float:
+    """Of a check that ended well. A mean of nothing, as an empty file may give it, is no success.
+
+    A line ends with a newline: to `head -n 1` and `read` the other separators of lines that Python knows are part of
+    it, so that an agent could end a line of the check's with them and begin its own.
+    """
+    word = output.rstrip().rpartition("\n")[2].strip(" \t\r")
+    if _NOT_FINITE.fullmatch(word):
         return 0.0
-    return value if 0.0 <= value <= 1.0 else otherwise
+    value = float(word) if _NUMBER.fullmatch(word) else 1.0
+    return value if 0.0 <= value <= 1.0 else 1.0
 
 
 @dataclass(frozen=True, slots=True)

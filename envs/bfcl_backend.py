@@ -11,6 +11,7 @@ import functools
 import importlib.util
 import io
 import json
+import time
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -25,7 +26,12 @@ from roll_flash.sandboxes import Sandbox, SandboxSpec
 from roll_flash.errors import EnvError
 
 START_TIMEOUT_S = 60.0
-CHECK_TIMEOUT_S = 60.0
+EPISODE_CALLS = 2
+"""All calls of an episode may together take as long as so many that are given up."""
+CHECK_TIMEOUT_S = 30.0
+"""Once with the model's calls, which took less, and once more without: both fit into a step."""
+CHECKER_ENDED = "multi_turn:checker_ended"
+"""Our own: calls on which the checker comes to no verdict, because they take too much memory or nest too deeply."""
 MEMORY_MB = 256
 STDERR_CHARACTERS = 2000
 _SERVER, _BUNDLE = "bfcl_server.py", "bfcl.zip"
@@ -70,6 +76,8 @@ class BfclBackend:
         self._sandbox = sandbox
         self._item = item
         self._call_timeout_s = call_timeout_s
+        self._left_s = EPISODE_CALLS * call_timeout_s
+        """For the calls that are still to come: they are made again by the checker, and after one that hangs."""
         self._done: list[str] = []
         self._server: _Server | None = None
 
@@ -80,23 +88,39 @@ class BfclBackend:
     async def run(self, source: str) -> str:
         """The result of one call, as text. Raises ServerEndedError for a call that cannot be borne, else SandboxError
         and EnvError."""
+        if self._left_s <= 0:
+            raise ServerEndedError("was not run: the calls before it took all the time of the episode")
         server = await self._running()
+        began = time.monotonic()
         try:
-            results = await server.ask({"calls": [source]}, self._call_timeout_s)
+            results = await server.ask({"calls": [source]}, min(self._call_timeout_s, self._left_s))
         except ServerEndedError:
             await self.close()
             raise
+        finally:
+            self._left_s -= time.monotonic() - began
         self._done.append(source)
         return str(results["results"][0])
 
     async def check(self, turns: Sequence[Sequence[Sequence[str]]]) -> Verdict:
-        """The verdict on all calls of the model, by turn and step. Raises EnvError if the checker gives none."""
-        server = await self._running()
-        request = {"check": turns, "ground_truth": self._item.ground_truth}
+        """The verdict on all calls of the model, by turn and step. Where the checker comes to none, they are wrong if
+        it comes to one on the right calls; else EnvError is raised."""
         try:
-            said = await server.ask(request, CHECK_TIMEOUT_S)
+            return await self._ask_checker(turns)
+        except ServerEndedError as error:
+            why = f"bfcl-eval's checker {error}"
+        self._done = []
+        try:
+            await self._ask_checker([[calls] for calls in self._item.ground_truth])
         except ServerEndedError as error:
             raise EnvError(f"{ENVIRONMENT}: {self._item.item_id}: bfcl-eval's checker {error}") from None
+        return Verdict(False, CHECKER_ENDED, why)
+
+    async def _ask_checker(self, turns: Sequence[Sequence[Sequence[str]]]) -> Verdict:
+        """Raises ServerEndedError."""
+        server = await self._running()
+        try:
+            said = await server.ask({"check": turns, "ground_truth": self._item.ground_truth}, CHECK_TIMEOUT_S)
         finally:
             await self.close()
         return Verdict(bool(said["valid"]), said["error_type"], said["error_message"])
@@ -120,7 +144,7 @@ class BfclBackend:
             try:
                 await server.start(self._sandbox, first)
                 if self._done:
-                    await server.ask({"calls": self._done}, START_TIMEOUT_S)
+                    await server.ask({"again": self._done}, START_TIMEOUT_S)
             except ServerEndedError as error:
                 await self.close()
                 raise EnvError(f"{ENVIRONMENT}: the tool classes do not start in the sandbox: it {error}") from None
@@ -149,7 +173,7 @@ class _Server:
         except TimeoutError:
             if not scope.expired():
                 raise
-            raise ServerEndedError(f"took longer than {timeout_s:g} s and was given up") from None
+            raise ServerEndedError(f"took longer than {timeout_s:.3g} s and was given up") from None
 
     async def _read_line(self) -> bytes:
         while b"\n" not in self._received:

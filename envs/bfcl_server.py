@@ -44,7 +44,8 @@ def main(bundle: str) -> None:
 
 
 def serve_item(item: dict[str, Any], requests: Any, answer: Any, load: Any) -> None:
-    """The first line is the item; `{"calls": [...]}` runs some, `{"check": ..., "ground_truth": ...}` ends it."""
+    """The first line is the item; `{"calls": [...]}` runs some, `{"again": [...]}` too and tells no results,
+    `{"check": ..., "ground_truth": ...}` ends it."""
     from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
 
@@ -64,6 +65,9 @@ def serve_item(item: dict[str, Any], requests: Any, answer: Any, load: Any) -> N
         request = load(line)
         if "calls" in request:
             answer({"results": run(request["calls"])})
+        elif "again" in request:
+            run(request["again"])
+            answer({"ready": True})
         else:
             checker.write(line)
             checker.close()
@@ -88,7 +92,9 @@ def _check(item: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_checker import multi_turn_checker
 
     verdict = multi_turn_checker(request["check"], request["ground_truth"], item, item["id"], "model")
-    return {key: str(verdict.get(key, "")) for key in ("error_type", "error_message")} | {"valid": verdict["valid"]}
+    return {key: _bounded(str(verdict.get(key, ""))) for key in ("error_type", "error_message")} | {
+        "valid": verdict["valid"]
+    }
 
 
 def _bounded(result: str) -> str:

@@ -11,7 +11,6 @@ import re
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
-from roll_flash.envs.tool_calls import without_thinking
 from roll_flash.envs.tool_results import shortened
 
 from roll_flash.errors import EnvError, InferenceError
@@ -104,7 +103,7 @@ class Judge:
         return reply.text
 
     def _read(self, said: str) -> float | None:
-        found = _SCORE.findall(without_thinking(said))
+        found = _SCORE.findall(_after_thinking(said))
         if not found or not 0 <= float(found[-1]) <= self._best:
             return None
         return float(found[-1]) / self._best
@@ -118,3 +117,11 @@ class Judge:
                 self._endpoint, self._model, key, max_connections=self._max_concurrent
             )
         return self._clients[loop]
+
+
+def _after_thinking(said: str) -> str:
+    """What a judge says when it has thought; nothing while it still does. Tags in it may be the answer's words."""
+    _, closed, verdict = said.rpartition("</think>")
+    if closed or not said.lstrip().startswith("<think>"):
+        return verdict
+    return ""

@@ -11,11 +11,14 @@ import ast
 import html
 import re
 import warnings
+from typing import Any
 
 MOST_CALLS = 256
 """Tool calls that are read of one text: each error in JSON costs a look at the text before it."""
 LONGEST_PYTHON_CHARACTERS = 20_000
 """Of calls that are written as Python, whose parser is quick with programs and slow with some other texts."""
+MOST_DEPTH = 64
+"""Of lists and objects in each other: what is deeper can be read here and not copied, compared or written there."""
 _BLANKS = re.compile(r"\s*+")
 
 
@@ -43,6 +46,27 @@ def unescaped(text: str) -> str:
         return html.unescape(text)
     except ValueError:
         return text
+
+
+def is_deeper(value: Any, limit: int) -> bool:
+    """Whether more than `limit` lists, tuples and objects lie in each other below `value`, which is one."""
+    level = [value]
+    for _ in range(limit):
+        inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
+        level = [item for item in inner if isinstance(item, dict | list | tuple)]
+        if not level:
+            return False
+    return True
+
+
+def encodable(text: str) -> str:
+    """Halves of characters, which a model can write as `\\ud800` in JSON, become question marks: they can be neither
+    tokenised nor sent."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode(errors="replace").decode()
+    return text
 
 
 def parse_python(text: str) -> ast.expr:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
+from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.model_text import tagged
 from roll_flash.envs.optional_package import import_optional
 from roll_flash.envs.text_space import TextSpace
@@ -19,13 +20,16 @@ from roll_flash.envs.tool_calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError
 
 MOST_SEEDS = 1 << 31
+LONGEST_CHARACTERS, TIMES_AS_LONG = 2000, 20
+"""Of an answer, and compared with the right one: some scorers take the square of its length, past any step's time."""
 
 
 class ReasoningGym(gymnasium.Env[str, str]):
     """Arguments: `dataset` (its name), `config` (the data set's own options; of `composite`, which mixes others,
     `datasets`: a list of `{name, weight, config}`).
 
-    The answer is what stands in `<answer>`, else the whole text. Reward is the package's score, 0 to 1.
+    The answer is what stands in `<answer>`, else the whole text. Reward is the package's score, 0 to 1. Some of its
+    scorers evaluate answers as Python: of those only data and plain arithmetic are scored, all else is worth 0.
     """
 
     observation_space = TextSpace()
@@ -60,15 +64,28 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
     def _score(self, answer: str) -> tuple[float, str]:
         """Some scorers of the package raise for text that is no answer at all: that is a wrong answer, and is noted.
+        So is an answer that a scorer would run as code.
 
         Raises EnvError for what no answer can be to blame for: a package or file of the scorer that is missing.
         """
+        most = max(LONGEST_CHARACTERS, TIMES_AS_LONG * len(str(self._entry["answer"] or "")))
+        if len(answer) > most:
+            return 0.0, f"the answer is longer than {most} characters"
         try:
+            check_answer(answer, self._scorer)
             return float(self._dataset.score_answer(answer=answer, entry=self._entry)), ""
+        except EvaluatedAnswerError as error:
+            return 0.0, f"the answer would be run as code: {error}"
         except (ImportError, OSError, MemoryError) as error:
             raise EnvError(f"the scorer of the data set {self._name}: {type(error).__name__}: {error}") from error
         except Exception as error:  # others' code may raise anything
             return 0.0, f"{type(error).__name__}: {error}"
+
+    @property
+    def _scorer(self) -> Any:
+        """The data set itself, or that of a mixture from which the question comes."""
+        parts = getattr(self._dataset, "datasets", None) or {}
+        return parts.get(self._entry.get("metadata", {}).get("source_dataset"), self._dataset)
 
     def _open(self, seed: int) -> Any:
         package = import_optional("reasoning_gym", package="reasoning-gym", needed_by="ReasoningGym-v0")

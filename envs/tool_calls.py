@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.envs.model_text import MOST_CALLS, after_blanks, parse_python, unescaped
+from roll_flash.envs.model_text import MOST_CALLS, MOST_DEPTH, after_blanks, is_deeper, parse_python, unescaped
 from roll_flash.envs.tools import ToolDescription
 
 UNKNOWN = "(unknown)"
@@ -83,9 +83,15 @@ def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[To
 
 
 def _bounded(calls: list[ToolCall | BadCall]) -> list[ToolCall | BadCall]:
+    kept = [
+        BadCall(f"{call.name}: its arguments are nested more than {MOST_DEPTH} deep", call.name)
+        if isinstance(call, ToolCall) and is_deeper(call.arguments, MOST_DEPTH)
+        else call
+        for call in calls[:MOST_CALLS]
+    ]
     if len(calls) <= MOST_CALLS:
-        return calls
-    return [*calls[:MOST_CALLS], BadCall(f"Only the first {MOST_CALLS} calls were read")]
+        return kept
+    return [*kept, BadCall(f"Only the first {MOST_CALLS} calls were read")]
 
 
 def looks_native(text: str) -> bool:

@@ -147,7 +147,11 @@ def _arguments_model(
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints[parameter.name], pydantic.Field(default, description=about.get(parameter.name)))
     try:
-        config = pydantic.ConfigDict(extra="forbid", protected_namespaces=())
+        config = pydantic.ConfigDict(
+            extra="forbid",
+            protected_namespaces=(),
+            allow_inf_nan=False,  # they would become rewards that are none, which fail an episode instead of scoring it
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # an argument may be called `copy` or `schema`
             model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)

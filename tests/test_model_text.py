@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 from roll_flash.envs import bfcl_calls, model_text, move_env, openenv_actions, shell_math, textarena_opponents
+from roll_flash.envs.agent_verifier import _said_reward
+from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.judge import Judge
 from roll_flash.envs.openenv_connection import WrongAction
 from roll_flash.envs.task_folders_tests import pytest_verdict, reward_of_json, reward_of_text
@@ -48,6 +50,8 @@ def sh(command: str) -> str:
 
 
 TOOLS = {tool.name: tool for tool in map(make_tool, (add, sh))}
+UNSEEN = type("Unseen", (), {"__module__": "nowhere"})()
+"""A scorer whose source cannot be read."""
 JUDGE = Judge("http://localhost:1/v1", "judge")
 
 
@@ -116,6 +120,8 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "OpenEnv objects": bears(WrongAction, openenv_actions.JsonActions({}).action),
     "OpenEnv numbers": bears(WrongAction, openenv_actions.TextActions("a", "number", "").action),
     "pytest": bears(ValueError, pytest_verdict),
+    "a check's output": _said_reward,
+    "evaluated answers": bears(EvaluatedAnswerError, lambda text: check_answer(text, UNSEEN)),
     "reward.txt": bears(ValueError, reward_of_text),
     "reward.json": bears((ValueError, RecursionError), lambda text: reward_of_json(text, "a")),  # type: ignore[arg-type]
     "gateway's answers": answered,

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Collection
 from typing import Any
 
-from roll_flash.envs.model_text import MOST_CALLS, after_blanks
+from roll_flash.envs.model_text import MOST_CALLS, after_blanks, encodable
 from roll_flash.gateway.model_call import ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -86,12 +86,13 @@ def _decode(text: str, start: int) -> tuple[ToolCall | None, int]:
     """The call that begins at `start`, and where it ends: an argument may hold any closing tag, so JSON decides."""
     try:
         value, end = _decoder.raw_decode(text, start)
-    except (ValueError, RecursionError):
+        return _call_of(value), end
+    except (ValueError, RecursionError):  # also nesting that can be read and not written
         return None, start
-    return _call_of(value), end
 
 
 def _call_of(value: Any) -> ToolCall | None:
+    """Raises ValueError and RecursionError for arguments that JSON cannot say."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("function"), dict):
@@ -100,8 +101,8 @@ def _call_of(value: Any) -> ToolCall | None:
     arguments = value.get("arguments", value.get("parameters", {}))
     if not isinstance(name, str) or not name:
         return None
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return ToolCall(new_call_id(), name, text)
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ToolCall(new_call_id(), encodable(name), encodable(text))
 
 
 def new_call_id() -> str:

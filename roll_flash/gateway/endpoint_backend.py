@@ -6,9 +6,11 @@ else that goes wrong is trouble that masks the episode.
 
 from __future__ import annotations
 
+import json
 import time
 from typing import Any
 
+from roll_flash.envs.model_text import encodable
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.answer_text import new_call_id
 from roll_flash.gateway.api_error import ApiError, unsupported
@@ -106,21 +108,25 @@ def _tool_choice(choice: str) -> Any:
 
 def _answer(choice: dict[str, Any]) -> Answer:
     message = choice["message"]
-    calls = tuple(
-        ToolCall(call.get("id") or new_call_id(), call["function"]["name"], call["function"].get("arguments") or "{}")
-        for call in message.get("tool_calls") or ()
-    )
-    content = str(message.get("content") or "")
+    calls = tuple(_tool_call(call) for call in message.get("tool_calls") or ())
+    content = encodable(str(message.get("content") or ""))
     scored = (choice.get("logprobs") or {}).get("content") or ()
     return Answer(
         raw=content,
         content=content,
-        thinking=str(message.get("reasoning_content") or message.get("reasoning") or ""),
+        thinking=encodable(str(message.get("reasoning_content") or message.get("reasoning") or "")),
         tool_calls=calls,
         finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
         stop_string=None,
-        tokens=tuple(SampledToken(str(entry["token"]), float(entry["logprob"])) for entry in scored),
+        tokens=tuple(SampledToken(encodable(str(entry["token"])), float(entry["logprob"])) for entry in scored),
     )
+
+
+def _tool_call(call: dict[str, Any]) -> ToolCall:
+    arguments = call["function"].get("arguments") or "{}"
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+    name = encodable(str(call["function"]["name"]))
+    return ToolCall(encodable(str(call.get("id") or new_call_id())), name, encodable(text))
 
 
 def _as_refused(error: EndpointRefusedError, session: Session) -> ApiError:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from roll_flash.envs.model_text import MOST_DEPTH, is_deeper
 from roll_flash.envs.tool_calls import without_thinking
 from roll_flash.types import FinishReason, Message
 
@@ -165,10 +166,11 @@ def _meaning(message: Message) -> list[Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """JSON text as what it says; what is none, or holds more than anybody means, stays as it is."""
+    """JSON text as what it says; what is none, or holds or nests more than anybody means, stays as it is."""
     if not isinstance(arguments, str) or sum(map(arguments.count, ",[{")) > MAX_ARGUMENT_VALUES:
         return arguments
     try:
-        return json.loads(arguments)
+        value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
+    return arguments if is_deeper([value], MOST_DEPTH) else value

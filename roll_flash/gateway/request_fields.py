@@ -9,13 +9,13 @@ from typing import Any
 
 import msgspec
 
+from roll_flash.envs.model_text import MOST_DEPTH, is_deeper
 from roll_flash.gateway.api_error import ApiError, bad_request, unsupported
 from roll_flash.types import Message
 
 MAX_ANSWERS = 128
 MAX_MARKS = 250_000
 """Commas and opening brackets in one body: so many values stop the whole process for a tenth of a second."""
-MAX_DEPTH = 64
 MAX_STRINGS, MAX_STRING_CHARACTERS = 32, 1024
 """Servers look for each stop string at each token."""
 MAX_TOP_K = 1 << 24
@@ -34,8 +34,8 @@ def decode_object(content: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    if _is_deeper(body, MAX_DEPTH):
-        raise bad_request(f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
+    if is_deeper(body, MOST_DEPTH):
+        raise bad_request(f"the body is nested more than {MOST_DEPTH} deep", code="invalid_json")
     return body
 
 
@@ -48,16 +48,6 @@ def _decoded(content: bytes) -> Any:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _is_deeper(value: Any, limit: int) -> bool:
-    level = [value]
-    for _ in range(limit):
-        inner = [item for outer in level for item in (outer.values() if type(outer) is dict else outer)]
-        level = [item for item in inner if type(item) is dict or type(item) is list]
-        if not level:
-            return False
-    return True
 
 
 def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float | None:

@@ -24,6 +24,7 @@ from roll_flash.gateway.api_error import ApiError, ApiStyle, bad_request
 from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.event_stream import send
 from roll_flash.gateway.history import CallRecord
+from roll_flash.gateway.http_log import HttpLog
 from roll_flash.gateway.model_call import ModelCall, Reply
 from roll_flash.gateway.request_fields import decode_object, flag
 from roll_flash.gateway.session import Session, SessionSettings
@@ -58,6 +59,8 @@ class GatewayCounts:
     """Requests that were answered with an error of ours."""
     disconnects: int = 0
     """Agents that went away before they had their answer."""
+    malformed: int = 0
+    """Requests that were no HTTP, and were answered with 400."""
     forks: int = 0
     rewrites: int = 0
 
@@ -93,6 +96,7 @@ class GatewayServer:
             handler_cancellation=True,
             shutdown_timeout=SHUTDOWN_S,
             keepalive_timeout=3600,
+            logger=HttpLog(self._count_malformed),
             auto_decompress=False,  # a small body could become a large one, on the event loop
         )
         await self._runner.setup()
@@ -145,6 +149,9 @@ class GatewayServer:
             raise ApiError(410, "session_ended", "the session has ended: its episode was scored or given up")
         what = "the api key is not one of an open session" if key else "no api key was given"
         raise ApiError(401, "invalid_api_key", f"{what}; send the session's as `Authorization: Bearer KEY`")
+
+    def _count_malformed(self) -> None:
+        self._counts.malformed += 1
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -243,7 +250,7 @@ class GatewayServer:
         return session, body, call
 
     async def _complete(self, call: ModelCall, session: Session) -> tuple[Reply, list[CallRecord]]:
-        number = session.admit()
+        number = session.admit(call.n)
         self._counts.calls += 1
         try:
             reply, records = await session.run(self.backend.complete(call, session, number))

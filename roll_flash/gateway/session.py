@@ -80,18 +80,19 @@ class Session:
     def routed_as(self) -> str:
         return self.settings.routed_as or self.session_id
 
-    def admit(self) -> int:
-        """Count a call; returns its number. Raises ApiError for a session that takes no more."""
-        self.require_calls_left()
-        self.calls += 1
+    def admit(self, answers: int = 1) -> int:
+        """Count a call, once for each answer that it asks for; returns its number. Raises ApiError for a session that
+        takes no more."""
+        self.require_calls_left(answers)
+        self.calls += answers
         self.used_s = time.monotonic()
-        return self.calls - 1
+        return self.calls - answers
 
-    def require_calls_left(self) -> None:
+    def require_calls_left(self, answers: int = 1) -> None:
         """Raises ApiError for a session that has ended or whose calls are used up."""
         self.require_open()
         limit = self.settings.max_calls
-        if limit is not None and self.calls >= limit:
+        if limit is not None and self.calls + answers > limit:
             self.reached_max_calls = True
             raise ApiError(403, "max_turns_reached", f"the episode's {limit} calls of the model are used up")
 

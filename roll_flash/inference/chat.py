@@ -21,6 +21,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
+from roll_flash.envs.model_text import encodable
 from roll_flash.errors import ModelError
 from roll_flash.inference.engine import Generation
 from roll_flash.types import Message
@@ -28,6 +29,9 @@ from roll_flash.types import Message
 Tools = list[dict[str, Any]] | None
 """Declared tools in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]
+
+UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+"""What a template raises for arguments of a call, or schemas of a tool, that are not of the kind it was written for."""
 
 _SOME_ANSWER = "[[an answer of the model]]"
 """Stands for a sampled turn while the template is rendered; what follows it is the delta."""
@@ -182,7 +186,10 @@ class ChatTemplate:
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(f"{self._name}: the chat template refuses the roles {roles}: {error}") from None
-        return str(text)
+        except UNFIT as error:
+            what = f"{type(error).__name__}: {str(error)[:200]}"
+            raise ModelError(f"{self._name}: the chat template cannot show these messages and tools: {what}") from None
+        return encodable(str(text))
 
     def _tokenize(self, text: str) -> list[int]:
         token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

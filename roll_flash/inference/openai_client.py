@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from roll_flash.envs.model_text import encodable
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.types import FinishReason, Message, SamplingParams
 
@@ -308,7 +309,7 @@ def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
         text = choice["message"].get("content") if choice["message"].get("tool_calls") else choice["message"]["content"]
         usage = answer.get("usage") or {}
         return ChatReply(
-            text="" if text is None else str(text),
+            text="" if text is None else encodable(str(text)),
             finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
             prompt_tokens=token_count(usage.get("prompt_tokens")),
             completion_tokens=token_count(usage.get("completion_tokens")),
@@ -320,8 +321,9 @@ def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    function = {"name": str(call["function"]["name"]), "arguments": str(call["function"].get("arguments") or "{}")}
-    return {"id": str(call["id"]), "type": "function", "function": function}
+    name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+    function = {"name": encodable(str(name)), "arguments": encodable(str(arguments))}
+    return {"id": encodable(str(call["id"])), "type": "function", "function": function}
 
 
 def token_count(value: Any) -> int | None:

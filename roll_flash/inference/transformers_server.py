@@ -58,7 +58,8 @@ class Server:
 
     @web.middleware
     async def _require_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        if not may_pass(request.path, request.headers.get("Authorization", "").encode(), self._key):
+        authorization = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if not may_pass(request.path, authorization, self._key):
             return web.Response(status=401, body=REFUSED, content_type="application/json")
         return await handler(request)
 

@@ -16,52 +16,66 @@ import numpy as np
 
 from roll_flash.errors import RunError
 
+MOST_DEPTH = 64
+"""Of what is handed to `plain`: what is as deep as Python allows where it is made may be too deep to be written."""
+MOST_BITS = 10_000
+"""Of a whole number; Python writes none of more than 4,300 digits."""
+
 
 def encode(record: Mapping[str, Any]) -> tuple[str, int]:
     """One line of standard JSON (no newline inside), and how many numbers in it were not finite."""
     bad = [0]
-    return json.dumps(_plain(record, bad), ensure_ascii=False, allow_nan=False, separators=(",", ":")), bad[0]
+    value = _plain(record, bad, 2 * MOST_DEPTH)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")), bad[0]
 
 
 def plain(value: Any) -> Any:
     """Builtin types only, as `encode` writes them: what is none of JSON's becomes its `str`. Raises what that raises,
-    and RecursionError for what holds itself."""
-    return _plain(value, [0])
+    and RecursionError for what holds itself or nests more than MOST_DEPTH deep."""
+    return _plain(value, [0], MOST_DEPTH)
 
 
-def _plain(value: Any, bad: list[int]) -> Any:
+def _plain(value: Any, bad: list[int], depth: int) -> Any:
     """Builtin types only; numbers that are not finite become None and are counted in `bad[0]`."""
+    if depth < 0:
+        raise RecursionError("it is nested too deeply")
     match value:
         case None | bool():
             return value
+        case int() if value.bit_length() > MOST_BITS:
+            return f"a whole number of {value.bit_length()} bits"
         case int():
             return int(value)  # not the member of an enumeration
         case str():
-            return value.encode("utf-8", "replace").decode()
+            return _unicode(value)
         case float() if math.isfinite(value):
             return float(value)
         case float():
             bad[0] += 1
             return None
         case np.ndarray():
-            return _plain_array(value, bad)
+            return _plain_array(value, bad, depth)
         case np.generic():
-            return _plain(_shortest(value), bad)
+            return _plain(_shortest(value), bad, depth)
         case Mapping():
-            return {str(key): _plain(item, bad) for key, item in value.items()}
+            return {_unicode(str(key)): _plain(item, bad, depth - 1) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
-            return [_plain(item, bad) for item in value]
-    return str(value)
+            return [_plain(item, bad, depth - 1) for item in value]
+    return _unicode(str(value))
 
 
-def _plain_array(array: np.ndarray[Any, Any], bad: list[int]) -> Any:
+def _unicode(text: str) -> str:
+    return text.encode("utf-8", "replace").decode()
+
+
+def _plain_array(array: np.ndarray[Any, Any], bad: list[int], depth: int) -> Any:
     if array.dtype == np.bool_:
         return array.astype(np.uint8).tolist()
     if np.issubdtype(array.dtype, np.integer):
         return array.tolist()
     if array.ndim == 1 and array.dtype == np.float32:
         return _plain_floats(array, bad)
-    return [_plain(item, bad) for item in array]
+    return [_plain(item, bad, depth - 1) for item in array]
 
 
 def _plain_floats(array: np.ndarray[Any, Any], bad: list[int]) -> list[float | None]:
@@ -134,7 +148,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
                 return
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: not JSON ({error}); remove that line to read on") from None
             if not isinstance(record, dict):
                 raise ValueError(f"{path}, line {number}: not a record but a {type(record).__name__}")

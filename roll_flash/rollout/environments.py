@@ -19,6 +19,7 @@ import gymnasium
 
 from roll_flash.config import EnvConfig
 from roll_flash.envs.base import Env, SandboxEnv
+from roll_flash.envs.model_text import encodable
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.gateway.session_access import AgentGateway
@@ -175,10 +176,10 @@ def _has_own_close(env: gymnasium.Env[Any, Any]) -> bool:
 
 def _as_messages(observation: Any) -> list[Message]:
     if isinstance(observation, str):
-        return [{"role": "user", "content": _encodable(observation)}] if observation else []
+        return [{"role": "user", "content": encodable(observation)}] if observation else []
     if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
         return [
-            {**message, "content": _encodable(content)}
+            {**message, "content": encodable(content)}
             if isinstance(content := message.get("content"), str)
             else message
             for message in observation
@@ -187,15 +188,6 @@ def _as_messages(observation: Any) -> list[Message]:
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
         "render it as text in the environment or in a wrapper"
     )
-
-
-def _encodable(text: str) -> str:
-    """Halves of characters, which a model can write as `\\ud800` in JSON and a tool may echo, cannot be tokenised."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode(errors="replace").decode()
-    return text
 
 
 def _as_reward(reward: Any) -> float:

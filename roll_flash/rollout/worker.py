@@ -11,6 +11,7 @@ import gc
 import logging
 import pickle
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,7 +248,7 @@ def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
     if isinstance(outcome, EpisodeFailure):
         return outcome
     try:
-        outcome = replace(outcome, info=plain(outcome.info), messages=tuple(plain(outcome.messages)))
+        outcome = replace(outcome, info=_info(outcome.info), messages=tuple(plain(outcome.messages)))
         pickle.dumps(outcome)
         return outcome
     except Exception as error:  # users' objects may raise anything from their __str__
@@ -257,6 +258,14 @@ def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
 
 def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) -> EpisodeFailure:
     return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, cause, message, turn, spec.attempt)
+
+
+def _info(info: Mapping[str, Any]) -> dict[str, Any]:
+    """A model that nests what an environment repeats there loses the record, and neither the sample nor the run."""
+    try:
+        return dict(plain(info))
+    except RecursionError as error:
+        return {"info_left_out": str(error)}
 
 
 class WorkerActor:

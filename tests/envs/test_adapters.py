@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,24 @@ def test_an_answer_that_its_scorer_cannot_read_is_a_wrong_answer() -> None:
     _, reward, terminated, _, info = env.step("I do not know")
     assert (reward, terminated) == (0.0, True)
     assert "score_error" in info
+
+
+@pytest.mark.adapters
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        *("binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication"),
+        *("puzzle24", "simple_integration", "spiral_matrix", "string_insertion"),
+    ],
+)
+def test_an_answer_that_is_a_program_is_never_run(dataset: str, tmp_path: Path) -> None:
+    """These scorers evaluate answers."""
+    mark = tmp_path / "ran"
+    env: Any = make_env("ReasoningGym-v0", dataset=dataset)
+    for program in (f"open({str(mark)!r}, 'w')", f"[open({str(mark)!r}, 'w')]", "entry['answer']"):
+        env.reset(seed=1)
+        reward, info = (result := env.step(f"<answer>{program}</answer>"))[1], result[4]
+        assert (reward, "run as code" in info["score_error"], mark.exists()) == (0.0, True, False)
 
 
 @pytest.mark.adapters

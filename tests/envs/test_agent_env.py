@@ -17,7 +17,7 @@ import pytest
 from roll_flash.envs import make_env
 from roll_flash.envs.agent_env import AgentEnv
 from roll_flash.envs.agent_presets import AGENTS_IMAGE
-from roll_flash.envs.agent_verifier import _number
+from roll_flash.envs.agent_verifier import _said_reward
 from roll_flash.envs.held_out import draw_problem
 from roll_flash.envs.repair_bugs import draw_bug, make_repair
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, open_sandbox
@@ -304,9 +304,31 @@ def test_an_agent_that_stands_in_the_way_of_its_check_earns_nothing_and_is_a_sam
     assert run(env)[0] == 0.0
 
 
-@pytest.mark.parametrize(("said", "worth"), [("nan", 0.0), ("inf", 0.0), ("0.5", 0.5), ("7", 1.0), ("", 1.0)])
+@pytest.mark.parametrize(
+    ("said", "worth"),
+    [
+        *[("nan", 0.0), ("inf", 0.0), ("0.5", 0.5), ("7", 1.0), ("", 1.0), ("0\n", 0.0), ("a\n0.5\r\n\n", 0.5)],
+        *[("0_0", 1.0), ("\u0660.5", 1.0), ("0.\u0665", 1.0), ("0x0", 1.0), ("9" * 5000, 1.0)],
+        *[(f"it said 5{mark}0.5", 1.0) for mark in "\r\v\f\x1c\x85\u2028"],
+    ],
+)
 def test_a_check_that_says_no_number_is_worth_its_exit_status_and_never_more(said: str, worth: float) -> None:
-    assert _number(said, 1.0) == worth
+    """What reads a line in a shell takes a newline alone for its end."""
+    assert _said_reward(said) == worth
+
+
+@pytest.mark.parametrize(
+    "verifier",
+    [
+        "cat answer; grep -qx 42 answer",
+        "cat answer; kill -9 $$",
+        """python3 -c "said = open('answer').read(); print(said); assert int(said) == 42" """,
+    ],
+)
+def test_a_check_that_failed_is_worth_nothing_whatever_of_the_agents_it_showed_last(verifier: str) -> None:
+    reward, info = run(python(ASK + "open('answer', 'w').write('7\\n1.0')", verifier=verifier))
+    assert (reward, info["success"]) == (0.0, False)
+    assert info["verifier_exit"] != 0
 
 
 def test_a_check_and_a_partial_credit_that_never_end_fit_into_a_step() -> None:

@@ -232,3 +232,27 @@ def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "bfcl_eval", None)
     with pytest.raises(ConfigError, match="bfcl-eval is not installed; pip install --no-deps bfcl-eval"):
         package()
+
+
+@pytest.mark.docker
+def test_calls_on_which_the_checker_comes_to_no_verdict_are_wrong_and_no_failure() -> None:
+    """They fit into the sandbox once, and not twice; the right calls are checked as ever."""
+    item = load_items("multi_turn_base")[0]
+    fill = "[touch(file_name='x'), echo(content='a' * 16 * 10**7, file_name='x')]"
+    (_, *steps) = in_sandboxes(lambda pool: play(pool, fill, *["ok"] * len(item.question), index=0))[0]
+    _, reward, terminated, _, info = steps[-1]
+    assert "Error" not in str(steps[0][0])
+    assert (reward, terminated, info["success"]) == (0.0, True, False)
+    assert info["bfcl_error"] == "multi_turn:checker_ended"
+
+
+@pytest.mark.docker
+def test_the_calls_of_an_episode_share_a_time_so_that_they_can_be_made_again() -> None:
+    hanging = f"logarithm(value=2.0, base=3.0, precision={10**7})"
+    (_, step) = in_sandboxes(
+        lambda pool: play(pool, f"[{', '.join([hanging] * 5)}]", index=WITH_MATHS, call_timeout_s=1.0)
+    )[0]
+    said = step[0][0]["content"]
+    assert said.count("took longer than 1 s and was given up") >= 1
+    assert said.count("was not run: the calls before it took all the time of the episode") >= 2
+    assert step[4]["tools"]["logarithm"]["timeouts"] == 5

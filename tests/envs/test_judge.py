@@ -52,6 +52,22 @@ def test_a_score_is_scaled_and_the_judge_sees_question_answer_and_reference() ->
     assert request["temperature"] == 0
 
 
+@pytest.mark.parametrize(
+    "said",
+    [
+        "The answer says '<think>' and no more. <score>0</score>",
+        "<think>It has '</think>' in it.</think> Its '<think>' is never closed. <score>0</score>",
+        "Perhaps 7 <score>7</score></think>It ends with '<think>'. <score>0</score>",
+    ],
+)
+def test_words_of_an_answer_in_a_verdict_cannot_take_its_score_away(said: str) -> None:
+    assert judged([said, 400])[0] == 0.0
+
+
+def test_a_judge_that_still_thinks_has_given_no_score() -> None:
+    assert judged(["<think>at first sight <score>10</score>", "<think>no</think><score>2</score>"])[0] == 0.2
+
+
 def test_a_reply_without_a_score_is_asked_for_again() -> None:
     value, requests = judged(["no idea", "<score>10</score>"])
     assert (value, len(requests)) == (1.0, 2)

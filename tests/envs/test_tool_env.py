@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import time
 from typing import Any, cast
 
@@ -148,6 +149,32 @@ def test_a_tool_that_goes_wrong_is_told_and_counted_and_the_episode_goes_on(acti
     assert not truncated
     assert sum(use[count] for use in info["tools"].values()) == 1
     assert time.monotonic() - began < 15
+
+
+@pytest.mark.parametrize("action", ["<half>NaN</half>", "<half>1e999</half>", '<half>{"x": -Infinity}</half>'])
+def test_a_number_that_is_none_is_told_and_never_reaches_a_reward(action: str) -> None:
+    """It would make a reward that is none, and of a certain 0 no sample."""
+
+    class Halves(ToolEnv):
+        tool_format = "tags"
+        x = 0.0
+
+        async def begin(self, seed: int) -> str:
+            return "Halve 6."
+
+        @tool()
+        def half(self, x: float) -> float:
+            """Halve."""
+            self.x = x
+            return x / 2
+
+        @reward()
+        def near(self) -> float:
+            return -abs(self.x - 6)
+
+    (said, *_), (_, earned, *_) = play(Halves(), action, "done")
+    assert "Input should be a finite number" in said
+    assert earned == -6.0
 
 
 @pytest.mark.parametrize("action", ["<flood/>", "<binary_flood/>"])
@@ -321,3 +348,27 @@ def test_the_public_names_are_there() -> None:
     assert roll_flash.ToolEnv is ToolEnv
     assert roll_flash.tool is tool
     assert roll_flash.Judge is Judge
+
+
+def test_nesting_that_can_just_be_read_is_told_and_reaches_no_tool() -> None:
+    """What a tool, or an adapter, does with arguments does not go as deep as reading JSON: it would raise."""
+
+    class Parrot(ToolEnv):
+        tool_format = "tags"
+        max_turns = 10_000
+
+        async def begin(self, seed: int) -> str:
+            return "Talk."
+
+        @tool()
+        async def say(self, words: Any) -> Any:
+            """Say."""
+            return copy.deepcopy(words)
+
+    depths = range(60, 1000, 3)
+    actions = [
+        f'<tool_call>{{"name": "say", "arguments": {{"words": {"[" * depth + "]" * depth}}}}}</tool_call>'
+        for depth in depths
+    ]
+    for depth, (said, *_) in zip(depths, play(Parrot(), *actions), strict=True):
+        assert ("Error" in said) == (depth > 63), (depth, said[:100])

@@ -99,6 +99,15 @@ def test_a_reply_comes_with_its_token_counts() -> None:
     assert script.headers[0]["Authorization"] == "Bearer secret"
 
 
+def test_half_a_character_of_an_endpoint_is_text_that_can_be_sent_on() -> None:
+    """It would raise wherever the text goes: into a command, a tokenizer, the next request."""
+    call = {"id": "\ud800", "function": {"name": "a\udfff", "arguments": '"\ud800"'}}
+    said = {"content": "a\ud800b \ud83d\ude00", "tool_calls": [call]}
+    reply = ask(Script((200, {"choices": [{"message": said, "finish_reason": "stop"}]}, {})))
+    assert reply.text == "a?b \U0001f600"
+    assert reply.tool_calls[0] == {"id": "?", "type": "function", "function": {"name": "a?", "arguments": '"?"'}}
+
+
 def test_no_key_is_sent_where_none_is_given() -> None:
     script = Script((200, COMPLETION, {}))
     ask(script)

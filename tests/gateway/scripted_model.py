@@ -17,7 +17,7 @@ from roll_flash.types import SamplingParams
 
 TEMPLATES = Path(__file__).parent / "templates"
 EXTRA_TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
-END = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>"}
+END = {"chatml": "<|im_end|>", "qwen3": "<|im_end|>", "items": "<|im_end|>", "llama3": "<|eot_id|>"}
 
 Script = Callable[[int], str]
 """From the number of the call to what the model says."""

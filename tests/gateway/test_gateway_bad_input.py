@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
+import re
 import socket
 import time
 from typing import Any
@@ -15,6 +16,8 @@ from aiohttp import http_parser
 from conftest import MODEL, Serve, Served, until
 
 from roll_flash.errors import InferenceError
+from roll_flash.gateway.answer_text import split_tool_calls
+from roll_flash.gateway.model_call import next_key, parsed_arguments
 from roll_flash.gateway.server import MAX_BODY_BYTES
 from roll_flash.gateway.session import SessionSettings
 
@@ -251,6 +254,21 @@ def test_calls_beyond_the_limit_of_an_episode_are_refused_for_good(serve: Serve)
     serve(work, ["Hello."], settings=SessionSettings(max_calls=1))
 
 
+def test_a_call_for_many_answers_is_many_calls(serve: Serve) -> None:
+    """What an episode may ask of the servers is bounded: 128 answers in one call took their time from all others, and
+    past the deadline of a call the episode was no sample."""
+
+    async def work(served: Served) -> None:
+        assert (await served.chat(HELLO, n=4)).status_code == 403
+        assert served.client.prompts == []
+        assert (await served.chat(HELLO, n=2)).status_code == 200
+        assert (await served.chat(HELLO)).status_code == 200
+        assert (await served.chat(HELLO)).status_code == 403
+        assert served.session.calls == 3
+
+    serve(work, ["Hello."], settings=SessionSettings(max_calls=3))
+
+
 @pytest.mark.parametrize(
     ("error", "delay_s", "status", "cause"),
     [(InferenceError("all servers died"), 0.0, 503, "generate_error"), (None, 30.0, 504, "generate_timeout")],
@@ -268,3 +286,117 @@ def test_trouble_of_ours_is_noted_so_that_the_episode_is_not_scored(
         assert served.gateway.metrics()["gateway_failed"] == 1
 
     serve(work, ["Hello."], timeout_s=2.0)
+
+
+def tool_call(arguments: str, name: str = "sh") -> str:
+    return f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>'
+
+
+TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "sh", "parameters": {"type": "object"}}}]
+HALF = r"\ud800"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        tool_call(f'{{"command": "{HALF}"}}'),
+        tool_call(f'{{"{HALF}": 1}}'),
+        tool_call(f'"{HALF}"'),
+        tool_call("{}", name=HALF),
+        f'{{"name": "sh", "parameters": {{"command": "{HALF}"}}}}',
+        tool_call('{"command": NaN}'),
+        tool_call('{"command": -1e999}'),
+    ],
+)
+def test_a_call_that_no_json_can_say_is_an_answer_like_any_other(serve: Serve, said: str, streams: bool) -> None:
+    """Halves of characters and infinite numbers, which models write into calls, are answered and recorded."""
+
+    async def work(served: Served) -> None:
+        answer = await served.chat(HELLO, tools=TOOLS, stream=streams)
+        assert answer.status_code == 200
+        if streams:
+            assert answer.text.endswith("data: [DONE]\n\n")
+        else:
+            for call in answer.json()["choices"][0]["message"].get("tool_calls", ()):
+                assert not {"NaN", "Infinity"} & set(re.findall(r"[A-Za-z]+", call["function"]["arguments"]))
+        assert len(served.session.history.records) == 1
+
+    serve(work, [said])
+
+
+def test_nesting_that_can_just_be_read_is_an_answer_like_any_other() -> None:
+    """Writing does not go as deep as reading: at some depth only one of them works."""
+    for depth in range(40, 1100):
+        said = tool_call('{"a": ' + "[" * depth + "]" * depth + "}")
+        content, calls = split_tool_calls(said, ["sh"])
+        assert bool(content) != bool(calls)
+        for call in calls:
+            message = {"role": "assistant", "content": content, "tool_calls": [call.as_dict()]}
+            json.dumps([[[[parsed_arguments(call.arguments)]]]])
+            assert next_key(b"", message)
+
+
+@pytest.mark.parametrize("style", ["chatml", "llama3", "qwen3", "items"])
+@pytest.mark.parametrize(
+    "arguments", ["[1]", "null", "7", "no JSON", f'{{"a": "{HALF}"}}', "NaN", "[" * 900 + "]" * 900, "9" * 4200]
+)
+def test_a_call_of_a_shape_that_a_template_does_not_know_is_the_agents_trouble(
+    serve: Serve, arguments: str, style: str
+) -> None:
+    """Agents tell the gateway what their model wrote. A request that cannot be shown is refused; the episode counts."""
+    call = {"id": "1", "type": "function", "function": {"name": "sh", "arguments": arguments}}
+    messages = [*HELLO, {"role": "assistant", "content": "", "tool_calls": [call]}, *HELLO]
+
+    async def work(served: Served) -> None:
+        answer = await served.chat(messages, tools=TOOLS)
+        assert answer.status_code in (200, 400), answer.text
+        if answer.status_code == 400:
+            assert error_of(answer)["param"] == "messages"
+        assert served.session.trouble is None
+        assert (await served.chat(HELLO)).status_code == 200
+
+    serve(work, ["Hello."], style)
+
+
+CHUNKED = b"2\r\n{}\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "body"),
+    [
+        ("Content-Length: 2\r\nTransfer-Encoding: chunked\r\n", CHUNKED),
+        ("Transfer-Encoding: chunked\r\nContent-Length: 2\r\n", CHUNKED),
+        ("Content-Length: 2\r\nContent-Length: 20\r\n", b"{}"),
+        ("Content-Length: 2, 2\r\n", b"{}"),
+        ("Content-Length: +2\r\n", b"{}"),
+        ("Transfer-Encoding: xchunked\r\n", CHUNKED),
+        ("Transfer-Encoding : chunked\r\n", CHUNKED),
+        ("Transfer-Encoding: chunked\r\n", b"-2\r\n{}\r\n0\r\n\r\n"),
+        ("X: a\r\n Content-Length: 2\r\n", b"{}"),
+        ("X: a\0b\r\nContent-Length: 2\r\n", b"{}"),
+        ("X: a\n\nContent-Length: 2\r\n", b"{}"),
+        ("".join(f"X-{number}: 1\r\n" for number in range(5000)), b""),
+        (f"X: {'a' * 100_000}\r\n", b""),
+    ],
+)
+def test_a_request_of_which_two_readers_could_see_two_is_refused_and_fills_no_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture, lines: str, body: bytes
+) -> None:
+    """A sandbox may send them without end: a traceback for each would fill this machine's disk, with the key in it."""
+
+    async def work(served: Served) -> None:
+        key = served.session.api_key
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+        writer.write(
+            f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nx-api-key: {key}\r\n{lines}\r\n".encode() + body
+        )
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n")
+        answers = await reader.read()
+        assert re.findall(rb"HTTP/1\.[01] (\d+)", answers) == [b"400"]
+        writer.close()
+        assert caplog.text == ""
+        assert served.gateway.metrics()["gateway_malformed"] == 1
+        assert served.session.history.records == []
+
+    serve(work, ["Hello."])

@@ -311,6 +311,26 @@ def test_with_a_key_of_its_own_only_its_holder_opens_sessions(tiny: TinyModel, t
     assert len(alone(tiny, tmp_path, scenario, admin_key="secret")) == 2
 
 
+NO_TEXT = [b"\xff", b"\xed\xa0\x80", b"Bearer \xff\xfe", b"http://[\xff", b"//\xff:99999", b";;=\xff", b"\xe2\x84\x80"]
+
+
+@pytest.mark.parametrize("name", ["Authorization", "x-api-key", "Origin", "Host", "Content-Type", "Content-Encoding"])
+def test_a_header_that_is_no_text_is_refused_and_fills_no_log(
+    tiny: TinyModel, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """Nobody needs a key to send one: what fails here would be a traceback on this machine's disk for each."""
+
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        for value in NO_TEXT:
+            for method, path in (("POST", "/v1/sessions"), ("POST", "/v1/reward"), ("DELETE", "/v1/sessions/x")):
+                answer = await http.request(method, path, content=b"{}", headers={name.encode(): value})
+                assert answer.status_code < 500, (value, path, answer.text)
+        assert caplog.text == ""
+        assert routes.gateway.metrics()["gateway_failed"] == 0
+
+    alone(tiny, tmp_path, scenario)
+
+
 @pytest.mark.parametrize(
     ("headers", "status", "code"),
     [

@@ -31,6 +31,7 @@ TRICKS = ["/health/", "//health", "/health/../metrics", "/metrics?x=/health", "/
 def test_every_route_but_health_asks_for_the_key_of_the_run(served: Served) -> None:
     spec = served.engine.client_spec()
     wrong = [{}, bearer(""), bearer("wrong"), {"Authorization": spec.key}, {"Authorization": f"Basic {spec.key}"}]
+    wrong += [{"Authorization": b"Bearer \xff"}]  # type: ignore[dict-item]
     wrong += [bearer(spec.key[:-1]), bearer(spec.key + "x"), {"x-api-key": spec.key}]
 
     async def ask() -> None:

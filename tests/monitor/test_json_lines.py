@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.monitor.json_lines import JsonLinesFile, cut_half_line, encode, read_lines
+from roll_flash.monitor.json_lines import JsonLinesFile, cut_half_line, encode, plain, read_lines
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(codec="utf-8")),
@@ -73,8 +73,40 @@ def test_each_line_is_on_disk_before_write_returns(tmp_path: Path) -> None:
     file.close()
 
 
+@pytest.mark.parametrize(
+    "value", [{"\ud800": 1}, {"a": {"\udfff": 1}}, {"a": ValueError("\ud800")}, {"a": {"\ud800"}}, {"a?": 16**9000}]
+)
+def test_half_a_character_or_a_number_without_end_stops_no_run(tmp_path: Path, value: dict[str, Any]) -> None:
+    """Also in the names of what an environment took from a model's JSON."""
+    file = JsonLinesFile(tmp_path / "file.jsonl")
+    file.write(value)
+    file.close()
+    assert "?" in str(list(read_lines(tmp_path / "file.jsonl")))
+
+
+def test_what_is_plain_can_be_written_and_read_however_deep_it_was_nested() -> None:
+    """Plain where it was made, it is written with more around it by who has called more functions by then."""
+
+    def written(record: Any, calls: int) -> str:
+        return written(record, calls - 1) if calls else encode({"step": {"episode": record}})[0]
+
+    for depth in (*range(1, 100), 400, 900, 5000):
+        nested: Any = 1
+        for _ in range(depth):
+            nested = [nested]
+        try:
+            record = plain({"info": nested})
+        except RecursionError:
+            assert depth >= 64
+        else:
+            assert json.loads(written(record, 300))["step"]["episode"] == {"info": nested}
+
+
 def test_a_line_that_is_no_record_is_named(tmp_path: Path) -> None:
     path = tmp_path / "file.jsonl"
+    path.write_bytes(b'{"a":' + b"[" * 100_000 + b"\n")
+    with pytest.raises(ValueError, match=r"line 1: not JSON .*remove that line"):
+        list(read_lines(path))
     path.write_text("{}\n[1]\n")
     with pytest.raises(ValueError, match="line 2: not a record but a list"):
         list(read_lines(path))

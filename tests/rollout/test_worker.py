@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -13,6 +14,7 @@ from typing import Any
 import gymnasium
 import pytest
 from roll_flash.envs import Env, SandboxEnv, register_env
+from scheduler_world import trajectory
 
 from roll_flash.config import SandboxConfig
 from roll_flash.errors import EnvError
@@ -23,7 +25,7 @@ from roll_flash.rollout import environment_threads
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.tasks import make_task
-from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings
+from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings, sendable
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 from tests.inference.stand_in_server import StandInServer, answer, response, well
 
@@ -289,3 +291,17 @@ def test_a_completion_without_tokens_is_a_failure_that_names_the_server() -> Non
     assert isinstance(outcome, EpisodeFailure)
     assert outcome.cause == "generate_error"
     assert endpoint in outcome.message
+
+
+def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_the_run() -> None:
+    """An environment that repeats a model's JSON there sends what the driver can write down, at any depth."""
+    episode = EpisodeSpec("e", "g", 0, make_task("tests.misbehaving:Info-v0", 0, {}), SamplingParams(), max_turns=2)
+    for depth in (10, 60, 70, 300, 480, 900, 20_000):
+        said: Any = 1
+        for _ in range(depth):
+            said = [said]
+        outcome = sendable(dataclasses.replace(trajectory(episode, [1], 0.5), info={"said": said}), episode)
+        assert isinstance(outcome, Trajectory)
+        assert outcome.reward == 0.5
+        assert list(outcome.info) == (["said"] if depth < 64 else ["info_left_out"])
+        json.dumps(outcome.info)

@@ -1,0 +1,111 @@
+"""Answers that a scorer of others would evaluate as Python, with `eval` or with sympy's `parse_expr`, which calls it.
+
+Such a scorer runs in a worker, so that a model's answer would be a program there: it could take the run's keys, or the
+right answer. Only what names no code is handed on: data, and for sympy arithmetic that takes little time.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import inspect
+import math
+import re
+import sys
+from typing import Any
+
+LONGEST_CHARACTERS = 5_000
+MOST_BITS = 2_000.0
+"""Of any number in an expression, about: `9**9**9` would hold the interpreter's lock for ever."""
+FUNCTIONS = frozenset(
+    [
+        *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
+        *("exp", "log", "ln", "sqrt", "Abs", "abs"),
+    ]
+)
+JSON_WORDS = frozenset({"true", "false", "null"})
+_EVALUATES = re.compile(r"\b(?:eval|exec|compile)\s*\(")
+_USES_SYMPY = re.compile(r"^\s*(?:import|from)\s+sympy\b", re.MULTILINE)
+_PARSES = re.compile(r"\b(?:parse_expr|sympify|S)\s*\(")
+
+
+class EvaluatedAnswerError(Exception):
+    """The answer is more than data or plain arithmetic."""
+
+
+def check_answer(answer: str, scorer: Any) -> None:
+    """Raises EvaluatedAnswerError for an answer that `scorer`, an object of any class, would run and must not."""
+    source = _source_of(type(scorer))
+    with_sympy = bool(_USES_SYMPY.search(source) and _PARSES.search(source))
+    if not with_sympy and not _EVALUATES.search(source):
+        return
+    try:
+        tree = _parsed(answer)
+        if tree is None and not with_sympy:
+            return  # text that Python cannot read is not run; sympy reads more than Python
+        if tree is None or (_bits(tree) > MOST_BITS if with_sympy else not _is_data(tree, source)):
+            raise EvaluatedAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
+    except RecursionError:
+        raise EvaluatedAnswerError("it is nested too deeply") from None
+
+
+def _source_of(scorer: type[Any]) -> str:
+    """The modules in which the class and its bases stand. What cannot be seen counts as code that evaluates."""
+    try:
+        modules = [sys.modules[base.__module__] for base in scorer.__mro__ if base is not object]
+        return "\n".join(inspect.getsource(module) for module in modules)
+    except (OSError, TypeError, KeyError):
+        return "eval("
+
+
+def _parsed(answer: str) -> ast.expr | None:
+    """None for what is no expression. Raises EvaluatedAnswerError, RecursionError."""
+    if len(answer) > LONGEST_CHARACTERS:
+        raise EvaluatedAnswerError(f"it is longer than {LONGEST_CHARACTERS} characters")
+    try:
+        return ast.parse(answer, mode="eval").body
+    except SyntaxError:
+        return None
+    except (ValueError, MemoryError):
+        raise EvaluatedAnswerError("it cannot be read") from None
+
+
+def _is_data(node: ast.expr, source: str) -> bool:
+    """A word that neither Python nor the scorer knows is text: evaluating it fails."""
+    match node:
+        case ast.Constant():
+            return True
+        case ast.Name():
+            is_known = hasattr(builtins, node.id) or re.search(rf"\b{re.escape(node.id)}\b", source)
+            return node.id in JSON_WORDS or not (is_known or node.id.startswith("_"))
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub(), operand=ast.Constant(value=int() | float())):
+            return True
+        case ast.List() | ast.Tuple():
+            return all(_is_data(item, source) for item in node.elts)
+        case ast.Dict():
+            return all(item is not None and _is_data(item, source) for item in (*node.keys, *node.values))
+    return False
+
+
+def _bits(node: ast.expr) -> float:
+    """How long the number may become that a piece of arithmetic stands for. Infinite for anything but arithmetic."""
+    match node:
+        case ast.Constant(value=int() | float() | complex()):
+            return math.log2(abs(node.value) + 2) if abs(node.value) < math.inf else math.inf
+        case ast.Name() if not node.id.startswith("_") and not hasattr(builtins, node.id):
+            return 1.0
+        case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
+            return _bits(node.operand)
+        case ast.BinOp(op=ast.Pow()):
+            return _power(_bits(node.left), _bits(node.right))
+        case ast.BinOp(op=ast.Mult() | ast.Div()):
+            return _bits(node.left) + _bits(node.right)
+        case ast.BinOp(op=ast.Add() | ast.Sub()):
+            return max(_bits(node.left), _bits(node.right)) + 1
+        case ast.Call(func=ast.Name(), args=[argument], keywords=[]) if node.func.id in FUNCTIONS:
+            return _power(2.0, _bits(argument))
+    return math.inf
+
+
+def _power(base_bits: float, exponent_bits: float) -> float:
+    return base_bits * 2.0 ** min(exponent_bits, 1000.0)

@@ -1,0 +1,170 @@
+"""An answer that a package's scorer evaluates as Python is data or arithmetic, never a program in the worker.
+
+The scorers here do as those of reasoning-gym do, with the real sympy; the package itself is played with in
+test_adapters.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import sympy  # type: ignore[import-untyped]
+from roll_flash.envs import evaluated_answers
+from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
+from roll_flash.envs.reasoning_gym_tasks import ReasoningGym
+
+ARITHMETIC = (
+    "import sympy\nclass Arithmetic:\n    def score(self, answer): return int(sympy.parse_expr(answer)) == 24\n"
+)
+DATA = (
+    "class Data:\n    def score(self, answer):\n        oracle_answer = 'x'\n"
+    "        return ' '.join(map(str, eval(answer)))\n"
+)
+WORDS = "class Words:\n    def score(self, answer): return answer == 'evaluate (me)'\n"
+
+
+def scorer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """An object of the class in a module of its own."""
+    import importlib
+
+    name = f"scorer_{source.partition('class ')[2].partition(':')[0].lower()}"
+    (folder / f"{name}.py").write_text(source)
+    monkeypatch.syspath_prepend(folder)
+    module = importlib.import_module(name)
+    return next(value for key, value in vars(module).items() if isinstance(value, type) and value.__module__ == name)()
+
+
+PROGRAMS = [
+    "__import__('os').system('touch {mark}')",
+    "open('{mark}', 'w')",
+    "[open('{mark}', 'w')]",
+    'eval(\'open("{mark}", "w")\')',
+    "(eval)(\"open('{mark}', 'w')\")!",
+    "sin(\"open('{mark}', 'w')\")",
+    "sin('1')",
+    "Symbol('x')",
+    'S(\'open("{mark}", "w")\')',
+    "x.__class__",
+    "(lambda: open('{mark}', 'w'))()",
+    "[open('{mark}', 'w') for x in [1]]",
+    "f\"{{open('{mark}', 'w')}}\"",
+    "abs(x := open('{mark}', 'w'))",
+    "sin(*[open('{mark}', 'w')])",
+    "sin(x, evaluate=open('{mark}', 'w'))",
+    "1 if open('{mark}', 'w') else 2",
+    "entry['answer'].split()",
+    "print",
+    "{**{}}",
+    "{open('{mark}', 'w'): 1}",
+    "\uff4f\uff50\uff45\uff4e('{mark}', 'w')",
+    "[" * 4000 + "]" * 4000,
+    "-" * 4000 + "1",
+    "1" * 6000,
+]
+BOMBS = [
+    "9**9**9",
+    "(9**99)**99",
+    "9**(9**9)",
+    "2**-(10**9)",
+    "exp(exp(exp(99)))",
+    "sin(9**9**9)",
+    "1e999",
+    "*".join(["9**99"] * 99),
+]
+
+
+@pytest.mark.parametrize("answer", PROGRAMS)
+@pytest.mark.parametrize("source", [ARITHMETIC, DATA])
+def test_no_program_in_an_answer_is_run(
+    answer: str, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "ran"
+    said = answer.replace("{mark}", str(mark)).replace("{{", "{").replace("}}", "}")
+    scores = scorer(source, tmp_path, monkeypatch)
+    with contextlib.suppress(EvaluatedAnswerError, SyntaxError):
+        check_answer(said, scores)
+        scores.score(said)
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("answer", BOMBS)
+def test_no_number_in_an_answer_takes_for_ever(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(EvaluatedAnswerError, match="not plain arithmetic"):
+        check_answer(answer, scorer(ARITHMETIC, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize(
+    ("source", "answers"),
+    [
+        (
+            ARITHMETIC,
+            ["(5 + 3) * 3", "-3*X**3*sin(X) - 9*X**2*cos(X)/2 + 18*X*sin(X) + C", "6*x**8 + 3.5*x*y - 12", "exp(2*x)"],
+        ),
+        (
+            DATA,
+            [
+                "[[1, 0], [-1, 'a']]",
+                "Q _ _\n_ Q _",
+                "()",
+                "1 0\n0 1",
+                "EEBCED",
+                '{"a": [true, null, 1.5]}',
+                "I think (perhaps) open(x) is it",
+            ],
+        ),
+        (WORDS, ["evaluate (me)", "__import__('os')", "9**9**9", "a" * 9000]),
+    ],
+)
+def test_answers_of_the_kind_that_is_asked_for_reach_the_scorer(
+    source: str, answers: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for answer in answers:
+        check_answer(answer, scorer(source, tmp_path, monkeypatch))
+
+
+@pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "self", "__builtins__", "open", "{1: answer}"])
+def test_no_name_of_the_scorers_own_is_an_answer(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its frame stands the right answer."""
+    with pytest.raises(EvaluatedAnswerError, match="not plain data"):
+        check_answer(answer, scorer(DATA, tmp_path, monkeypatch))
+
+
+def test_what_is_let_through_is_evaluated_quickly() -> None:
+    """The largest numbers that are allowed, with the real sympy."""
+    began = time.process_time()
+    for answer in ("9**99 * 9**99 * 9**99 * 9**99", "(x + 1)**9 * (y + 1)**9", "sin(99) + exp(9)", "2.5**-99"):
+        assert evaluated_answers._bits(evaluated_answers._parsed(answer)) <= evaluated_answers.MOST_BITS  # type: ignore[arg-type]
+        sympy.parse_expr(answer)
+    assert time.process_time() - began < 5
+
+
+def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the question comes from a part of a mixture."""
+    mark = tmp_path / "ran"
+    part = scorer(DATA, tmp_path, monkeypatch)
+    part.score_answer = lambda answer, entry: 1.0 if part.score(answer) else 0.0
+    mixture = scorer(WORDS, tmp_path, monkeypatch)
+    mixture.datasets = {"data": part}
+    mixture.score_answer = lambda answer, entry: part.score_answer(answer, entry)
+    mixture.__class__.__getitem__ = lambda self, index: {
+        "question": "?",
+        "answer": "[1]",
+        "metadata": {"source_dataset": "data"},
+    }
+    monkeypatch.setitem(
+        __import__("sys").modules, "reasoning_gym", SimpleNamespace(create_dataset=lambda *a, **k: mixture)
+    )
+    env = ReasoningGym()
+    env.reset(seed=1)
+    _, reward, _, _, info = env.step(f"<answer>[open({str(mark)!r}, 'w')]</answer>")
+    assert (reward, info["success"], mark.exists()) == (0.0, False, False)
+    assert info["score_error"] == "the answer would be run as code: it is not plain data"
+    env.reset(seed=1)
+    assert env.step("<answer>[1, 2]</answer>")[1] == 1.0
+    env.reset(seed=1)
+    assert env.step("1, " * 1000)[4]["score_error"] == "the answer is longer than 2000 characters"
