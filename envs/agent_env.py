@@ -35,6 +35,8 @@ GATEWAY_PORT = 8011
 """Where the model is in the sandbox, on 127.0.0.1."""
 FOLDER = "/tmp/agent"
 """What belongs to the agent and not to its work."""
+CHECK_SPARE_S = 5.0
+"""For putting files there, beside what the checks may take."""
 KEPT_OUTPUT = 1 << 16
 SHOWN_OUTPUT = 600
 SHOWN_LINES = 3
@@ -72,8 +74,8 @@ class AgentEnv(SandboxEnv):
       seed; commands have it as `$SEED`.
     - Check without a `task_env`: `verifier` (a command, see `CommandVerifier`; `verifier_files` come only then), or
       `verifier_function` (`package.module:function`, called with the sandbox and the seed).
-      `verifier_timeout_s` and that of `partial_credit`, which is as long, must fit into `rollout.step_timeout_s`: only
-      then is a check that never ends worth 0 and no failure of the environment.
+      `verifier_timeout_s` and that of `partial_credit`, which is as long, must fit into `rollout.step_timeout_s`; a run
+      where they do not is refused. A check that never ends is worth 0 and no failure of the environment.
     - `partial_credit`: a second command like the verifier, for a task that is too hard to begin with. The reward is
       then `(1 - partial_weight) * check + partial_weight * partial`; success is the check's alone. `$AGENT_ANSWERS`
       names a file with what the model answered, as the gateway recorded it: a JSON list of messages, which no agent
@@ -137,6 +139,10 @@ class AgentEnv(SandboxEnv):
         self._said = b""
         self._answers: list[Message] = []
         self._info: dict[str, Any] = {}
+
+    def least_step_timeout_s(self) -> float:
+        checks = [check for check in (self._verifier, self._partial) if check is not None]
+        return sum(check.timeout_s for check in checks) + (CHECK_SPARE_S if checks else 0.0)
 
     def _check_arguments(self) -> None:
         tasks = (self._task is not None) + (self._instruction is not None)

@@ -45,22 +45,28 @@ class BadRewardError(EnvError):
     """A reward that is not a finite number."""
 
 
-def check_environment(env_id: str, kwargs: Mapping[str, Any]) -> bool:
+def check_environment(env_id: str, kwargs: Mapping[str, Any], step_timeout_s: float = math.inf) -> bool:
     """Make the environment once, and return whether it needs a sandbox. Raises ConfigError saying what is wrong."""
     try:
         env = make_env(env_id, **kwargs)
+        least_s = env.unwrapped.least_step_timeout_s() if isinstance(env.unwrapped, Env) else 0.0
     except ConfigError as error:
         raise ConfigError(f"env.id {error}") from None
     except Exception as error:  # users' code may raise anything
         raise ConfigError(
             f"env.id {env_id!r} with env.kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
         ) from None
+    if least_s > step_timeout_s:
+        raise ConfigError(
+            f"rollout.step_timeout_s={step_timeout_s:g}: {env_id} may need {least_s:g} s for one step, its checks "
+            f"included, and a step that is given up is no sample: set rollout.step_timeout_s to {least_s:g} or more"
+        )
     return isinstance(env.unwrapped, SandboxEnv)
 
 
-def check_environments(envs: Iterable[EnvConfig]) -> bool:
+def check_environments(envs: Iterable[EnvConfig], step_timeout_s: float = math.inf) -> bool:
     """Make each environment, in each of its levels, once; whether any needs a sandbox. Raises ConfigError."""
-    needs_sandbox = [check_environment(env.id, kwargs) for env in envs for kwargs in env.variants]
+    needs_sandbox = [check_environment(env.id, kwargs, step_timeout_s) for env in envs for kwargs in env.variants]
     return any(needs_sandbox)
 
 
@@ -93,6 +99,11 @@ class AsyncEnvironment:
         """What the agent's work is worth. Raises BadRewardError for what is no finite number."""
         reward, info = await self._call(self._own("score"))
         return _as_reward(reward), info
+
+    def allow_steps(self, timeout_s: float) -> None:
+        """Tell the environment how long a step may take."""
+        if isinstance(self._env.unwrapped, Env):
+            self._env.unwrapped.step_timeout_s = timeout_s
 
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
         observation, info = await self._call(self._env.reset, seed=seed)

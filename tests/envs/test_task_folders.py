@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from roll_flash.envs.check import check_environment
-from roll_flash.envs.task_folders import TaskFolder, find_tasks, load_task
+from roll_flash.envs.task_folders import SPARE_S, TaskFolder, find_tasks, load_task
 from roll_flash.envs.task_folders_tests import reward_of_json, reward_of_text
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
 
@@ -205,6 +206,27 @@ def test_a_sandbox_that_others_killed_is_no_sample_whatever_the_model_did(tmp_pa
                 await env.step("<answer>done</answer>")
 
     asyncio.run(run())
+
+
+@pytest.mark.docker
+def test_the_commands_of_one_turn_leave_enough_of_the_step_for_the_tests(tmp_path: Path) -> None:
+    task = harbor_task(tmp_path / "task", toml="[verifier]\ntimeout_sec = 2\n")
+
+    async def run() -> tuple[str, float]:
+        env = TaskFolder(task)
+        env.step_timeout_s = 2 * (2 + SPARE_S) + 3
+        await env.reset(seed=0)
+        async with open_sandbox(env.sandbox_spec, provider="docker") as env.sandbox:
+            began = time.monotonic()
+            observation, *_ = await env.step("<sh>echo begun; sleep 60</sh>\n" * 5)
+            assert time.monotonic() - began < 10
+            _, earned, *_ = await env.step("<answer>done</answer>")
+            return str(observation), earned
+
+    said, earned = asyncio.run(run())
+    assert "begun" in said
+    assert "taken all of its time" in said
+    assert earned == 1.0
 
 
 @pytest.mark.docker
