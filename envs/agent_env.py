@@ -144,6 +144,9 @@ class AgentEnv(SandboxEnv):
         checks = [check for check in (self._verifier, self._partial) if check is not None]
         return sum(check.timeout_s for check in checks) + (CHECK_SPARE_S if checks else 0.0)
 
+    def least_episode_timeout_s(self) -> float:
+        return self._time_limit_s + self.least_step_timeout_s()
+
     def _check_arguments(self) -> None:
         tasks = (self._task is not None) + (self._instruction is not None)
         checks = sum(check is not None for check in (self._task, self._verifier, self._function))

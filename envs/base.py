@@ -57,6 +57,10 @@ class Env(_GymnasiumEnv):
         """A run that allows its steps less is refused at its start."""
         return 0.0
 
+    def least_episode_timeout_s(self) -> float:
+        """The same for a whole episode, the time that the model takes to answer apart."""
+        return self.least_step_timeout_s()
+
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:

@@ -196,6 +196,10 @@ class TaskFolder(SandboxToolEnv):
         agent_s, tests_s = longest_limits(self._folder, self._options)
         return min(self._command_timeout_s, agent_s) + 2 * (tests_s + SPARE_S)
 
+    def least_episode_timeout_s(self) -> float:
+        agent_s, tests_s = longest_limits(self._folder, self._options)
+        return agent_s + 2 * (tests_s + SPARE_S)
+
     @property
     def tools_timeout_s(self) -> float:
         return self.step_timeout_s - 2 * (self.task.test_timeout_s + SPARE_S)

@@ -224,19 +224,21 @@ CHECKED = {"command": "x", "instruction": "x", "verifier": "x", "partial_credit"
 
 
 @pytest.mark.parametrize(
-    ("env_id", "kwargs", "least_s"),
+    ("env_id", "kwargs", "step_s", "episode_s"),
     [
-        ("TaskFolder-v0", {"folder": str(EXAMPLES)}, 160),
-        ("TaskFolder-v0", {"folder": str(EXAMPLES), "command_timeout_s": 5}, 105),
-        ("AgentEnv-v0", {**CHECKED, "verifier_timeout_s": 30}, 65),
+        ("TaskFolder-v0", {"folder": str(EXAMPLES)}, 160, 220),
+        ("TaskFolder-v0", {"folder": str(EXAMPLES), "command_timeout_s": 5}, 105, 220),
+        ("AgentEnv-v0", {**CHECKED, "verifier_timeout_s": 30, "time_limit_s": 900}, 65, 965),
     ],
 )
-def test_a_step_too_short_for_what_its_checks_may_take_is_refused_at_the_start(
-    env_id: str, kwargs: dict[str, Any], least_s: float
+def test_limits_that_a_slow_model_could_use_to_void_its_episodes_are_refused_at_the_start(
+    env_id: str, kwargs: dict[str, Any], step_s: float, episode_s: float
 ) -> None:
-    check_environment(env_id, kwargs, least_s)
-    with pytest.raises(ConfigError, match=rf"step_timeout_s=60: {env_id} may need {least_s} s .*to {least_s} or more"):
-        check_environment(env_id, kwargs, RolloutConfig().step_timeout_s)
+    enough = {"step_timeout_s": step_s, "episode_timeout_s": episode_s}
+    check_environment(env_id, kwargs, RolloutConfig(**enough))
+    for name, least_s in enough.items():
+        with pytest.raises(ConfigError, match=rf"{env_id}: rollout.{name}=60 .* to {least_s} or more"):
+            check_environment(env_id, kwargs, RolloutConfig(**{**enough, name: 60}))
 
 
 WORK = '{"name": "work", "parameters": {}}'
