@@ -6,7 +6,9 @@ read-only; so an engine elsewhere, or one with user namespaces, does without.
 
 from __future__ import annotations
 
+import base64
 import io
+import json
 import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,20 +20,23 @@ from roll_flash.sandboxes.scratch import scratch_folder
 PATH = "/etc/passwd"
 NOT_SEEN = "bind source path does not exist"
 """What an engine says that cannot see this machine's files."""
-MOST_BYTES = 1 << 20
+MOST_BYTES = 1 << 18
+"""A fork's list is a model's work, and is held in memory."""
 
 
 async def read_users(engine: EngineApi, container: str) -> str | None:
     """What a container's image has at /etc/passwd: nothing is "", and None what is no plain file or is too large."""
-    found = await engine.call("GET", f"/containers/{container}/archive", query={"path": PATH}, accept=(404,))
-    if found.status_code == 404:
+    where, query = f"/containers/{container}/archive", {"path": PATH}
+    head = await engine.call("HEAD", where, query=query, accept=(404,))
+    if head.status_code == 404:
         return ""
+    if json.loads(base64.b64decode(head.headers["X-Docker-Container-Path-Stat"]))["size"] > MOST_BYTES:
+        return None
+    found = await engine.call("GET", where, query=query)
     with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
         member = archive.next()
         content = archive.extractfile(member) if member is not None and member.isreg() else None
-        if member is None or content is None or member.size > MOST_BYTES:
-            return None
-        return content.read().decode(errors="surrogateescape")
+        return content.read().decode(errors="surrogateescape") if content is not None else None
 
 
 @contextmanager

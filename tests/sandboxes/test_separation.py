@@ -160,6 +160,15 @@ def test_the_user_of_a_sandbox_has_a_name(docker: str, spec: SandboxSpec) -> Non
     within(docker, look, spec)
 
 
+@pytest.mark.docker
+def test_a_list_of_users_that_is_too_large_is_not_read_and_stays_the_images(docker: str) -> None:
+    users = b"x:x:1:1::/:/x\n" * 40_000
+    large = SandboxSpec(
+        dockerfile="FROM roll-flash-sandbox:latest\nCOPY passwd /etc/passwd\n", context={"passwd": users}
+    )
+    assert shell(docker, "wc -l < /etc/passwd", large).stdout == b"40000\n"
+
+
 def test_the_user_of_a_local_sandbox_has_a_name() -> None:
     need("local")
     assert shell("local", "whoami").stdout == b"sandbox\n"
