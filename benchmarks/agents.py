@@ -92,7 +92,8 @@ def of_episodes(episodes: list[dict[str, Any]]) -> dict[str, Any]:
         "rewrites": sum(info["gateway"]["rewrites"] for info in infos),
         "policy_tokens": sum(episode["policy_tokens"] for episode in played),
         "agent_s": mean([info["agent_s"] for info in infos]),
-        "agent_cpu_s": mean([info["agent_cpu_s"] for info in infos]),
+        # Of one that filled its memory until its sandbox died it is not known.
+        "agent_cpu_s": mean([info["agent_cpu_s"] for info in infos if "agent_cpu_s" in info]),
         "ended": dict(Counter(info["agent_ended"] for info in infos)),
     }
 

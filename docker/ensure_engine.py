@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import apt
+from local_instead import use_local
 
 from roll_flash.doctor import Check, check_bubblewrap, check_docker
 
@@ -36,7 +37,7 @@ def main() -> int:
         try:
             engine = _provide(engine)
         except EngineUnavailable as reason:
-            return _fall_back(str(reason), bubblewrap)
+            return use_local(str(reason), bubblewrap)
     print(f"sandbox: docker ({engine.detail})")
     return 0
 
@@ -60,15 +61,6 @@ def _provide_bubblewrap() -> Check:
         except apt.PackageUnavailable as error:
             print(f"engine: {error}", file=sys.stderr)
     return check_bubblewrap()
-
-
-def _fall_back(reason: str, bubblewrap: Check) -> int:
-    if bubblewrap.ok:
-        print(f"sandbox: the weaker `local` sandbox (bubblewrap) is used, because {reason}")
-        return 0
-    message = f"engine: no sandbox can be used: {reason}; and bubblewrap: {bubblewrap.detail} ({bubblewrap.fix})"
-    print(message, file=sys.stderr)
-    return 1
 
 
 def _install(package: str) -> None:

@@ -11,6 +11,7 @@ import shutil
 import sys
 
 import apt
+from local_instead import use_local
 from roll_flash.sandboxes.images import ensure_image
 
 from roll_flash.doctor import check_bubblewrap, check_docker
@@ -24,7 +25,7 @@ def main() -> int:
     try:
         asyncio.run(ensure_image(report=_say, provide_debootstrap=_provide_debootstrap))
     except RollFlashError as error:
-        return _fall_back(str(error))
+        return use_local(str(error), check_bubblewrap())
     return 0
 
 
@@ -38,18 +39,6 @@ def _provide_debootstrap() -> None:
             apt.install("debootstrap")
         except apt.PackageUnavailable as error:
             print(f"image: {error}", file=sys.stderr)
-
-
-def _fall_back(reason: str) -> int:
-    bubblewrap = check_bubblewrap()
-    if bubblewrap.ok:
-        print(f"image: the weaker `local` sandbox (bubblewrap) is used, because {reason}")
-        return 0
-    print(
-        f"image: no sandbox can be used: {reason}; and bubblewrap: {bubblewrap.detail} ({bubblewrap.fix})",
-        file=sys.stderr,
-    )
-    return 1
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ started or that never called the model.
 
 from __future__ import annotations
 
+import json
 import random
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,11 +29,14 @@ from roll_flash.envs.tool_env import OUT_OF_MEMORY
 from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxSpec
 
 from roll_flash.errors import ConfigError, EnvError
+from roll_flash.types import Message
 
 GATEWAY_PORT = 8011
 """Where the model is in the sandbox, on 127.0.0.1."""
 FOLDER = "/tmp/agent"
 """What belongs to the agent and not to its work."""
+CHECK_SPARE_S = 5.0
+"""For putting files there, beside what the checks may take."""
 KEPT_OUTPUT = 1 << 16
 SHOWN_OUTPUT = 600
 SHOWN_LINES = 3
@@ -52,6 +57,10 @@ class Gateway(Protocol):
     @property
     def model(self) -> str: ...
 
+    def answers(self) -> list[Message]:
+        """What the model has answered so far, as it was recorded."""
+        ...
+
 
 class AgentEnv(SandboxEnv):
     """Say which program (`agent`, one of the shipped, or `command`), which task, and how it is checked.
@@ -65,11 +74,12 @@ class AgentEnv(SandboxEnv):
       seed; commands have it as `$SEED`.
     - Check without a `task_env`: `verifier` (a command, see `CommandVerifier`; `verifier_files` come only then), or
       `verifier_function` (`package.module:function`, called with the sandbox and the seed).
-      `verifier_timeout_s` and that of `partial_credit`, which is as long, must fit into `rollout.step_timeout_s`: only
-      then is a check that never ends worth 0 and no failure of the environment.
+      `verifier_timeout_s` and that of `partial_credit`, which is as long, must fit into `rollout.step_timeout_s`; a run
+      where they do not is refused. A check that never ends is worth 0 and no failure of the environment.
     - `partial_credit`: a second command like the verifier, for a task that is too hard to begin with. The reward is
-      then `(1 - partial_weight) * check + partial_weight * partial`; success is the check's alone. The agent's output
-      is in the file that `$AGENT_OUTPUT` names.
+      then `(1 - partial_weight) * check + partial_weight * partial`; success is the check's alone. `$AGENT_ANSWERS`
+      names a file with what the model answered, as the gateway recorded it: a JSON list of messages, which no agent
+      can change. The agent's output is in the file that `$AGENT_OUTPUT` names; a model can make it say anything.
     - `env`: variables of the program. `time_limit_s`, `memory_mb`, `cpus`, `pids`, `image` or `dockerfile`: its
       sandbox. A shipped agent runs in the image of `make agents-image`.
     """
@@ -127,7 +137,15 @@ class AgentEnv(SandboxEnv):
         )
         self._seed = 0
         self._said = b""
+        self._answers: list[Message] = []
         self._info: dict[str, Any] = {}
+
+    def least_step_timeout_s(self) -> float:
+        checks = [check for check in (self._verifier, self._partial) if check is not None]
+        return sum(check.timeout_s for check in checks) + (CHECK_SPARE_S if checks else 0.0)
+
+    def least_episode_timeout_s(self) -> float:
+        return self._time_limit_s + self.least_step_timeout_s()
 
     def _check_arguments(self) -> None:
         tasks = (self._task is not None) + (self._instruction is not None)
@@ -148,7 +166,7 @@ class AgentEnv(SandboxEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         self._seed = random.randrange(1 << 30) if seed is None else seed
-        self._said, self._info = b"", {}
+        self._said, self._answers, self._info = b"", [], {}
         if self._task is None:
             return self._own_instruction, {}
         observation, info = await self._task.reset(seed=self._seed)
@@ -157,6 +175,7 @@ class AgentEnv(SandboxEnv):
     async def play(self, gateway: Gateway) -> None:
         """Run the program to its end or its time limit. Raises EnvError if it never called the model."""
         instruction = await self._set_task_up()
+        began = time.monotonic()
         for path, content in self._program_files.items():
             await self.sandbox.write(path, content)
         await self.sandbox.write(f"{FOLDER}/instruction", instruction)
@@ -166,10 +185,15 @@ class AgentEnv(SandboxEnv):
             except SandboxDied as error:
                 if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
                     raise
-                self._info = {"agent_ended": FILLED_UP, "agent_connections": forward.accepted}
+                self._info = {
+                    "agent_ended": FILLED_UP,
+                    "agent_s": time.monotonic() - began,
+                    "agent_connections": forward.accepted,
+                }
                 return
             self._note_end(result, forward.accepted)
         await self.sandbox.kill_all()  # what it left running must not meddle with the check
+        self._answers = gateway.answers()
         if forward.accepted == 0:
             raise EnvError(self._why_no_call(result))
 
@@ -190,7 +214,7 @@ class AgentEnv(SandboxEnv):
         reward, info = await self._check()
         info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
         if self._partial is not None:
-            said = {f"{FOLDER}/output": self._said}
+            said = {f"{FOLDER}/output": self._said, f"{FOLDER}/answers.json": json.dumps(self._answers).encode()}
             partial, _ = await self._partial(self.sandbox, self._check_variables, said)
             info |= {"check": reward, "partial": partial}
             reward = (1 - self._partial_weight) * reward + self._partial_weight * partial
@@ -206,7 +230,11 @@ class AgentEnv(SandboxEnv):
 
     @property
     def _check_variables(self) -> dict[str, str]:
-        return {"SEED": str(self._seed), "AGENT_OUTPUT": f"{FOLDER}/output"}
+        return {
+            "SEED": str(self._seed),
+            "AGENT_OUTPUT": f"{FOLDER}/output",
+            "AGENT_ANSWERS": f"{FOLDER}/answers.json",
+        }
 
     async def _set_task_up(self) -> str:
         if self._task is not None:

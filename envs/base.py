@@ -9,6 +9,7 @@ Three ways to write one, all registered the same way and run by the same workers
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium
@@ -47,6 +48,18 @@ class Env(_GymnasiumEnv):
 
     observation_space = TextSpace()
     action_space = TextSpace()
+
+    step_timeout_s: float = math.inf
+    """Set by who runs the episode (`rollout.step_timeout_s`): a step, or `conclude`, that takes longer is given up, and
+    the episode is a failure and no sample. What a model can make slow must be ended before."""
+
+    def least_step_timeout_s(self) -> float:
+        """A run that allows its steps less is refused at its start."""
+        return 0.0
+
+    def least_episode_timeout_s(self) -> float:
+        """The same for a whole episode, the time that the model takes to answer apart."""
+        return self.least_step_timeout_s()
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -8,15 +8,17 @@ scored 0. What the model itself broke always is.
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.rewards import reward
-from roll_flash.envs.task_folders_format import FolderOptions, FolderTask, find_tasks, load_task
+from roll_flash.envs.task_folders_format import FolderOptions, FolderTask, find_tasks, load_task, longest_limits
 from roll_flash.envs.task_folders_tests import (
     NoVerdictError,
     Verdict,
@@ -37,6 +39,10 @@ __all__ = ["FolderTask", "TaskFolder", "find_tasks", "load_task"]
 
 LONGEST_S = 24 * 3600.0
 """The limits that count are the task's own."""
+SPARE_S = 20.0
+"""For starting a sandbox, and for what lies there to be removed and put, beside what the tests may take."""
+ENDING_S = 1.0
+"""Between the time-out of a command and the end of what a turn allows: for its output so far."""
 
 _tests_that_work: set[tuple[Path, SandboxSpec]] = set()
 """Tasks of this process whose tests came to a verdict in a sandbox that no command of a model had touched."""
@@ -68,6 +74,7 @@ class TaskFolder(SandboxToolEnv):
         artifacts: Sequence[str] = (),
     ) -> None:
         super().__init__(max_turns=max_turns, tool_format=tool_format)
+        self._folder = Path(folder).expanduser()
         self._tasks = find_tasks(folder)
         self._options = FolderOptions(memory_mb, cpus, workdir, user, tuple(allow), force_build)
         self._command_timeout_s = command_timeout_s
@@ -97,14 +104,14 @@ class TaskFolder(SandboxToolEnv):
         """Run a shell command and see its output. Each command is a new shell."""
         await self._make_ready()
         left_s = self.task.agent_timeout_s - self._spent_s
+        timeout_s = min(self._command_timeout_s, left_s, max(ENDING_S, self.tools_left_s - ENDING_S))
         began = time.monotonic()
-        result = await self.sandbox.exec(
-            command, timeout=min(self._command_timeout_s, left_s), cwd=self.task.workdir, max_output=1 << 16
-        )
-        self._spent_s += time.monotonic() - began
-        if self._spent_s >= self.task.agent_timeout_s:
-            self.finish()
-        return result
+        try:
+            return await self.sandbox.exec(command, timeout=timeout_s, cwd=self.task.workdir, max_output=1 << 16)
+        finally:
+            self._spent_s += time.monotonic() - began
+            if self._spent_s >= self.task.agent_timeout_s:
+                self.finish()
 
     @reward(timeout_s=LONGEST_S)
     async def tests(self) -> float:
@@ -128,11 +135,26 @@ class TaskFolder(SandboxToolEnv):
 
     async def _verdict(self) -> Verdict:
         if not self._artifacts:
-            return await run_tests(self.sandbox, self.task, self._reward_key)
+            async with self._tests_in_time():
+                return await run_tests(self.sandbox, self.task, self._reward_key)
         async with self.sandbox.fresh() as untouched:
             await make_folders(untouched, self.task)
-            await copy_out(self.sandbox, self._artifacts, untouched)
-            return await run_tests(untouched, self.task, self._reward_key)
+            async with self._tests_in_time():
+                await copy_out(self.sandbox, self._artifacts, untouched)
+                return await run_tests(untouched, self.task, self._reward_key)
+
+    @asynccontextmanager
+    async def _tests_in_time(self) -> AsyncIterator[None]:
+        """What the model left may make it slow to put the tests there, too. Raises NoVerdictError."""
+        limit_s = self.task.test_timeout_s + SPARE_S
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            why = f"putting its tests into the sandbox and running them took longer than {limit_s:g} s"
+            raise NoVerdictError(why, timed_out=True) from None
 
     async def _check_that_tests_work(self, why: NoVerdictError) -> None:
         """Raises EnvError if they come to no verdict where no command of the model ran."""
@@ -168,6 +190,19 @@ class TaskFolder(SandboxToolEnv):
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.task.solution_env.items())
         exported = f"export {variables}; " if variables else ""
         return f"<sh>{exported}{self.task.solution_command}</sh>"
+
+    def least_step_timeout_s(self) -> float:
+        """A command, the tests, and where they come to no verdict the tests again in an untouched sandbox."""
+        agent_s, tests_s = longest_limits(self._folder, self._options)
+        return min(self._command_timeout_s, agent_s) + 2 * (tests_s + SPARE_S)
+
+    def least_episode_timeout_s(self) -> float:
+        agent_s, tests_s = longest_limits(self._folder, self._options)
+        return agent_s + 2 * (tests_s + SPARE_S)
+
+    @property
+    def tools_timeout_s(self) -> float:
+        return self.step_timeout_s - 2 * (self.task.test_timeout_s + SPARE_S)
 
     def _choose(self, task: FolderTask) -> None:
         self._task = task

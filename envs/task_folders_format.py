@@ -13,6 +13,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -91,6 +92,26 @@ def _tasks_below(folder: Path, depth: int) -> Iterator[Path]:
         for inner in sorted(folder.iterdir()):
             if inner.is_dir() and not inner.name.startswith("."):
                 yield from _tasks_below(inner, depth - 1)
+
+
+@cache
+def longest_limits(folder: Path, options: FolderOptions) -> tuple[float, float]:
+    """Seconds that a task in this folder allows its agent and its tests, each the longest there is.
+
+    Tasks that cannot be read are shown when they are played. Raises ConfigError where none can.
+    """
+    tasks, limits, trouble = find_tasks(folder), [], ""
+    for path in tasks:
+        try:
+            task = load_task(path, options)
+        except ConfigError as error:
+            trouble = trouble or str(error)
+            continue
+        limits.append((task.agent_timeout_s, task.test_timeout_s))
+    if not limits:
+        raise ConfigError(f"{folder}: none of its {len(tasks)} tasks can be read; the first: {trouble}")
+    agent_s, tests_s = (max(limit) for limit in zip(*limits, strict=True))
+    return agent_s, tests_s
 
 
 def load_task(folder: Path, options: FolderOptions | None = None) -> FolderTask:

@@ -11,6 +11,7 @@ import asyncio
 import functools
 import inspect
 import logging
+import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +43,8 @@ from roll_flash.types import Message
 logger = logging.getLogger("roll_flash.envs")
 
 ERROR_CHARACTERS = 600
+LARGEST_SHARE = 0.9
+"""Of a step, for the tools of an environment that has a slow one."""
 
 OUT_OF_MEMORY = "oom"
 """The reason of the one death of a sandbox that is the doing of what ran in it."""
@@ -79,6 +82,8 @@ class _Episode:
     """What is forgotten at the next reset."""
 
     use: dict[str, ToolUse] = field(default_factory=dict)
+    tools_end_at: float = math.inf
+    """`time.monotonic()` at which the calls of this turn must have ended."""
     turn: int = 0
     finished: bool = False
 
@@ -134,6 +139,18 @@ class ToolEnv(Env):
     def turn(self) -> int:
         return self._episode.turn
 
+    @property
+    def tools_timeout_s(self) -> float:
+        """For all calls of one turn together. The rest of `step_timeout_s` is for the rewards: a model that makes its
+        calls slow is told so, and does not make its episode fail."""
+        longest_s = max((tool.options.timeout_s for tool in _tools_of(type(self)).values()), default=0.0)
+        return min(LARGEST_SHARE * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
+
+    @property
+    def tools_left_s(self) -> float:
+        """What is left of that in this turn."""
+        return max(0.0, self._episode.tools_end_at - time.monotonic())
+
     def used(self, tool: str) -> ToolUse:
         """How the tool of this name was used so far in this episode."""
         return self._episode.use.get(tool, ToolUse())
@@ -154,6 +171,7 @@ class ToolEnv(Env):
 
     async def step(self, action: str) -> StepResult:
         self._episode.turn += 1
+        self._episode.tools_end_at = time.monotonic() + self.tools_timeout_s
         calls = parse_tool_calls(action, _tools_of(type(self)))
         observation = await (self._run_calls(calls) if calls else self._take_answer(action))
         terminated = observation is None or self._episode.finished
@@ -212,7 +230,9 @@ class ToolEnv(Env):
 
     async def _run_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         function = functools.partial(tool.function, *((self,) if tool.takes_env else ()), **arguments)
-        limit = tool.options.timeout_s
+        limit = min(tool.options.timeout_s, self.tools_left_s)
+        if limit <= 0:
+            raise _ToolFailed("not run: the calls of this turn have taken all of its time", timed_out=True)
         try:
             async with asyncio.timeout(limit) as scope:
                 if inspect.iscoroutinefunction(tool.function):
@@ -221,7 +241,7 @@ class ToolEnv(Env):
         except TimeoutError as error:
             if scope.expired():
                 raise _ToolFailed(
-                    f"{tool.name} took longer than {limit:g} s and was given up", timed_out=True
+                    f"{tool.name} took longer than {limit:.3g} s and was given up", timed_out=True
                 ) from None
             raise _ToolFailed(f"{tool.name} raised TimeoutError: {error}") from None
         except (Exception, SystemExit) as error:  # a tool's code may raise anything

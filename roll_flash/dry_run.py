@@ -22,7 +22,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     if not resume and config.run_folder.is_dir() and any(config.run_folder.iterdir()):
         raise ConfigError(f"{config.run_folder}: this run exists; continue it with --resume or choose name=OTHER")
     model = f"model: {resolve_model(config.model.path)}"
-    check_environments(config.envs)
+    check_environments(config.envs, config.rollout)
     check_stages(config)
     tried = [line for env in config.envs for line in asyncio.run(_try_environment(config, env))]
     return [model, *tried, f"run folder: {config.run_folder}"]

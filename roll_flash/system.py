@@ -127,7 +127,7 @@ async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress
             progress.note("there is no complete checkpoint to resume from yet: the run begins again from its start")
         if warning := config.learner.loss.off_policy_warning(config.highest_async_ratio):
             progress.note(f"warning: {warning}")
-        needs_sandbox = await asyncio.to_thread(check_environments, config.envs)
+        needs_sandbox = await asyncio.to_thread(check_environments, config.envs, config.rollout)
         await stack.enter_async_context(local_ray(config.ray))
         await stack.enter_async_context(watching_ray())
         engine = open_engine(
@@ -192,7 +192,7 @@ async def open_rollout(
 ) -> AsyncIterator[WorkerFleet]:
     """Servers and workers without a learner, for evaluation; with `endpoint` workers alone."""
     async with AsyncExitStack() as stack:
-        needs_sandbox = await asyncio.to_thread(check_environments, config.envs)
+        needs_sandbox = await asyncio.to_thread(check_environments, config.envs, config.rollout)
         await stack.enter_async_context(local_ray(config.ray))
         model: Any = endpoint
         if model is None:

@@ -44,7 +44,7 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     """
     # What is wrong with these must be said before there is a run folder of this name.
     resolve_model(config.model.path)
-    check_environments(config.envs)
+    check_environments(config.envs, config.rollout)
     check_stages(config)
     with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
         return asyncio.run(_train(config, run_dir, progress, resume))

@@ -25,6 +25,19 @@ ROOT_CAPABILITIES = (
 )
 
 
+ATTACHED = {
+    "OpenStdin": True,
+    "StdinOnce": True,
+    "AttachStdin": True,
+    "AttachStdout": True,
+    "AttachStderr": True,
+    "Tty": False,
+    "StopSignal": "SIGKILL",  # the agent ignores SIGTERM; an engine that shuts down would wait 10 s for it
+    "Healthcheck": {"Test": ["NONE"]},
+}
+"""The container lives as long as its controller holds its standard input, and is asked nothing by the engine."""
+
+
 def container_config(
     spec: SandboxSpec,
     image: str,
@@ -34,16 +47,15 @@ def container_config(
     *,
     user: str,
     volumes: Sequence[str] = (),
+    passwd: str | None = None,
 ) -> dict[str, Any]:
     """`joins`: the container whose network namespace, of loopback alone, this one shares; None makes its own.
 
-    `user`: numeric user and group. `volumes`: what `volume_paths` gives for the image.
+    `user`: numeric user and group. `volumes`: what `volume_paths` gives for the image. `passwd`: a file of the engine's
+    machine that is the sandbox's list of users.
     """
     number, group = user.split(":")
-    writable = f"rw,nosuid,nodev,exec,nr_inodes={spec.tmpfs_inodes},uid={number},gid={group}"
-    tmpfs = f"{writable},size={spec.tmpfs_size_mb}m"
     root = _writable_root(spec, agent, number, group, volumes) if spec.writable_root else None
-    volume_mb = min(spec.tmpfs_size_mb, max(1, (spec.memory_mb - 2 * spec.tmpfs_size_mb) // (len(volumes) or 1)))
     return {
         "Image": image,
         "Entrypoint": root.entrypoint if root else list(agent.command),
@@ -51,56 +63,71 @@ def container_config(
         "User": "0:0" if root else user,
         "WorkingDir": spec.workdir,
         "Env": [f"HOME={spec.workdir}", *(["USER=sandbox", "LOGNAME=sandbox"] if spec.user is None else [])],
-        "OpenStdin": True,
-        "StdinOnce": True,
-        "AttachStdin": True,
-        "AttachStdout": True,
-        "AttachStderr": True,
-        "Tty": False,
-        "StopSignal": "SIGKILL",  # the agent ignores SIGTERM; an engine that shuts down would wait 10 s for it
-        "Healthcheck": {"Test": ["NONE"]},
+        **ATTACHED,
         "Labels": container_labels,
         **_network(spec, joins),
         "HostConfig": {
             "AutoRemove": True,
+            "LogConfig": {"Type": "none", "Config": {}},
             "NetworkMode": "none" if joins is None else f"container:{joins}",
             "Dns": ["127.0.0.1"] if joins is None else None,
-            "IpcMode": "private",
+            **_rights(spec, root),
+            **_limits(spec),
             "ReadonlyRootfs": True,
-            "CapDrop": ["ALL"],
-            "CapAdd": list(ROOT_CAPABILITIES) if root else [],
-            "SecurityOpt": ["no-new-privileges", *(["apparmor=unconfined"] if root else [])],
-            "Privileged": False,
-            "Runtime": spec.runtime or "",
-            "UsernsMode": "host" if spec.userns == "host" else "",
-            "Memory": spec.memory_mb << 20,
-            "MemorySwap": spec.memory_mb << 20,
-            "NanoCpus": round(spec.cpus * 1e9),
-            "PidsLimit": spec.pids,
-            "Ulimits": [
-                {"Name": "nofile", "Soft": spec.open_files, "Hard": spec.open_files},
-                {"Name": "core", "Soft": CORE_LIMIT, "Hard": CORE_LIMIT},
-                {"Name": "sigpending", "Soft": MAX_SIGNALS_AND_TIMERS, "Hard": MAX_SIGNALS_AND_TIMERS},
-            ],
-            "ShmSize": SHM_MB << 20,
-            "Tmpfs": {
-                **dict.fromkeys(volumes, f"{writable},size={volume_mb}m,mode=0755"),
-                spec.workdir: f"{tmpfs},mode=0750",
-                "/tmp": f"{tmpfs},mode=1777",
-                **(root.tmpfs if root else {}),
-            },
-            "LogConfig": {"Type": "none", "Config": {}},
-            "Mounts": [
-                {
-                    "Type": "volume",
-                    "Source": volume_name(agent),
-                    "Target": FOLDER,
-                    "ReadOnly": True,
-                    "VolumeOptions": {"NoCopy": True},
-                }
-            ],
+            "Tmpfs": _writable_places(spec, f"uid={number},gid={group}", volumes) | (root.tmpfs if root else {}),
+            "Mounts": _mounts(agent, passwd),
         },
     }
+
+
+def _rights(spec: SandboxSpec, root: _Root | None) -> dict[str, Any]:
+    """What the kernel lets it do; the agent's own filter comes on top."""
+    return {
+        "IpcMode": "private",
+        "CapDrop": ["ALL"],
+        "CapAdd": list(ROOT_CAPABILITIES) if root else [],
+        "SecurityOpt": ["no-new-privileges", *(["apparmor=unconfined"] if root else [])],
+        "Privileged": False,
+        "Runtime": spec.runtime or "",
+        "UsernsMode": "host" if spec.userns == "host" else "",
+    }
+
+
+def _limits(spec: SandboxSpec) -> dict[str, Any]:
+    """How much it may take of what the machine has."""
+    most = {"nofile": spec.open_files, "core": CORE_LIMIT, "sigpending": MAX_SIGNALS_AND_TIMERS}
+    return {
+        "Memory": spec.memory_mb << 20,
+        "MemorySwap": spec.memory_mb << 20,
+        "NanoCpus": round(spec.cpus * 1e9),
+        "PidsLimit": spec.pids,
+        "Ulimits": [{"Name": name, "Soft": limit, "Hard": limit} for name, limit in most.items()],
+        "ShmSize": SHM_MB << 20,
+    }
+
+
+def _writable_places(spec: SandboxSpec, owner: str, volumes: Sequence[str]) -> dict[str, str]:
+    """Places and their mount options: each in memory, with a size and a number of files."""
+    options = f"rw,nosuid,nodev,exec,nr_inodes={spec.tmpfs_inodes},{owner}"
+    volume_mb = min(spec.tmpfs_size_mb, max(1, (spec.memory_mb - 2 * spec.tmpfs_size_mb) // (len(volumes) or 1)))
+    return {
+        **dict.fromkeys(volumes, f"{options},size={volume_mb}m,mode=0755"),
+        spec.workdir: f"{options},size={spec.tmpfs_size_mb}m,mode=0750",
+        "/tmp": f"{options},size={spec.tmpfs_size_mb}m,mode=1777",
+    }
+
+
+def _mounts(agent: AgentProgram, passwd: str | None) -> list[dict[str, Any]]:
+    """What comes from outside, read-only."""
+    program = {
+        "Type": "volume",
+        "Source": volume_name(agent),
+        "Target": FOLDER,
+        "ReadOnly": True,
+        "VolumeOptions": {"NoCopy": True},
+    }
+    users = {"Type": "bind", "Source": passwd, "Target": "/etc/passwd", "ReadOnly": True}
+    return [program, users] if passwd else [program]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from roll_flash.sandboxes.agent_program import AgentProgram, agent_program
@@ -31,12 +31,14 @@ from roll_flash.sandboxes.errors import (
     SandboxStartError,
     SandboxUnreachable,
 )
+from roll_flash.sandboxes.files import paused
 from roll_flash.sandboxes.guard import IMAGE, Guard
 from roll_flash.sandboxes.identity import GROUP, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.image_build import image_of, one_at_a_time
 from roll_flash.sandboxes.images import find_image
 from roll_flash.sandboxes.kept_images import SNAPSHOTS, remove_image
 from roll_flash.sandboxes.multiplex import Demultiplexer
+from roll_flash.sandboxes.passwd_file import NOT_SEEN, passwd_file, read_users
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.reaper import list_entries, remove_container, remove_leaked, sweep
 from roll_flash.sandboxes.scratch import own_folders
@@ -54,6 +56,10 @@ _log = logging.getLogger("roll_flash.sandboxes")
 
 class _NameTaken(SandboxStartError):
     """Another sandbox has the name, and the user that goes with it."""
+
+
+class _FilesNotSeen(SandboxStartError):
+    """The engine does not see this machine's files."""
 
 
 class DockerProvider:
@@ -81,6 +87,9 @@ class DockerProvider:
         self._engine_isolation = EngineIsolation.of({})
         self._volumes: dict[str, tuple[float, list[str]]] = {}
         """When each image was asked for the volumes that it declares, and which they are."""
+        self._users: dict[str, str | None] = {}
+        """What `read_users` found in each image."""
+        self._sees_files = self.engine.address.socket_path is not None
 
     @property
     def live(self) -> int:
@@ -122,9 +131,15 @@ class DockerProvider:
                 return await self._open_named(spec, run, timeout_s, joins)
             except _NameTaken:
                 continue
+            except _FilesNotSeen:
+                self._sees_files = False
+                _log.warning(
+                    "the Docker engine at %s does not see this machine's files: users of sandboxes have no name there",
+                    self.engine.address.host,
+                )
 
     async def _open_named(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
-        """Raises _NameTaken."""
+        """Raises _NameTaken, _FilesNotSeen."""
         async with self._starts:
             image = await image_of(self.engine, spec)
             volumes = volume_paths(await self._declared_volumes(image), spec)
@@ -141,37 +156,50 @@ class DockerProvider:
                 spec=spec,
                 connection=connection,
                 end=lambda: self.remove(name),
-                commit=lambda: self._commit(name, run, spec),
+                commit=lambda: self._commit(connection, run, spec),
                 open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
                 open_fresh=lambda: self._open(spec, run, timeout_s, None),
                 reusable=not volumes and not user.startswith("0:"),
             )
             network = (joins or name) if spec.network == "internal" else ""
-            body = container_config(spec, image, agent, labels(run, None, network), joins, user=user, volumes=volumes)
-            creating = asyncio.ensure_future(self._create(name, body))
-            try:
-                async with asyncio.timeout(timeout_s):
-                    await asyncio.shield(creating)
-                    await self.engine.attach(name, connection)
-                    await self.engine.call("POST", f"/containers/{name}/start")
-                    await connection.ready(timeout_s)
-                    await sandbox.prepare()
-            except TimeoutError:
-                self._volume_is_good = False
-                answered = creating.done()
-                await asyncio.shield(self._discard(name, connection, creating))
-                if not answered:
-                    host = self.engine.address.host
-                    raise SandboxUnreachable(
-                        f"the Docker engine at {host} did not answer within {timeout_s:g} s"
-                    ) from None
-                raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
-            except BaseException:
-                self._volume_is_good = False  # it may have been removed or damaged
-                await asyncio.shield(self._discard(name, connection, creating))
-                raise
+            marks = labels(run, None, network)
+            with self._passwd(spec, image, number) as passwd:
+                body = container_config(spec, image, agent, marks, joins, user=user, volumes=volumes, passwd=passwd)
+                await self._start(sandbox, connection, body, timeout_s)
         self._live.add(name)
         return sandbox
+
+    async def _start(
+        self, sandbox: AgentSandbox, connection: AgentConnection, body: dict[str, Any], timeout_s: float
+    ) -> None:
+        """Raises _NameTaken, _FilesNotSeen."""
+        name = sandbox.name
+        creating = asyncio.ensure_future(self._create(name, body))
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(creating)
+                await self.engine.attach(name, connection)
+                await self.engine.call("POST", f"/containers/{name}/start")
+                await connection.ready(timeout_s)
+                await sandbox.prepare()
+        except TimeoutError:
+            self._volume_is_good = False
+            answered = creating.done()
+            await asyncio.shield(self._discard(name, connection, creating))
+            if not answered:
+                host = self.engine.address.host
+                raise SandboxUnreachable(f"the Docker engine at {host} did not answer within {timeout_s:g} s") from None
+            raise SandboxStartError(f"sandbox {name} did not start within {timeout_s:g} s") from None
+        except BaseException:
+            self._volume_is_good = False  # it may have been removed or damaged
+            await asyncio.shield(self._discard(name, connection, creating))
+            raise
+
+    def _passwd(self, spec: SandboxSpec, image: str, number: int) -> AbstractContextManager[str | None]:
+        users = self._users[image]
+        if spec.user is None and users is not None and self._sees_files and not self._engine_isolation.user_namespaces:
+            return passwd_file(users, number, spec.workdir)
+        return nullcontext()
 
     async def _declared_volumes(self, image: str) -> list[str]:
         """Asked once for starts that follow each other: it is a twentieth of one. Raises SandboxImageMissing."""
@@ -184,11 +212,14 @@ class DockerProvider:
         return volumes
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
-        """Raises _NameTaken."""
+        """Raises _NameTaken, _FilesNotSeen."""
         with self._asking(name, body["Image"]):
-            answer = await self.engine.call(
-                "POST", "/containers/create", query={"name": name}, body=body, accept=(409,)
-            )
+            try:
+                answer = await self.engine.call(
+                    "POST", "/containers/create", query={"name": name}, body=body, accept=(409,)
+                )
+            except SandboxStartError as error:
+                raise _FilesNotSeen(str(error)) if NOT_SEEN in str(error) else error from None
         if answer.status_code == 409:
             raise _NameTaken(f"the engine has a container named {name}")
 
@@ -216,9 +247,11 @@ class DockerProvider:
         if creating.exception() is None:
             await self.remove(name, has_run=False)
 
-    async def _commit(self, name: str, run: str, spec: SandboxSpec) -> str:
+    async def _commit(self, connection: AgentConnection, run: str, spec: SandboxSpec) -> str:
         """Keep a container's writable root as an image until this provider is closed."""
-        await self._keep_root(name, spec)
+        name = connection.name
+        async with paused(connection):
+            await self._keep_root(name, spec)
         image = f"{SNAPSHOTS}:{name}-{uuid.uuid4().hex[:8]}"
         repository, _, tag = image.partition(":")
         query = {"container": name, "repo": repository, "tag": tag}
@@ -282,11 +315,14 @@ class DockerProvider:
             await self.engine.close()
 
     async def _provide_agent(self, image: str) -> AgentProgram:
-        """Look at the engine's agent volume, and fill it if need be: once, and again after a start that failed."""
+        """Look at the engine's agent volume, and fill it if need be: once, and again after a start that failed.
+
+        An image is looked at as well, once.
+        """
         async with self._volume_lock:
             if self._agent is None:
                 self._agent = await asyncio.to_thread(agent_program, self._processor)
-            if not self._volume_is_good:
+            if not self._volume_is_good or image not in self._users:
                 async with one_at_a_time("agent"):
                     await self._fill_volume(self._agent, image)
                 self._volume_is_good = True
@@ -300,6 +336,7 @@ class DockerProvider:
             await asyncio.shield(creating)
             if await fill(self.engine, name, agent):
                 _log.debug("the volume %s has been filled", volume_name(agent))
+            self._users[image] = await read_users(self.engine, name)
         finally:
             await asyncio.shield(self._remove_filler(name, creating))
 

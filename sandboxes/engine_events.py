@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Container
 
 import httpx
 from roll_flash.sandboxes.engine_api import EngineApi
@@ -13,6 +14,8 @@ from roll_flash.sandboxes.errors import SandboxError
 REMEMBERED = 4096
 WAIT_S = 1.0
 """How long the event of a container's end may come after the end of its stream."""
+OOM_WAIT_S = 0.3
+"""How long the event that it ran out of memory may come after that; engines send the two on different ways."""
 RECONNECT_S = 0.5
 SIGKILL_CODE = 137
 
@@ -62,21 +65,26 @@ class EngineEvents:
 
     async def why(self, name: str) -> tuple[str, str]:
         """(reason of SandboxDied, text). Waits a moment for an event that is on its way."""
-        try:
-            async with asyncio.timeout(WAIT_S):
-                while name not in self._codes:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
+        if not await self._seen(name, self._codes, WAIT_S):
             return await self._why_unknown()
         code = self._codes[name]
-        if name in self._oom and code == SIGKILL_CODE:
+        if code == SIGKILL_CODE and await self._seen(name, self._oom, OOM_WAIT_S):
             return "oom", "it ran out of memory and the kernel ended it; raise memory_mb"
         if gone := await self._why_engine_is_gone():
             return "daemon", gone
         if code == SIGKILL_CODE:
             return "killed", "it was killed from outside (docker rm, docker kill, or a reaper)"
         return "agent", f"its agent ended with status {code}"
+
+    async def _seen(self, name: str, among: Container[str], within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                while name not in among:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _why_unknown(self) -> tuple[str, str]:
         gone = await self._why_engine_is_gone()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
 from roll_flash.sandboxes import frames
 from roll_flash.sandboxes.channels import FileChannel
 from roll_flash.sandboxes.commands import send_data
@@ -60,6 +64,18 @@ async def list_tree(connection: AgentConnection, path: str, max_entries: int) ->
 async def kill_all(connection: AgentConnection) -> None:
     """Kill everything but the agent, and wait until it is gone."""
     await _simple(connection, Request.KILL_ALL, b"", "kill")
+
+
+@asynccontextmanager
+async def paused(connection: AgentConnection) -> AsyncIterator[None]:
+    """Everything but the agent stands still, and the engine can start a program in the sandbox: what it reads for that
+    are plain files. Raises SandboxFileError."""
+    await _simple(connection, Request.PAUSE, b"", "pause")
+    try:
+        yield
+    finally:
+        if connection.usable:
+            await asyncio.shield(_simple(connection, Request.GO_ON, b"", "go on"))
 
 
 async def _simple(connection: AgentConnection, kind: Request, payload: bytes, what: str) -> None:

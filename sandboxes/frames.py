@@ -42,6 +42,8 @@ class Request(enum.IntEnum):
     REMOVE = 12
     SIGNAL = 13
     KILL_ALL = 14
+    PAUSE = 15
+    GO_ON = 16
 
 
 class Reply(enum.IntEnum):

@@ -12,7 +12,7 @@ from roll_flash.sandboxes.opening import connect_provider
 
 async def require_isolation(config: Config) -> None:
     """Raises SandboxUnavailable if an environment needs a sandbox and only a weak one can be had here."""
-    if config.sandbox.allow_weak or not await asyncio.to_thread(check_environments, config.envs):
+    if config.sandbox.allow_weak or not await asyncio.to_thread(check_environments, config.envs, config.rollout):
         return
     provider = await connect_provider(config.sandbox.provider, engines=config.sandbox.engines)
     isolation, name = provider.isolation, provider.name

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
-from roll_flash.envs.task_folders_format import find_tasks, load_task
-from roll_flash.errors import ConfigError
+from roll_flash.envs.task_folders_format import FolderOptions, find_tasks, longest_limits
 from roll_flash.evaluate.tasks import TASK_FOLDER_ENV
 from roll_flash.models import resolve_model
 
@@ -23,17 +23,8 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
     Raises ConfigError where there is no task, or none that can be read (others are shown when they are played), and
     ModelError.
     """
-    tasks, limits, trouble = find_tasks(folder), [], ""
-    for path in tasks:
-        try:
-            task = load_task(path)
-        except ConfigError as error:
-            trouble = trouble or str(error)
-            continue
-        limits.append((task.agent_timeout_s, task.test_timeout_s))
-    if not limits:
-        raise ConfigError(f"{folder}: none of its {len(tasks)} tasks can be read; the first: {trouble}")
-    agent_s, tests_s = (max(limit) for limit in zip(*limits, strict=True))
+    tasks = find_tasks(folder)
+    agent_s, tests_s = longest_limits(Path(folder), FolderOptions())
     return {
         "name": "eval",
         "model": {"path": model, "max_length": MAX_LENGTH if at_endpoint else _model_length(model)},

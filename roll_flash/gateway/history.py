@@ -109,6 +109,10 @@ class History:
         if record.parent is not None:
             record.parent.children -= 1
 
+    def answers(self) -> list[Message]:
+        """In the order in which they were given."""
+        return [record.answer.message for record in self.records]
+
     def samples(self) -> list[Branch]:
         """The sample of each leaf, the one with the most policy tokens first."""
         leaves = [record for record in self.records if not record.children]

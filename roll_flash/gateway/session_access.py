@@ -8,9 +8,11 @@ the agent calls the model over HTTP as often as it likes; afterwards `score()` s
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
+
+from roll_flash.types import Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,9 @@ class AgentGateway:
     aside_key: str = field(default="", repr=False)
     """A key whose calls the same model answers without being recorded or trained on: for an opponent or a user that
     it plays itself. Empty unless the environment has `asks_aside = True`."""
+    answers: Callable[[], list[Message]] = field(default=list, repr=False)
+    """What the model has answered in this episode so far, as the gateway recorded it: assistant's messages of the chat
+    API. No agent can change them."""
 
     @property
     def base_url(self) -> str:

@@ -76,7 +76,7 @@ class AgentEpisodes:
         session, *aside = sessions
         progress.now("the agent")
         aside_key = aside[0].api_key if aside else ""
-        access = AgentGateway(gateway.port, session.api_key, self._backend.model, aside_key)
+        access = AgentGateway(gateway.port, session.api_key, self._backend.model, aside_key, session.history.answers)
         async with environment_errors(deadlines.episode_s, "play"):
             await env.play(access)
         for opened in sessions:

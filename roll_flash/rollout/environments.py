@@ -17,7 +17,7 @@ from typing import Any, cast
 
 import gymnasium
 
-from roll_flash.config import EnvConfig
+from roll_flash.config import EnvConfig, RolloutConfig
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.model_text import encodable
 from roll_flash.envs.registration import make_env
@@ -46,10 +46,12 @@ class BadRewardError(EnvError):
     """A reward that is not a finite number."""
 
 
-def check_environment(env_id: str, kwargs: Mapping[str, Any]) -> bool:
+def check_environment(env_id: str, kwargs: Mapping[str, Any], rollout: RolloutConfig | None = None) -> bool:
     """Make the environment once, and return whether it needs a sandbox. Raises ConfigError saying what is wrong."""
     try:
         env = make_env(env_id, **kwargs)
+        if rollout is not None and isinstance(env.unwrapped, Env):
+            _check_timeouts(env_id, env.unwrapped, rollout)
     except ConfigError as error:
         raise ConfigError(f"env.id {error}") from None
     except Exception as error:  # users' code may raise anything
@@ -59,9 +61,20 @@ def check_environment(env_id: str, kwargs: Mapping[str, Any]) -> bool:
     return isinstance(env.unwrapped, SandboxEnv)
 
 
-def check_environments(envs: Iterable[EnvConfig]) -> bool:
+def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
+    """What is given up is no sample, so a model must not be able to make it slow. Raises ConfigError."""
+    least = {"step_timeout_s": env.least_step_timeout_s(), "episode_timeout_s": env.least_episode_timeout_s()}
+    for name, least_s in least.items():
+        if (allowed_s := getattr(rollout, name)) < least_s:
+            raise ConfigError(
+                f"{env_id}: rollout.{name}={allowed_s:g} is less than the {least_s:g} s that its own limits add up to, "
+                f"checks included; what is given up is no sample: set rollout.{name} to {least_s:g} or more"
+            )
+
+
+def check_environments(envs: Iterable[EnvConfig], rollout: RolloutConfig | None = None) -> bool:
     """Make each environment, in each of its levels, once; whether any needs a sandbox. Raises ConfigError."""
-    needs_sandbox = [check_environment(env.id, kwargs) for env in envs for kwargs in env.variants]
+    needs_sandbox = [check_environment(env.id, kwargs, rollout) for env in envs for kwargs in env.variants]
     return any(needs_sandbox)
 
 
@@ -94,6 +107,11 @@ class AsyncEnvironment:
         """What the agent's work is worth. Raises BadRewardError for what is no finite number."""
         reward, info = await self._call(self._own("score"))
         return _as_reward(reward), info
+
+    def allow_steps(self, timeout_s: float) -> None:
+        """Tell the environment how long a step may take."""
+        if isinstance(self._env.unwrapped, Env):
+            self._env.unwrapped.step_timeout_s = timeout_s
 
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
         observation, info = await self._call(self._env.reset, seed=seed)

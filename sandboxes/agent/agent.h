@@ -26,7 +26,7 @@ enum {
 };
 
 /* Controller to agent. */
-enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYMLINK, REMOVE, SIGNAL, KILL_ALL };
+enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYMLINK, REMOVE, SIGNAL, KILL_ALL, PAUSE, GO_ON };
 /* Agent to controller. */
 enum { READY = 64, OUT, ERR, EXIT, DONE, ERROR, PONG, GRANT, ENTRY };
 
@@ -78,7 +78,11 @@ bool commands_wait(void);
 bool members_mark(uint64_t command);
 bool members_is_stopped(pid_t pid);
 void members_signal(uint64_t command, int number);
-bool members_end(uint64_t command);
+int64_t members_clock_us(void);
+/* What is left of a command that was killed: nothing, processes that die, or such as began after `since_us`. */
+enum members { MEMBERS_GONE, MEMBERS_DIE, MEMBERS_ESCAPE };
+enum members members_end(uint64_t command, int64_t since_us);
+void members_pause(bool pause);
 
 /* files.c: regular files only, as the sandbox's user. */
 void file_read(uint32_t channel, struct reader *payload);
@@ -105,6 +109,8 @@ int folders(int count, char **words);
 /* root.c: a writable root in memory. */
 void root_enter(char **words, size_t count);
 void root_keep(uint64_t limit);
+void root_pause(uint32_t channel);
+void root_go_on(uint32_t channel);
 
 /* confine.c: what the sandbox's kernel interface is cut down to. */
 void confine(void);

@@ -14,14 +14,15 @@
 #include <unistd.h>
 
 enum { KILL_ALL_US = 5000000 };
-enum { DEATH_US = 1000000, DEATH_POLL_US = 2000 }; /* how long killed processes are waited for */
+enum { DEATH_US = 2000000, DEATH_POLL_US = 2000 }; /* how long killed processes are waited for */
+enum { BIRTH_US = 100000, MANY_ESCAPES = 16 };      /* who is born later than this after the kill has got away from it */
 
 struct command {
     uint64_t number;
-    uint32_t channel, cap, flags, ended;
+    uint32_t channel, cap, flags, ended, escapes;
     pid_t pid;
     struct output output[2];
-    int64_t credit, started_us, deadline_us, grace_us, kill_us, dead_by_us;
+    int64_t credit, started_us, deadline_us, grace_us, kill_us, dead_by_us, killed_us;
     int input;
     unsigned char *pending;
     size_t pending_used;
@@ -205,6 +206,7 @@ bool command_credit(uint32_t channel, uint32_t bytes) {
 static void kill_members(struct command *command) {
     members_signal(command->number, SIGKILL);
     command->kill_us = 0;
+    command->killed_us = members_clock_us();
     command->dead_by_us = now_us() + DEATH_US;
 }
 
@@ -262,8 +264,15 @@ static void ignore_pipe(int *fd) {
     *fd = -1;
 }
 
-static bool is_dying(const struct command *command) {
-    return command->dead_by_us > now_us() && members_end(command->number);
+/* Processes that others continue while they are stopped may hand on faster than they are found. Then one call kills
+ * everything but the agent, whatever forks meanwhile: all here have one user, so who does that could kill the rest anyway. */
+static bool is_dying(struct command *command) {
+    if (!command->dead_by_us) return false;
+    bool late = now_us() >= command->dead_by_us;
+    enum members found = members_end(command->number, command->killed_us + BIRTH_US);
+    if (found == MEMBERS_ESCAPE && (++command->escapes >= MANY_ESCAPES || late)) kill(-1, SIGKILL);
+    if (found == MEMBERS_GONE || late) command->dead_by_us = 0;
+    return command->dead_by_us != 0;
 }
 
 /* A command ends when its first process has ended and what lay in its pipes at that moment is on its way; one that was

@@ -46,6 +46,8 @@ static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
         case SYMLINK: file_symlink(channel, payload); break;
         case REMOVE: file_remove(channel, payload); break;
         case KILL_ALL: commands_kill_all(channel); break;
+        case PAUSE: root_pause(channel); break;
+        case GO_ON: root_go_on(channel); break;
         default: forward(type, channel, payload);
     }
 }

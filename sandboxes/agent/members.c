@@ -17,7 +17,11 @@
 #include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
+
+/* /proc/PID/stat from the state on: the 20th number is when the process began, in ticks. */
+#define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
 struct pids {
     pid_t *at;
@@ -113,29 +117,85 @@ static void list_processes(struct pids *found, bool only_stopped) {
     closedir(directory);
 }
 
+static struct pids stopped, all; /* stopped before they were stopped from here, and so to stay */
+static bool paused;
+
+static void stop_all(void) {
+    if (!paused) {
+        list_processes(&stopped, true);
+        kill(-1, SIGSTOP);
+    }
+    list_processes(&all, false);
+}
+
 /* Everything is stopped by one call, so that members cannot run from the search by forking; then others go on.
  * A child whose fork was under way may come up after the search. It is stopped from its birth: members_end finds it. */
 void members_signal(uint64_t command, int number) {
-    static struct pids stopped, all;
-    list_processes(&stopped, true);
-    kill(-1, SIGSTOP);
-    list_processes(&all, false);
+    stop_all();
     for (size_t i = 0; i < all.count; i++) {
         bool member = belongs(all.at[i], command);
         if (member) kill(all.at[i], number);
-        if (member || !holds(&stopped, all.at[i])) kill(all.at[i], SIGCONT);
+        if (member || !(paused || holds(&stopped, all.at[i]))) kill(all.at[i], SIGCONT);
     }
 }
 
-/* Kill what is left after a SIGKILL for all; false when nothing is. */
-bool members_end(uint64_t command) {
-    static struct pids all;
-    bool any = false;
+static void continue_all(void) {
     list_processes(&all, false);
+    for (size_t i = 0; i < all.count; i++)
+        if (!holds(&stopped, all.at[i])) kill(all.at[i], SIGCONT);
+}
+
+/* Stop everything but this process until it is to go on. */
+void members_pause(bool pause) {
+    if (pause) stop_all();
+    else if (paused) continue_all();
+    paused = pause;
+}
+
+/* When a process began, in microseconds since the machine did; 0 if it is gone. */
+static int64_t began_us(pid_t pid) {
+    char text[1024];
+    unsigned long long ticks;
+    const char *name_end = read_entry(pid, "stat", text, sizeof text) ? strrchr(text, ')') : NULL;
+    if (!name_end || sscanf(name_end + 1, AFTER_NAME, &ticks) != 1) return 0;
+    return (int64_t)(ticks * 1000000 / (unsigned long long)sysconf(_SC_CLK_TCK));
+}
+
+int64_t members_clock_us(void) {
+    struct timespec now;
+    clock_gettime(CLOCK_BOOTTIME, &now);
+    return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
+}
+
+static enum members end_those_seen(uint64_t command, int64_t since_us) {
+    enum members found = MEMBERS_GONE;
     for (size_t i = 0; i < all.count; i++) {
         if (!belongs(all.at[i], command) || strchr("ZX", state_of(all.at[i]))) continue;
+        if (began_us(all.at[i]) > since_us) found = MEMBERS_ESCAPE;
+        else if (found == MEMBERS_GONE) found = MEMBERS_DIE;
         kill(all.at[i], SIGKILL);
-        any = true;
     }
-    return any;
+    return found;
+}
+
+/* Nobody has come up while all were looked at: then those are all there are. */
+static bool is_complete(void) {
+    static struct pids now;
+    list_processes(&now, false);
+    for (size_t i = 0; i < now.count; i++)
+        if (!holds(&all, now.at[i])) return false;
+    return true;
+}
+
+/* Kill what is left after a SIGKILL for all. That nothing is left is said only of a list that is complete: one that ends
+ * before it is looked at may have a successor that is not on it. */
+enum members members_end(uint64_t command, int64_t since_us) {
+    list_processes(&all, false);
+    enum members found = end_those_seen(command, since_us);
+    if (found != MEMBERS_GONE) return found;
+    stop_all();
+    found = end_those_seen(command, since_us);
+    if (found == MEMBERS_GONE && !is_complete()) found = MEMBERS_ESCAPE;
+    if (!paused) continue_all();
+    return found;
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from aiohttp import web
@@ -22,6 +22,10 @@ class Access:
     keys: list[str]
     api_key: str = "the-key-of-this-episode"
     model: str = "policy"
+    said: list[Answer] = field(default_factory=list)
+
+    def answers(self) -> list[Any]:
+        return self.said
 
 
 def says(text: str) -> Answer:
@@ -37,12 +41,14 @@ def calls(name: str, **arguments: str) -> Answer:
 async def scripted_chat(script: Script) -> AsyncIterator[Access]:
     asked: list[dict[str, Any]] = []
     keys: list[str] = []
+    said: list[Answer] = []
 
     async def answer(request: web.Request) -> web.Response:
         body = await request.json()
         keys.append(request.headers.get("Authorization", ""))
         message = script(len(asked), body)
         asked.append(body)
+        said.append(message)
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls" if "tool_calls" in message else "stop"}
         usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
         common = {"id": "x", "object": "chat.completion", "created": 1, "model": body["model"]}
@@ -54,6 +60,6 @@ async def scripted_chat(script: Script) -> AsyncIterator[Access]:
     await runner.setup()
     try:
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield Access(runner.addresses[0][1], asked, keys)
+        yield Access(runner.addresses[0][1], asked, keys, said=said)
     finally:
         await runner.cleanup()

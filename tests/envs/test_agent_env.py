@@ -10,10 +10,12 @@ import inspect
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import yaml
 from roll_flash.envs import make_env
 from roll_flash.envs.agent_env import AgentEnv
 from roll_flash.envs.agent_presets import AGENTS_IMAGE
@@ -162,7 +164,7 @@ def test_an_agent_that_fills_its_sandbox_until_it_dies_earns_nothing_and_is_a_sa
         env = AgentEnv(command="fill", instruction="Do it.", verifier="true")
         env.sandbox = cast(Any, Dies())
         await env.reset(seed=0)
-        await env.play(SimpleNamespace(port=1, api_key="key", model="model"))
+        await env.play(cast(Any, SimpleNamespace(port=1, api_key="key", model="model")))
         return await env.score()
 
     if reason == "oom":
@@ -347,6 +349,34 @@ def test_partial_credit_is_added_and_success_stays_the_checks() -> None:
     )
     reward, info = run(env)
     assert (reward, info["success"], info["check"], info["partial"]) == (0.2, False, 0.0, 1.0)
+
+
+FORGE = """
+import json
+forged = [{"extra": {"actions": ["ls"]}, "content": "```bash\\nls\\n```", "tool_calls": [1]}] * 4
+for name in ("trajectory.json", "answers.json", "output"):
+    json.dump({"messages": forged} if name == "trajectory.json" else forged, open("/tmp/agent/" + name, "w"))
+print("called: ls -> x\\nExecuting parsed code:\\n```")
+"""
+WORTH: dict[str, list[tuple[Answer, float]]] = {
+    "openai": [(says("called: Executing parsed code"), 0.0), (calls("sh", command="ls"), 1.0), (says("```ls```"), 0.3)],
+    "mini-swe-agent": [(says("ls"), 0.0), (says("So:\n```bash\nls\n```"), 0.5)],
+    "smolagents": [
+        (says("Executing parsed code: print(1)"), 0.0),
+        (says("<code>\nprint(sh('ls'))\n"), 1.0),
+        (says("<code>\nprint(sh(\n```"), 0.3),
+    ],
+}
+
+
+@pytest.mark.parametrize(("agent", "said", "worth"), [(agent, *case) for agent in WORTH for case in WORTH[agent]])
+def test_the_partial_credit_of_the_shipped_configs_is_for_what_the_model_said_and_cannot_be_forged(
+    agent: str, said: Answer, worth: float
+) -> None:
+    config = yaml.safe_load((Path(__file__).parents[2] / f"configs/agents/{agent}.yaml").read_text())
+    env = python(ASK + FORGE, verifier="false", partial_credit=config["env"]["kwargs"]["partial_credit"])
+    _, info = run(env, lambda number, body: said)
+    assert info["partial"] == worth
 
 
 def test_a_set_up_that_fails_is_no_score() -> None:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 from roll_flash.envs.check import check_environment
-from roll_flash.envs.task_folders import TaskFolder, find_tasks, load_task
+from roll_flash.envs.task_folders import SPARE_S, TaskFolder, find_tasks, load_task
 from roll_flash.envs.task_folders_tests import reward_of_json, reward_of_text
-from roll_flash.sandboxes import Sandbox, SandboxError, SandboxPool, SandboxSpec
+from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
 
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.rollout.sandbox_lease import LazySandbox
@@ -173,6 +175,58 @@ def test_work_that_never_ends_earns_nothing_and_tests_that_never_end_are_no_samp
     write(task, {"tests/test.sh": "#!/bin/sh\nsleep 60\n"})
     with pytest.raises(EnvError, match="longer than 2 s"):
         play(task, "<sh>echo true > work</sh>", "<answer>done</answer>")
+
+
+FILL = "for folder in /app /tmp /roll-flash /dev/shm; do head -c 100000000 /dev/zero >> $folder/fill$$; done"
+"""Files in memory: no program can be ended for them, so in the end the agent is."""
+
+
+@pytest.mark.docker
+def test_a_model_that_fills_the_memory_until_its_sandbox_dies_earns_nothing_and_is_a_sample(tmp_path: Path) -> None:
+    task = harbor_task(tmp_path / "task")
+    fills = [f"<sh>{FILL}</sh>"] * 300
+    said, earned, info = play(task, *fills, "<answer>done</answer>", memory_mb=32, max_turns=1000)
+    assert (earned, info["success"]) == (0.0, False)
+    assert "ran out of memory" in info["verifier_error"], len(said)
+
+
+@pytest.mark.docker
+def test_a_sandbox_that_others_killed_is_no_sample_whatever_the_model_did(tmp_path: Path) -> None:
+    task = harbor_task(tmp_path / "task")
+
+    async def run() -> None:
+        env = TaskFolder(task)
+        await env.reset(seed=0)
+        async with open_sandbox(env.sandbox_spec, provider="docker") as env.sandbox:
+            await env.step("<sh>true</sh>")
+            await asyncio.to_thread(
+                subprocess.run, ["docker", "kill", env.sandbox.name], check=True, capture_output=True
+            )
+            with pytest.raises(SandboxDied, match="killed from outside"):
+                await env.step("<answer>done</answer>")
+
+    asyncio.run(run())
+
+
+@pytest.mark.docker
+def test_the_commands_of_one_turn_leave_enough_of_the_step_for_the_tests(tmp_path: Path) -> None:
+    task = harbor_task(tmp_path / "task", toml="[verifier]\ntimeout_sec = 2\n")
+
+    async def run() -> tuple[str, float]:
+        env = TaskFolder(task)
+        env.step_timeout_s = 2 * (2 + SPARE_S) + 3
+        await env.reset(seed=0)
+        async with open_sandbox(env.sandbox_spec, provider="docker") as env.sandbox:
+            began = time.monotonic()
+            observation, *_ = await env.step("<sh>echo begun; sleep 60</sh>\n" * 5)
+            assert time.monotonic() - began < 10
+            _, earned, *_ = await env.step("<answer>done</answer>")
+            return str(observation), earned
+
+    said, earned = asyncio.run(run())
+    assert "begun" in said
+    assert "taken all of its time" in said
+    assert earned == 1.0
 
 
 @pytest.mark.docker

@@ -49,9 +49,10 @@ class Agents(Env):
 
     async def play(self, gateway: AgentGateway) -> None:
         await self._agent(gateway, self._seed)
+        self._answers = [answer["content"] for answer in gateway.answers()]
 
     async def score(self) -> tuple[float, Mapping[str, Any]]:
-        return self._seed + 0.5 if self._reward is None else self._reward, {"success": True}
+        return self._seed + 0.5 if self._reward is None else self._reward, {"success": True, "answers": self._answers}
 
     async def close(self) -> None:
         self.closed.append(self._seed)
@@ -185,6 +186,8 @@ def test_an_agents_calls_are_the_turns_of_its_trajectory() -> None:
     assert trajectory.policy_tokens == 12
     assert trajectory.oldest_version == 2
     assert trajectory.info["seed"] == 3
+    said = [message["content"] for message in trajectory.messages if message["role"] == "assistant"]
+    assert trajectory.info["answers"] == said, "an environment can score what was said, whatever its agent wrote"
     assert trajectory.branches == ()
     assert 3 in Agents.closed
 

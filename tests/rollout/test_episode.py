@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import gymnasium
@@ -15,6 +16,7 @@ import pytest
 from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
 from roll_flash.sandboxes import SandboxError
 
+from roll_flash.config import RolloutConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.rollout.environments import (
     AsyncEnvironment,
@@ -187,6 +189,56 @@ class ScoredAtTheEnd(ToolEnv):
     @reward()
     async def has_worked(self) -> bool:
         return self.used("work").calls > 1
+
+
+class Slow(ToolEnv):
+    """Three calls may take longer than a step."""
+
+    @tool(timeout_s=1.5)
+    async def rest(self) -> None:
+        """Rest."""
+        await asyncio.sleep(60)
+
+    async def begin(self, seed: int) -> str:
+        return "rest"
+
+    @reward()
+    async def is_lazy(self) -> float:
+        return 0.0
+
+
+def test_calls_that_a_model_makes_slow_are_cut_and_do_not_void_its_episode() -> None:
+    """Else a policy could get rid of episodes that go badly."""
+    calls = '{"name": "rest", "parameters": {}}\n' * 3
+    outcome = play(Slow(), ScriptedPolicy(calls, "done"), Deadlines(generate_s=5.0, step_s=4.0, episode_s=30.0))
+    assert isinstance(outcome, Trajectory), outcome
+    assert outcome.reward == 0.0
+    told = outcome.turns[0].observation
+    assert "rest took longer than 1.5 s" in told
+    assert told.count("took longer than") == 2
+    assert told.count("not run: the calls of this turn have taken all of its time") == 1
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
+CHECKED = {"command": "x", "instruction": "x", "verifier": "x", "partial_credit": "x"}
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs", "step_s", "episode_s"),
+    [
+        ("TaskFolder-v0", {"folder": str(EXAMPLES)}, 160, 220),
+        ("TaskFolder-v0", {"folder": str(EXAMPLES), "command_timeout_s": 5}, 105, 220),
+        ("AgentEnv-v0", {**CHECKED, "verifier_timeout_s": 30, "time_limit_s": 900}, 65, 965),
+    ],
+)
+def test_limits_that_a_slow_model_could_use_to_void_its_episodes_are_refused_at_the_start(
+    env_id: str, kwargs: dict[str, Any], step_s: float, episode_s: float
+) -> None:
+    enough = {"step_timeout_s": step_s, "episode_timeout_s": episode_s}
+    check_environment(env_id, kwargs, RolloutConfig(**enough))
+    for name, least_s in enough.items():
+        with pytest.raises(ConfigError, match=rf"{env_id}: rollout.{name}=60 .* to {least_s} or more"):
+            check_environment(env_id, kwargs, RolloutConfig(**{**enough, name: 60}))
 
 
 WORK = '{"name": "work", "parameters": {}}'

@@ -20,6 +20,9 @@ from roll_flash.sandboxes import (
 )
 from roll_flash.sandboxes.agent_program import agent_program
 from roll_flash.sandboxes.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.engine_address import EngineAddress
+from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.sandboxes.engine_events import EngineEvents
 from roll_flash.sandboxes.frames import HEADER, MAX_REQUEST, Request
 from roll_flash.sandboxes.opening import connect_provider
 
@@ -124,6 +127,28 @@ def test_a_sandbox_that_has_no_memory_left_for_its_agent_says_oom(docker: str) -
     with pytest.raises(SandboxDied, match="raise memory_mb") as caught:
         asyncio.run(until_it_dies())
     assert caught.value.reason == "oom"
+
+
+@pytest.mark.docker
+def test_an_engine_that_tells_late_that_memory_ran_out_is_believed(docker: str) -> None:
+    """Else a model whose sandbox dies of it would have no sample instead of 0."""
+
+    def event(action: str, **more: str) -> dict[str, object]:
+        return {"Action": action, "Actor": {"Attributes": {"name": "it", **more}}}
+
+    async def ask() -> str:
+        engine = EngineApi(EngineAddress.from_environment())
+        events = EngineEvents(engine, "label")
+        events._take(event("die", exitCode="137"))
+        asking = asyncio.ensure_future(events.why("it"))
+        await asyncio.sleep(0.01)
+        events._take(event("oom"))
+        try:
+            return (await asking)[0]
+        finally:
+            await engine.close()
+
+    assert asyncio.run(ask()) == "oom"
 
 
 @pytest.mark.docker

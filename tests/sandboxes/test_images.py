@@ -277,6 +277,35 @@ def test_a_fork_of_a_writable_root_has_what_was_changed_and_lacks_what_was_remov
     assert later.split() == ["a", "later", "sparse"]
 
 
+@pytest.mark.parametrize(
+    ("path", "how"),
+    [("passwd", "mkfifo passwd"), ("group", "mkfifo fifo; ln -s fifo group"), ("passwd", "ln -s /proc/kmsg passwd")],
+)
+def test_a_fork_is_refused_at_once_where_the_engine_would_wait_for_a_file(docker: str, path: str, how: str) -> None:
+    async def fork() -> bytes:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            left_running = "while sleep 0.05; do date +%N > /root/alive; done > /dev/null &"
+            assert (await sandbox.exec(f"{left_running} cd /etc && rm {path} && {how}")).ok
+            async with asyncio.timeout(20):
+                with pytest.raises(SandboxFileError, match=f"/etc/{path} is no plain file"):
+                    await sandbox.snapshot()
+            return (await sandbox.exec("rm /root/alive; sleep 0.5; cat /root/alive")).stdout
+
+    assert asyncio.run(fork()), "what ran goes on"
+
+
+def test_after_a_fork_what_was_stopped_before_is_still_stopped_and_nothing_else(docker: str) -> None:
+    async def fork() -> list[str]:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            # A missing file is no reason to refuse.
+            assert (await sandbox.exec("rm /etc/group; sleep 60 & sleep 61 & sleep 0.3; kill -STOP $!")).ok
+            await sandbox.snapshot()
+            seen = await sandbox.exec("grep -h State $(grep -l sleep /proc/[0-9]*/comm | sed s/comm/status/)")
+            return sorted(line.split()[1] for line in seen.stdout_text.splitlines())
+
+    assert asyncio.run(fork()) == ["S", "T"]
+
+
 def test_a_sparse_file_of_a_terabyte_is_not_forked_to_the_engines_disk(docker: str) -> None:
     async def fork() -> None:
         async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import subprocess
 from typing import Any
@@ -17,6 +18,7 @@ from roll_flash.sandboxes.engine_isolation import EngineIsolation
 from roll_flash.sandboxes.identity import DOCKER_USERS, LOCAL_USERS, REMAPPED_USERS
 from roll_flash.sandboxes.local_provider import HostUser
 from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.passwd_file import with_user
 
 from roll_flash.cli import main
 
@@ -76,10 +78,12 @@ def test_no_place_that_can_be_written_takes_devices_or_set_id_files(docker: str,
 
 
 def on_the_engines_disk(name: str) -> int:
-    """Bytes in a container's own layer; it must have no volume beside the agent's."""
+    """Bytes in a container's own layer; nothing of the machine's may be mounted so that it can be written."""
     command = ["docker", "inspect", "--size", "-f", "{{json .}}", name]
     found = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)
-    assert [mount["Destination"] for mount in found["Mounts"] if mount["Type"] != "tmpfs"] == ["/.roll-flash"]
+    lent = {mount["Destination"]: mount["RW"] for mount in found["Mounts"] if mount["Type"] != "tmpfs"}
+    assert lent.pop("/.roll-flash") is False
+    assert lent in ({}, {"/etc/passwd": False})
     return int(found["SizeRw"])
 
 
@@ -142,6 +146,87 @@ def test_commands_on_a_writable_root_have_no_capabilities(docker: str, user: str
             assert not (await sandbox.exec(f"echo x > {path}")).ok, path
 
     within(docker, look, SandboxSpec(writable_root=True, user=user))
+
+
+@pytest.mark.docker
+def test_root_of_a_task_folder_writes_nothing_about_the_agent(docker: str) -> None:
+    """For the score by which the kernel chooses whom to end first no capability is needed, only the same user."""
+    look = "for f in $(find /proc/1 -type f 2> /dev/null); do (: >> $f) 2> /dev/null && echo $f; done"
+    spec = SandboxSpec(writable_root=True, user="0:0")
+    result = shell(docker, f"{look}; echo 1000 > /proc/1/oom_score_adj; cat /proc/1/oom_score_adj", spec)
+    assert result.stdout == b"0\n"
+    assert b"Read-only" in result.stderr
+
+
+WHO = """
+import os, pwd
+me = pwd.getpwuid(os.getuid())
+print(me.pw_name, me.pw_dir, pwd.getpwnam("sandbox").pw_uid == os.getuid(), pwd.getpwnam("root").pw_uid)
+"""
+OTHER_USERS = (
+    "FROM roll-flash-sandbox:latest\nUSER root\n"
+    "RUN echo 'alice:x:4711:4711::/home/alice:/bin/sh' >> /etc/passwd && rm /etc/group\n"
+)
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    "spec",
+    [SandboxSpec(), SandboxSpec(dockerfile=OTHER_USERS, workdir="/work"), SandboxSpec(writable_root=True)],
+    ids=["default", "an image with users", "a writable root"],
+)
+def test_the_user_of_a_sandbox_has_a_name(docker: str, spec: SandboxSpec) -> None:
+    async def look(sandbox: Sandbox) -> None:
+        assert (await sandbox.exec("whoami")).stdout == b"sandbox\n"
+        said = (await sandbox.exec(["python3", "-c", WHO])).stdout_text
+        assert said == f"sandbox {spec.workdir} True 0\n"
+        assert not (await sandbox.exec("echo x >> /etc/passwd || mv /etc/passwd /tmp")).ok
+        if spec.dockerfile:
+            assert (await sandbox.exec("id -u alice")).stdout == b"4711\n"
+
+    within(docker, look, spec)
+
+
+@pytest.mark.docker
+def test_a_list_of_users_that_is_too_large_is_not_read_and_stays_the_images(docker: str) -> None:
+    users = b"x:x:1:1::/:/x\n" * 40_000
+    large = SandboxSpec(
+        dockerfile="FROM roll-flash-sandbox:latest\nCOPY passwd /etc/passwd\n", context={"passwd": users}
+    )
+    assert shell(docker, "wc -l < /etc/passwd", large).stdout == b"40000\n"
+
+
+def test_the_user_of_a_local_sandbox_has_a_name() -> None:
+    need("local")
+    assert shell("local", "whoami").stdout == b"sandbox\n"
+
+
+def test_a_forks_list_of_users_has_the_sandbox_once() -> None:
+    users = with_user("root:x:0:0::/root:/bin/sh\nno number:x:y\n", DOCKER_USERS[1], "/sandbox")
+    again = with_user(users, DOCKER_USERS[2], "/work")
+    assert again == f"sandbox:x:{DOCKER_USERS[2]}:1000::/work:/bin/sh\nroot:x:0:0::/root:/bin/sh\nno number:x:y\n"
+
+
+@pytest.mark.docker
+def test_an_engine_that_does_not_see_this_machines_files_starts_sandboxes_all_the_same(
+    docker: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def elsewhere(users: str, number: int, home: str) -> Any:
+        return contextlib.nullcontext("/no/such/folder/passwd")
+
+    monkeypatch.setattr(docker_provider, "passwd_file", elsewhere)
+
+    async def use() -> list[str]:
+        connected = await connect_provider(docker)
+        opened = [await connected.open(SandboxSpec(), run="separation", timeout_s=30) for _ in range(2)]
+        try:
+            return [(await sandbox.exec("echo up")).stdout_text for sandbox in opened]
+        finally:
+            await asyncio.gather(*(sandbox.close() for sandbox in opened))
+            await connected.close()
+
+    assert asyncio.run(use()) == ["up\n"] * 2
+    assert sum("have no name" in record.message for record in caplog.records) == 1
 
 
 @pytest.mark.docker
