@@ -7,7 +7,6 @@ are right, if no other file was touched.
 from __future__ import annotations
 
 import errno
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from roll_flash.envs.rewards import reward
 from roll_flash.envs.tool_env import SandboxToolEnv
 from roll_flash.envs.tools import tool
 from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.scratch import scratch_folder
 
 PARTIAL = 0.5
 MOST_BYTES = 1 << 20
@@ -77,8 +77,8 @@ class FileQuest(SandboxToolEnv):
 
     async def _found_files(self) -> Files:
         """As they are, past any trick of the shell's; empty for a state that is not worth reading (too large)."""
-        with tempfile.TemporaryDirectory(prefix="roll-flash-quest-") as folder:
-            root = Path(folder) / "found"
+        with scratch_folder("quest") as folder:
+            root = folder / "found"
             try:
                 report = await self.sandbox.get_tree(".", root, max_bytes=MOST_BYTES, max_entries=MOST_FILES)
             except SandboxFileError:

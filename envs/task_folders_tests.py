@@ -10,15 +10,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.task_folders_format import FolderTask
 from roll_flash.envs.tool_results import shortened
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.scratch import scratch_folder
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import EnvError
 
 VERIFIER_LOGS = "/logs/verifier"
@@ -78,8 +78,8 @@ async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> N
 
 
 async def _copy(sandbox: Sandbox, path: str, target: Sandbox) -> None:
-    with TemporaryDirectory(prefix="roll-flash-artifacts-") as scratch:
-        folder = Path(scratch) / "found"
+    with scratch_folder("artifacts") as scratch:
+        folder = scratch / "found"
         try:
             await sandbox.get_tree(path, folder)
         except SandboxFileError as error:
