@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.rewards import reward
 from roll_flash.envs.task_folders_format import FolderOptions, FolderTask, find_tasks, load_task
 from roll_flash.envs.task_folders_tests import (
@@ -31,6 +30,7 @@ from roll_flash.envs.tools import tool
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ConfigError, EnvError
 
 __all__ = ["FolderTask", "TaskFolder", "find_tasks", "load_task"]
