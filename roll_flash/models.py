@@ -82,7 +82,7 @@ def _check_readable(file: Path) -> None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(file, framework="numpy"):
+        with safe_open(str(file), framework="numpy"):
             pass
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file}: the weights cannot be read ({error}); copy the file again") from None

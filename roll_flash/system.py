@@ -181,8 +181,7 @@ async def open_system(start: Start, learner: LearnerEngine, progress: Progress) 
         await _agree_on_weights(start, learner, publisher, metrics, progress)
         trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
         yield System(
-            *(config, run_dir, engine, learner, fleet, publisher),
-            *(rollout, stream, metrics, checkpoints, stages, trained),
+            config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages, trained
         )
 
 

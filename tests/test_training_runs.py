@@ -18,7 +18,6 @@ from typing import Any
 import pytest
 from leaks import Session
 from listening import key_holders, open_to_everybody
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from roll_flash.models import resolve_model
 from roll_flash.monitor.episodes import read_episodes
@@ -338,6 +337,8 @@ def test_docker_without_an_engine_is_one_clear_line_before_anything_starts(tmp_p
 
 @pytest.mark.ray
 def test_a_model_that_cannot_be_trained_is_refused_before_servers_and_workers_start(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     model = tmp_path / "model"
     shutil.copytree(resolve_model("tiny"), model)
     config = GPT2Config(

@@ -91,9 +91,9 @@ class LearnerRank:
         folder of its own, are computed exactly. Raises ModelError where that cannot be."""
         if self._config.activation_offload and self._device.type == "cpu":
             raise ConfigError(f"learner.{OFFLOAD_ON_CPU}")
-        forms = {}
+        forms: dict[Path, ModelForm] = {}
         reference = self._reference_folder()
-        if reference not in (None, self._folder):
+        if reference is not None and reference != self._folder:
             # Not kept: with the policy's, it would be two whole models in one process.
             forms[reference] = load_policy_model(reference, self._temperature).form
         self._loaded = load_policy_model(self._folder, self._temperature)
