@@ -11,8 +11,9 @@ import gymnasium
 from gymnasium.utils.env_checker import check_env
 from roll_flash.envs.base import Env
 from roll_flash.envs.check_play import Player, call
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.sandboxes import SandboxError
+
+from roll_flash.daemon_threads import call_in_thread
 
 
 async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:

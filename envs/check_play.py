@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from roll_flash.envs.base import SandboxEnv
-from roll_flash.envs.daemon_threads import DaemonThreads, call_in_thread
 from roll_flash.envs.registration import make_env
 from roll_flash.sandboxes import Sandbox, SandboxError, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied
 
+from roll_flash.daemon_threads import DaemonThreads, call_in_thread
 from roll_flash.types import Message
 
 MOST_TURNS = 64

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll_flash.sandboxes.scratch import scratch_folder
+
 SETTLE_S = 5.0
 """What ends by itself may take so long to be gone."""
 
@@ -53,10 +55,10 @@ def wait_until_nothing_new(before: Snapshot, temporary: Path) -> list[str]:
 @contextmanager
 def own_temporary_folder() -> Iterator[Path]:
     """While it is open, this process makes its temporary files in a folder of its own."""
-    with tempfile.TemporaryDirectory(prefix="roll-flash-env-check-") as folder:
-        previous, tempfile.tempdir = tempfile.tempdir, folder
+    with scratch_folder("check") as folder:
+        previous, tempfile.tempdir = tempfile.tempdir, str(folder)
         try:
-            yield Path(folder)
+            yield folder
         finally:
             tempfile.tempdir = previous
 

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
-from roll_flash.envs.daemon_threads import call_in_thread
-
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import EnvError
 
 When = Literal["turn", "final"]

@@ -16,7 +16,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.rewards import reward
 from roll_flash.envs.task_folders_format import FolderOptions, FolderTask, find_tasks, load_task, longest_limits
 from roll_flash.envs.task_folders_tests import (
@@ -33,6 +32,7 @@ from roll_flash.envs.tools import tool
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ConfigError, EnvError
 
 __all__ = ["FolderTask", "TaskFolder", "find_tasks", "load_task"]

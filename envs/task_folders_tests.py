@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.task_folders_format import FolderTask
 from roll_flash.envs.tool_results import shortened
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.scratch import scratch_folder
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import EnvError
 
 VERIFIER_LOGS = "/logs/verifier"

@@ -13,11 +13,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll_flash.envs.base import Env, StepResult
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.textarena_opponents import SELF, Opponent, make_opponent
 from roll_flash.envs.textarena_table import Table
 from roll_flash.envs.tool_calls import without_thinking
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.types import Message
 

@@ -8,10 +8,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.source_files import import_module, load_file
 from roll_flash.envs.tool_calls import without_thinking
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.types import Message, SamplingParams
 

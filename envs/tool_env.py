@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
-from roll_flash.envs.daemon_threads import call_in_thread
 from roll_flash.envs.model_text import tagged
 from roll_flash.envs.printed_output import capped_prints
 from roll_flash.envs.rewards import Rubric
@@ -37,6 +36,7 @@ from roll_flash.envs.tool_results import render_result, shortened
 from roll_flash.envs.tools import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import EnvError
 from roll_flash.types import Message
 

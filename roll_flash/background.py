@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+from roll_flash.daemon_threads import DaemonThread
 from roll_flash.errors import RollFlashError, RunError
 
 T = TypeVar("T")
@@ -125,20 +126,32 @@ async def all_or_first_error(*work: Awaitable[Any]) -> None:
 
 
 @asynccontextmanager
-async def in_threads(context: AbstractContextManager[T]) -> AsyncIterator[T]:
-    """`context`, entered and left in threads: the event loop goes on while it is busy with the disk."""
-    entering = asyncio.ensure_future(asyncio.to_thread(context.__enter__))
+async def in_thread(
+    context: AbstractContextManager[T], *, give_up: Callable[[], None] = lambda: None
+) -> AsyncIterator[T]:
+    """`context`, entered and left in a thread of its own: the event loop goes on while it is busy.
+
+    When it is cancelled while it enters, `give_up` may tell `context` to be quick; being cancelled once more leaves the
+    thread to itself, and it does not keep the process from ending.
+    """
+    thread, loop = DaemonThread(), asyncio.get_running_loop()
     try:
-        value = await asyncio.shield(entering)
-    except asyncio.CancelledError as error:
-        # The thread goes on: what it has begun must be left in order.
-        await entering
-        await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__)
-        raise
-    try:
-        yield value
-    except BaseException as error:
-        if not await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__):
+        entering = loop.run_in_executor(thread, context.__enter__)
+        try:
+            value = await asyncio.shield(entering)
+        except asyncio.CancelledError as error:
+            # The thread goes on: what it has begun must be left in order.
+            give_up()
+            await asyncio.wait([entering])
+            if entering.exception() is None:
+                await loop.run_in_executor(thread, context.__exit__, type(error), error, error.__traceback__)
             raise
-    else:
-        await asyncio.to_thread(context.__exit__, None, None, None)
+        try:
+            yield value
+        except BaseException as error:
+            if not await loop.run_in_executor(thread, context.__exit__, type(error), error, error.__traceback__):
+                raise
+        else:
+            await loop.run_in_executor(thread, context.__exit__, None, None, None)
+    finally:
+        thread.shutdown()

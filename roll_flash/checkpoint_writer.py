@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_flash.background import in_threads, start_background
+from roll_flash.background import in_thread, start_background
 from roll_flash.config import CheckpointConfig
 from roll_flash.errors import CheckpointError
 from roll_flash.learner.engine import LearnerEngine
@@ -123,7 +123,7 @@ class CheckpointWriter:
     async def _write(self, version: int, copied: asyncio.Event) -> None:
         started = time.monotonic()
         writing: list[asyncio.Task[None]] = []
-        async with in_threads(self._run_dir.writing_checkpoint(version)) as folder:
+        async with in_thread(self._run_dir.writing_checkpoint(version)) as folder:
             try:
                 writing.append(await self._learner.begin_save(folder / "state"))
                 writing.append(await self._learner.begin_export(folder / "hf"))

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 
 from roll_flash.config import Config, EnvConfig
-from roll_flash.envs.daemon_threads import DaemonThreads
-from roll_flash.errors import ConfigError, EnvError, RollFlashError
-from roll_flash.models import resolve_model
-from roll_flash.rollout.environments import AsyncEnvironment, check_environments, open_environment
+from roll_flash.daemon_threads import DaemonThreads
+from roll_flash.errors import EnvError, RollFlashError
+from roll_flash.rollout.environments import AsyncEnvironment, open_environment
 from roll_flash.rollout.sandbox_lease import default_spec, open_pool
 from roll_flash.rollout.tasks import make_task
-from roll_flash.stages.reward_stage import check_stages
+from roll_flash.run_dir import check_run_folder
+from roll_flash.start_checks import check_parts
 
 
 def dry_run(config: Config, *, resume: bool = False) -> list[str]:
@@ -19,13 +19,10 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
 
     A model that is given by name is prepared if it is not yet; nothing else stays behind.
     """
-    if not resume and config.run_folder.is_dir() and any(config.run_folder.iterdir()):
-        raise ConfigError(f"{config.run_folder}: this run exists; continue it with --resume or choose name=OTHER")
-    model = f"model: {resolve_model(config.model.path)}"
-    check_environments(config.envs, config.rollout)
-    check_stages(config)
+    check_run_folder(config, resume=resume)
+    checked = check_parts(config)
     tried = [line for env in config.envs for line in asyncio.run(_try_environment(config, env))]
-    return [model, *tried, f"run folder: {config.run_folder}"]
+    return [f"model: {checked.model_folder}", *tried, f"run folder: {config.run_folder}"]
 
 
 async def _try_environment(config: Config, tried: EnvConfig) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -52,7 +52,11 @@ class Interrupts:
             raise KeyboardInterrupt from None
 
     async def run_until_stopped(
-        self, work: Coroutine[Any, Any, T], *, failure: FirstFailure, save: Callable[[BaseException], Awaitable[None]]
+        self,
+        work: Coroutine[Any, Any, T],
+        *,
+        failure: FirstFailure,
+        save: Callable[[BaseException], Coroutine[Any, Any, None]] | None = None,
     ) -> T:
         """Await `work`. A signal cancels it, as does an error in the background. Whatever ends it early, an error of
         its own too, is given to `save`, awaited and raised. A signal during `save` cancels that."""
@@ -67,9 +71,10 @@ class Interrupts:
             elif failure.error is not None:
                 reason = failure.error
             self._work_is_told.clear()
-            saving = asyncio.ensure_future(save(reason))
-            if await _first(saving, self._work_is_told):
-                saving.result()
+            if save is not None:
+                saving = asyncio.ensure_future(save(reason))
+                if await _first(saving, self._work_is_told):
+                    saving.result()
             raise reason
         finally:
             self._work_is_told = None

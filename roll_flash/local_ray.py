@@ -9,18 +9,18 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import tempfile
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from roll_flash.background import in_threads
+from roll_flash.background import in_thread
 from roll_flash.config import RayConfig
 from roll_flash.errors import RunError
 from roll_flash.inference.server_key import new_key
 from roll_flash.ray_guard import RayGuard
+from roll_flash.sandboxes.scratch import make_short_folder
 
 OBJECT_STORE_BYTES = 256 << 20
 """Trajectories are small, and weights do not travel through Ray."""
@@ -43,7 +43,8 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         yield
         return
     # In a thread: it takes seconds, in which Ctrl-C must be answered.
-    async with in_threads(_cluster(config)):
+    given_up = threading.Event()
+    async with in_thread(_cluster(config, given_up), give_up=given_up.set):
         _take_sigterm_back()
         yield
 
@@ -57,30 +58,30 @@ def _take_sigterm_back() -> None:
 
 
 @contextmanager
-def _cluster(config: RayConfig) -> Iterator[None]:
+def _cluster(config: RayConfig, given_up: threading.Event) -> Iterator[None]:
     if config.address is not None:
-        with _initialised({"address": config.address}, config):
+        with _initialised({"address": config.address}, config, given_up):
             yield
         return
     with _token_of_our_own():
-        folder = Path(tempfile.mkdtemp(prefix="rf-ray-"))  # short: paths of sockets have 107 characters at most
+        folder = make_short_folder("ray")
         guard = RayGuard(folder)
         try:
-            with _initialised(_options_of_our_own(folder, config), config):
+            with _initialised(_options_of_our_own(folder, config), config, given_up):
                 yield
         finally:
             guard.stop()
 
 
 @contextmanager
-def _initialised(options: dict[str, Any], config: RayConfig) -> Iterator[None]:
+def _initialised(options: dict[str, Any], config: RayConfig, given_up: threading.Event) -> Iterator[None]:
     import ray
     from ray._private import worker
 
     # That it leaves SIGTERM alone, as it was started in a thread, is what we want.
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     try:
-        _init(options, config)
+        _init(options, config, given_up)
         # A raylet that dies would otherwise print its whole log, also with log_to_driver off.
         worker.print_to_stdstream = _log_what_ray_prints
         yield
@@ -127,8 +128,9 @@ def _token_of_our_own() -> Iterator[None]:
         AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _init(options: dict[str, Any], config: RayConfig) -> None:
-    """`ray.init`, tried again when this machine was too busy: Ray gives its own processes 30 seconds to come up."""
+def _init(options: dict[str, Any], config: RayConfig, given_up: threading.Event) -> None:
+    """`ray.init`, tried again when this machine was too busy: Ray gives its own processes 30 seconds to come up. Not
+    once somebody has `given_up` waiting for it."""
     import ray
 
     for attempt in range(ATTEMPTS):
@@ -137,7 +139,8 @@ def _init(options: dict[str, Any], config: RayConfig) -> None:
             return
         except Exception as error:  # Ray raises bare Exceptions here too
             ray.shutdown()
-            if config.address is None and "timed out" in str(error) and attempt + 1 < ATTEMPTS:
+            may_try_again = config.address is None and attempt + 1 < ATTEMPTS and not given_up.is_set()
+            if may_try_again and "timed out" in str(error):
                 continue
             where = f"the Ray cluster at {config.address}" if config.address else "Ray on this machine"
             raise RunError(f"{where} is not available: {' '.join(str(error).split())} (ray.address)") from None

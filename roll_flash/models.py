@@ -59,7 +59,8 @@ def check_model_folder(folder: Path) -> None:
     if not config.is_file():
         raise ModelError(f"{folder}: no config.json; this is not a Hugging Face model folder")
     try:
-        json.loads(config.read_text())
+        if not isinstance(json.loads(config.read_text()), dict):
+            raise ValueError("it holds no object")
     except (OSError, ValueError) as error:
         raise ModelError(f"{config}: not readable as JSON: {error}") from None
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
@@ -67,6 +68,24 @@ def check_model_folder(folder: Path) -> None:
     missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
     if missing:
         raise ModelError(f"{folder}: the weights are incomplete: {missing[0]} is missing; copy the folder again")
+    for name in _weight_files(folder):
+        _check_readable(folder / name)
+
+
+def model_type(folder: Path) -> str:
+    """What kind of model its config.json says it is, such as `llama`; empty where it says nothing."""
+    return str(json.loads((folder / "config.json").read_text()).get("model_type", ""))
+
+
+def _check_readable(file: Path) -> None:
+    """Reads the header alone, which also says how long the file must be. Raises ModelError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: the weights cannot be read ({error}); copy the file again") from None
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -101,6 +120,8 @@ def _build(recipe: Callable[[Path], None], folder: Path) -> None:
     """Write beside the target and rename: whoever sees the folder sees all of it."""
     if usual := USUAL_TIMES.get(folder.name.rpartition("-")[0]):
         say(f"preparing the model {folder.name}, once (usually {usual})", error=True)
+    for left in folder.parent.glob(f".{folder.name}-*"):  # by a process that was killed: one at a time builds
+        shutil.rmtree(left)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
         recipe(unfinished)

@@ -73,19 +73,25 @@ class RunDir:
             _check_same_run(config, folder)
         else:
             _make_new(folder)
-        run = cls(folder, _lock(folder))
         try:
-            run.require_space(MIN_FREE_BYTES)
-            for name in FOLDERS:
-                (folder / name).mkdir(exist_ok=True)
-            run._save_config(config)
-            run._repair_checkpoints()
-        except BaseException:
-            run.close()
-            if not resume:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+            run = cls(folder, _lock(folder))
+            try:
+                run._fill(config)
+            except BaseException:
+                run.close()
+                if not resume:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise _cannot_be_written(folder, error) from None
         return run
+
+    def _fill(self, config: Config) -> None:
+        self.require_space(MIN_FREE_BYTES)
+        for name in FOLDERS:
+            (self.folder / name).mkdir(exist_ok=True)
+        self._save_config(config)
+        self._repair_checkpoints()
 
     @property
     def episodes(self) -> Path:
@@ -211,6 +217,32 @@ def require_own(folder: Path) -> None:
         )
 
 
+def make_own_folder(folder: Path, name: str) -> None:
+    """A folder for what a model says, where it is not there yet; `name` is what the user calls it.
+
+    Raises ConfigError for one of somebody else, or that cannot be made.
+    """
+    require_own(folder)
+    try:
+        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{name} {folder}: {error.strerror}; choose another") from None
+
+
+def check_run_folder(config: Config, *, resume: bool) -> None:
+    """Raises ConfigError as `RunDir.create` would, as far as can be told without making anything."""
+    folder = config.run_folder
+    require_own(folder)
+    if resume:
+        _check_same_run(config, folder)
+    elif folder.exists():
+        _require_unused(folder)
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder}: the run folder cannot be made: {existing} may not be written; set `runs`")
+
+
 def link_folder(source: Path, target: Path) -> None:
     """Make `target` hold the files of `source`, replacing what it was. They share their bytes on disk and each outlives
     the other; where the file system has no hard links they are copied."""
@@ -270,15 +302,23 @@ def _make_new(folder: Path) -> None:
     try:
         folder.mkdir(PRIVATE, parents=True)
     except FileExistsError:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: is a file; choose another with name=OTHER or runs=FOLDER") from None
-        if any(path.name != ".lock" for path in folder.iterdir()) and not _never_began(folder):
-            raise ConfigError(
-                f"{folder}: this run exists; continue it with --resume or choose another name with name=OTHER"
-            ) from None
+        _require_unused(folder)
         folder.chmod(PRIVATE)
     except OSError as error:
-        raise ConfigError(f"{folder}: the run folder cannot be made: {error.strerror}; set `runs`") from None
+        raise _cannot_be_written(folder, error) from None
+
+
+def _require_unused(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file; choose another with name=OTHER or runs=FOLDER")
+    if any(path.name != ".lock" for path in folder.iterdir()) and not _never_began(folder):
+        raise ConfigError(
+            f"{folder}: this run exists; continue it with --resume or choose another name with name=OTHER"
+        )
+
+
+def _cannot_be_written(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{folder}: the run folder cannot be written: {error.strerror or error}; set `runs`")
 
 
 def _never_began(folder: Path) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 from roll_flash.background import all_or_first_error
 from roll_flash.checkpoint_writer import CheckpointWriter
 from roll_flash.config import Config
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluate.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluate.result import EvalResult
@@ -21,9 +22,8 @@ from roll_flash.evaluate.same_tasks import TrainedTasks
 from roll_flash.inference.engine import ClientSpec, InferenceEngine
 from roll_flash.inference.open import open_engine
 from roll_flash.learner.engine import LearnerEngine
-from roll_flash.learner.open import open_learner
+from roll_flash.learner_config import WarmStartConfig
 from roll_flash.local_ray import local_ray
-from roll_flash.models import resolve_model
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.parity import load_probe, parity_threshold
@@ -36,7 +36,9 @@ from roll_flash.rollout.mixed_tasks import open_tasks
 from roll_flash.rollout.rollout import EpisodeLog, Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run_dir import Checkpoint, RunDir, link_folder
+from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
+from roll_flash.start_checks import Checked
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer, load_stream
 from roll_flash.stream.ray_store import RayStore
 from roll_flash.warm_start import warm_start
@@ -110,79 +112,76 @@ class System:
         await asyncio.to_thread(link_folder, checkpoint.hf, self.run_dir.model)
 
 
-@asynccontextmanager
-async def open_system(config: Config, run_dir: RunDir, *, resume: bool, progress: Progress) -> AsyncIterator[System]:
-    """Start learner, servers and workers; with `resume` continue from the newest checkpoint, or begin again."""
-    checkpoint = run_dir.latest_checkpoint() if resume else None
-    resume_at = (checkpoint.step if checkpoint else -1) if resume else None
-    if resume_at is not None:
-        run_dir.rewind(resume_at)
-    model_folder = resolve_model(config.model.path)
-    async with AsyncExitStack() as stack:
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a run begins with."""
+
+    config: Config
+    run_dir: RunDir
+    model_folder: Path
+    needs_sandbox: bool
+    resumes: bool
+    checkpoint: Checkpoint | None
+    """What a resumed run goes on from; None where there is none yet, and it begins again."""
+    rollout: Any
+    """What the checkpoint holds of the rollout."""
+
+    @classmethod
+    def of(cls, config: Config, run_dir: RunDir, checked: Checked, *, resume: bool) -> Start:
+        """Raises CheckpointError for a checkpoint whose state cannot be read."""
+        assert checked.model_folder is not None, "training has a model of its own"
+        checkpoint = run_dir.latest_checkpoint() if resume else None
+        rollout = None if checkpoint is None else _read_rollout_state(checkpoint)
+        return cls(config, run_dir, checked.model_folder, bool(checked.sandboxes), resume, checkpoint, rollout)
+
+    @property
+    def resume_at(self) -> int | None:
+        """The step after which it goes on; -1 is its start, None is a new run."""
+        return (self.checkpoint.step if self.checkpoint else -1) if self.resumes else None
+
+    def announce(self, progress: Progress) -> None:
+        config = self.config
         progress.note(
-            f"run folder {run_dir.folder}; starting the learner, {config.inference.servers} inference server(s) "
-            f"and {config.rollout.workers} rollout worker(s) ({config.usual_start}; logs in {run_dir.logs})"
+            f"run folder {self.run_dir.folder}; starting the learner, then {config.inference.servers} inference "
+            f"server(s) and {config.rollout.workers} rollout worker(s) ({config.usual_start}; logs in "
+            f"{self.run_dir.logs})"
         )
-        if resume and checkpoint is None:
+        if self.resumes and self.checkpoint is None:
             progress.note("there is no complete checkpoint to resume from yet: the run begins again from its start")
         if warning := config.learner.loss.off_policy_warning(config.highest_async_ratio):
             progress.note(f"warning: {warning}")
-        needs_sandbox = await asyncio.to_thread(check_environments, config.envs, config.rollout)
-        await stack.enter_async_context(local_ray(config.ray))
-        await stack.enter_async_context(watching_ray())
-        engine = open_engine(
-            config.inference, model_folder=model_folder, max_model_len=config.model.max_length, logs=run_dir.logs
-        )
-        stack.push_async_callback(engine.close)
-        learner = open_learner(config, model_folder=model_folder)
-        stack.push_async_callback(learner.close)
-        await all_or_first_error(engine.start(), learner.start())
-        fleet = open_fleet(config, worker_settings(config, engine.client_spec(), model_folder, needs_sandbox))
-        stack.push_async_callback(fleet.close)
-        await fleet.start()
-        if checkpoint:
-            await learner.load(checkpoint.state)
-        metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=resume_at)
+
+
+@asynccontextmanager
+async def open_system(start: Start, learner: LearnerEngine, progress: Progress) -> AsyncIterator[System]:
+    """Start learner, servers and workers, and what goes between them.
+
+    What may be refused comes before what takes long. All of it is stopped in the opposite order.
+    """
+    config, run_dir = start.config, start.run_dir
+    if start.resume_at is not None:
+        run_dir.rewind(start.resume_at)
+    async with AsyncExitStack() as stack:
+        engine = await _start_models(stack, start, learner, progress)
+        settings = worker_settings(config, engine.client_spec(), start.model_folder, start.needs_sandbox)
+        fleet = await _start_workers(stack, config, settings)
+        if start.checkpoint:
+            await learner.load(start.checkpoint.state)
+        metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)
         stack.callback(metrics.close)
         episodes = stack.enter_context(run_dir.episodes_writer())
-        rollout = _open_rollout(config, fleet, episodes, learner.version, checkpoint)
+        rollout = _open_rollout(start, fleet, episodes, learner.version)
         stream = await stack.enter_async_context(await open_stream(config))
-        if checkpoint:
-            await load_stream(stream, checkpoint.folder)
+        if start.checkpoint:
+            await load_stream(stream, start.checkpoint.folder)
         stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
-        publisher = Publisher(
-            learner,
-            engine,
-            config.weights,
-            probe=await asyncio.to_thread(
-                load_probe, model_folder, config.weights.parity_text, config.model.max_length
-            ),
-            threshold=parity_threshold(config.weights, engine.dtype),
-            on_published=rollout.published,
-        )
-        stack.push_async_callback(publisher.close)
-        checkpoints = _open_checkpoints(config, run_dir, learner, stream, rollout, model_folder)
+        publisher = await _open_publisher(stack, start, learner, engine, rollout)
+        checkpoints = _open_checkpoints(start, learner, stream, rollout)
         stack.push_async_callback(checkpoints.close)
-        if checkpoint:
-            await publisher.begin()
-            await publisher.settled()
-        else:
-            await publisher.check()
-            await _warm_start(config, learner, publisher, metrics, progress, model_folder)
+        await _agree_on_weights(start, learner, publisher, metrics, progress)
         trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
         yield System(
-            config,
-            run_dir,
-            engine,
-            learner,
-            fleet,
-            publisher,
-            rollout,
-            stream,
-            metrics,
-            checkpoints,
-            stages,
-            trained,
+            config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages, trained
         )
 
 
@@ -192,21 +191,84 @@ async def open_rollout(
 ) -> AsyncIterator[WorkerFleet]:
     """Servers and workers without a learner, for evaluation; with `endpoint` workers alone."""
     async with AsyncExitStack() as stack:
-        needs_sandbox = await asyncio.to_thread(check_environments, config.envs, config.rollout)
-        await stack.enter_async_context(local_ray(config.ray))
+        needs_sandbox = await call_in_thread(lambda: bool(check_environments(config.envs, config.rollout)))
+        await _start_ray(stack, config)
         model: Any = endpoint
         if model is None:
             assert model_folder is not None, "either a model folder or an endpoint"
-            engine = open_engine(
-                config.inference, model_folder=model_folder, max_model_len=config.model.max_length, logs=logs
-            )
-            stack.push_async_callback(engine.close)
+            engine = _open_engine(stack, config, model_folder, logs)
             await engine.start()
             model = engine.client_spec()
-        fleet = open_fleet(config, worker_settings(config, model, model_folder, needs_sandbox))
-        stack.push_async_callback(fleet.close)
-        await fleet.start()
-        yield fleet
+        yield await _start_workers(stack, config, worker_settings(config, model, model_folder, needs_sandbox))
+
+
+async def _start_ray(stack: AsyncExitStack, config: Config) -> None:
+    """And remove what processes that were killed have left in the temporary folder."""
+    await asyncio.to_thread(sweep_folders)
+    await stack.enter_async_context(local_ray(config.ray))
+    await stack.enter_async_context(watching_ray())
+
+
+async def _start_models(
+    stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress
+) -> InferenceEngine:
+    """The learner tries the model before servers start: one that it must refuse has then cost one process, which goes
+    on with what it has loaded otherwise."""
+    config = start.config
+    await _start_ray(stack, config)
+    stack.push_async_callback(learner.close)
+    progress.note(
+        f"trying in the learner's first process whether {start.model_folder.name} is computed exactly; servers and "
+        "workers start after that (usually 10-40 s)"
+    )
+    await learner.check_model()
+    engine = _open_engine(stack, config, start.model_folder, start.run_dir.logs)
+    await all_or_first_error(engine.start(), learner.start())
+    return engine
+
+
+def _open_engine(stack: AsyncExitStack, config: Config, model_folder: Path, logs: Path) -> InferenceEngine:
+    length = config.model.max_length
+    engine = open_engine(config.inference, model_folder=model_folder, max_model_len=length, logs=logs)
+    stack.push_async_callback(engine.close)
+    return engine
+
+
+async def _start_workers(stack: AsyncExitStack, config: Config, settings: WorkerSettings) -> WorkerFleet:
+    fleet = open_fleet(config, settings)
+    stack.push_async_callback(fleet.close)
+    await fleet.start()
+    return fleet
+
+
+async def _open_publisher(
+    stack: AsyncExitStack, start: Start, learner: LearnerEngine, engine: InferenceEngine, rollout: Rollout
+) -> Publisher:
+    config, folder = start.config, start.model_folder
+    text, length = config.weights.parity_text, config.model.max_length
+    publisher = Publisher(
+        learner,
+        engine,
+        config.weights,
+        probe=await call_in_thread(lambda: load_probe(folder, text, length)),
+        threshold=parity_threshold(config.weights, engine.dtype),
+        on_published=rollout.published,
+    )
+    stack.push_async_callback(publisher.close)
+    return publisher
+
+
+async def _agree_on_weights(
+    start: Start, learner: LearnerEngine, publisher: Publisher, metrics: MetricsLog, progress: Progress
+) -> None:
+    """Learner and servers have the same weights, and say the same about them, when this returns."""
+    if start.checkpoint is None:
+        await publisher.check()
+        if start.config.warm_start is None:
+            return
+        metrics.log(learner.version, await _warm_start(start, start.config.warm_start, learner, progress))
+    await publisher.begin()
+    await publisher.settled()
 
 
 async def open_stream(config: Config) -> TrajectoryStream:
@@ -249,55 +311,48 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
 
 
 def _open_checkpoints(
-    config: Config,
-    run_dir: RunDir,
-    learner: LearnerEngine,
-    stream: TrajectoryStream,
-    rollout: Rollout,
-    model_folder: Path,
+    start: Start, learner: LearnerEngine, stream: TrajectoryStream, rollout: Rollout
 ) -> CheckpointWriter:
     return CheckpointWriter(
-        run_dir,
+        start.run_dir,
         learner,
         stream,
         rollout_state=rollout.state,
-        keep=config.checkpoint.keep,
-        model_bytes=sum(path.stat().st_size for path in model_folder.glob("*.safetensors")),
-        timeout_s=config.learner.step_timeout_s,
+        keep=start.config.checkpoint.keep,
+        model_bytes=sum(path.stat().st_size for path in start.model_folder.glob("*.safetensors")),
+        timeout_s=start.config.learner.step_timeout_s,
     )
 
 
 async def _warm_start(
-    config: Config,
-    learner: LearnerEngine,
-    publisher: Publisher,
-    metrics: MetricsLog,
-    progress: Progress,
-    model_folder: Path,
-) -> None:
-    if config.warm_start is None:
-        return
-    figures = await warm_start(
+    start: Start, warm: WarmStartConfig, learner: LearnerEngine, progress: Progress
+) -> dict[str, float]:
+    return await warm_start(
         learner,
-        config.warm_start,
-        model_folder=model_folder,
-        max_length=config.model.max_length,
-        seed=config.seed,
+        warm,
+        model_folder=start.model_folder,
+        max_length=start.config.model.max_length,
+        seed=start.config.seed,
         report=progress.status,
     )
-    metrics.log(learner.version, figures)
-    await publisher.begin()
-    await publisher.settled()
 
 
-def _open_rollout(
-    config: Config, fleet: WorkerFleet, episodes: EpisodeLog, version: int, checkpoint: Checkpoint | None
-) -> Rollout:
-    tasks = open_tasks(config)
-    if checkpoint is None:
-        return Rollout(config, fleet, tasks, episodes, version=version)
+def _open_rollout(start: Start, fleet: WorkerFleet, episodes: EpisodeLog, version: int) -> Rollout:
+    tasks = open_tasks(start.config)
+    if start.checkpoint is None:
+        return Rollout(start.config, fleet, tasks, episodes, version=version)
     try:
-        restored = json.loads(checkpoint.trainer.read_text())
-        return Rollout(config, fleet, tasks, episodes, version=version, restored=restored)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{checkpoint.trainer}: not readable as a trainer state: {error}") from None
+        return Rollout(start.config, fleet, tasks, episodes, version=version, restored=start.rollout)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _unreadable(start.checkpoint, error) from None
+
+
+def _read_rollout_state(checkpoint: Checkpoint) -> Any:
+    try:
+        return json.loads(checkpoint.trainer.read_text())
+    except (OSError, ValueError) as error:
+        raise _unreadable(checkpoint, error) from None
+
+
+def _unreadable(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.trainer}: not readable as a trainer state: {error}")

@@ -19,18 +19,17 @@ from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import Config
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.interrupt import Interrupts
-from roll_flash.learner.engine import StepResult
-from roll_flash.models import resolve_model
+from roll_flash.learner.engine import LearnerEngine, StepResult
+from roll_flash.learner.open import open_learner
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.summary import summarize
 from roll_flash.publication import Publication
 from roll_flash.recent import HangsError, LearnedDeadline
-from roll_flash.rollout.environments import check_environments
 from roll_flash.run_dir import RunDir
-from roll_flash.stages.reward_stage import check_stages
+from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.step_metrics import StepRecord
 from roll_flash.stream import LearnerLoader
-from roll_flash.system import System, open_system
+from roll_flash.system import Start, System, open_system
 from roll_flash.types import Trajectory
 
 LEARNER_FLOOR_S = 300.0
@@ -43,18 +42,21 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
     # What is wrong with these must be said before there is a run folder of this name.
-    resolve_model(config.model.path)
-    check_environments(config.envs, config.rollout)
-    check_stages(config)
+    checked = check_parts(config)
+    asyncio.run(check_sandboxes(config, checked.sandboxes))
     with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
-        return asyncio.run(_train(config, run_dir, progress, resume))
+        start = Start.of(config, run_dir, checked, resume=resume)
+        start.announce(progress)
+        # Here, and not on the event loop: what it imports takes seconds, in which Ctrl-C must be answered.
+        learner = open_learner(config, model_folder=start.model_folder)
+        return asyncio.run(_train(start, learner, progress))
 
 
-async def _train(config: Config, run_dir: RunDir, progress: Progress, resume: bool) -> dict[str, Any]:
+async def _train(start: Start, learner: LearnerEngine, progress: Progress) -> dict[str, Any]:
     with first_failure() as failure:
         async with (
             Interrupts(progress.note) as interrupts,
-            open_system(config, run_dir, resume=resume, progress=progress) as system,
+            open_system(start, learner, progress) as system,
         ):
             trainer = Trainer(system, progress)
             return await interrupts.run_until_stopped(trainer.run(), failure=failure, save=trainer.stop_early)

@@ -6,7 +6,6 @@ file of JSON lines, `{"messages": [{"role": ..., "content": ...}, ...]}`, of whi
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ConfigError, ModelError
 from roll_flash.inference.chat import Conversation
 from roll_flash.inference.engine import Generation
@@ -36,7 +36,7 @@ async def warm_start(
 
     Raises ConfigError when there is nothing to imitate, LearnerError as the learner does.
     """
-    demonstrations = await asyncio.to_thread(load_demonstrations, config, model_folder, max_length)
+    demonstrations = await call_in_thread(lambda: load_demonstrations(config, model_folder, max_length))
     random = np.random.default_rng(seed)
     order: list[int] = []
     losses: list[float] = []
@@ -54,18 +54,21 @@ async def warm_start(
     }
 
 
+def check_demonstrations(config: WarmStartConfig) -> None:
+    """Raises ConfigError where there cannot be any, without reading them."""
+    source = Path(config.demonstrations)
+    if not source.is_dir() and not source.is_file():
+        raise ConfigError(f"warm_start.demonstrations: {source} is neither a folder nor a file")
+
+
 def load_demonstrations(config: WarmStartConfig, model_folder: Path, max_length: int) -> list[Trajectory]:
     """Demonstrations of at most `max_length` tokens, the best first. Raises ConfigError when there are none."""
     from transformers import AutoTokenizer
 
+    check_demonstrations(config)
     source = Path(config.demonstrations)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    if source.is_dir():
-        found = _from_episodes(source, config, tokenizer)
-    elif source.is_file():
-        found = _from_messages(source, tokenizer)
-    else:
-        raise ConfigError(f"warm_start.demonstrations: {source} is neither a folder nor a file")
+    found = _from_episodes(source, config, tokenizer) if source.is_dir() else _from_messages(source, tokenizer)
     fitting = [trajectory for trajectory in found if len(trajectory.token_ids) <= max_length]
     if not fitting:
         wanted = "" if config.min_reward is None else f" with a reward of at least {config.min_reward:g}"

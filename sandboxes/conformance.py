@@ -6,16 +6,15 @@ Each check takes a way to open a sandbox and raises AssertionError, with what wa
 from __future__ import annotations
 
 import asyncio
-import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from roll_flash.sandboxes.errors import SandboxDied, SandboxFileError
 from roll_flash.sandboxes.opening import START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.protocol import DescribesIsolation, Provider, Sandbox
+from roll_flash.sandboxes.scratch import scratch_folder
 from roll_flash.sandboxes.spec import SandboxSpec
 
 CHECK_TIMEOUT_S = 120.0
@@ -243,8 +242,8 @@ async def what_is_no_regular_file_is_refused(open: Open) -> None:
 
 @check
 async def trees_go_in_and_come_out(open: Open) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        source, target = Path(folder) / "in", Path(folder) / "out"
+    with scratch_folder("conformance") as folder:
+        source, target = folder / "in", folder / "out"
         (source / "a/b").mkdir(parents=True)
         (source / "a/b/file").write_bytes(b"x" * 100_000)
         (source / "run.sh").write_text("echo hello")

@@ -1,4 +1,7 @@
-"""Temporary folders that carry their owner in their name, so that those of a controller that was killed are found."""
+"""Temporary folders that carry their owner, so that those of a process that was killed are found and removed.
+
+Most have it in their name; those whose path must be short, in a file.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from pathlib import Path
 
 from roll_flash.sandboxes.identity import Owner, boot_id
 
-PREFIX = "roll-flash-scratch"
+PREFIX = "roll-flash"
+SHORT_PREFIX = "rf"
+OWNER_FILE = ".owner"
 FOREIGN_AGE_S = 86400.0
 """A folder of another boot or process namespace counts as left behind after so long."""
 NAME = re.compile(rf"{PREFIX}-(?P<boot>[0-9a-f]{{8}})-(?P<pid>\d+)-(?P<started>\d+)-(?P<kind>[a-z]+)-\w+")
@@ -37,6 +42,18 @@ def scratch_folder(kind: str) -> Iterator[Path]:
         yield Path(folder)
 
 
+def make_scratch_folder(kind: str) -> Path:
+    """One that is removed by somebody else, such as the guard of the process that uses it."""
+    return Path(tempfile.mkdtemp(prefix=f"{_of(Owner.current())}-{kind}-"))
+
+
+def make_short_folder(kind: str) -> Path:
+    """As `make_scratch_folder`, for sockets, whose paths have 107 characters at most."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{SHORT_PREFIX}-{kind}-"))
+    (folder / OWNER_FILE).write_text(str(Owner.current()))
+    return folder
+
+
 def own_folders() -> str:
     """A glob pattern of this process's."""
     return f"{glob.escape(tempfile.gettempdir())}/{_of(Owner.current())}-*"
@@ -45,22 +62,30 @@ def own_folders() -> str:
 def scratch_folders() -> list[ScratchFolder]:
     """Those of this user."""
     found = []
-    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}-*"):
-        match = NAME.fullmatch(path.name)
-        try:
-            status = path.lstat()
-        except FileNotFoundError:
-            continue
-        if match is not None and status.st_uid == os.geteuid():
-            found.append(_folder(path, match, max(0.0, time.time() - status.st_mtime)))
+    for prefix in (PREFIX, SHORT_PREFIX):
+        for path in Path(tempfile.gettempdir()).glob(f"{prefix}-*"):
+            try:
+                status, owner = path.lstat(), _owner(path)
+            except (OSError, ValueError):  # somebody else's, or it has just been removed
+                continue
+            if owner is not None and status.st_uid == os.geteuid():
+                found.append(_folder(path, owner, max(0.0, time.time() - status.st_mtime)))
     return found
 
 
-def _folder(path: Path, match: re.Match[str], age_s: float) -> ScratchFolder:
-    if match["boot"] == _boot():
-        owner = Owner(boot_id(), int(match["pid"]), int(match["started"]))
-        return ScratchFolder(path, str(owner), age_s, owner.lives() is False)
-    return ScratchFolder(path, f"{match['boot']}:{match['pid']}:{match['started']}", age_s, age_s > FOREIGN_AGE_S)
+def _owner(path: Path) -> Owner | None:
+    """None for a folder that is none of these. Raises OSError, ValueError."""
+    match = NAME.fullmatch(path.name)
+    if match is not None:
+        boot = boot_id() if match["boot"] == _boot() else match["boot"]
+        return Owner(boot, int(match["pid"]), int(match["started"]))
+    file = path / OWNER_FILE
+    return Owner.parse(file.read_text()) if file.is_file() else None
+
+
+def _folder(path: Path, owner: Owner, age_s: float) -> ScratchFolder:
+    lives = owner.lives()
+    return ScratchFolder(path, str(owner), age_s, not lives if lives is not None else age_s > FOREIGN_AGE_S)
 
 
 def sweep_folders() -> list[ScratchFolder]:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
+import threading
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.background import first_failure, start_background
+from roll_flash.background import first_failure, in_thread, start_background
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import CheckpointConfig
 from roll_flash.errors import CheckpointError, RollFlashError, RunError
@@ -209,3 +212,62 @@ def test_work_that_takes_far_longer_than_before_is_said_to_hang() -> None:
 
     with pytest.raises(RunError, match="the step did not end within 0 s, while it took 0 s at most before; it hangs"):
         asyncio.run(run())
+
+
+def test_ctrl_c_while_a_thread_starts_something_waits_for_it_once_and_leaves_it_the_second_time() -> None:
+    told, left, may_go_on = threading.Event(), threading.Event(), threading.Event()
+
+    @contextmanager
+    def slow() -> Iterator[None]:
+        may_go_on.wait(60)
+        try:
+            yield
+        finally:
+            left.set()
+
+    async def use() -> None:
+        async with in_thread(slow(), give_up=told.set):
+            raise AssertionError("it was cancelled before")
+
+    async def interrupted(times: int) -> None:
+        task = asyncio.create_task(use())
+        for _ in range(times):
+            await asyncio.sleep(0.05)
+            assert not task.done()
+            task.cancel()
+        if times == 1:
+            may_go_on.set()
+        async with asyncio.timeout(10):
+            await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    began = time.monotonic()
+    asyncio.run(interrupted(2))
+    assert time.monotonic() - began < 30, "a thread that hangs does not keep the process from ending"
+    assert told.is_set()
+    assert not left.is_set()
+    asyncio.run(interrupted(1))
+    assert left.is_set(), "what it began is left in order"
+
+
+def test_what_fails_to_start_after_ctrl_c_is_ctrl_c_still() -> None:
+    may_fail = threading.Event()
+
+    @contextmanager
+    def fails_late() -> Iterator[None]:
+        may_fail.wait(60)
+        raise RunError("Ray on this machine is not available")
+        yield
+
+    async def use() -> None:
+        async with in_thread(fails_late(), give_up=may_fail.set):
+            pass
+
+    async def interrupted() -> None:
+        task = asyncio.create_task(use())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert task.cancelled()
+
+    asyncio.run(interrupted())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ import pytest
 from leaks import Session
 from listening import key_holders, open_to_everybody
 
+from roll_flash.models import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
 from roll_flash.run_dir import list_checkpoints
@@ -338,11 +340,32 @@ def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path)
     assert [row["step"] for row in step_rows(tmp_path / "killed")] == list(range(1, newest + 2))
 
 
-def test_docker_without_an_engine_is_one_clear_line(tmp_path: Path) -> None:
+def test_docker_without_an_engine_is_one_clear_line_before_anything_starts(tmp_path: Path) -> None:
     nowhere = f"unix://{tmp_path}/docker.sock"
     code, output = run(
         "train", "configs/ci.yaml", "name=bad", f"runs={tmp_path}", "sandbox.provider=docker", DOCKER_HOST=nowhere
     )
-    assert code in (1, 2)
+    assert code == 2
     assert "docker" in output.lower()
+    assert len(output.strip().splitlines()) == 1, output
+    assert not (tmp_path / "bad").exists()
     assert "Traceback" not in output
+
+
+@pytest.mark.ray
+def test_a_model_that_cannot_be_trained_is_refused_before_servers_and_workers_start(tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = tmp_path / "model"
+    shutil.copytree(resolve_model("tiny"), model)
+    config = GPT2Config(
+        vocab_size=json.loads((model / "config.json").read_text())["vocab_size"], n_embd=8, n_head=2, n_layer=1
+    )
+    GPT2LMHeadModel(config).save_pretrained(model)
+    arguments = ["train", "configs/ci.yaml", "name=refused", f"runs={tmp_path}", *QUICK, f"model.path={model}"]
+    code, output = run(*arguments, "env.id=tests.counting:Counting-v0")
+    assert code == 2, output
+    last = output.strip().splitlines()[-1]
+    assert last == f"roll-flash: {model}: GPT2LMHeadModel is not a decoder-only language model with an output head"
+    assert "whether model is computed exactly" in output, "what is waited for is said"
+    assert list((tmp_path / "refused" / "logs").iterdir()) == [], "no server was started"

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_flash.background import first_failure
 from roll_flash.config import Config, EnvConfig, load_config
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ConfigError
 from roll_flash.evaluate.endpoint_check import check_endpoint
 from roll_flash.evaluate.evaluation import (
@@ -26,7 +28,9 @@ from roll_flash.evaluate.isolation import require_isolation
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.evaluate.same_tasks import read_trained_tasks
 from roll_flash.inference.openai_client import api_key_from
-from roll_flash.run_dir import PRIVATE, find_checkpoint, find_run
+from roll_flash.interrupt import Interrupts
+from roll_flash.run_dir import find_checkpoint, find_run, make_own_folder, require_own
+from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.terminal import say
 
 EVAL_OPTIONS = (
@@ -93,17 +97,29 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     before anything is started, else RollFlashError.
     """
     plan = plan_evaluation(request)
+    require_own(plan.folder)
     if all(_is_complete(plan, index) for index in range(len(plan.config.envs))):
         return await _scored(plan, None, request.status), plan.folder
-    await require_isolation(plan.config)
+    serves = plan.endpoint is None
+    checked = await call_in_thread(lambda: check_parts(plan.config, trains=False, serves=serves))
+    require_isolation(plan.config, await check_sandboxes(plan.config, checked.sandboxes))
+    make_own_folder(plan.folder, "--out")
     if plan.endpoint is not None:
         warning = await check_endpoint(plan.endpoint, plan.model, request.api_key_env, plan.config.eval)
         if warning:
             say(f"roll-flash: {warning}", error=True)
     if plan.endpoint is None:
         say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
-    async with _open_runner(plan, request.api_key_env) as runner:
-        return await _scored(plan, runner, request.status), plan.folder
+    with first_failure() as failure:
+        async with Interrupts(_note) as interrupts:
+            opening = await call_in_thread(lambda: _open_runner(plan, request.api_key_env))  # imports Ray
+            async with opening as runner:
+                work = _scored(plan, runner, request.status)
+                return await interrupts.run_until_stopped(work, failure=failure), plan.folder
+
+
+def _note(text: str) -> None:
+    say(text, error=True)
 
 
 async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status | None) -> EvalResult:
@@ -147,9 +163,7 @@ def _open_runner(plan: EvalPlan, api_key_env: str | None) -> AbstractAsyncContex
     from roll_flash.rollout.worker import ChatEndpoint
     from roll_flash.system import open_rollout
 
-    plan.folder.mkdir(PRIVATE, parents=True, exist_ok=True)
     logs = plan.folder / "logs"
-    logs.mkdir(exist_ok=True)
     if plan.endpoint is not None:
         return open_rollout(plan.config, None, endpoint=ChatEndpoint(plan.endpoint, plan.model, api_key_env), logs=logs)
     return open_rollout(plan.config, resolve_model(plan.model), logs=logs)

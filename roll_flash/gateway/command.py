@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from roll_flash.background import beside, first_failure
 from roll_flash.config import Config, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.gateway.backend import Backend
@@ -17,9 +18,11 @@ from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.session_routes import SessionRoutes
 from roll_flash.gateway.verifier import Verifier
 from roll_flash.inference.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.inference.server_process import require_free_port
+from roll_flash.interrupt import Interrupts
 from roll_flash.models import RECIPES, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
-from roll_flash.run_dir import PRIVATE, find_checkpoint, require_own
+from roll_flash.run_dir import find_checkpoint, make_own_folder
 
 DEFAULT_PORT = 8321
 MAX_PORT = 65535
@@ -61,9 +64,10 @@ class Serving:
 
 async def serve(request: GatewayRequest, announce: Callable[[Serving], None], note: Callable[[str], None]) -> None:
     """Serve until cancelled. Raises ConfigError before anything is started, else RollFlashError."""
-    async with open_gateway(request, note) as serving:
-        announce(serving)
-        await asyncio.Event().wait()
+    with first_failure() as failure:
+        async with Interrupts(note) as interrupts, open_gateway(request, note) as serving:
+            announce(serving)
+            await interrupts.run_until_stopped(asyncio.Event().wait(), failure=failure)
 
 
 @asynccontextmanager
@@ -77,6 +81,8 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
     verifier = Verifier(request.verifier) if request.verifier else None
     config = _config(request)
     folder = _out_folder(request)
+    if request.port:
+        require_free_port(request.host, request.port, "choose another with --port")  # before a model is started
     async with AsyncExitStack() as stack:
         backend = await _open_backend(request, config, folder, stack, note)
         episodes = stack.enter_context(EpisodesWriter(folder))
@@ -92,8 +98,7 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(f"{request.host}:{request.port}: {reason}; choose another with --port") from None
-        sweeping = asyncio.create_task(routes.sweep())
-        stack.callback(sweeping.cancel)
+        await stack.enter_async_context(beside(routes.sweep(), "the sweep over unused sessions"))
         url = url or f"http://{request.host}:{port}"
         yield Serving(url, admin_key, backend.model, step_file(folder, 0), routes)
 
@@ -158,10 +163,5 @@ def _tree(model: str) -> dict[str, object]:
 def _out_folder(request: GatewayRequest) -> Path:
     """Made if need be. Raises ConfigError for one that cannot be written to."""
     folder = Path(request.out).expanduser()
-    require_own(folder)
-    try:
-        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
-        (folder / "logs").mkdir(exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"--out {folder}: {error.strerror}") from None
+    make_own_folder(folder, "--out")
     return folder

@@ -20,8 +20,6 @@ MAX_STRINGS, MAX_STRING_CHARACTERS = 32, 1024
 """Servers look for each stop string at each token."""
 MAX_TOP_K = 1 << 24
 """More than any vocabulary; servers keep it in 32 bits."""
-LARGEST_REWARD = 1e9
-"""Either way. What is larger is a mistake, and would be infinite in float32 soon."""
 
 
 def decode_object(content: bytes) -> dict[str, Any]:
@@ -57,11 +55,6 @@ def number(body: Mapping[str, Any], name: str, low: float, high: float) -> float
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise bad_request(f"{name} must be a number from {low:g} to {high:g}, not {_shown(value)}", name)
     return float(value)
-
-
-def is_reward(value: Any) -> bool:
-    """A finite number of sane size; True and False are 1 and 0."""
-    return isinstance(value, bool | int | float) and -LARGEST_REWARD <= value <= LARGEST_REWARD
 
 
 def whole(body: Mapping[str, Any], name: str, low: int = 1, high: int = 1 << 62) -> int | None:

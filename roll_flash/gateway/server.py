@@ -22,6 +22,7 @@ from roll_flash.errors import InferenceError, RollFlashError
 from roll_flash.gateway import anthropic_messages, chat_completions, responses_api
 from roll_flash.gateway.api_error import ApiError, ApiStyle, bad_request
 from roll_flash.gateway.backend import Backend
+from roll_flash.gateway.connections import Connections
 from roll_flash.gateway.event_stream import send
 from roll_flash.gateway.history import CallRecord
 from roll_flash.gateway.http_log import HttpLog
@@ -76,6 +77,8 @@ class GatewayServer:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._counts = GatewayCounts()
         self._runner: web.AppRunner | None = None
+        self._listening: asyncio.Server | None = None
+        self._connections = Connections()
         self.port = 0
         length = backend.max_length or MAX_BODY_BYTES
         self._max_body_bytes = min(max(BYTES_PER_TOKEN * length, MIN_BODY_BYTES), MAX_BODY_BYTES)
@@ -100,15 +103,19 @@ class GatewayServer:
             auto_decompress=False,  # a small body could become a large one, on the event loop
         )
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, backlog=2048)
-        await site.start()
-        self.port = int(self._runner.addresses[0][1])
+        assert self._runner.server is not None
+        accept = self._connections.accepting(self._runner.server)
+        self._listening = await asyncio.get_running_loop().create_server(accept, host, port, backlog=2048)
+        self.port = int(self._listening.sockets[0].getsockname()[1])
         return self.port
 
     async def close(self) -> None:
         """End every session and close the socket."""
         for session in list(self._sessions.values()):
             await self.end_session(session)
+        if self._listening is not None:
+            self._listening.close()
+        self._connections.close()
         if self._runner is not None:
             await self._runner.cleanup()
         await self._threads.close()
@@ -128,6 +135,7 @@ class GatewayServer:
             self._ended.popitem(last=False)
         self._counts.forks += session.history.forks
         self._counts.rewrites += session.history.rewrites
+        self._connections.forget(session.api_key)
         await session.end()
 
     @property
@@ -138,7 +146,8 @@ class GatewayServer:
     def metrics(self) -> dict[str, float]:
         """Totals since the start. Forks and rewrites are those of sessions that have ended."""
         counts = {f"gateway_{name}": float(count) for name, count in asdict(self._counts).items()}
-        return {**counts, "gateway_open_sessions": float(len(self._sessions))}
+        kept = {"gateway_idle_connections": float(len(self._connections))}
+        return {**counts, **kept, "gateway_open_sessions": float(len(self._sessions))}
 
     def session_of(self, request: web.Request) -> Session:
         """Raises ApiError for a key that is missing, unknown, or of a session that has ended."""
@@ -155,6 +164,10 @@ class GatewayServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        with self._connections.at_work(request, lambda: self._known_key(request)):
+            return await self._answer(request, handler)
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             return await handler(request)
         except ApiError as error:
@@ -179,6 +192,11 @@ class GatewayServer:
         else:
             self._counts.refused += 1
         return web.json_response(problem.body(STYLES.get(request.path, "openai")), status=problem.status)
+
+    def _known_key(self, request: web.Request) -> str:
+        """Empty for all that have no session."""
+        key = api_key_of(request)
+        return key if key in self._sessions else ""
 
     async def _models(self, request: web.Request) -> web.Response:
         self.session_of(request)

@@ -24,7 +24,6 @@ from aiohttp import web
 from roll_flash.gateway.api_error import ApiError, bad_request
 from roll_flash.gateway.finished_episode import finished_episode, session_figures
 from roll_flash.gateway.request_fields import (
-    LARGEST_REWARD,
     MAX_TOP_K,
     decode_object,
     flag,
@@ -38,6 +37,7 @@ from roll_flash.gateway.session import DEFAULT_MAX_TOKENS, Session, SessionSetti
 from roll_flash.gateway.verifier import Verifier, VerifierError
 from roll_flash.gateway.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
+from roll_flash.reward_range import MOST_REWARD
 from roll_flash.types import EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class SessionRoutes:
         return await asyncio.shield(task)
 
     async def _score(self, opened: Opened, body: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        reward = number(body, "reward", -LARGEST_REWARD, LARGEST_REWARD)
+        reward = number(body, "reward", -MOST_REWARD, MOST_REWARD)
         if reward is None:
             if self._verifier is None:
                 raise bad_request("reward must be a number; without one a verifier is needed (--verifier)", "reward")

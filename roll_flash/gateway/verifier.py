@@ -14,7 +14,7 @@ from typing import Any
 
 from roll_flash.envs.source_files import import_module, load_file
 from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.gateway.request_fields import is_reward
+from roll_flash.reward_range import as_reward
 from roll_flash.types import Trajectory
 
 TIMEOUT_S = 600.0
@@ -43,9 +43,12 @@ class Verifier:
         except (Exception, SystemExit) as error:  # users' code may raise anything
             raise VerifierError(f"{self.reference} raised {type(error).__name__}: {error}") from error
         reward, info = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
-        if is_reward(reward) and isinstance(info, Mapping):
-            return float(reward), dict(info)
-        raise VerifierError(f"{self.reference} returned {reprlib.repr(found)}, not a finite number, or one and a dict")
+        if not isinstance(info, Mapping):
+            raise VerifierError(f"{self.reference} returned {reprlib.repr(found)}, not a number, or one and a dict")
+        try:
+            return as_reward(reward, f"what {self.reference} returned"), dict(info)
+        except ValueError as error:
+            raise VerifierError(str(error)) from None
 
 
 def _load(reference: str) -> Callable[[Trajectory], Any]:

@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
 from roll_flash.config import InferenceConfig
 from roll_flash.errors import ConfigError
 from roll_flash.inference.engine import InferenceEngine
+from roll_flash.inference.server_process import HOST, require_free_port
 
 GROUP = "roll_flash.inference_engines"
 BUILT_IN = ("transformers", "vllm")
+
+
+def check_engine(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
+    """What can be known to fail before `open_engine` and the start of its servers.
+
+    Raises ConfigError, ModelError for a model that the engine cannot serve here, or with `trains` whose new weights it
+    cannot take, and InferenceError for a port that is taken.
+    """
+    if config.engine not in BUILT_IN:
+        _plug_in(config.engine)
+    elif config.engine == "vllm":
+        from roll_flash.inference.vllm_server import check_vllm
+
+        check_vllm(config, model_folder, trains=trains)
+    if config.port:
+        for index in range(config.servers):
+            require_free_port(HOST, config.port + index, "set inference.port to another one, or to 0")
 
 
 def open_engine(config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> InferenceEngine:
@@ -29,9 +47,13 @@ def open_engine(config: InferenceConfig, *, model_folder: Path, max_model_len: i
             from roll_flash.inference.transformers_engine import TransformersEngine
 
             return TransformersEngine(config, **arguments)
-    plug_ins = {point.name: point for point in entry_points(group=GROUP)}
-    if config.engine not in plug_ins:
-        known = ", ".join(sorted({*BUILT_IN, *plug_ins}))
-        raise ConfigError(f"inference.engine: no engine is named {config.engine!r}; known: {known}")
-    engine: InferenceEngine = plug_ins[config.engine].load()(config, **arguments)
+    engine: InferenceEngine = _plug_in(config.engine).load()(config, **arguments)
     return engine
+
+
+def _plug_in(name: str) -> EntryPoint:
+    plug_ins = {point.name: point for point in entry_points(group=GROUP)}
+    if name not in plug_ins:
+        known = ", ".join(sorted({*BUILT_IN, *plug_ins}))
+        raise ConfigError(f"inference.engine: no engine is named {name!r}; known: {known}")
+    return plug_ins[name]

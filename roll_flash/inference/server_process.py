@@ -9,7 +9,6 @@ import asyncio
 import os
 import re
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,6 +21,8 @@ from roll_flash.config import InferenceConfig
 from roll_flash.errors import InferenceError
 from roll_flash.inference.server_key import VARIABLE, bearer
 from roll_flash.inference.server_metrics import kv_cache_tokens
+from roll_flash.models import cache_folder
+from roll_flash.sandboxes.scratch import make_scratch_folder
 from roll_flash.supervise import GuardedProcess
 
 HOST = "127.0.0.1"
@@ -93,10 +94,11 @@ class ServerProcess:
     async def start(self) -> None:
         """Run the server and wait until it answers. Raises InferenceError with what its log says."""
         self.starts += 1
-        _require_free(self.port, self._config.port != 0)
+        advice = "set inference.port to another one, or to 0" if self._config.port else "start again"
+        require_free_port(HOST, self.port, advice)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log_start = self.log.stat().st_size if self.log.exists() else 0
-        scratch = Path(tempfile.mkdtemp(prefix="roll-flash-server-"))
+        scratch = make_scratch_folder("server")
         self._process = GuardedProcess.start(
             self._launcher.command(self.index, self.port), env=self._environment(scratch), log=self.log, scratch=scratch
         )
@@ -171,7 +173,7 @@ class ServerProcess:
 
     def _environment(self, scratch: Path) -> dict[str, str]:
         """Ours, with what the server leaves in the temporary folder moved to where it is removed."""
-        caches = Path(tempfile.gettempdir()) / f"roll-flash-inductor-{os.getuid()}"
+        caches = cache_folder().with_name("inductor")  # not where others may write: what lies there is run
         return {
             **os.environ,
             "TMPDIR": str(scratch),
@@ -205,14 +207,18 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _require_free(port: int, configured: bool) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((HOST, port))
-        except OSError as error:
-            advice = "set inference.port to another one, or to 0" if configured else "start again"
-            raise InferenceError(f"port {port} on {HOST} cannot be used: {error.strerror}; {advice}") from None
+def require_free_port(host: str, port: int, advice: str) -> None:
+    """Raises InferenceError, which ends with `advice`, if nothing can listen there."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except (OSError, OverflowError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise InferenceError(f"port {port} on {host} cannot be used: {reason}; {advice}") from None
 
 
 def _cause(log: Path, start: int) -> str:

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_flash.config import InferenceConfig
-from roll_flash.errors import InferenceError
+from roll_flash.errors import InferenceError, ModelError
 from roll_flash.inference.server_engine import ServerEngine
 from roll_flash.inference.server_process import HOST, Launcher
+from roll_flash.models import model_type
 
 MODEL_NAME = "policy"
 SCHEDULER = "roll_flash.inference.vllm_scheduler.KeepingScheduler"
 MIDDLEWARE = "roll_flash.inference.server_key.RequireKey"
 """The last one named is the first to see a request. vLLM's own key guards a part of its routes only."""
 GIB = 2**30
+NO_NEW_WEIGHTS_ON_CPU = {"gpt_oss": "whose reload passes over its experts and attention sinks"}
+"""Model types that it serves with the weights they come with, and no others; and why."""
 
 
 class VllmEngine(ServerEngine):
@@ -26,9 +29,8 @@ class VllmEngine(ServerEngine):
 
     def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
         """Raises InferenceError if vLLM is not installed."""
+        check_vllm(config, model_folder, trains=False)
         device = vllm_device()
-        if config.weight_transfer != "shm" and device == "cpu":
-            raise InferenceError(f"inference.weight_transfer={config.weight_transfer} needs GPUs; here it must be shm")
         dtype = _dtype(config, device)
 
         def command(index: int, port: int) -> list[str]:
@@ -54,6 +56,19 @@ class VllmEngine(ServerEngine):
             joins_learner=transfer == "nccl",
         )
         super().__init__(launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs)
+
+
+def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
+    """Raises InferenceError if vLLM is not installed or cannot do what is asked for here, and with `trains` ModelError
+    for a model whose new weights it is known not to take."""
+    device = vllm_device()
+    if config.weight_transfer != "shm" and device == "cpu":
+        raise InferenceError(f"inference.weight_transfer={config.weight_transfer} needs GPUs; here it must be shm")
+    if trains and device == "cpu" and (kind := model_type(model_folder)) in NO_NEW_WEIGHTS_ON_CPU:
+        raise ModelError(
+            f"{model_folder}: {kind} cannot be trained with vLLM on a CPU, {NO_NEW_WEIGHTS_ON_CPU[kind]}; set "
+            "inference.engine=transformers, or take another model"
+        )
 
 
 def vllm_device() -> Literal["cpu", "cuda"]:

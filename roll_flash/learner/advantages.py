@@ -111,8 +111,10 @@ def _centre(rewards: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"rewards must have shape [replicas], not {values.shape}")
-    if not np.isfinite(values).all():
-        raise ValueError(f"rewards must be finite, not {values.tolist()}")
+    with np.errstate(over="ignore"):
+        squares = np.square(values.astype(np.float32))
+    if not np.isfinite(squares).all():
+        raise ValueError(f"rewards must be finite, in float32 their squares too, not {values.tolist()}")
     if values.size < 2 or np.ptp(values) <= _RELATIVE_VARIANCE_FLOOR * max(1.0, float(np.abs(values).max())):
         return values, np.zeros_like(values)
     return values, values - values.mean()

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from roll_flash.background import begin_in_background, in_threads
+from roll_flash.background import begin_in_background, in_thread
 from roll_flash.errors import CheckpointError
 from roll_flash.learner import checkpoint
 
@@ -31,7 +31,7 @@ async def write_in_background(
     """
 
     async def write(copied: asyncio.Event) -> None:
-        async with in_threads(checkpoint.new_folder(folder, replaces=replaces)) as partial:
+        async with in_thread(checkpoint.new_folder(folder, replaces=replaces)) as partial:
             await begin(partial)
             copied.set()
             await _until_written(folder, partial, has_written, timeout_s)

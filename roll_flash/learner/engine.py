@@ -36,6 +36,11 @@ class LearnerEngine(Protocol):
         """Steps finished so far; each is a set of weights that servers can have."""
         ...
 
+    async def check_model(self) -> None:
+        """Before anything else of a run starts: is this a model that can be trained exactly? Raises ModelError if not,
+        and LearnerError. What it has loaded `start` goes on with."""
+        ...
+
     async def start(self) -> None:
         """Start all ranks, load the model. Raises LearnerError or ModelError."""
         ...

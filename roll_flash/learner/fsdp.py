@@ -28,7 +28,7 @@ from roll_flash.learner.device_weights import merge_handles
 from roll_flash.learner.engine import StepResult
 from roll_flash.learner.minibatches import split_minibatches
 from roll_flash.learner.packing import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
-from roll_flash.learner.rank import LearnerRank, UpdateRecord
+from roll_flash.learner.rank import Forms, LearnerRank, UpdateRecord
 from roll_flash.learner.rank_process import cluster_has_gpus, rank_actor, rank_environment
 from roll_flash.learner.sequences import check_staleness, prepare_demonstrations, prepare_groups, text_sequence
 from roll_flash.learner.step_totals import StepTotals
@@ -66,6 +66,9 @@ class FsdpLearner:
         self._num_cpus = num_cpus
         self._transfer = transfer
         self._ranks: list[ActorHandle[Any]] = []
+        self._forms: Forms = {}
+        self._left_busy = False
+        """A rank may still be at a call that nobody waits for any more."""
         self._failure: str | None = "the learner has not been started"
         self._fingerprint = ""
         self._row_tokens = config.micro_batch_tokens
@@ -88,8 +91,30 @@ class FsdpLearner:
         """
         return self._version
 
+    async def check_model(self) -> None:
+        """Start the first rank alone, which loads the model and tries whether it is computed exactly.
+
+        Raises LearnerError, or ModelError for a model that cannot be trained; nothing is left running then.
+        """
+        self._failure = None
+        self._ranks = [self._new_rank(0)]
+        self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
+
     async def start(self) -> None:
         """Start all ranks, load the model. Raises LearnerError or ModelError; nothing is left running then."""
+        if not self._ranks:
+            await self.check_model()
+        config = self._config
+        self._ranks += [self._new_rank(rank) for rank in range(1, config.ranks)]
+        addresses = await self._on_all("node_address", timeout_s=config.start_timeout_s)
+        host = addresses[0] if len(set(addresses)) > 1 else None
+        address = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
+        fingerprints = await self._on_all("start", address, self._forms, timeout_s=config.start_timeout_s)
+        self._fingerprint = fingerprints[0]
+        if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
+            self._row_tokens = 1  # every sequence gets a row of its own
+
+    def _new_rank(self, rank: int) -> ActorHandle[Any]:
         config = self._config
         gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus()) else 0
         actor = rank_actor(LearnerRank, self._transfer).options(
@@ -98,16 +123,16 @@ class FsdpLearner:
             max_restarts=0,
             runtime_env={"env_vars": rank_environment(config.threads)},
         )
-        self._failure = None
-        options = {"seed": self._seed, "temperature": self._temperature, "run": self._run, "transfer": self._transfer}
-        self._ranks = [actor.remote(self._folder, config, rank=rank, **options) for rank in range(config.ranks)]
-        addresses = await self._on_all("node_address", timeout_s=config.start_timeout_s)
-        host = addresses[0] if len(set(addresses)) > 1 else "127.0.0.1"
-        port = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
-        fingerprints = await self._on_all("start", host, port, timeout_s=config.start_timeout_s)
-        self._fingerprint = fingerprints[0]
-        if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
-            self._row_tokens = 1  # every sequence gets a row of its own
+        made: ActorHandle[Any] = actor.remote(
+            self._folder,
+            config,
+            rank=rank,
+            seed=self._seed,
+            temperature=self._temperature,
+            run=self._run,
+            transfer=self._transfer,
+        )
+        return made
 
     async def accumulate(self, groups: Sequence[Group]) -> None:
         """Forward and backward on whole groups with the current weights.
@@ -257,8 +282,9 @@ class FsdpLearner:
 
     async def close(self) -> None:
         """Stop all ranks. Safe to call twice, and after a failure."""
-        # A rank that is still starting answers nothing before it has: it is killed at once.
-        if self._ranks and self._failure is None and self._fingerprint:
+        # A rank that is still starting, or at work for nobody, answers nothing before it has done: it is killed at
+        # once. What it holds (weights in memory without a name) goes with it.
+        if self._ranks and self._failure is None and self._fingerprint and not self._left_busy:
             try:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
@@ -370,13 +396,18 @@ class FsdpLearner:
         """Results of all ranks, or one clear error; ranks that are left after a failure are ended."""
         try:
             async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
-                return list(await asyncio.gather(*calls))
+                results = list(await asyncio.gather(*calls))
+            self._left_busy = False
+            return results
+        except asyncio.CancelledError:
+            self._left_busy = True
+            raise
         except TimeoutError:
             self._kill(f"{method} took longer than {timeout_s:g} s; a rank hangs, or the time-out is too short")
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RollFlashError):
-                if method == "start":
+                if method in ("check_model", "start"):
                     self._kill(str(cause))
                 raise cause from None
             self._kill(f"{method} failed on a rank: {type(cause).__name__}: {_first_line(cause)}")

@@ -14,15 +14,27 @@ ENTRY_POINTS = "roll_flash.learner_engines"
 """Plug-ins: each entry point is a function of (config, model_folder) that returns a LearnerEngine."""
 
 
+def check_learner(config: Config) -> None:
+    """Raises ConfigError for a name nobody provides, and for settings that contradict each other. Imports nothing."""
+    name, plugins = config.learner.engine, entry_points(group=ENTRY_POINTS)
+    if name != "fsdp" and name not in plugins.names:
+        known = ", ".join(["fsdp", *sorted(plugins.names)])
+        raise ConfigError(f"learner.engine: nobody provides {name!r}; known here: {known}")
+    transfer = config.inference.weight_transfer
+    if name == "fsdp" and transfer != "shm" and config.learner.lora.rank and config.learner.lora.publish == "adapters":
+        raise ConfigError(
+            f"inference.weight_transfer={transfer} sends whole weights; set learner.lora.publish=merged, or use shm"
+        )
+
+
 def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
-    """The engine `config.learner.engine`, not started. Raises ConfigError for a name nobody provides."""
+    """The engine `config.learner.engine`, not started. Imports torch and transformers, or the plug-in, which takes
+    seconds. Raises ConfigError as `check_learner` does."""
+    check_learner(config)
     name = config.learner.engine
     if name == "fsdp":
         return _open_fsdp(config, model_folder)
     plugins = entry_points(group=ENTRY_POINTS)
-    if name not in plugins.names:
-        known = ", ".join(["fsdp", *sorted(plugins.names)])
-        raise ConfigError(f"learner.engine: nobody provides {name!r}; known here: {known}")
     factory: Callable[[Config, Path], LearnerEngine] = plugins[name].load()
     return factory(config, model_folder)
 
@@ -30,11 +42,6 @@ def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
 def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
     from roll_flash.learner.fsdp import FsdpLearner
 
-    transfer = config.inference.weight_transfer
-    if transfer != "shm" and config.learner.lora.rank and config.learner.lora.publish == "adapters":
-        raise ConfigError(
-            f"inference.weight_transfer={transfer} sends whole weights; set learner.lora.publish=merged, or use shm"
-        )
     return FsdpLearner(
         model_folder,
         config.learner,
@@ -42,5 +49,5 @@ def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
         seed=config.seed,
         temperature=config.rollout.temperature,
         run=config.name,
-        transfer=transfer,
+        transfer=config.inference.weight_transfer,
     )

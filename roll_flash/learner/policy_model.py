@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,15 @@ from roll_flash.learner import tree_attention
 from roll_flash.learner.activation_offload import offload_activations
 from roll_flash.learner.packing import PackedRow
 from roll_flash.learner.token_logprobs import LogitForm, token_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class ModelForm:
+    """How a model is computed exactly: what `make_exact` finds out once, and every rank then takes over."""
+
+    shares_prefixes: bool
+    logit_form: LogitForm | None
+    vocabulary: int
 
 
 class PolicyModel(nn.Module):
@@ -53,6 +63,10 @@ class PolicyModel(nn.Module):
         """Choose between attention over prefix trees and the model's own."""
         self.shares_prefixes = share
         self.model.set_attn_implementation(tree_attention.NAME if share else self._own_attention)
+
+    @property
+    def form(self) -> ModelForm:
+        return ModelForm(self.shares_prefixes, self.logit_form, self.head.shape[0])
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """(logprobs, entropies) [M], float32, of the row's policy tokens at `temperature` (default: the sampler's)."""
@@ -107,10 +121,11 @@ class PolicyModel(nn.Module):
         return list(self.model.base_model.layers)  # type: ignore[arg-type]
 
 
-def load_policy_model(folder: Path, temperature: float = 1.0) -> PolicyModel:
+def load_policy_model(folder: Path, temperature: float = 1.0, form: ModelForm | None = None) -> PolicyModel:
     """The model of a Hugging Face folder, float32, in training mode, without dropout.
 
-    It computes what plain transformers does on a few texts, or sequence by sequence if it cannot with shared prefixes.
+    It computes what plain transformers does on a few texts, or sequence by sequence if it cannot with shared prefixes;
+    with the `form` that was found out before, nothing is tried.
     Raises ModelError when the folder is missing or incomplete, or the model cannot be computed exactly.
     """
     from roll_flash.learner.exactness import make_exact
@@ -124,13 +139,17 @@ def load_policy_model(folder: Path, temperature: float = 1.0) -> PolicyModel:
     if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
     policy = PolicyModel(model, temperature)
-    make_exact(policy, folder)
+    if form is None:
+        make_exact(policy, folder)
+    else:
+        policy.share_prefixes(form.shares_prefixes)
+        policy.logit_form = form.logit_form
     return policy.train()
 
 
-def check_same_vocabulary(reference: PolicyModel, policy: PolicyModel, folder: Path) -> None:
+def check_same_vocabulary(reference: ModelForm, policy: ModelForm, folder: Path) -> None:
     """Raises ModelError when the token ids of the two cannot mean the same."""
-    theirs, ours = reference.head.shape[0], policy.head.shape[0]
+    theirs, ours = reference.vocabulary, policy.vocabulary
     if theirs != ours:
         raise ModelError(f"{folder}: a vocabulary of {theirs} tokens, the model has {ours}; set learner.kl.reference")
 

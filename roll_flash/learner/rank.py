@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -33,14 +32,17 @@ from roll_flash.learner import checkpoint, lora
 from roll_flash.learner.compiled_layers import compile_layers
 from roll_flash.learner.device_weights import DeviceWeightStage, free_port
 from roll_flash.learner.gradient_sync import GradientSync
+from roll_flash.learner.meeting import is_on_one_machine, join_meeting, open_meeting
 from roll_flash.learner.objective import SINGLE_TOKEN, Objective, RowRecord
 from roll_flash.learner.packing import PackedRow
-from roll_flash.learner.policy_model import PolicyModel, check_same_vocabulary, load_policy_model
+from roll_flash.learner.policy_model import ModelForm, PolicyModel, check_same_vocabulary, load_policy_model
 from roll_flash.learner.weights import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.learner_config import OFFLOAD_ON_CPU, LearnerConfig
 
 _LOG = logging.getLogger(__name__)
-_LOOPBACK = "127.0.0.1"
+
+Forms = Mapping[Path, ModelForm]
+"""How the model of each folder is computed exactly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +74,7 @@ class LearnerRank:
         self._run = run
         self._transfer = transfer
         self._store: dist.Store | None = None
+        self._loaded: PolicyModel | None = None
         self._writing: dict[Path, Future[Any]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
         self._device = _device(config.device, rank)
@@ -83,39 +86,42 @@ class LearnerRank:
         address: str = ray.util.get_node_ip_address()
         return address
 
-    def open_store(self, host: str) -> int:
-        """First rank only: opens the meeting point of all ranks at `host`, returns its port; 0 where one is alone."""
-        if self._config.ranks == 1:
-            self._store = dist.HashStore()
-            return 0
-        # A store asks nobody who he is, and would listen on every address of the machine by itself.
-        listening = socket.create_server((host, 0), backlog=64)
-        store = dist.TCPStore(
-            host,
-            listening.getsockname()[1],
-            is_master=True,
-            wait_for_workers=False,
-            timeout=self._timeout,
-            master_listen_fd=listening.detach(),
-        )
-        self._store = store
-        return store.port
-
-    def start(self, host: str, port: int) -> str:
-        """Join the other ranks, load the model, shard it; returns the model's fingerprint. A collective."""
+    def check_model(self) -> Forms:
+        """First rank only, before anything else starts: loads the model and finds out how it, and a reference of a
+        folder of its own, are computed exactly. Raises ModelError where that cannot be."""
         if self._config.activation_offload and self._device.type == "cpu":
             raise ConfigError(f"learner.{OFFLOAD_ON_CPU}")
-        if host == _LOOPBACK:
+        forms: dict[Path, ModelForm] = {}
+        reference = self._reference_folder()
+        if reference is not None and reference != self._folder:
+            # Not kept: with the policy's, it would be two whole models in one process.
+            forms[reference] = load_policy_model(reference, self._temperature).form
+        self._loaded = load_policy_model(self._folder, self._temperature)
+        forms[self._folder] = self._loaded.form
+        for folder, form in forms.items():
+            check_same_vocabulary(form, forms[self._folder], folder)
+        check_can_be_staged(self._loaded.model, self._folder)
+        return forms
+
+    def open_store(self, host: str | None) -> str:
+        """First rank only: opens the meeting point of all ranks, returns its address. None: all are on this
+        machine."""
+        self._store, address = open_meeting(self._config.ranks, host, self._timeout)
+        return address
+
+    def start(self, address: str, forms: Forms) -> str:
+        """Join the other ranks, load the model, shard it; returns the model's fingerprint. A collective."""
+        if is_on_one_machine(address):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = self._store if self._rank == 0 else dist.TCPStore(host, port, is_master=False, timeout=self._timeout)
+        store = self._store if self._rank == 0 else join_meeting(address, self._config.ranks, self._timeout)
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         ranks = self._config.ranks
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
         # What the background says to other ranks must not come between what FSDP says to them.
         self._background = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
-        policy = load_policy_model(self._folder, self._temperature)
-        check_can_be_staged(policy.model, self._folder)
+        policy = self._loaded or load_policy_model(self._folder, self._temperature, forms[self._folder])
+        self._loaded = None
         if self._config.lora.rank:
             # Alike on every rank: what differs between their shards would be one matrix of several minds.
             with torch.random.fork_rng(devices=[]):
@@ -130,7 +136,7 @@ class LearnerRank:
         self._policy = self._shard(policy)
         if self._config.compile:
             compile_layers(self._policy)
-        reference = self._load_reference()
+        reference = self._load_reference(forms)
         self._shares = policy.shares_prefixes and (reference is None or reference.shares_prefixes)
         self._objective = Objective(self._config, self._policy, reference)
         self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
@@ -309,16 +315,19 @@ class LearnerRank:
         fully_shard(policy, mesh=mesh, mp_policy=precision)
         return policy
 
-    def _load_reference(self) -> PolicyModel | None:
-        """The frozen reference, sharded as the policy is. None without one, or if the policy holds it in itself."""
+    def _reference_folder(self) -> Path | None:
+        """None without a reference, or if the policy holds it in itself."""
         kl = self._config.kl
         if not kl.coefficient or (self._config.lora.rank and kl.reference is None):
             return None
-        folder = self._folder if kl.reference is None else Path(kl.reference)
-        reference = load_policy_model(folder, self._temperature).requires_grad_(False)
-        if folder != self._folder:
-            check_same_vocabulary(reference, self._policy, folder)
-        return self._shard(reference)
+        return self._folder if kl.reference is None else Path(kl.reference)
+
+    def _load_reference(self, forms: Forms) -> PolicyModel | None:
+        """The frozen reference, sharded as the policy is."""
+        folder = self._reference_folder()
+        if folder is None:
+            return None
+        return self._shard(load_policy_model(folder, self._temperature, forms[folder]).requires_grad_(False))
 
     def _total_norm(self) -> float:
         gradients = [p.grad for p in self._trained if p.grad is not None]

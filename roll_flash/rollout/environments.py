@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
@@ -23,10 +22,9 @@ from roll_flash.envs.model_text import encodable
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.gateway.session_access import AgentGateway
+from roll_flash.reward_range import as_reward
 from roll_flash.types import Message, Task
 
-MOST_REWARD = 1e6
-"""Squares of rewards, as advantages need them, must stay exact enough in float32."""
 QUICK_MAKE_S = 1e-3
 """An asynchronous environment that is made faster than this needs no thread for it."""
 
@@ -46,8 +44,10 @@ class BadRewardError(EnvError):
     """A reward that is not a finite number."""
 
 
-def check_environment(env_id: str, kwargs: Mapping[str, Any], rollout: RolloutConfig | None = None) -> bool:
-    """Make the environment once, and return whether it needs a sandbox. Raises ConfigError saying what is wrong."""
+def check_environment(
+    env_id: str, kwargs: Mapping[str, Any], rollout: RolloutConfig | None = None
+) -> SandboxEnv | None:
+    """Make the environment once; returned is one that needs a sandbox. Raises ConfigError saying what is wrong."""
     try:
         env = make_env(env_id, **kwargs)
         if rollout is not None and isinstance(env.unwrapped, Env):
@@ -58,7 +58,7 @@ def check_environment(env_id: str, kwargs: Mapping[str, Any], rollout: RolloutCo
         raise ConfigError(
             f"env.id {env_id!r} with env.kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
         ) from None
-    return isinstance(env.unwrapped, SandboxEnv)
+    return env.unwrapped if isinstance(env.unwrapped, SandboxEnv) else None
 
 
 def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
@@ -72,10 +72,11 @@ def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
             )
 
 
-def check_environments(envs: Iterable[EnvConfig], rollout: RolloutConfig | None = None) -> bool:
-    """Make each environment, in each of its levels, once; whether any needs a sandbox. Raises ConfigError."""
-    needs_sandbox = [check_environment(env.id, kwargs, rollout) for env in envs for kwargs in env.variants]
-    return any(needs_sandbox)
+def check_environments(envs: Iterable[EnvConfig], rollout: RolloutConfig | None = None) -> list[SandboxEnv]:
+    """Make each environment, in each of its levels, once; returned are those that need a sandbox. Raises
+    ConfigError."""
+    made = [check_environment(env.id, kwargs, rollout) for env in envs for kwargs in env.variants]
+    return [env for env in made if env is not None]
 
 
 class AsyncEnvironment:
@@ -209,12 +210,7 @@ def _as_messages(observation: Any) -> list[Message]:
 
 
 def _as_reward(reward: Any) -> float:
-    if isinstance(reward, str | bytes | bytearray):
-        raise BadRewardError(f"the reward is the text {reward[:60]!r}, not a number")
     try:
-        value = float(reward)
-    except (TypeError, ValueError, OverflowError):
-        raise BadRewardError(f"the reward is a {type(reward).__name__}, not a number") from None
-    if not math.isfinite(value) or abs(value) > MOST_REWARD:
-        raise BadRewardError(f"the reward is {value:g}, not a finite number of at most {MOST_REWARD:g}; scale it")
-    return value
+        return as_reward(reward)
+    except ValueError as error:
+        raise BadRewardError(str(error)) from None

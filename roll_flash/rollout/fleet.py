@@ -166,12 +166,7 @@ class WorkerFleet:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for member in self._members:
-            try:
-                await _within(member.actor.close.remote(), CALL_TIMEOUT_S, "close")
-            except (RunError, *WORKER_DIED) as error:
-                logger.warning("worker %d did not close in order: %s", member.index, error)
-            ray.kill(member.actor)
+        await asyncio.gather(*(_close(member) for member in self._members))
         self._members, self._tasks = [], []
 
     def _place(self, episodes: Iterable[EpisodeSpec], members: Sequence[_Member]) -> None:
@@ -303,6 +298,15 @@ class WorkerFleet:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
+
+
+async def _close(member: _Member) -> None:
+    try:
+        await _within(member.actor.close.remote(), CALL_TIMEOUT_S, "close")
+    except (RunError, *WORKER_DIED) as error:
+        logger.warning("worker %d did not close in order: %s", member.index, error)
+    finally:
+        ray.kill(member.actor)
 
 
 async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ModelError
 from roll_flash.types import Trajectory
 
@@ -32,7 +32,7 @@ class RewardModelStage:
 
     async def start(self) -> None:
         """Raises ModelError if the folder's model gives no score."""
-        await asyncio.to_thread(self._load)
+        await call_in_thread(self._load)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
         import torch

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import inspect
 import logging
-import math
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -15,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from roll_flash.background import start_background
-from roll_flash.envs.daemon_threads import call_in_thread
+from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.reward_range import as_reward
 from roll_flash.stage_config import StageConfig
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream.rows import Batch, Columns, Consumer
@@ -51,7 +51,7 @@ def score_column(stage: StageConfig) -> str:
 
 
 def final_reward(reward: float, scores: Sequence[float], stages: Sequence[StageConfig]) -> float:
-    """The environment's reward after all stages, in their order."""
+    """The environment's reward after all stages, in their order. Raises RunError for what cannot be trained on."""
     for score, stage in zip(scores, stages, strict=True):
         match stage.reward:
             case "add":
@@ -60,7 +60,8 @@ def final_reward(reward: float, scores: Sequence[float], stages: Sequence[StageC
                 reward *= stage.weight * score
             case "replace":
                 reward = stage.weight * score
-    return reward
+    names = ", ".join(stage.name for stage in stages)
+    return _checked(reward, f"the reward after stage {names}")
 
 
 class RunningStages:
@@ -171,13 +172,20 @@ async def _score(scorer: RewardStage, trajectories: list[Trajectory]) -> list[fl
         found = await function(trajectories)
     else:
         found = await call_in_thread(lambda: function(trajectories))
-    scores = [float(score) for score in found]
+    scores = list(found)
     if len(scores) != len(trajectories):
         raise RunError(f"{len(scores)} scores for {len(trajectories)} trajectories")
-    for trajectory, score in zip(trajectories, scores, strict=True):
-        if not math.isfinite(score):
-            raise RunError(f"the score of {trajectory.episode_id} is {score}")
-    return scores
+    return [
+        _checked(score, f"the score of {trajectory.episode_id}")
+        for trajectory, score in zip(trajectories, scores, strict=True)
+    ]
+
+
+def _checked(value: Any, what: str) -> float:
+    try:
+        return as_reward(value, what)
+    except ValueError as error:
+        raise RunError(str(error)) from None
 
 
 async def _call_if_there(scorer: RewardStage, method: str) -> None:

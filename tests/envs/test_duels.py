@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from aiohttp import web
 from roll_flash.envs.check import check_environment
-from roll_flash.envs.daemon_threads import DaemonThreads
 from roll_flash.envs.registration import make_env
 
+from roll_flash.daemon_threads import DaemonThreads
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.gateway.endpoint_backend import EndpointBackend
 from roll_flash.inference.openai_client import OpenAIChatClient

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
+from roll_flash.background import beside
 from roll_flash.config import Config, EnvConfig, EvalConfig, load_config
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluate.command import EvalRequest, plan_evaluation, run_evaluation
 from roll_flash.evaluate.journal import transcript_name
 from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
@@ -281,3 +283,40 @@ def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.Monk
     assert "78 of 85 tokens are used" in other.stopped
     request = replace(request, max_tokens_total=1_000_000)
     assert asyncio.run(run_evaluation(request))[0].others["extra_env_1"].scored == 5
+
+
+def test_background_work_that_dies_ends_the_evaluation_at_once_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it ends a training run: nobody waits for episodes that will never come."""
+
+    class NeverEnds:
+        async def run(self, episodes: Any, *, max_concurrent: int) -> AsyncIterator[Any]:
+            await asyncio.Event().wait()
+            yield
+
+    async def dies() -> None:
+        raise InferenceError("server http://127.0.0.1:1 died 4 times within 30 minutes")
+
+    @asynccontextmanager
+    async def open_runner(*_: Any) -> AsyncIterator[NeverEnds]:
+        async with beside(dies(), "the supervision of a server"):
+            yield NeverEnds()
+
+    monkeypatch.setattr("roll_flash.evaluate.command._open_runner", open_runner)
+    Path("counting.yaml").write_text(json.dumps({**TREE, "env": {"id": "TextFrozenLake-v0"}}))
+
+    async def evaluated() -> None:
+        async with asyncio.timeout(30):
+            await run_evaluation(EvalRequest(config="counting.yaml", tasks=2, out="results"))
+
+    with pytest.raises(InferenceError, match="died 4 times"):
+        asyncio.run(evaluated())
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_results_are_not_written_where_another_user_could_read_and_change_them() -> None:
+    Path("theirs").mkdir()
+    os.chown("theirs", 12345, 12345)
+    request = EvalRequest(config=config_file(), out="theirs")
+    with pytest.raises(ConfigError, match="theirs: belongs to the user with id 12345"):
+        asyncio.run(run_evaluation(request))
+    assert list(Path("theirs").iterdir()) == []

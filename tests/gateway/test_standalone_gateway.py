@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -452,3 +454,46 @@ def test_a_command_that_cannot_be_run_is_one_clear_line(
     assert says in error
     assert len(error.strip().splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
+def test_episodes_are_not_written_where_another_user_could_read_and_change_them(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    os.chown(tmp_path, 12345, 12345)
+    assert main(["serve-gateway", "--model", "tiny", "--out", str(tmp_path)]) == 2
+    assert "belongs to the user with id 12345" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_port_that_is_taken_is_known_before_a_model_is_started(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("an engine was opened")
+
+    monkeypatch.setattr("roll_flash.inference.open.open_engine", refuse)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert main(["serve-gateway", "--model", "tiny", "--out", str(tmp_path / "out"), "--port", str(port)]) == 1
+    said = capsys.readouterr().err
+    assert f"port {port} on 127.0.0.1 cannot be used" in said
+    assert "--port" in said
+
+
+@pytest.mark.parametrize("reward", [1e39, -1e7, float("nan")])
+def test_a_verifiers_reward_that_cannot_be_trained_on_scores_nothing(
+    tiny: TinyModel, tmp_path: Path, reward: float
+) -> None:
+    source = tmp_path / "far.py"
+    source.write_text(f"def far(episode):\n    return float({str(reward)!r})\n")
+
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        _, key = await opened(http)
+        await say(http, key)
+        answer = await http.post("/v1/reward", json={}, headers=key)
+        assert answer.status_code == 500
+        assert "not a finite number of at most 1e+06" in answer.json()["error"]["message"]
+
+    (record,) = alone(tiny, tmp_path / "out", scenario, verifier=Verifier(f"{source}:far"))
+    assert record["kind"] == "failure"

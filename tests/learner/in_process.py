@@ -46,8 +46,8 @@ def in_process(
     threads = torch.get_num_threads()
 
     async def run() -> Result:
-        rank.open_store("127.0.0.1")
-        learner._fingerprint = rank.start("127.0.0.1", 0)
+        forms = rank.check_model()
+        learner._fingerprint = rank.start(rank.open_store(None), forms)
         if not rank.shares_prefixes():
             learner._row_tokens = 1
         learner._ranks = [_Handle(rank)]  # type: ignore[list-item]

@@ -68,9 +68,12 @@ def test_advantages_sum_to_zero_and_ignore_a_constant(values: list[float], const
             np.testing.assert_allclose(function(np.asarray(values) + constant, False), advantages, atol=1e-6)
 
 
-def test_a_reward_that_is_not_finite_is_an_error() -> None:
+@pytest.mark.parametrize("name", list(ADVANTAGES))
+@pytest.mark.parametrize("reward", [float("nan"), 1e39, -1e25])
+def test_a_reward_that_is_not_finite_where_it_is_trained_is_an_error(name: str, reward: float) -> None:
+    """In float32, squares included: beyond it advantages would be infinite, or silently zero."""
     with pytest.raises(ValueError, match="finite"):
-        grpo([0.0, float("nan")])
+        ADVANTAGES[name]([0.0, reward], False)
 
 
 def test_reinforce_plus_plus_compares_with_the_whole_step() -> None:

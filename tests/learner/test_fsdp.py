@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import shutil
@@ -157,7 +158,7 @@ def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_wh
     tiny_model: Path,
 ) -> None:
     group = GROUPS[0]
-    huge = dataclasses.replace(group.trajectories[0], reward=1e200)
+    huge = dataclasses.replace(group.trajectories[0], reward=1e19)  # its advantage is finite, its gradient's norm not
     poisoned = replace_trajectory(group, 0, huge)
 
     async def use(learner: FsdpLearner) -> None:
@@ -197,6 +198,28 @@ def test_staged_weights_are_a_copy_in_checkpoint_format_that_dies_with_the_learn
     while os.path.exists(path) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not os.path.exists(path)
+
+
+def test_a_rank_at_work_for_nobody_does_not_hold_up_the_end(tiny_model: Path) -> None:
+    """As when Ctrl-C comes while the learner computes: the answer to its orderly close would come after that."""
+
+    async def use(learner: FsdpLearner) -> None:
+        weights = await learner.stage_weights()
+        process = int(weights.path.split("/")[2])
+        os.kill(process, signal.SIGSTOP)
+        work = asyncio.create_task(learner.accumulate(GROUPS[:1]))
+        await asyncio.sleep(0.2)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        started = time.monotonic()
+        try:
+            await learner.close()
+            assert time.monotonic() - started < 10
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGCONT)
+
+    with_learner(tiny_model, use)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -1,24 +1,64 @@
-"""Where the ranks of a learner meet, only the machine's own processes can come."""
+"""Where the ranks of a learner meet, only their own user's processes can come."""
 
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import torch.distributed as dist
 
-from roll_flash.config import LearnerConfig
-from roll_flash.learner.rank import LearnerRank
+from roll_flash.learner.meeting import join_meeting, open_meeting
+
+TIMEOUT = timedelta(seconds=60)
+OTHER_RANK = """
+import sys
+from datetime import timedelta
+from roll_flash.learner.meeting import join_meeting
+store = join_meeting(sys.argv[1], 2, timedelta(seconds=60))
+store.set("weights", "ready")
+assert store.get("first") == b"here"
+"""
 
 
-def test_the_store_of_a_learner_on_one_machine_listens_on_loopback_only(tmp_path: Path) -> None:
-    rank = LearnerRank(tmp_path, LearnerConfig(ranks=2), rank=0, seed=0, temperature=1.0, run="r")
-    port = rank.open_store("127.0.0.1")
+def _listening() -> set[int]:
     entries = psutil.Process(os.getpid()).net_connections("inet")
-    listening = [entry.laddr.ip for entry in entries if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port]
-    assert listening == ["127.0.0.1"]
-    other = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=30))
+    return {entry.laddr.port for entry in entries if entry.status == psutil.CONN_LISTEN}
+
+
+def test_ranks_on_one_machine_meet_without_a_port_and_in_a_file_that_their_user_alone_can_open() -> None:
+    before = _listening()
+    store, address = open_meeting(2, None, TIMEOUT)
+    store.set("first", "here")
+    subprocess.run([sys.executable, "-c", OTHER_RANK, address], check=True, timeout=120)
+    assert store.get("weights") == b"ready"
+    assert _listening() == before
+    folder = os.path.dirname(address)
+    assert os.stat(folder).st_mode & 0o777 == 0o500
+    assert os.stat(folder).st_uid == os.geteuid()
+
+
+def test_nothing_of_the_meeting_is_left_when_the_first_rank_is_killed() -> None:
+    program = (
+        "import os, signal; from datetime import timedelta; from roll_flash.learner.meeting import open_meeting\n"
+        "kept = open_meeting(2, None, timedelta(seconds=60)); print(kept[1], flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
+    assert said.stdout.startswith("/proc/")
+    assert not os.path.exists(said.stdout.strip())
+
+
+def test_ranks_on_several_machines_meet_at_the_address_of_the_first_and_at_no_other() -> None:
+    store, address = open_meeting(2, "127.0.0.1", TIMEOUT)
+    assert address.startswith("tcp://127.0.0.1:")
+    port = int(address.rpartition(":")[2])
+    entries = psutil.Process(os.getpid()).net_connections("inet")
+    hosts = [entry.laddr.ip for entry in entries if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port]
+    assert hosts == ["127.0.0.1"]
+    other = join_meeting(address, 2, TIMEOUT)
+    assert isinstance(other, dist.TCPStore)
     other.set("weights", "ready")
-    assert other.get("weights") == b"ready"
+    assert store.get("weights") == b"ready"

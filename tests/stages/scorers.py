@@ -37,6 +37,8 @@ class Misbehaving:
                 time.sleep(30)
             case "nan":
                 return [float("nan")] * len(trajectories)
+            case "huge":
+                return [1e39] * len(trajectories)
             case "short":
                 return []
             case "text":

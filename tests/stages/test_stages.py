@@ -104,7 +104,7 @@ def test_without_stages_rewards_are_those_of_the_environment(tmp_path: Path) -> 
     assert run([], [group("g")], tmp_path)[0] == {"g": [1.0, 2.0, 3.0]}
 
 
-@pytest.mark.parametrize("how", ["raise", "nan", "short", "text", "hang"])
+@pytest.mark.parametrize("how", ["raise", "nan", "huge", "short", "text", "hang"])
 def test_a_trajectory_that_could_not_be_scored_is_dropped_and_counted(tmp_path: Path, how: str) -> None:
     timeout_s = 0.2 if how == "hang" else 5
     rewards, books = run([misbehaving(how, timeout_s=timeout_s)], [group("g"), group("h")], tmp_path)
@@ -169,6 +169,12 @@ def test_a_plain_method_does_not_hold_up_the_run(tmp_path: Path) -> None:
     run([stage(entry="InThreads")], [group("g")], tmp_path)
     assert InThreads.names
     assert "MainThread" not in InThreads.names
+
+
+@pytest.mark.parametrize("weight", [1e39, 1e300])
+def test_a_reward_that_stages_make_too_large_ends_the_run_with_its_cause(tmp_path: Path, weight: float) -> None:
+    with pytest.raises(StreamError, match=r"the reward after stage mine is .*, not a finite number of at most 1e.06"):
+        run([stage(reward="replace", weight=weight)], [group("g")], tmp_path)
 
 
 def test_stages_are_applied_in_their_order() -> None:

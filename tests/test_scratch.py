@@ -1,0 +1,56 @@
+"""Temporary folders of a process that was killed are found by their owner and removed; those of others stay."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+from roll_flash.sandboxes import reap
+from roll_flash.sandboxes.scratch import make_scratch_folder, make_short_folder, scratch_folder
+
+LEAVES = """
+import os, signal
+from roll_flash.sandboxes.scratch import make_scratch_folder, make_short_folder, scratch_folder
+with scratch_folder("quest") as quest:
+    for folder in (make_scratch_folder("server"), make_short_folder("ray"), quest):
+        (folder / "file").write_text("left")
+        print(folder, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_process_leaves_is_reaped_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/nowhere.sock")
+    said = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True, check=False, timeout=60)
+    left = said.stdout.split()
+    assert len(left) == 3, said.stderr
+    (tmp_path / "rf-mine").mkdir()
+    (tmp_path / "roll-flash-notes").mkdir()
+    with scratch_folder("quest") as quest:
+        own = {str(quest), str(make_scratch_folder("server")), str(make_short_folder("ray"))}
+        assert {entry.name for entry in reap()} == set(left)
+        assert not any(os.path.exists(folder) for folder in left)
+        assert own <= {str(path) for path in tmp_path.iterdir()}
+    assert (tmp_path / "rf-mine").is_dir()
+    assert (tmp_path / "roll-flash-notes").is_dir()
+
+
+def test_servers_and_ray_have_folders_with_an_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The places that make folders which outlive a `with` of their own; all others use `scratch_folder`."""
+    root = Path(__file__).parents[1]
+    made = [
+        f"{path.relative_to(root)}: {line.strip()}"
+        for package in ("roll_flash", "envs", "sandboxes")
+        for path in sorted((root / package).rglob("*.py"))
+        for line in path.read_text().splitlines()
+        if "mkdtemp(" in line or "TemporaryDirectory(" in line or "mkstemp(" in line
+    ]
+    assert [entry.partition(":")[0] for entry in made] == ["roll_flash/models.py", *["sandboxes/scratch.py"] * 3], made

@@ -1,0 +1,163 @@
+"""What can be known to fail is one line before anything slow starts, in training, its dry run, and evaluation."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from roll_flash.sandboxes import SandboxError, SandboxImageMissing
+from safetensors.numpy import save_file
+
+from roll_flash import trainer
+from roll_flash.cli import main
+from roll_flash.config import Config, load_config
+from roll_flash.errors import ModelError
+from roll_flash.evaluate import command
+from roll_flash.start_checks import check_parts, check_sandboxes
+
+TREE: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "counting:Counting-v0"}}
+
+
+def config(*overrides: str, **tree: Any) -> Config:
+    return load_config({**TREE, **tree}, overrides)
+
+
+@pytest.fixture(autouse=True)
+def nothing_slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> Any:
+        raise AssertionError("something slow was started")
+
+    monkeypatch.setattr(trainer, "open_system", refuse)
+    monkeypatch.setattr(trainer, "open_learner", refuse)
+    monkeypatch.setattr(command, "_open_runner", refuse)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder with all that is looked at before a model is loaded."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (folder / "tokenizer.json").write_text("{}")
+    save_file({"weight": np.zeros(64, np.float32)}, folder / "model.safetensors")
+    return folder
+
+
+@pytest.fixture
+def taken() -> Any:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def commands(tmp_path: Path, *words: str) -> list[list[str]]:
+    file = tmp_path / "run.yaml"
+    file.write_text(json.dumps(TREE))
+    words = (f"runs={tmp_path / 'runs'}", *words)
+    return [
+        ["train", str(file), *words],
+        ["train", str(file), *words, "--dry-run"],
+        ["eval", str(file), *words, "--out", str(tmp_path / "eval"), "--allow-weak"],
+    ]
+
+
+@pytest.mark.parametrize("index", range(3), ids=["train", "dry run", "eval"])
+class TestEachCommandSaysInOneLine:
+    def said(self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+        assert main(commands(tmp_path, *words)[index]) in (1, 2)
+        said = capsys.readouterr().err.strip()
+        assert len(said.splitlines()) == 1, said
+        assert not (tmp_path / "runs").exists()
+        assert not (tmp_path / "eval" / "logs").exists()
+        return said
+
+    def test_that_no_engine_answers(
+        self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
+        said = self.said(index, tmp_path, capsys, "env.id=ShellMath-v0", "sandbox.provider=docker")
+        assert "docker" in said.lower()
+
+    def test_that_weights_are_cut_short(
+        self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+    ) -> None:
+        weights = model / "model.safetensors"
+        os.truncate(weights, weights.stat().st_size - 8)
+        assert "weights cannot be read" in self.said(index, tmp_path, capsys, f"model.path={model}")
+
+    def test_that_a_port_is_taken(
+        self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], taken: int
+    ) -> None:
+        words = (f"inference.port={taken - 1}", "inference.servers=2")
+        assert f"port {taken} " in self.said(index, tmp_path, capsys, *words)
+
+    def test_that_nobody_has_the_engine(self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert "no engine is named 'vlm'" in self.said(index, tmp_path, capsys, "inference.engine=vlm")
+
+
+@pytest.mark.parametrize("index", range(2), ids=["train", "dry run"])
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["warm_start.demonstrations=/no/such.jsonl"], "/no/such.jsonl is neither a folder nor a file"),
+        (["learner.kl.coefficient=0.1", "learner.kl.reference=/no/such"], "/no/such"),
+        (["learner.engine=megatron"], "nobody provides 'megatron'"),
+        (["inference.weight_transfer=nccl"], "needs GPUs"),
+    ],
+)
+def test_training_says_before_it_starts_what_it_lacks(
+    index: int, words: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(commands(tmp_path, *words)[index]) in (1, 2)
+    said = capsys.readouterr().err.strip()
+    assert says in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(commands(tmp_path, "runs=/proc/1/nowhere")[0]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "/proc/1/nowhere/run: the run folder cannot be written" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "runs" / "run" / ".lock").mkdir(parents=True)
+    assert main(commands(tmp_path)[0]) == 2
+    said = capsys.readouterr().err.strip()
+    assert "the run folder cannot be written" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.vllm
+def test_a_model_whose_new_weights_vllm_on_a_cpu_does_not_take_is_refused_for_training_alone(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": "gpt_oss"}')
+    trained = config(f"model.path={model}")
+    with pytest.raises(ModelError, match=r"gpt_oss cannot be trained with vLLM on a CPU.*inference.engine"):
+        check_parts(trained)
+    assert check_parts(trained, trains=False).model_folder == model
+    assert check_parts(config(f"model.path={model}", "inference.engine=transformers")).model_folder == model
+
+
+@pytest.mark.docker
+def test_an_image_that_no_engine_has_is_known_before_anything_starts() -> None:
+    missing = config("sandbox.provider=docker", "sandbox.image=nobody/has-this:1", env={"id": "ShellMath-v0"})
+    with pytest.raises(SandboxImageMissing, match="nobody/has-this:1"):
+        asyncio.run(check_sandboxes(missing, check_parts(missing).sandboxes))
+
+
+def test_a_sandbox_that_no_provider_can_give_is_known_before_anything_starts(require_bubblewrap: None) -> None:
+    wrong = config("sandbox.provider=local", "sandbox.image=debian:12", env={"id": "ShellMath-v0"})
+    with pytest.raises(SandboxError, match="local sandbox has no images"):
+        asyncio.run(check_sandboxes(wrong, check_parts(wrong).sandboxes))
+
+
+def test_an_environment_without_a_sandbox_needs_no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
+    plain = config("sandbox.provider=docker")
+    assert asyncio.run(check_sandboxes(plain, check_parts(plain).sandboxes)) is None
