@@ -173,7 +173,9 @@ class TestOneRunThroughItsLife:
 
     def test_each_environment_is_evaluated_and_each_level_is_watched(self, life: dict[str, Any]) -> None:
         rows = read_metrics(life["folder"])
-        assert [row["step"] for row in rows if "extra_env_1/eval/success" in row] == [0, life["stopped_at"][0], 4]
+        # On a busy machine the signal may come after the last step: then that is evaluated more than once.
+        evaluated = {row["step"] for row in rows if "extra_env_1/eval/success" in row}
+        assert evaluated == {0, life["stopped_at"][0], 4}
         last = step_rows(life["folder"])[-1]
         assert 0 <= last["tasks/env_0/level_1_success"] <= 1
         assert last["tasks/env_0/level_0_share"] + last["tasks/env_0/level_1_share"] == pytest.approx(1)
