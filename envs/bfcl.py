@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from roll_flash.envs.base import SandboxEnv, StepResult
-from roll_flash.envs.bfcl_backend import BfclBackend, ServerEndedError, Verdict, backend_spec
+from roll_flash.envs.bfcl_backend import CHECK_TIMEOUT_S, BfclBackend, ServerEndedError, Verdict, backend_spec
 from roll_flash.envs.bfcl_calls import NO_SUCH_FUNCTION, FunctionCall, parse_calls
 from roll_flash.envs.bfcl_items import describe_function, load_items
 from roll_flash.envs.bfcl_prompt import added_functions, python_results, system_prompt
@@ -29,6 +29,8 @@ from roll_flash.types import Message
 
 CallFormat = Literal["python", "native"]
 MOST_CALLS_PER_STEP = 64
+SPARE_S = 15.0
+"""For starting the tool classes, beside what the checker may take."""
 FORCED = Verdict(False, "multi_turn:force_terminated", "the model was stopped before the last turn ended")
 
 
@@ -94,6 +96,10 @@ class BFCL(SandboxEnv):
         self._turns.append([])
         self._steps = 0
         return self._user_turn(len(self._turns) - 1), 0.0, False, False, self._info()
+
+    def least_step_timeout_s(self) -> float:
+        """The checker is asked once more where it comes to no verdict on the model's calls."""
+        return 2 * CHECK_TIMEOUT_S + SPARE_S
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         return 0.0, self._info(FORCED)

@@ -28,7 +28,7 @@ from roll_flash.errors import EnvError
 START_TIMEOUT_S = 60.0
 EPISODE_CALLS = 2
 """All calls of an episode may together take as long as so many that are given up."""
-CHECK_TIMEOUT_S = 30.0
+CHECK_TIMEOUT_S = 20.0
 """Once with the model's calls, which took less, and once more without: both fit into a step."""
 CHECKER_ENDED = "multi_turn:checker_ended"
 """Our own: calls on which the checker comes to no verdict, because they take too much memory or nest too deeply."""

@@ -90,8 +90,8 @@ def _is_data(node: ast.expr, source: str) -> bool:
 def _bits(node: ast.expr) -> float:
     """How long the number may become that a piece of arithmetic stands for. Infinite for anything but arithmetic."""
     match node:
-        case ast.Constant(value=int() | float() | complex()):
-            return math.log2(abs(node.value) + 2) if abs(node.value) < math.inf else math.inf
+        case ast.Constant(value=int() | float() | complex() as value):
+            return math.log2(abs(value) + 2) if abs(value) < math.inf else math.inf
         case ast.Name() if not node.id.startswith("_") and not hasattr(builtins, node.id):
             return 1.0
         case ast.UnaryOp(op=ast.UAdd() | ast.USub()):
@@ -102,10 +102,10 @@ def _bits(node: ast.expr) -> float:
             return _bits(node.left) + _bits(node.right)
         case ast.BinOp(op=ast.Add() | ast.Sub()):
             return max(_bits(node.left), _bits(node.right)) + 1
-        case ast.Call(func=ast.Name(), args=[argument], keywords=[]) if node.func.id in FUNCTIONS:
+        case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in FUNCTIONS:
             return _power(2.0, _bits(argument))
     return math.inf
 
 
 def _power(base_bits: float, exponent_bits: float) -> float:
-    return base_bits * 2.0 ** min(exponent_bits, 1000.0)
+    return base_bits * math.pow(2.0, min(exponent_bits, 1000.0))

@@ -35,7 +35,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     folder = resolve_model(config.model.path) if serves else None
     if folder is not None:
         check_engine(config.inference, folder, trains=trains)
-    specs = [env.sandbox_spec or default_spec(config.sandbox) for env in check_environments(config.envs, config.rollout)]
+    in_sandboxes = check_environments(config.envs, config.rollout)
+    specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
         check_stages(config)
         check_learner(config)

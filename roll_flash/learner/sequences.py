@@ -12,12 +12,11 @@ from numpy.typing import NDArray
 from roll_flash.errors import LearnerError
 from roll_flash.learner.credit import CreditRules, token_advantages
 from roll_flash.learner.packing import TrainSequence
+from roll_flash.reward_range import MOST_REWARD
 from roll_flash.types import Branch, Group, Trajectory
 
 NO_LOGPROB = -9999.0
 """What vLLM says for a log-probability that is nan or minus infinity."""
-_LARGEST_REWARD = 1e15
-"""One beyond it would make the gradient of its whole step overflow float32, and the step would be skipped."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +155,7 @@ def find_fault(trajectory: Trajectory) -> str | None:
     rewards = np.abs([trajectory.reward, *(turn.reward for turn in trajectory.turns)])
     if not np.isfinite(rewards).all():
         return "reward_not_finite"
-    return "reward_too_large" if rewards.max() > _LARGEST_REWARD else None
+    return "reward_too_large" if rewards.max() > MOST_REWARD else None
 
 
 def trained_tokens(trajectory: Trajectory) -> int:
