@@ -40,37 +40,47 @@ WORST: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("worst", WORST)
 def test_what_one_agent_sends_holds_up_no_other(serve: Serve, worst: str) -> None:
-    """The other waits for a fraction of the time that the large request takes; before, for all of it."""
+    """The other waits for a fraction of the time that the large request takes; before, for all of it. A machine may
+    be busy with something else for a moment: once in three times must be without that."""
 
     async def work(served: Served) -> None:
         other = served.gateway.open_session(SessionSettings())
         headers = {"x-api-key": other.api_key, "Content-Type": "application/json"}
         body = json.dumps({"model": MODEL, **WORST[worst]}).encode()
-        waited: list[float] = []
-
-        async def ask() -> None:
-            while True:
-                began = time.perf_counter()
-                answer = await http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": HELLO})
-                waited.append(time.perf_counter() - began)
-                assert answer.status_code == 200
-
+        shares = []
         async with httpx.AsyncClient(base_url=served.url, headers=headers) as http:
-            asking = asyncio.create_task(ask())
-            await asyncio.sleep(0.2)
-            waited.clear()
-            began = time.perf_counter()
-            kind = {"Content-Type": "application/json"}
-            answer = await served.http.post("/v1/messages/count_tokens", content=body, headers=kind)
-            took_s = time.perf_counter() - began
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
-        assert answer.status_code == 200, answer.text
-        assert answer.json()["input_tokens"] > 100_000
-        print(f"{worst}: took {took_s:.2f} s, {len(waited)} others, worst {max(waited):.3f} s")
-        assert max(waited) < max(0.5 * took_s, 0.25)
+            while not any(share < 1 for share in shares) and len(shares) < 3:
+                took_s, waited_s = await ask_beside(served, http, body)
+                print(f"{worst}: took {took_s:.2f} s, another waited {waited_s:.3f} s")
+                shares.append(waited_s / max(0.5 * took_s, 0.25))
+        assert min(shares) < 1, shares
 
     serve(work, ["Hello."])
+
+
+async def ask_beside(served: Served, http: httpx.AsyncClient, body: bytes) -> tuple[float, float]:
+    """Seconds that the request `body` took, and the longest that one of another session took meanwhile."""
+    waited: list[float] = []
+
+    async def ask() -> None:
+        while True:
+            began = time.perf_counter()
+            answer = await http.post("/v1/messages/count_tokens", json={"model": MODEL, "messages": HELLO})
+            waited.append(time.perf_counter() - began)
+            assert answer.status_code == 200
+
+    asking = asyncio.create_task(ask())
+    await asyncio.sleep(0.2)
+    waited.clear()
+    began = time.perf_counter()
+    kind = {"Content-Type": "application/json"}
+    answer = await served.http.post("/v1/messages/count_tokens", content=body, headers=kind)
+    took_s = time.perf_counter() - began
+    asking.cancel()
+    await asyncio.gather(asking, return_exceptions=True)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["input_tokens"] > 100_000
+    return took_s, max(waited)
 
 
 def test_counting_tokens_is_a_call_of_the_episode(serve: Serve) -> None:
