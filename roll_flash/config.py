@@ -346,7 +346,11 @@ class Config(Section):
     @property
     def usual_start(self) -> str:
         """How long servers, learner and workers usually take to start, for whoever waits."""
-        return "usually 60-120 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 20-40 s"
+        return "usually 60-180 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 20-40 s"
+
+    @property
+    def usual_start_of_servers(self) -> str:
+        return "usually 40-100 s" if self.inference.engine == "vllm" else "usually 5-20 s"
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)

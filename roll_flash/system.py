@@ -178,6 +178,7 @@ async def open_system(start: Start, learner: LearnerEngine, progress: Progress) 
         publisher = await _open_publisher(stack, start, learner, engine, rollout)
         checkpoints = _open_checkpoints(start, learner, stream, rollout)
         stack.push_async_callback(checkpoints.close)
+        progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
         await _agree_on_weights(start, learner, publisher, metrics, progress)
         trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
         yield System(
@@ -223,6 +224,7 @@ async def _start_models(
     )
     await learner.check_model()
     engine = _open_engine(stack, config, start.model_folder, start.run_dir.logs)
+    progress.note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
     await all_or_first_error(engine.start(), learner.start())
     return engine
 
