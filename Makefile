@@ -39,7 +39,7 @@ quickstart: image model ## set everything up, train, show the result
 	@$(BIN)/roll-flash train configs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
 
 test: agents-image model ## set everything up, run the tests, those of the adapters too
-	@$(BIN)/python -m pytest -n 2 --dist loadgroup
+	@$(BIN)/python -m pytest -n 2
 	@$(MAKE) --no-print-directory test-adapters
 
 test-nightly: agents-image model ## run the tests that are too long for each change

@@ -9,10 +9,12 @@ all files that use the Docker engine go to the same one, since some of them look
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Generator, Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -89,18 +91,24 @@ def ray_local() -> Iterator[None]:
     ray.shutdown()
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Say which tests must run in the same process, before pytest-xdist looks."""
-    on_engine = {item.path for item in items if uses_docker(item)}
-    for item in items:
-        own = item.path.stem if item.path.parent == TESTS else item.path.parent.name
-        item.add_marker(pytest.mark.xdist_group("engine" if item.path in on_engine else own))
-    return (yield)
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByRoom(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return room_of(nodeid.partition("::")[0])
+
+    return ByRoom(config, log)
 
 
-def uses_docker(item: pytest.Item) -> bool:
-    return item.get_closest_marker("docker") is not None or "require_docker" in getattr(item, "fixturenames", ())
+@cache
+def room_of(file: str) -> str:
+    """What must run in one process with it; `file` is relative to the root."""
+    path = TESTS.parent / file
+    if path.parent.name == "sandboxes" or re.search(r"mark\.docker|require_docker", path.read_text()):
+        return "engine"
+    return path.stem if path.parent == TESTS else path.parent.name
 
 
 def is_xdist_worker(config: pytest.Config) -> bool:
