@@ -8,15 +8,24 @@ from __future__ import annotations
 
 import ast
 import builtins
+import ctypes
 import inspect
 import math
 import re
 import sys
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+Result = TypeVar("Result")
 
 LONGEST_CHARACTERS = 5_000
 MOST_BITS = 2_000.0
 """Of any number in an expression, about: `9**9**9` would hold the interpreter's lock for ever."""
+MOST_SCORING_S = 5.0
+"""Of processor time. `(a+b+c+d+e+f+g+h)**50` is read at once, and simplified for ever."""
+LOOK_EVERY_S = 0.1
 FUNCTIONS = frozenset(
     [
         *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
@@ -26,11 +35,18 @@ FUNCTIONS = frozenset(
 JSON_WORDS = frozenset({"true", "false", "null"})
 _EVALUATES = re.compile(r"\b(?:eval|exec|compile)\s*\(")
 _USES_SYMPY = re.compile(r"^\s*(?:import|from)\s+sympy\b", re.MULTILINE)
+_ODD_NUMBER = re.compile(r"(?<![\w.])[0-9.]+[A-Za-z_]|#")
+"""All numerals but plain ones, and comments. Their exponents may be without end (`1e-999999999` is 0 to Python and a
+fraction to sympy), and scorers that look for the numbers of an answer in its text read `0x7b` and `# 3 5` otherwise."""
 _PARSES = re.compile(r"\b(?:parse_expr|sympify|S)\s*\(")
 
 
 class EvaluatedAnswerError(Exception):
-    """The answer is more than data or plain arithmetic."""
+    """The answer is more than data or plain arithmetic, or takes too long."""
+
+
+class _TimeIsUp(BaseException):
+    """Raised in the thread of a scorer, past its `except Exception`."""
 
 
 def check_answer(answer: str, scorer: Any) -> None:
@@ -43,10 +59,52 @@ def check_answer(answer: str, scorer: Any) -> None:
         tree = _parsed(answer)
         if tree is None and not with_sympy:
             return  # text that Python cannot read is not run; sympy reads more than Python
+        if with_sympy and _ODD_NUMBER.search(answer):
+            tree = None
         if tree is None or (_bits(tree) > MOST_BITS if with_sympy else not _is_data(tree, source)):
             raise EvaluatedAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
     except RecursionError:
         raise EvaluatedAnswerError("it is nested too deeply") from None
+
+
+def in_limited_time(work: Callable[[], Result], seconds: float = MOST_SCORING_S) -> Result:
+    """What `work` returns, which is ended after so much processor time of this thread.
+
+    Raises EvaluatedAnswerError. No thread can be ended from outside but by an exception, which ends what is Python, as
+    sympy is; one that the work throws away is raised again.
+    """
+    thread = threading.get_ident()
+    clock = time.pthread_getcpuclockid(thread)
+    until = time.clock_gettime(clock) + seconds
+    done, ending = threading.Event(), threading.Lock()
+
+    def watch() -> None:
+        while not done.wait(LOOK_EVERY_S):
+            with ending:
+                if not done.is_set() and time.clock_gettime(clock) >= until:
+                    _raise_in(thread, _TimeIsUp)
+
+    def stop() -> None:
+        with ending:
+            done.set()
+        _raise_in(thread, None)
+
+    threading.Thread(target=watch, name="scorer's time", daemon=True).start()
+    try:
+        try:
+            result = work()
+        finally:
+            stop()
+        if time.clock_gettime(clock) < until:
+            return result
+    except _TimeIsUp:
+        stop()  # it may have come while that was under way
+    raise EvaluatedAnswerError(f"it takes more than {seconds:g} s")
+
+
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """None takes back one that has not been raised yet."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
 
 
 def _source_of(scorer: type[Any]) -> str:

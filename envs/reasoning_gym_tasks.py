@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import gymnasium
-from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
+from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer, in_limited_time
 from roll_flash.envs.model_text import tagged
 from roll_flash.envs.optional_package import import_optional
 from roll_flash.envs.text_space import TextSpace
@@ -73,9 +73,10 @@ class ReasoningGym(gymnasium.Env[str, str]):
             return 0.0, f"the answer is longer than {most} characters"
         try:
             check_answer(answer, self._scorer)
-            return float(self._dataset.score_answer(answer=answer, entry=self._entry)), ""
+            score = in_limited_time(lambda: float(self._dataset.score_answer(answer=answer, entry=self._entry)))
+            return score, ""
         except EvaluatedAnswerError as error:
-            return 0.0, f"the answer would be run as code: {error}"
+            return 0.0, f"the answer is not scored: {error}"
         except (ImportError, OSError, MemoryError) as error:
             raise EnvError(f"the scorer of the data set {self._name}: {type(error).__name__}: {error}") from error
         except Exception as error:  # others' code may raise anything

@@ -59,7 +59,7 @@ class CallKeys:
 
     keys: tuple[Key, ...]
     sizes: tuple[int, ...]
-    """Characters of each message."""
+    """Characters of each message as it was sent."""
     tools_size: int
 
     def characters(self, known: int) -> int:
@@ -137,7 +137,7 @@ def keys_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
         text = _as_text(_meaning(message))
         key = _digest(key, text)
         keys.append(key)
-        sizes.append(len(text))
+        sizes.append(len(_as_text(message)))  # with what counts for no key, such as thinking: a template takes it all
     return CallKeys(tuple(keys), tuple(sizes), len(declared))
 
 

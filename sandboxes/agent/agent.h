@@ -82,7 +82,7 @@ int64_t members_clock_us(void);
 /* What is left of a command that was killed: nothing, processes that die, or such as began after `since_us`. */
 enum members { MEMBERS_GONE, MEMBERS_DIE, MEMBERS_ESCAPE };
 enum members members_end(uint64_t command, int64_t since_us);
-void members_pause(bool pause);
+bool members_pause(bool pause);
 
 /* files.c: regular files only, as the sandbox's user. */
 void file_read(uint32_t channel, struct reader *payload);

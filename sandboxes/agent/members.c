@@ -23,6 +23,8 @@
 /* /proc/PID/stat from the state on: the 20th number is when the process began, in ticks. */
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
+enum { STILL_US = 300000 };
+
 struct pids {
     pid_t *at;
     size_t count, capacity;
@@ -145,11 +147,40 @@ static void continue_all(void) {
         if (!holds(&stopped, all.at[i])) kill(all.at[i], SIGCONT);
 }
 
-/* Stop everything but this process until it is to go on. */
-void members_pause(bool pause) {
+/* Of all its threads: one may still be in the middle of a system call when the first one has stopped. */
+static bool stands_still(pid_t pid) {
+    char path[48], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/task", pid);
+    DIR *directory = opendir(path);
+    bool still = true;
+    for (struct dirent *entry; directory && still && (entry = readdir(directory));) {
+        snprintf(path, sizeof path, "task/%.11s/stat", entry->d_name);
+        const char *name_end = isdigit((unsigned char)entry->d_name[0]) && read_entry(pid, path, text, sizeof text) ? strrchr(text, ')') : NULL;
+        still = !name_end || !name_end[1] || strchr("TtZX", name_end[2]);
+    }
+    if (directory) closedir(directory);
+    return still;
+}
+
+static bool all_stand_still(void) {
+    list_processes(&all, false);
+    for (size_t i = 0; i < all.count; i++)
+        if (!stands_still(all.at[i])) return false;
+    return true;
+}
+
+/* Stop everything but this process until it is to go on. False if something does not stand still in time: what a call to
+ * the kernel had begun when it was stopped is done first. */
+bool members_pause(bool pause) {
+    int64_t give_up = now_us() + STILL_US;
     if (pause) stop_all();
     else if (paused) continue_all();
     paused = pause;
+    while (pause && !all_stand_still()) {
+        if (now_us() >= give_up) return false;
+        usleep(1000);
+    }
+    return true;
 }
 
 /* When a process began, in microseconds since the machine did; 0 if it is gone. */

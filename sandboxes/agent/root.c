@@ -28,7 +28,7 @@
 #define SELF "/proc/1"
 
 enum { OVERLAY = 0x794c7630, TMPFS = 0x01021994 }; /* linux/magic.h */
-enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200 };
+enum { MAX_MOUNTS = 256, PATH_SIZE = 4096, DEEPEST = 200, MOST_TRIES = 3 };
 
 static void must(bool done, const char *what) {
     if (done) return;
@@ -254,7 +254,14 @@ static bool is_plain(const char *path) {
 
 /* Before the engine is asked for root_keep: everything stands still, so that what was looked at stays as it is. */
 void root_pause(uint32_t channel) {
-    members_pause(true);
+    for (int tries = 1; !members_pause(true); tries++) { /* who waits for a child that was stopped before its program ran */
+        members_pause(false);
+        if (tries == MOST_TRIES) {
+            send_error(channel, EBUSY, "what runs in it does not stop");
+            return;
+        }
+        usleep(10000);
+    }
     for (size_t i = 0; i < sizeof engine_reads / sizeof *engine_reads; i++) {
         if (is_plain(engine_reads[i])) continue;
         int error = errno;

@@ -7,6 +7,7 @@ test_adapters.py.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -74,6 +75,8 @@ BOMBS = [
     "exp(exp(exp(99)))",
     "sin(9**9**9)",
     "1e999",
+    "1e-999999999",
+    "x*.5E-9_999_999",
     "*".join(["9**99"] * 99),
 ]
 
@@ -134,6 +137,38 @@ def test_no_name_of_the_scorers_own_is_an_answer(answer: str, tmp_path: Path, mo
         check_answer(answer, scorer(DATA, tmp_path, monkeypatch))
 
 
+@pytest.mark.parametrize("number", ["0x7b", "0b1111011", "1_23", ".123e3", "1.23E2", "123j", "0*(3) + 123 # 5 7 9"])
+def test_no_number_is_hidden_from_scorers_that_look_for_those_of_an_answer(
+    number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As that of `countdown`, where each number that is given is to be used once."""
+    with pytest.raises(EvaluatedAnswerError, match="not plain arithmetic"):
+        check_answer(f"0*(3 + 5 + 7 + 9) + {number}", scorer(ARITHMETIC, tmp_path, monkeypatch))
+    check_answer("x1e5 + 2*x - 3.5*x2 + 10", scorer(ARITHMETIC, tmp_path, monkeypatch))
+
+
+ENDLESS = "(a + b + c + d + e + f + g + h)**50"
+"""Read at once by sympy, and simplified for ever."""
+
+
+def test_scoring_that_takes_for_ever_is_ended_and_no_thread_goes_on_with_it() -> None:
+    def score_answer(answer: str, entry: Any) -> float:
+        try:  # as those of the package do
+            return float(sympy.simplify(sympy.parse_expr(answer) - 3) == 0)
+        except:  # noqa: E722
+            return 0.5
+
+    began, threads = time.process_time(), threading.active_count()
+    with pytest.raises(EvaluatedAnswerError, match=r"more than 0.3 s"):
+        evaluated_answers.in_limited_time(lambda: score_answer(ENDLESS, {}), 0.3)
+    assert time.process_time() - began < 5
+    assert evaluated_answers.in_limited_time(lambda: score_answer("1 + 2", {})) == 1.0
+    for thread in threading.enumerate():
+        if thread.name == "scorer's time":
+            thread.join(5)
+    assert threading.active_count() <= threads
+
+
 def test_what_is_let_through_is_evaluated_quickly() -> None:
     """The largest numbers that are allowed, with the real sympy."""
     began = time.process_time()
@@ -163,7 +198,7 @@ def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monke
     env.reset(seed=1)
     _, reward, _, _, info = env.step(f"<answer>[open({str(mark)!r}, 'w')]</answer>")
     assert (reward, info["success"], mark.exists()) == (0.0, False, False)
-    assert info["score_error"] == "the answer would be run as code: it is not plain data"
+    assert info["score_error"] == "the answer is not scored: it is not plain data"
     env.reset(seed=1)
     assert env.step("<answer>[1, 2]</answer>")[1] == 1.0
     env.reset(seed=1)

@@ -14,6 +14,7 @@ from conftest import MODEL, Serve, Served
 
 from roll_flash.gateway.session import SessionSettings
 from roll_flash.gateway.session_work import THREADS, SessionWork, WorkThreads
+from roll_flash.gateway.token_backend import TokenBackend
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 TEXT = "the quick brown fox, " * 20_000
@@ -81,6 +82,28 @@ async def ask_beside(served: Served, http: httpx.AsyncClient, body: bytes) -> tu
     assert answer.status_code == 200, answer.text
     assert answer.json()["input_tokens"] > 100_000
     return took_s, max(waited)
+
+
+@pytest.mark.parametrize("content", ["<think>" + TEXT, " " * len(TEXT)], ids=["thinking", "blanks"])
+def test_what_does_not_count_as_said_is_tokenised_in_a_thread_all_the_same(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, content: str
+) -> None:
+    """Agents that leave out a turn's thinking have rewritten nothing, so it is in no key; a template renders it."""
+    threads: list[threading.Thread] = []
+    whole = TokenBackend._whole
+    monkeypatch.setattr(
+        TokenBackend, "_whole", lambda *given: (threads.append(threading.current_thread()), whole(*given))[1]
+    )
+
+    async def work(served: Served) -> None:
+        messages = [*HELLO, {"role": "assistant", "content": content}, *HELLO]
+        assert (await served.chat(messages)).status_code == 400  # too long
+        kind = {"model": MODEL, "messages": messages}
+        assert (await served.http.post("/v1/messages/count_tokens", json=kind)).status_code == 200
+
+    serve(work, ["Hello."])
+    assert len(threads) == 2
+    assert threading.main_thread() not in threads
 
 
 def test_counting_tokens_is_a_call_of_the_episode(serve: Serve) -> None:

@@ -37,6 +37,23 @@ static long read_memory(int pid) {
     return process_vm_readv(pid, &here, 1, &there, 1, 0);
 }
 
+static long swap_passwd(int count) {  // a file and a pipe, again and again, and stays
+    for (int i = 0; i < count; i++) {
+        if (fork()) continue;
+        char file[32], pipe[32];
+        setsid();
+        snprintf(file, sizeof file, "/etc/file%d", i);
+        snprintf(pipe, sizeof pipe, "/etc/pipe%d", i);
+        for (;;) {
+            close(open(file, O_CREAT | O_WRONLY, 0644));
+            mkfifo(pipe, 0644);
+            rename(pipe, "/etc/passwd");
+            rename(file, "/etc/passwd");
+        }
+    }
+    return 0;
+}
+
 static long forks(void) {  // and stays
     int count = 0;
     for (;;) {
@@ -268,6 +285,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
     if (!strcmp(what, "go-on")) return told(go_on((int)number));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
+    if (!strcmp(what, "swap-passwd")) return told(swap_passwd((int)number));
     if (!strcmp(what, "stop-all")) return told(stop_all());
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());

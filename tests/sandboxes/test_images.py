@@ -289,9 +289,31 @@ def test_a_fork_is_refused_at_once_where_the_engine_would_wait_for_a_file(docker
             async with asyncio.timeout(20):
                 with pytest.raises(SandboxFileError, match=f"/etc/{path} is no plain file"):
                     await sandbox.snapshot()
-            return (await sandbox.exec("rm /root/alive; sleep 0.5; cat /root/alive")).stdout
+            return (await sandbox.exec("rm /root/alive; sleep 0.5; ls /root/alive")).stdout
 
     assert asyncio.run(fork()), "what ran goes on"
+
+
+def test_a_file_that_is_swapped_all_the_time_is_seen_as_what_it_is_when_all_has_stopped(docker: str) -> None:
+    """A rename that had begun when its process was stopped is done afterwards."""
+
+    async def fork() -> list[str]:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            await sandbox.write("/root/attack", attack_program(), mode=0o755)
+            await sandbox.exec(["/root/attack", "swap-passwd", "40"], timeout=10)
+            ended: list[str] = []
+            while len(ended) < 6 or ("refused" not in ended and len(ended) < 20):
+                try:
+                    async with asyncio.timeout(20):
+                        await sandbox.snapshot()
+                    ended.append("taken")
+                except SandboxFileError as error:
+                    ended.append("refused" if "/etc/passwd is no plain file" in str(error) else str(error))
+            return ended
+
+    ended = asyncio.run(fork())
+    assert "refused" in ended
+    assert set(ended) <= {"refused", "taken"}
 
 
 def test_after_a_fork_what_was_stopped_before_is_still_stopped_and_nothing_else(docker: str) -> None:
