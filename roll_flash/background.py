@@ -86,6 +86,34 @@ async def beside(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[Non
         await asyncio.gather(task, return_exceptions=True)
 
 
+@asynccontextmanager
+async def given_up_after(failure: FirstFailure) -> AsyncIterator[None]:
+    """The first error in the background cancels the block, which then raises that error: for a start, in which nobody
+    else looks at it for minutes. What the block started is closed outside of it, so that nothing cuts that short."""
+    block = asyncio.current_task()
+    assert block is not None
+    is_given_up = False
+
+    async def watch() -> None:
+        nonlocal is_given_up
+        await failure.happened.wait()
+        if not block.cancelling():  # what Ctrl-C has begun to end needs no second push
+            is_given_up = True
+            block.cancel()
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+        await asyncio.sleep(0)  # where a cancellation arrives that came as the block ended
+    except asyncio.CancelledError:
+        if is_given_up and not block.uncancel():  # else Ctrl-C has come since
+            failure.raise_error()
+        raise
+    finally:
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+
 def _report(task: asyncio.Task[Any]) -> None:
     if task.cancelled() or (error := task.exception()) is None:
         return

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll_flash.background import all_or_first_error
+from roll_flash.background import FirstFailure, all_or_first_error, given_up_after
 from roll_flash.checkpoint_writer import CheckpointWriter
 from roll_flash.config import Config
 from roll_flash.daemon_threads import call_in_thread
@@ -153,37 +153,45 @@ class Start:
 
 
 @asynccontextmanager
-async def open_system(start: Start, learner: LearnerEngine, progress: Progress) -> AsyncIterator[System]:
-    """Start learner, servers and workers, and what goes between them.
+async def open_system(
+    start: Start, learner: LearnerEngine, progress: Progress, failure: FirstFailure
+) -> AsyncIterator[System]:
+    """Start learner, servers and workers, and what goes between them. A `failure` in the background ends the start.
 
     What may be refused comes before what takes long. All of it is stopped in the opposite order.
     """
+    async with AsyncExitStack() as stack:
+        async with given_up_after(failure):
+            system = await _start_system(stack, start, learner, progress)
+        yield system
+
+
+async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
     if start.resume_at is not None:
         run_dir.rewind(start.resume_at)
-    async with AsyncExitStack() as stack:
-        engine = await _start_models(stack, start, learner, progress)
-        settings = worker_settings(config, engine.client_spec(), start.model_folder, start.needs_sandbox)
-        fleet = await _start_workers(stack, config, settings)
-        if start.checkpoint:
-            await learner.load(start.checkpoint.state)
-        metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)
-        stack.callback(metrics.close)
-        episodes = stack.enter_context(run_dir.episodes_writer())
-        rollout = _open_rollout(start, fleet, episodes, learner.version)
-        stream = await stack.enter_async_context(await open_stream(config))
-        if start.checkpoint:
-            await load_stream(stream, start.checkpoint.folder)
-        stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
-        publisher = await _open_publisher(stack, start, learner, engine, rollout)
-        checkpoints = _open_checkpoints(start, learner, stream, rollout)
-        stack.push_async_callback(checkpoints.close)
-        progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
-        await _agree_on_weights(start, learner, publisher, metrics, progress)
-        trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
-        yield System(
-            config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages, trained
-        )
+    engine = await _start_models(stack, start, learner, progress)
+    settings = worker_settings(config, engine.client_spec(), start.model_folder, start.needs_sandbox)
+    fleet = await _start_workers(stack, config, settings)
+    if start.checkpoint:
+        await learner.load(start.checkpoint.state)
+    metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)
+    stack.callback(metrics.close)
+    episodes = stack.enter_context(run_dir.episodes_writer())
+    rollout = _open_rollout(start, fleet, episodes, learner.version)
+    stream = await stack.enter_async_context(await open_stream(config))
+    if start.checkpoint:
+        await load_stream(stream, start.checkpoint.folder)
+    stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
+    publisher = await _open_publisher(stack, start, learner, engine, rollout)
+    checkpoints = _open_checkpoints(start, learner, stream, rollout)
+    stack.push_async_callback(checkpoints.close)
+    progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
+    await _agree_on_weights(start, learner, publisher, metrics, progress)
+    trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
+    return System(
+        config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages, trained
+    )
 
 
 @asynccontextmanager

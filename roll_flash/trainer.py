@@ -56,7 +56,7 @@ async def _train(start: Start, learner: LearnerEngine, progress: Progress) -> di
     with first_failure() as failure:
         async with (
             Interrupts(progress.note) as interrupts,
-            open_system(start, learner, progress) as system,
+            open_system(start, learner, progress, failure) as system,
         ):
             trainer = Trainer(system, progress)
             return await interrupts.run_until_stopped(trainer.run(), failure=failure, save=trainer.stop_early)

@@ -8,14 +8,16 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.background import first_failure, in_thread, start_background
+from roll_flash import system, trainer
+from roll_flash.background import first_failure, given_up_after, in_thread, start_background
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import CheckpointConfig
 from roll_flash.errors import CheckpointError, RollFlashError, RunError
@@ -70,6 +72,50 @@ def test_an_error_in_the_background_ends_the_run_at_once_with_its_cause(error: B
     with pytest.raises(RunError, match=says):
         ended.run(work)
     assert len(ended.saved) == 1
+
+
+def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's control store may die while a model loads for minutes."""
+    happened: list[str] = []
+
+    async def start_models(stack: AsyncExitStack, *_: object) -> None:
+        stack.push_async_callback(close)
+        start_background(fails(RunError("Ray is gone")), "the watch over Ray")
+        await for_ever()
+
+    async def close() -> None:
+        start_background(fails(RunError("a server died")), "the supervision of a server")
+        await asyncio.sleep(0.01)
+        happened.append("closed in order")
+
+    monkeypatch.setattr(system, "_start_models", start_models)
+
+    async def run() -> None:
+        async with asyncio.timeout(5):
+            await trainer._train(Mock(resume_at=None), Mock(), Mock())
+
+    with pytest.raises(RunError, match=r"^Ray is gone$"):
+        asyncio.run(run())
+    assert happened == ["closed in order"]
+
+
+def test_ctrl_c_in_a_start_is_not_cut_short_by_what_fails_then() -> None:
+    happened: list[str] = []
+
+    async def run() -> None:
+        with first_failure() as failure:
+            async with Interrupts(happened.append), given_up_after(failure):
+                os.kill(os.getpid(), signal.SIGINT)
+                try:
+                    await for_ever()
+                finally:
+                    start_background(fails(RunError("a server died")), "the supervision of a server")
+                    await asyncio.sleep(0.01)
+                    happened.append("closed in order")
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(run())
+    assert happened[1:] == ["closed in order"]
 
 
 def test_what_is_cancelled_in_the_background_is_no_failure() -> None:

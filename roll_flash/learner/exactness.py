@@ -47,6 +47,11 @@ def make_exact(policy: PolicyModel, folder: Path) -> None:
         policy.logit_form = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
     except Exception as error:  # whatever the code of a model raises
         raise ModelError(f"{name} does not run on a text of {len(texts[0])} tokens: {_described(error)}") from error
+    if not torch.cat(expected).isfinite().all():
+        raise ModelError(
+            f"{name} gives log-probabilities that are not finite to a text of {len(texts[0])} tokens; its weights are "
+            "damaged, or do not fit its config.json"
+        )
     spread = min(1.0, float(torch.cat(expected).std()))
     tolerance = _TOLERANCE * max(_LEAST_SPREAD, spread)
     if (leak := _sees_later_tokens(texts, expected)) > tolerance:

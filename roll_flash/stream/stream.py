@@ -45,6 +45,8 @@ class TrajectoryStream:
         self._waiters: set[asyncio.Event] = set()
         self._writers: dict[asyncio.Future[list[int]], Sequence[RowInfo]] = {}
         """Those that wait for room, first come first, and what they want to put."""
+        self._held: dict[asyncio.Task[Any], set[int]] = {}
+        """The newest claims of each task that has taken some and not ended; those that are settled go with the next."""
         self._error: BaseException | None = None
         self._snapshots = 0
 
@@ -114,9 +116,7 @@ class TrajectoryStream:
         claim = await self._claim(consumer, partition, timeout_s)
         if claim is None:
             return None
-        task = asyncio.current_task()
-        assert task is not None
-        task.add_done_callback(lambda done: self._give_back_of(done, claim))
+        self._hold(claim)
         return await self._fetch(claim)
 
     async def release(self, taken: Batch | Claim) -> None:
@@ -280,11 +280,25 @@ class TrajectoryStream:
             await self.give_back(claim)
             raise
 
-    def _give_back_of(self, task: asyncio.Task[Any], claim: Claim) -> None:
+    def _hold(self, claim: Claim) -> None:
+        """Note that it is this task's, one callback for all that a task takes: some take batches for days."""
+        task = asyncio.current_task()
+        assert task is not None
+        if task not in self._held:
+            self._held[task] = set()
+            task.add_done_callback(self._give_back_of)
+        self._held[task] &= self._ledger.claims.keys()
+        self._held[task].add(claim.claim_id)
+
+    def _give_back_of(self, task: asyncio.Task[Any]) -> None:
         """Nobody else will, when the task that took the rows ended before its time."""
-        if claim.claim_id in self._ledger.claims and (task.cancelled() or task.exception() is not None):
-            self._ledger.settle(claim.claim_id, consumed=False)
-            self._wake()
+        held = self._held.pop(task) & self._ledger.claims.keys()
+        if not held or not (task.cancelled() or task.exception() is not None):
+            return
+        for claim_id in sorted(held, reverse=True):  # what is given back last comes first
+            self._ledger.settle(claim_id, consumed=False)
+        self._let_writers_in()  # rows that were dropped meanwhile leave room; their data goes with the next change
+        self._wake()
 
     async def _settle(self, taken: Batch | Claim, **how: Any) -> None:
         claim = taken.claim if isinstance(taken, Batch) else taken
@@ -292,10 +306,10 @@ class TrajectoryStream:
         await self._after_change()
 
     async def _after_change(self) -> None:
+        self._let_writers_in()  # first: who is cancelled while a store releases has let them in
+        self._wake()
         if not self._snapshots and (freed := self._ledger.take_freed()):
             await self._store.release(freed)
-        self._let_writers_in()
-        self._wake()
 
     def _wake(self) -> None:
         for waiter in self._waiters:

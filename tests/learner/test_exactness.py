@@ -126,6 +126,15 @@ def test_a_model_that_cannot_be_exact_is_refused_in_one_line(tmp_path: Path, mon
         load_policy_model(folder)
 
 
+def test_weights_that_are_not_finite_are_told_from_a_model_that_cannot_be_computed(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    model.model.layers[1].mlp.up_proj.weight.data[0, 0] = float("nan")
+    model.save_pretrained(folder)
+    with pytest.raises(ModelError, match=r"not finite .* its weights are damaged"):
+        load_policy_model(folder)
+
+
 def test_a_model_that_sees_later_tokens_is_refused_in_one_line(tmp_path: Path) -> None:
     """It would predict each token from that token itself, and the loss would look splendid."""
     folder = write_model("gemma3_text", tmp_path, use_bidirectional_attention=True)

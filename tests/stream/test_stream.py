@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import statistics
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -26,6 +27,7 @@ from roll_flash.stream import (
     load_stream,
     save_stream,
 )
+from roll_flash.stream.rows import Claim
 from roll_flash.stream.store import Store
 
 NewStore = Callable[[], Store]
@@ -250,6 +252,44 @@ def test_what_a_cancelled_consumer_had_taken_comes_again() -> None:
         await stream.release(batch)
         await stream.seal()
         assert await stream.next_batch("judge") is None
+
+    run(main())
+
+
+def test_room_that_a_cancelled_consumer_leaves_goes_to_the_next_writer() -> None:
+    """Its row was dropped while it had it: nothing comes again, and nothing else may happen any more."""
+
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE], capacity_rows=1)
+        (row_id,) = await stream.put([row(1)])
+
+        async def work() -> None:
+            assert numbers(await stream.next_batch("judge")) == [1]
+            await asyncio.sleep(60)
+
+        consumer = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        await stream.drop([row_id], "late")
+        writer = asyncio.create_task(stream.put([row(2)], timeout_s=1))
+        await asyncio.sleep(0)
+        consumer.cancel()
+        assert await writer == [row_id + 1]
+        assert stream.books()["dropped_late"] == 1
+
+    run(main())
+
+
+def test_a_task_that_takes_batches_for_days_keeps_nothing_of_them() -> None:
+    async def main() -> None:
+        stream = TrajectoryStream([JUDGE])
+        for number in range(200):
+            await stream.put([row(number)])
+            batch = await stream.next_batch("judge")
+            assert batch is not None
+            await stream.release(batch)
+        del batch
+        gc.collect()
+        assert sum(isinstance(thing, Claim) for thing in gc.get_objects()) < 20
 
     run(main())
 
