@@ -2,18 +2,15 @@
 
 A test marked `docker` or `vllm` skips on a machine that lacks it, naming what is missing, and fails in CI.
 
-`make test` runs two processes of pytest-xdist. A folder goes to one of them as a whole, since its tests share servers;
-all files that use the Docker engine go to the same one, since some of them look at everything that runs on it.
+`make test` runs two processes of pytest-xdist. A folder goes to one of them as a whole, since its tests share servers.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import signal
 from collections.abc import Generator, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -23,7 +20,7 @@ from leaks import Session
 from roll_flash.doctor import Check, check_bubblewrap, check_docker, check_vllm
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
-TESTS = Path(__file__).parent
+LONGEST_ROOMS = ("test_training_runs.py", "sandboxes", "envs", "inference", "learner", "test_soak.py", "evaluate")
 SESSION = pytest.StashKey[Session]()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -99,16 +96,21 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return room_of(nodeid.partition("::")[0])
 
+    config.option.loadscopereorder = False  # by number of tests
     return ByRoom(config, log)
 
 
-@cache
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest rooms first, so that the two processes end at about the same time."""
+    places = {room: place for place, room in enumerate(LONGEST_ROOMS)}
+    items.sort(key=lambda item: places.get(room_of(item.nodeid.partition("::")[0]), len(places)))
+
+
 def room_of(file: str) -> str:
-    """What must run in one process with it; `file` is relative to the root."""
-    path = TESTS.parent / file
-    if path.parent.name == "sandboxes" or re.search(r"mark\.docker|require_docker", path.read_text()):
-        return "engine"
-    return path.stem if path.parent == TESTS else path.parent.name
+    """The tests in a folder share servers, those in a file right below `tests` a run."""
+    _, _, inner = file.partition("tests/")
+    return inner.partition("/")[0]
 
 
 def is_xdist_worker(config: pytest.Config) -> bool:
