@@ -19,8 +19,6 @@ import pytest
 from abuse import within
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
