@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -365,9 +366,10 @@ def test_doctor_reports_every_check(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_sandbox_ls_is_a_list_also_where_no_engine_answers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere/docker.sock")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # other tests have folders in the usual one
     assert main(["sandbox", "ls", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
     assert main(["sandbox", "reap"]) == 0

@@ -21,6 +21,7 @@ from roll_flash.sandboxes import (
     SandboxSpecError,
     image_build,
     kept_images,
+    list_sandboxes,
     open_sandbox,
 )
 from roll_flash.sandboxes.agent_program import cache_folder
@@ -28,6 +29,7 @@ from roll_flash.sandboxes.build_context import packed_files
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
 from roll_flash.sandboxes.image_build import build_error, image_key, one_at_a_time
+from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.images import ensure_image
 from roll_flash.sandboxes.kept_images import BUILDS, prune_builds, use_build
 from roll_flash.sandboxes.opening import connect_provider
@@ -45,9 +47,9 @@ def dockerfile(docker: str) -> Iterator[str]:
     subprocess.run(["docker", "rmi", "-f", f"{BUILDS}:{image_key(text, BUILT)}"], capture_output=True, check=True)
 
 
-def images(repository: str) -> list[str]:
-    listed = subprocess.run(["docker", "images", "-q", repository], capture_output=True, text=True, check=True)
-    return listed.stdout.split()
+def own_snapshots() -> list[str]:
+    owner = str(Owner.current())
+    return [entry.name for entry in list_sandboxes() if entry.kind == "snapshot" and entry.owner == owner]
 
 
 def test_a_dockerfile_is_built_once_for_all_who_ask_at_once(
@@ -133,12 +135,12 @@ def test_a_writable_root_is_forked_and_its_image_is_removed_at_the_end(docker: s
             async with pool.lease(spec) as sandbox:
                 await sandbox.exec("echo kept > /kept")
                 forked = await sandbox.snapshot()
+            assert len(await asyncio.to_thread(own_snapshots)) == 1
             async with pool.lease(forked) as sandbox:
                 return await sandbox.read("/kept")
 
-    before = images("roll-flash-snapshot")
     assert asyncio.run(fork()) == b"kept\n"
-    assert images("roll-flash-snapshot") == before
+    assert own_snapshots() == []
 
 
 def test_an_image_without_shell_or_python_works_unchanged(docker: str) -> None:
