@@ -28,8 +28,8 @@ from roll_flash.sandboxes.agent_program import cache_folder
 from roll_flash.sandboxes.build_context import packed_files
 from roll_flash.sandboxes.engine_address import EngineAddress
 from roll_flash.sandboxes.engine_api import EngineApi
-from roll_flash.sandboxes.image_build import build_error, image_key, one_at_a_time
 from roll_flash.sandboxes.identity import Owner
+from roll_flash.sandboxes.image_build import build_error, image_key, one_at_a_time
 from roll_flash.sandboxes.images import ensure_image
 from roll_flash.sandboxes.kept_images import BUILDS, prune_builds, use_build
 from roll_flash.sandboxes.opening import connect_provider
