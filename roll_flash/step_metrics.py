@@ -25,7 +25,11 @@ class StepRecord:
     """Collects the groups of a step and the time the learner spent on them."""
 
     def __init__(self, version: int, servers_idle_s: float) -> None:
-        self._version = version
+        """`version`: of the weights that the step begins with."""
+        self.version = version
+        self.learner_metrics: dict[str, float] = {}
+        self.is_counted = False
+        self.is_reported = False
         self._servers_idle_s = servers_idle_s
         self._started = time.monotonic()
         self._learner_s = 0.0
@@ -49,7 +53,7 @@ class StepRecord:
         step_s = time.monotonic() - self._started
         trajectories = self.trajectories
         samples = [sample for trajectory in trajectories for sample in trajectory.samples]
-        staleness = self._version - np.concatenate([sample.versions[sample.policy_mask] for sample in samples])
+        staleness = self.version - np.concatenate([sample.versions[sample.policy_mask] for sample in samples])
         rewards = [t.reward for t in trajectories]
         successes = [t.success for t in trajectories if t.success is not None]
         spread = [np.std([t.reward for t in group.trajectories]) for group in self._groups]

@@ -19,7 +19,7 @@ from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import Config
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.interrupt import Interrupts
-from roll_flash.learner.engine import LearnerEngine, StepResult
+from roll_flash.learner.engine import LearnerEngine
 from roll_flash.learner.open import open_learner
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.summary import summarize
@@ -77,6 +77,7 @@ class Trainer:
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
         self._loader = LearnerLoader(system.stream, timeout_s=timeout_s, reward_column=column)
+        self._record: StepRecord | None = None
 
     async def run(self) -> dict[str, Any]:
         system = self._system
@@ -110,7 +111,10 @@ class Trainer:
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:
             await self._micro_batch_s.bound(learner.abandon_step(), "the learner's last micro-batch")
+            cut_short = await self._count_what_was_cut_short()
             await self.checkpoint()
+            if cut_short is not None:
+                self._report(cut_short, None, {})
         except asyncio.CancelledError:
             self._system.checkpoints.give_up()
             raise
@@ -122,7 +126,7 @@ class Trainer:
     async def _step(self) -> bool:
         """One step. False when the task source has ended and there was nothing left to train."""
         learner, rollout = self._system.learner, self._system.rollout
-        record = StepRecord(learner.version, rollout.idle_s())
+        record = self._record = StepRecord(learner.version, rollout.idle_s())
         has_groups = False
         source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
         async with aclosing(source) as micro_batches:
@@ -135,16 +139,32 @@ class Trainer:
             return False
         with record.learner_works():
             result = await self._update_s.bound(learner.finish_step(), "the learner's step")
-        await rollout.version_advanced(result.version)
-        self._note_rollout()
+        record.learner_metrics = result.metrics
+        await self._count(record)
         publication = await self._settle()
         with record.learner_works():
             await self._system.publisher.begin()
-        self._note_trained(result.version, record.trajectories)
-        self._report(record, result, publication, await self._system.usage_metrics())
+        self._report(record, publication, await self._system.usage_metrics())
         if self._schedule.is_due(result.version, time.monotonic()):
             await self._begin_checkpoint()
         return True
+
+    async def _count_what_was_cut_short(self) -> StepRecord | None:
+        """A step that ended between the learner's update and its report has made weights as any other."""
+        record = self._record
+        if record is None or record.is_reported:
+            return None
+        if not record.is_counted and self._system.learner.version > record.version:
+            await self._count(record)
+        return record if record.is_counted else None
+
+    async def _count(self, record: StepRecord) -> None:
+        """The learner's step is done: its groups are trained, whatever comes."""
+        record.is_counted = True
+        version = self._system.learner.version
+        await self._system.rollout.version_advanced(version)
+        self._note_rollout()
+        self._note_trained(version, record.trajectories)
 
     def _note_rollout(self) -> None:
         for notice in self._system.rollout.take_notices():
@@ -181,22 +201,21 @@ class Trainer:
                 "held out; the environment gives the same tasks for other seeds"
             )
 
-    def _report(
-        self, record: StepRecord, result: StepResult, publication: Publication | None, usage: dict[str, float]
-    ) -> None:
-        rollout = self._system.rollout
+    def _report(self, record: StepRecord, publication: Publication | None, usage: dict[str, float]) -> None:
+        record.is_reported = True
+        rollout, version = self._system.rollout, self._system.learner.version
         metrics = {
             **record.metrics(rollout.idle_s()),
-            **result.metrics,
+            **record.learner_metrics,
             **(publication.metrics() if publication else {}),
             **{f"books/{name}": count for name, count in rollout.books().items()},
             **{f"stream/{name}": value for name, value in self._system.stream.metrics().items()},
             **usage,
             **self._system.checkpoints.metrics(),
         }
-        self._system.metrics.log(result.version, metrics | rollout.metrics())
-        self._progress.step(result.version, metrics)
+        self._system.metrics.log(version, metrics | rollout.metrics())
+        self._progress.step(version, metrics)
         if (decision := rollout.adapt(metrics)) is not None:
-            self._system.run_dir.log_decision({"step": result.version, **asdict(decision)})
+            self._system.run_dir.log_decision({"step": version, **asdict(decision)})
             if decision.changed:
                 self._progress.note(f"async_ratio is {decision.async_ratio} from now on: {decision.reason}")

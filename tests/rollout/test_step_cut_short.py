@@ -1,0 +1,152 @@
+"""A step that is cut short when the learner has new weights already is counted and reported as any other.
+
+Real rollout, stream and trainer; learner, servers and files are stand-ins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from test_rollout import Log, ThisProcess, plays, tasks_of
+
+from roll_flash.config import load_config
+from roll_flash.learner.engine import StepResult
+from roll_flash.monitor.metrics import STEP_S
+from roll_flash.rollout.rollout import Rollout
+from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer
+from roll_flash.trainer import Trainer
+from roll_flash.types import Group
+
+
+class Learner:
+    """Hangs in the middle of the update of the second step where it is told to."""
+
+    def __init__(self, hangs: bool) -> None:
+        self.version = 0
+        self.reached = asyncio.Event()
+        self._hangs = hangs
+        self._has_stepped = False
+
+    async def accumulate(self, groups: Sequence[Group]) -> None:
+        pass
+
+    async def finish_step(self) -> StepResult:
+        self._has_stepped = True
+        if self._hangs and self.version == 1:
+            self.reached.set()
+            await asyncio.Event().wait()
+        self.version, self._has_stepped = self.version + 1, False
+        return StepResult(self.version, 1, False, {"loss": 1.0})
+
+    async def abandon_step(self) -> None:
+        self.version, self._has_stepped = self.version + self._has_stepped, False
+
+
+class Servers:
+    """Take the weights of the first step at once, or never."""
+
+    def __init__(self, learner: Learner, fleet: ThisProcess, run: Rollout, hang: bool) -> None:
+        self._learner, self._fleet, self._run, self._hang = learner, fleet, run, hang
+
+    async def settled(self) -> None:
+        if self._hang and self._learner.version == 2:
+            self._learner.reached.set()
+            await asyncio.Event().wait()
+
+    async def begin(self) -> None:
+        self._fleet.version = self._learner.version
+        self._run.published(self._learner.version)
+
+
+class Kept:
+    """Rows of metrics, tasks that were trained, and what checkpoints held of the rollout."""
+
+    def __init__(self, run: Rollout) -> None:
+        self.rows: list[dict[str, Any]] = []
+        self.trained: dict[int, set[str]] = {}
+        self.states: list[dict[str, Any]] = []
+        self.hashes: set[str] = set()
+        self._run = run
+
+    def log(self, step: int, metrics: dict[str, Any]) -> None:
+        self.rows.append({"step": step, **metrics})
+
+    def add(self, step: int, trajectories: Sequence[Any]) -> None:
+        self.trained[step] = {one.task.task_id for one in trajectories}
+
+    async def begin(self) -> None:
+        self.states.append(self._run.state())
+
+    async def settled(self) -> None:
+        pass
+
+    def metrics(self) -> dict[str, float]:
+        return {}
+
+
+async def cut_short(where: str) -> tuple[Kept, Rollout]:
+    """Two steps, the second one cut at `where`, as Ctrl-C does it."""
+    config = load_config(
+        {
+            "model": {"path": "tiny"},
+            "env": {"id": "Env-v0"},
+            "rollout": {"groups_per_step": 2, "group_size": 2, "max_concurrent": 16},
+            "async_ratio": 1.0,
+            "checkpoint": {"every_minutes": 0},
+            "eval": {"before_and_after": False},
+            "steps": 5,
+        }
+    )
+    fleet = ThisProcess(plays())
+    learner = Learner(hangs=where == "update")
+    async with Rollout(config, fleet, tasks_of(), Log()) as run:  # type: ignore[arg-type]
+        kept = Kept(run)
+
+        async def usage() -> dict[str, float]:
+            return {}
+
+        system: Any = SimpleNamespace(
+            config=config,
+            learner=learner,
+            rollout=run,
+            publisher=Servers(learner, fleet, run, hang=where == "publication"),
+            stream=TrajectoryStream([learner_consumer(4096)], MemoryStore(), capacity_rows=100, capacity_bytes=1 << 20),
+            stages=SimpleNamespace(reward_column="reward"),
+            run_dir=SimpleNamespace(latest_checkpoint=lambda: None),
+            metrics=kept,
+            trained_tasks=kept,
+            checkpoints=kept,
+            usage_metrics=usage,
+        )
+        said = SimpleNamespace(note=lambda text: None, status=lambda text: None, step=lambda step, metrics: None)
+        trainer = Trainer(system, said)  # type: ignore[arg-type]
+
+        async def steps() -> None:
+            while await trainer._step():
+                pass
+
+        stepping = asyncio.create_task(steps())
+        await asyncio.wait({stepping, asyncio.ensure_future(learner.reached.wait())}, return_when="FIRST_COMPLETED")
+        assert not stepping.done(), stepping.result()
+        stepping.cancel()
+        await asyncio.gather(stepping, return_exceptions=True)
+    await trainer.stop_early(KeyboardInterrupt())
+    return kept, run
+
+
+@pytest.mark.parametrize("where", ["update", "publication"])
+def test_it_is_in_the_metrics_and_its_tasks_are_not_played_again(where: str) -> None:
+    kept, run = asyncio.run(asyncio.wait_for(cut_short(where), 60))
+    assert [row["step"] for row in kept.rows if STEP_S in row] == [1, 2]
+    assert [len(tasks) for tasks in kept.trained.values()] == [2, 2]
+    books = run.books()
+    assert books["trained"] == 8
+    assert kept.rows[-1]["books/trained"] == 8
+    (state,) = kept.states
+    waiting = {task["task_id"] for task in state["unfinished"]}
+    assert waiting
+    assert not waiting & set().union(*kept.trained.values())
