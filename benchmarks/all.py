@@ -48,7 +48,11 @@ BENCHMARKS = [
     Benchmark("scheduling", ("scheduling.py",)),
     Benchmark("stream", ("stream.py",)),
     Benchmark("staleness", ("staleness.py",), full=("--output", str(RESULTS))),
-    Benchmark("staleness_same", ("staleness.py", "--task", "same"), full=("--output", str(RESULTS))),
+    Benchmark(
+        "staleness_same",
+        ("staleness.py", "--task", "same", "--learning-rate", "1e-3"),
+        full=("--output", str(RESULTS)),
+    ),
     Benchmark("rollout", ("rollout.py",)),
     Benchmark("clients", ("clients.py",), writes=False),
     Benchmark("gateway", ("gateway.py",), writes=False),

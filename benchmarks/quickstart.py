@@ -1,6 +1,6 @@
 """The quickstart, seed by seed: held-out success before and after, and how long the training part takes.
 
-    python benchmarks/quickstart.py [--seeds 0 1 2] [--quick] [--json] [a.b=c ...]
+    python benchmarks/quickstart.py [--seeds 0 1 2 3 4] [--quick] [--json] [a.b=c ...]
 
 Runs `roll-flash train configs/quickstart.yaml` once for each seed, one after the other, on an otherwise idle machine.
 The training part is the time from the first step's begin to the last step's end, evaluations apart. `--quick` runs
@@ -62,22 +62,28 @@ def table(rows: list[dict[str, Any]]) -> str:
     return "\n".join([header, "|---" * len(rows[0]) + "|", *lines])
 
 
+def save(result: dict[str, Any]) -> None:
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "quickstart.json").write_text(json.dumps(result, indent=2) + "\n")
+    text = f"# Quickstart\n\n`python benchmarks/quickstart.py` on {result['machine']}.\n\n{table(result['rows'])}\n"
+    (RESULTS / "quickstart.md").write_text(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3, 4])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("overrides", nargs="*", metavar="a.b=c")
     arguments = parser.parse_intermixed_args()
     config, seeds = ("configs/ci.yaml", [0]) if arguments.quick else ("configs/quickstart.yaml", arguments.seeds)
-    with tempfile.TemporaryDirectory() as runs:
-        rows = [figures(seed, train(config, seed, runs, arguments.overrides)) for seed in seeds]
+    rows: list[dict[str, Any]] = []
     result = {"benchmark": "quickstart", "config": config, "machine": machine(), "rows": rows}
-    if not arguments.quick:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "quickstart.json").write_text(json.dumps(result, indent=2) + "\n")
-        text = f"# Quickstart\n\n`python benchmarks/quickstart.py` on {result['machine']}.\n\n{table(rows)}\n"
-        (RESULTS / "quickstart.md").write_text(text)
+    with tempfile.TemporaryDirectory() as runs:
+        for seed in seeds:
+            rows.append(figures(seed, train(config, seed, runs, arguments.overrides)))
+            if not arguments.quick:
+                save(result)
     print(json.dumps(result) if arguments.json else f"{result['machine']}\n{table(rows)}")
 
 

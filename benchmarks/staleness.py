@@ -273,7 +273,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="two ages, two losses, a few steps: within a minute")
     parser.add_argument("--json", action="store_true", help="one object of named figures on standard output")
-    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--seeds", type=int, default=6)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--minibatches", type=int, default=1, choices=(1, 2, 4), help="optimizer steps per batch")
