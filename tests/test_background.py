@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
@@ -97,6 +98,46 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
     with pytest.raises(RunError, match=r"^Ray is gone$"):
         asyncio.run(run())
     assert happened == ["closed in order"]
+
+
+async def _turned_into_an_error_of_its_own() -> None:
+    try:
+        await for_ever()
+    except asyncio.CancelledError:
+        raise RunError("no server started") from None
+
+
+async def _fails_in_the_same_moment() -> None:
+    for _ in range(2):  # until it is known, and nobody has been told
+        await asyncio.sleep(0)
+    raise RunError("no server started")
+
+
+async def _held_back() -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await for_ever()
+
+
+@pytest.mark.parametrize("start", [_turned_into_an_error_of_its_own, _fails_in_the_same_moment, _held_back])
+def test_a_start_that_fails_of_an_error_in_the_background_names_that_one(
+    start: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    left: list[int] = []
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with first_failure() as failure:
+                async with asyncio.timeout(5), given_up_after(failure):
+                    start_background(fails(RunError("Ray is gone")), "the watch over Ray")
+                    await start()
+        finally:
+            left.append(task.cancelling())
+
+    with pytest.raises(RunError, match=r"^Ray is gone$"):
+        asyncio.run(run())
+    assert left == [0], "a cancellation is left that a later wait would take for its own"
 
 
 def test_ctrl_c_in_a_start_is_not_cut_short_by_what_fails_then() -> None:
