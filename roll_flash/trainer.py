@@ -110,6 +110,7 @@ class Trainer:
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:
             await self._micro_batch_s.bound(learner.abandon_step(), "the learner's last micro-batch")
+            await self._system.checkpoints.ended()  # that it failed may be why the run ends
             await self.checkpoint()
         except asyncio.CancelledError:
             self._system.checkpoints.give_up()
