@@ -53,6 +53,9 @@ __all__ = [
     "load_config",
 ]
 
+STALL_MARGIN_S = 60.0
+"""For what comes between the end of an episode and the news of it, on a machine that is busy."""
+
 
 class ModelConfig(Section):
     path: LocalPath
@@ -266,8 +269,9 @@ class CheckpointConfig(Section):
 
 class MonitorConfig(Section):
     tensorboard: bool = True
-    stall_timeout_s: PositiveFloat = 600.0
-    """With no progress for so long the run stops and names what it waits for."""
+    stall_timeout_s: PositiveFloat | None = None
+    """With no episode ending for so long the run stops and names what it waits for. None: a minute longer than
+    `rollout.episode_timeout_s` and a `rollout.step_timeout_s` to close it, so that slow episodes end by themselves."""
 
 
 class RayConfig(Section):
@@ -342,6 +346,12 @@ class Config(Section):
     def highest_async_ratio(self) -> float:
         """The bound that no trained token ever exceeds."""
         return self.async_ratio_bounds[1] if self.async_ratio == "auto" else self.async_ratio
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """How long no episode may end before the run stops."""
+        chosen, rollout = self.monitor.stall_timeout_s, self.rollout
+        return rollout.episode_timeout_s + rollout.step_timeout_s + STALL_MARGIN_S if chosen is None else chosen
 
     @property
     def usual_start(self) -> str:

@@ -73,7 +73,7 @@ class Trainer:
         most_s = system.config.learner.step_timeout_s
         self._micro_batch_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
         self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
-        timeout_s, column = system.config.monitor.stall_timeout_s, system.stages.reward_column
+        timeout_s, column = system.config.stall_timeout_s, system.stages.reward_column
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
         self._loader = LearnerLoader(system.stream, timeout_s=timeout_s, reward_column=column)

@@ -331,6 +331,13 @@ def test_auto_adapts_the_asynchronous_ratio_below_a_bound_that_the_learner_check
     assert load_config({**SMALLEST, "async_ratio": 2}).highest_async_ratio == 2
 
 
+@pytest.mark.parametrize("episode_s", [60.0, 600.0, 3600.0])
+def test_episodes_that_last_as_long_as_they_may_do_not_end_the_run(episode_s: float) -> None:
+    config = load_config({**SMALLEST, "rollout": {"episode_timeout_s": episode_s}})
+    assert config.stall_timeout_s > episode_s + config.rollout.step_timeout_s
+    assert load_config(config.model_dump(mode="json"), ["monitor.stall_timeout_s=9"]).stall_timeout_s == 9
+
+
 @pytest.mark.parametrize(
     ("override", "says"),
     [
