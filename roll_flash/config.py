@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from roll_flash.config_fields import (
+    KeywordArguments,
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -67,7 +68,7 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     id: str
     """A gymnasium id; it may carry a module: `my_pkg.envs:Maze-v0`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: KeywordArguments = Field(default_factory=dict)
     """Keyword arguments for `gymnasium.make`."""
     max_turns: PositiveInt = 8
     """Most calls of the model in one episode."""
@@ -75,7 +76,7 @@ class EnvConfig(Section):
     """Half-open range of seeds that training tasks are drawn from."""
     weight: PositiveFloat = 1.0
     """Share of the training tasks, against the weights of `extra_envs`."""
-    levels: tuple[dict[str, Any], ...] = ()
+    levels: tuple[KeywordArguments, ...] = ()
     """A curriculum: each level is a set of keyword arguments over `kwargs`. Training draws the levels by how much they
     teach now (success neither 0 nor 1); evaluation uses `kwargs` alone."""
 

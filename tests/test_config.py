@@ -209,6 +209,8 @@ def test_an_unknown_key_comes_with_the_one_that_was_meant(override: str, words: 
         ("rollout.temperature=0.005", "rollout.temperature"),
         ("eval.seeds_from=-1", "eval.seeds_from"),
         ("env.train_seeds=[5, 5]", "env"),
+        ("env.kwargs.day=2024-01-01", "env.kwargs: Object of type date is not JSON serializable"),
+        ("env.levels=[{day: 2024-01-01}]", "env.levels.0: Object of type date is not JSON serializable"),
         ("monitor.tensorboard=perhaps", "monitor.tensorboard"),
     ],
 )
