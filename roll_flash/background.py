@@ -89,7 +89,10 @@ async def beside(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[Non
 @asynccontextmanager
 async def given_up_after(failure: FirstFailure) -> AsyncIterator[None]:
     """The first error in the background cancels the block, which then raises that error: for a start, in which nobody
-    else looks at it for minutes. What the block started is closed outside of it, so that nothing cuts that short."""
+    else looks at it for minutes. What the block started is closed outside of it, so that nothing cuts that short.
+
+    Whatever else the block raises after that error is its consequence, and the error is raised instead.
+    """
     block = asyncio.current_task()
     assert block is not None
     is_given_up = False
@@ -105,8 +108,11 @@ async def given_up_after(failure: FirstFailure) -> AsyncIterator[None]:
     try:
         yield
         await asyncio.sleep(0)  # where a cancellation arrives that came as the block ended
-    except asyncio.CancelledError:
-        if is_given_up and not block.uncancel():  # else Ctrl-C has come since
+        failure.raise_error()
+    except (asyncio.CancelledError, Exception):
+        if is_given_up:
+            block.uncancel()
+        if not block.cancelling():  # else Ctrl-C has come since
             failure.raise_error()
         raise
     finally:

@@ -103,6 +103,11 @@ class CheckpointWriter:
         task, self._task = self._task, None
         task.result()
 
+    async def ended(self) -> None:
+        """Wait for the one under way, if any, however it ends: for who will write another. Its error has been told."""
+        if self._task is not None and (await asyncio.wait([self._task], timeout=self._timeout_s))[0]:
+            self._task = None
+
     def metrics(self) -> dict[str, float]:
         """How long the newest one that is complete took to be written."""
         return {} if self._written_s is None else {"checkpoint/written_s": self._written_s}

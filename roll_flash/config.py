@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from roll_flash.config_fields import (
+    KeywordArguments,
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
@@ -53,6 +54,9 @@ __all__ = [
     "load_config",
 ]
 
+STALL_MARGIN_S = 60.0
+"""For what comes between the end of an episode and the news of it, on a machine that is busy."""
+
 
 class ModelConfig(Section):
     path: LocalPath
@@ -64,7 +68,7 @@ class ModelConfig(Section):
 class EnvConfig(Section):
     id: str
     """A gymnasium id; it may carry a module: `my_pkg.envs:Maze-v0`."""
-    kwargs: dict[str, Any] = Field(default_factory=dict)
+    kwargs: KeywordArguments = Field(default_factory=dict)
     """Keyword arguments for `gymnasium.make`."""
     max_turns: PositiveInt = 8
     """Most calls of the model in one episode."""
@@ -72,7 +76,7 @@ class EnvConfig(Section):
     """Half-open range of seeds that training tasks are drawn from."""
     weight: PositiveFloat = 1.0
     """Share of the training tasks, against the weights of `extra_envs`."""
-    levels: tuple[dict[str, Any], ...] = ()
+    levels: tuple[KeywordArguments, ...] = ()
     """A curriculum: each level is a set of keyword arguments over `kwargs`. Training draws the levels by how much they
     teach now (success neither 0 nor 1); evaluation uses `kwargs` alone."""
 
@@ -266,8 +270,9 @@ class CheckpointConfig(Section):
 
 class MonitorConfig(Section):
     tensorboard: bool = True
-    stall_timeout_s: PositiveFloat = 600.0
-    """With no progress for so long the run stops and names what it waits for."""
+    stall_timeout_s: PositiveFloat | None = None
+    """With no episode ending for so long the run stops and names what it waits for. None: a minute longer than
+    `rollout.episode_timeout_s` and a `rollout.step_timeout_s` to close it, so that slow episodes end by themselves."""
 
 
 class RayConfig(Section):
@@ -342,6 +347,12 @@ class Config(Section):
     def highest_async_ratio(self) -> float:
         """The bound that no trained token ever exceeds."""
         return self.async_ratio_bounds[1] if self.async_ratio == "auto" else self.async_ratio
+
+    @property
+    def stall_timeout_s(self) -> float:
+        """How long no episode may end before the run stops."""
+        chosen, rollout = self.monitor.stall_timeout_s, self.rollout
+        return rollout.episode_timeout_s + rollout.step_timeout_s + STALL_MARGIN_S if chosen is None else chosen
 
     @property
     def usual_start(self) -> str:

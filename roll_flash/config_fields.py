@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -18,6 +19,16 @@ def _expand_home(value: Any) -> Any:
     return str(Path(value).expanduser()) if isinstance(value, str) and value.startswith("~") else value
 
 
+def _require_json(value: dict[str, Any]) -> dict[str, Any]:
+    """Tasks are kept in checkpoints; YAML makes dates of what looks like one."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{error}, so no checkpoint can hold it; write it in quotes, or as a list") from None
+    return value
+
+
+KeywordArguments = Annotated[dict[str, Any], AfterValidator(_require_json)]
 LocalPath = Annotated[str, BeforeValidator(_expand_home)]
 NumberOrAuto = Annotated[
     Annotated[NonNegativeFloat, Tag("number")] | Annotated[Literal["auto"], Tag("auto")],

@@ -40,35 +40,39 @@ class RecentCount:
 
 
 class LearnedDeadline:
-    """A deadline for something that happens again and again: `factor` times the longest of the last `remember` times,
-    never less than `floor_s` nor more than `most_s`, which holds before the first."""
+    """A deadline for something that happens again and again: `factor` times what the slowest of the last `remember`
+    times took for as much work, never less than `floor_s` nor more than `most_s`, which holds before the first."""
 
     def __init__(self, *, floor_s: float, most_s: float, factor: float = 10.0, remember: int = 20) -> None:
         self._floor_s = floor_s
         self._most_s = most_s
         self._factor = factor
-        self._taken_s: deque[float] = deque(maxlen=remember)
+        self._taken: deque[tuple[float, float]] = deque(maxlen=remember)
+        """(seconds, size)."""
 
-    def took(self, seconds: float) -> None:
-        """It happened once more, and took so long."""
-        self._taken_s.append(seconds)
+    def took(self, seconds: float, size: float = 1.0) -> None:
+        """It happened once more, and took so long. With a size of 0 that says nothing about other times."""
+        if size > 0:
+            self._taken.append((seconds, size))
 
-    async def bound(self, work: Awaitable[T], what: str) -> T:
+    async def bound(self, work: Awaitable[T], what: str, size: float = 1.0) -> T:
         """Await `work` within the deadline, and learn from how long it took. Raises HangsError when it is over."""
-        started, limit_s = time.monotonic(), self.seconds
+        started, limit_s = time.monotonic(), self.limit_s(size)
         try:
             async with asyncio.timeout(limit_s) as scope:
                 result = await work
         except TimeoutError:
             if not scope.expired():
                 raise
-            longest = f", while it took {max(self._taken_s):.0f} s at most before" if self._taken_s else ""
+            longest_s = max((seconds for seconds, _ in self._taken), default=None)
+            longest = "" if longest_s is None else f", while it took {longest_s:.0f} s at most before"
             raise HangsError(f"{what} did not end within {limit_s:.0f} s{longest}; it hangs") from None
-        self.took(time.monotonic() - started)
+        self.took(time.monotonic() - started, size)
         return result
 
-    @property
-    def seconds(self) -> float:
-        if not self._taken_s:
+    def limit_s(self, size: float = 1.0) -> float:
+        """For work of this size, in any unit that is always the same; 0: nobody knows how much there is to do."""
+        if not self._taken or not size:
             return self._most_s
-        return min(self._most_s, max(self._floor_s, self._factor * max(self._taken_s)))
+        slowest = max(seconds / done for seconds, done in self._taken)
+        return min(self._most_s, max(self._floor_s, self._factor * slowest * size))

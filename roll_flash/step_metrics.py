@@ -33,12 +33,13 @@ class StepRecord:
         self._servers_idle_s = servers_idle_s
         self._started = time.monotonic()
         self._learner_s = 0.0
-        self._groups: list[Group] = []
+        self.groups: list[Group] = []
+        """All that the step was given so far."""
 
     @contextmanager
     def learner_works(self, groups: Sequence[Group] = ()) -> Iterator[None]:
         """Time a call of the learner."""
-        self._groups.extend(groups)
+        self.groups.extend(groups)
         started = time.monotonic()
         yield
         self._learner_s += time.monotonic() - started
@@ -46,7 +47,7 @@ class StepRecord:
     @property
     def trajectories(self) -> list[Trajectory]:
         """All that the step was given."""
-        return [trajectory for group in self._groups for trajectory in group.trajectories]
+        return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def metrics(self, servers_idle_s: float) -> dict[str, float]:
         """`servers_idle_s` as at construction: the running total of seconds without any episode in flight."""
@@ -56,7 +57,7 @@ class StepRecord:
         staleness = self.version - np.concatenate([sample.versions[sample.policy_mask] for sample in samples])
         rewards = [t.reward for t in trajectories]
         successes = [t.success for t in trajectories if t.success is not None]
-        spread = [np.std([t.reward for t in group.trajectories]) for group in self._groups]
+        spread = [np.std([t.reward for t in group.trajectories]) for group in self.groups]
         metrics = {
             REWARD: float(np.mean(rewards)),
             "reward_std_in_group": float(np.mean(spread)),

@@ -24,6 +24,7 @@ from roll_flash.inference.open import open_engine
 from roll_flash.learner.engine import LearnerEngine
 from roll_flash.learner_config import WarmStartConfig
 from roll_flash.local_ray import local_ray
+from roll_flash.monitor.episodes import next_group_number
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.parity import load_probe, parity_threshold
@@ -352,7 +353,10 @@ def _open_rollout(start: Start, fleet: WorkerFleet, episodes: EpisodeLog, versio
     if start.checkpoint is None:
         return Rollout(start.config, fleet, tasks, episodes, version=version)
     try:
-        return Rollout(start.config, fleet, tasks, episodes, version=version, restored=start.rollout)
+        # No id twice, although the run went on after the checkpoint.
+        written = next_group_number(start.run_dir.episodes, start.checkpoint.step)
+        restored = {**start.rollout, "next_group": max(written, int(start.rollout["next_group"]))}
+        return Rollout(start.config, fleet, tasks, episodes, version=version, restored=restored)
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(start.checkpoint, error) from None
 

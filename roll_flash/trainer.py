@@ -25,15 +25,17 @@ from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.summary import summarize
 from roll_flash.publication import Publication
 from roll_flash.recent import HangsError, LearnedDeadline
+from roll_flash.rollout.scheduling_policy import has_signal
 from roll_flash.run_dir import RunDir
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.step_metrics import StepRecord
 from roll_flash.stream import LearnerLoader
 from roll_flash.system import Start, System, open_system
-from roll_flash.types import Trajectory
+from roll_flash.types import Group, Trajectory
 
 LEARNER_FLOOR_S = 300.0
-"""The shortest deadline of what the learner does; it is otherwise ten times the longest of the last ones."""
+"""The shortest deadline of what the learner does; it is otherwise ten times what the slowest of the last ones took for
+as many tokens."""
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
@@ -73,7 +75,9 @@ class Trainer:
         most_s = system.config.learner.step_timeout_s
         self._micro_batch_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
         self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
-        timeout_s, column = system.config.monitor.stall_timeout_s, system.stages.reward_column
+        self._last_tokens = 0
+        """Of the last micro-batch, as `_computed_tokens` counts them."""
+        timeout_s, column = system.config.stall_timeout_s, system.stages.reward_column
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
         self._loader = LearnerLoader(system.stream, timeout_s=timeout_s, reward_column=column)
@@ -110,8 +114,10 @@ class Trainer:
                 return
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:
-            await self._micro_batch_s.bound(learner.abandon_step(), "the learner's last micro-batch")
+            tokens = max(1, self._last_tokens)
+            await self._micro_batch_s.bound(learner.abandon_step(), "the learner's last micro-batch", tokens)
             cut_short = await self._count_what_was_cut_short()
+            await self._system.checkpoints.ended()  # that it failed may be why the run ends
             await self.checkpoint()
             if cut_short is not None:
                 self._report(cut_short, None, {})
@@ -131,14 +137,17 @@ class Trainer:
         source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
         async with aclosing(source) as micro_batches:
             async for micro_batch in micro_batches:
-                has_groups = True
-                with record.learner_works(micro_batch.groups):
-                    await self._micro_batch_s.bound(learner.accumulate(micro_batch.groups), "the learner's micro-batch")
+                has_groups, groups = True, micro_batch.groups
+                self._last_tokens = _computed_tokens(groups)
+                with record.learner_works(groups):
+                    work = learner.accumulate(groups)
+                    await self._micro_batch_s.bound(work, "the learner's micro-batch", self._last_tokens)
         if not has_groups:
             self._note_rollout()
             return False
         with record.learner_works():
-            result = await self._update_s.bound(learner.finish_step(), "the learner's step")
+            work, tokens = learner.finish_step(), _computed_tokens(record.groups)
+            result = await self._update_s.bound(work, "the learner's step", tokens)
         record.learner_metrics = result.metrics
         await self._count(record)
         publication = await self._settle()
@@ -219,3 +228,11 @@ class Trainer:
             self._system.run_dir.log_decision({"step": version, **asdict(decision)})
             if decision.changed:
                 self._progress.note(f"async_ratio is {decision.async_ratio} from now on: {decision.reason}")
+
+
+def _computed_tokens(groups: Iterable[Group]) -> int:
+    """Tokens of groups with a signal: most others are not computed, and their time is no measure of anything."""
+    samples = (
+        sample for group in groups if has_signal(group) for member in group.trajectories for sample in member.samples
+    )
+    return sum(len(sample.token_ids) for sample in samples)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,10 +21,13 @@ from hypothesis import strategies as st
 from roll_flash import system, trainer
 from roll_flash.background import first_failure, given_up_after, in_thread, start_background
 from roll_flash.checkpoint_writer import CheckpointSchedule
-from roll_flash.config import CheckpointConfig
-from roll_flash.errors import CheckpointError, RollFlashError, RunError
+from roll_flash.config import CheckpointConfig, load_config
+from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
 from roll_flash.interrupt import Interrupts
 from roll_flash.recent import LearnedDeadline, RecentCount
+from roll_flash.stream import TrajectoryStream, learner_consumer
+from roll_flash.types import Group
+from tests.learner.samples import make_group
 
 
 async def fails(error: BaseException) -> None:
@@ -97,6 +102,46 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
     with pytest.raises(RunError, match=r"^Ray is gone$"):
         asyncio.run(run())
     assert happened == ["closed in order"]
+
+
+async def _turned_into_an_error_of_its_own() -> None:
+    try:
+        await for_ever()
+    except asyncio.CancelledError:
+        raise RunError("no server started") from None
+
+
+async def _fails_in_the_same_moment() -> None:
+    for _ in range(2):  # until it is known, and nobody has been told
+        await asyncio.sleep(0)
+    raise RunError("no server started")
+
+
+async def _held_back() -> None:
+    with contextlib.suppress(asyncio.CancelledError):
+        await for_ever()
+
+
+@pytest.mark.parametrize("start", [_turned_into_an_error_of_its_own, _fails_in_the_same_moment, _held_back])
+def test_a_start_that_fails_of_an_error_in_the_background_names_that_one(
+    start: Callable[[], Coroutine[Any, Any, None]],
+) -> None:
+    left: list[int] = []
+
+    async def run() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            with first_failure() as failure:
+                async with asyncio.timeout(5), given_up_after(failure):
+                    start_background(fails(RunError("Ray is gone")), "the watch over Ray")
+                    await start()
+        finally:
+            left.append(task.cancelling())
+
+    with pytest.raises(RunError, match=r"^Ray is gone$"):
+        asyncio.run(run())
+    assert left == [0], "a cancellation is left that a later wait would take for its own"
 
 
 def test_ctrl_c_in_a_start_is_not_cut_short_by_what_fails_then() -> None:
@@ -243,11 +288,52 @@ def test_only_what_went_wrong_lately_counts(gaps_s: list[float]) -> None:
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=60))
 def test_a_deadline_follows_what_it_is_for(taken_s: list[float]) -> None:
     deadline = LearnedDeadline(floor_s=30, most_s=600)
-    assert deadline.seconds == 600
+    assert deadline.limit_s() == 600
     for seconds in taken_s:
         deadline.took(seconds)
-    assert 30 <= deadline.seconds <= 600
-    assert deadline.seconds >= min(600, 10 * max(taken_s[-20:]))
+    assert 30 <= deadline.limit_s() <= 600
+    assert deadline.limit_s() >= min(600, 10 * max(taken_s[-20:]))
+
+
+def test_a_deadline_grows_with_the_work_and_learns_nothing_where_there_was_none() -> None:
+    deadline = LearnedDeadline(floor_s=30, most_s=600)
+    deadline.took(0.001, size=0)
+    assert deadline.limit_s(5_000) == 600, "nothing was computed so far"
+    deadline.took(4, size=1_000)
+    assert [deadline.limit_s(size) for size in (0, 10, 5_000, 50_000)] == [600, 30, 200, 600]
+
+
+@pytest.mark.parametrize("first_has_signal", [False, True])
+def test_a_large_group_after_one_that_was_quickly_done_does_not_hang(
+    monkeypatch: pytest.MonkeyPatch, first_has_signal: bool
+) -> None:
+    """Groups without a signal are not computed at all, and small ones soon."""
+    monkeypatch.setattr(trainer, "LEARNER_FLOOR_S", 0.1)
+    small = make_group(0, prompt=20, rewards=[float(first_has_signal), 0, 0, 0])
+    large = replace(make_group(1, prompt=2000, rewards=[1, 0, 0, 0]), group_id="large")
+
+    async def groups(_: object) -> AsyncIterator[list[Group]]:
+        yield [small]
+        await asyncio.sleep(0.2)
+        yield [large]
+
+    async def accumulate(given: Sequence[Group]) -> None:
+        is_large = len(given[0].trajectories[0].token_ids) > 1000
+        await asyncio.sleep(0.5 if is_large else 0.005 * first_has_signal)
+
+    async def finish_step() -> None:
+        raise LearnerError("all is accumulated")
+
+    async def run() -> None:
+        learner = Mock(version=0, accumulate=accumulate, finish_step=finish_step)
+        stream = TrajectoryStream([learner_consumer(100)])
+        config = load_config({"model": {"path": "tiny"}, "env": {"id": "Any-v0"}})
+        stages = Mock(reward_column="reward")
+        parts = Mock(config=config, stream=stream, learner=learner, rollout=Mock(groups_for_step=groups), stages=stages)
+        await trainer.Trainer(parts, Mock())._step()
+
+    with pytest.raises(LearnerError, match="all is accumulated"):
+        asyncio.run(run())
 
 
 def test_work_that_takes_far_longer_than_before_is_said_to_hang() -> None:

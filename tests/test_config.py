@@ -209,6 +209,8 @@ def test_an_unknown_key_comes_with_the_one_that_was_meant(override: str, words: 
         ("rollout.temperature=0.005", "rollout.temperature"),
         ("eval.seeds_from=-1", "eval.seeds_from"),
         ("env.train_seeds=[5, 5]", "env"),
+        ("env.kwargs.day=2024-01-01", "env.kwargs: Object of type date is not JSON serializable"),
+        ("env.levels=[{day: 2024-01-01}]", "env.levels.0: Object of type date is not JSON serializable"),
         ("monitor.tensorboard=perhaps", "monitor.tensorboard"),
     ],
 )
@@ -329,6 +331,13 @@ def test_auto_adapts_the_asynchronous_ratio_below_a_bound_that_the_learner_check
     config = load_config({**SMALLEST, "async_ratio": "auto", "async_ratio_bounds": [1, 3]})
     assert (config.async_ratio, config.highest_async_ratio) == ("auto", 3)
     assert load_config({**SMALLEST, "async_ratio": 2}).highest_async_ratio == 2
+
+
+@pytest.mark.parametrize("episode_s", [60.0, 600.0, 3600.0])
+def test_episodes_that_last_as_long_as_they_may_do_not_end_the_run(episode_s: float) -> None:
+    config = load_config({**SMALLEST, "rollout": {"episode_timeout_s": episode_s}})
+    assert config.stall_timeout_s > episode_s + config.rollout.step_timeout_s
+    assert load_config(config.model_dump(mode="json"), ["monitor.stall_timeout_s=9"]).stall_timeout_s == 9
 
 
 @pytest.mark.parametrize(

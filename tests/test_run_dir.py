@@ -6,16 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
+from roll_flash import system
 from roll_flash.config import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.export import export_checkpoint
-from roll_flash.run_dir import RunDir, find_checkpoint, find_run, list_checkpoints, read_episodes
+from roll_flash.run_dir import Checkpoint, RunDir, find_checkpoint, find_run, list_checkpoints, read_episodes
 from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
 TASK = Task("Maze-v0:7", "Maze-v0", 7, {"size": 3})
@@ -211,6 +214,24 @@ def test_a_half_written_episode_is_no_obstacle_to_reading_or_going_on(tmp_path: 
     with RunDir.create(config(tmp_path), resume=True) as run, run.episodes_writer() as writer:
         writer.write(1, trajectory("e3"))
     assert [record["episode_id"] for record in read_episodes(path)] == ["e1", "e3"]
+
+
+@pytest.mark.parametrize("last_written", [None, "an episode", "a dropped group"])
+def test_a_resumed_run_uses_no_group_id_that_was_written_down_after_the_checkpoint(
+    tmp_path: Path, last_written: str | None
+) -> None:
+    rollout = {"tasks": {"cursor": 5}, "next_group": 5, "unfinished": [], "async_ratio": None}
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        with run.episodes_writer() as writer:
+            writer.write(1, failure())
+            if last_written == "an episode":
+                writer.write(1, replace(failure(), group_id="g00000007"))
+            if last_written == "a dropped group":
+                writer.write_dropped(1, {"group_id": "g00000007"})
+        checkpoint = Checkpoint(1, run.checkpoint_folder(1))
+        start = system.Start(config(tmp_path), run, tmp_path, False, True, checkpoint, rollout)
+        resumed = system._open_rollout(start, Mock(), Mock(), 1)
+    assert resumed.scheduler.next_group == (5 if last_written is None else 8)
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             wait_for_step(folder, step, process)
             kill_one(session.marker, "WorkerActor")
             kill_one(session.marker, "transformers_server")
-        output, _ = process.communicate(timeout=300)
+        output, _ = process.communicate(timeout=900)
     finally:
         process.kill()
     return {"folder": folder, "code": process.returncode, "output": output, "leaks": session.leaks()}
@@ -67,7 +67,6 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 @pytest.mark.ray
 @pytest.mark.docker
-@pytest.mark.timeout(900)
 class TestASoakedRun:
     def test_it_ends_well_and_leaves_nothing(self, soaked: dict[str, Any]) -> None:
         assert soaked["code"] == 0, soaked["output"]

@@ -175,7 +175,7 @@ class ServerEngine:
 
     async def _update(self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
         """Within the time that updates take; a server that answers but takes longer is ended, to be started again."""
-        limit_s = self._update_deadline.seconds
+        limit_s = self._update_deadline.limit_s()
         try:
             async with asyncio.timeout(limit_s):
                 update = await update_server(server, weights, in_flight)

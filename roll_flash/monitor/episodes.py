@@ -17,6 +17,7 @@ from roll_flash.types import Branch, EpisodeFailure, Task, Trajectory, Turn
 
 Outcome = Trajectory | EpisodeFailure
 _BACKTICKS = re.compile(r"`{3,}+")
+_GROUP = re.compile(rb'"group_id":"g(\d+)"')
 DROPPED_FILE = "dropped.jsonl"
 TURN_COLUMNS = tuple(field.name for field in fields(Turn))
 BRANCH_COLUMNS = tuple(field.name for field in fields(Branch) if field.name != "turns")
@@ -143,6 +144,17 @@ class EpisodesWriter:
 
 def step_file(folder: Path, step: int) -> Path:
     return folder / f"step_{step:06d}.jsonl"
+
+
+def next_group_number(folder: Path, step: int) -> int:
+    """One more than that of any group of which something was written down at `step`, or that was dropped then; 0 where
+    there is none. A run may have gone on for long after the checkpoint of a step."""
+    numbers = [-1]
+    for path in (step_file(folder, step), folder / DROPPED_FILE):
+        if path.exists():
+            with path.open("rb") as lines:
+                numbers += [int(found[1]) for line in lines if (found := _GROUP.search(line))]
+    return max(numbers) + 1
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:

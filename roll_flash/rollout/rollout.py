@@ -56,7 +56,7 @@ class Rollout:
         self._log = log
         self._max_concurrent = rollout.max_concurrent
         self._max_failures_in_a_row = rollout.max_failures_in_a_row
-        self._stall_timeout_s = config.monitor.stall_timeout_s
+        self._stall_timeout_s = config.stall_timeout_s
         self._controller = None
         if config.async_ratio == "auto":
             self._controller = AsyncRatioController(ControllerSettings(*config.async_ratio_bounds))

@@ -137,20 +137,24 @@ class RayStore:
         while outbox.must_go():
             taken = outbox.messages[:MESSAGES_PER_CALL]
             del outbox.messages[:MESSAGES_PER_CALL]
-            waiting = [done for _, done in taken if done is not None]
+            # Whatever it is, those who wait must hear of it: nobody else looks at this task.
+            error: StreamError | None = StreamError(f"{self._name(shard)} was not told: the stream's store is closed")
             try:
                 await self._reply(shard, self._shards[shard].apply.remote(*(message for message, _ in taken)), [])
-            except StreamError as error:
-                for done in waiting:
-                    if not done.done():  # whoever waited may have been cancelled
-                        done.set_exception(error)
-            else:
-                for done in waiting:
-                    if not done.done():
+                error = None
+            except StreamError as own:
+                error = own
+            except Exception as refused:  # Ray raises any when a call cannot be made: no memory, no disk, no actor
+                error = StreamError(f"{self._name(shard)} cannot be reached: {_first_line(refused)}")
+            finally:
+                for done in (done for _, done in taken if done is not None and not done.done()):
+                    if error is None:
                         done.set_result(None)
+                    else:
+                        done.set_exception(error)
 
     async def _reply(self, shard: int, call: Any, row_ids: list[int]) -> Any:
-        name = f"stream shard {shard + 1} of {len(self._shards)}"
+        name = self._name(shard)
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await call
@@ -160,11 +164,18 @@ class RayStore:
             cause = error.cause
             raise cause if isinstance(cause, StreamError) else StreamError(f"{name} failed: {cause}") from None
         except ray.exceptions.RayError as error:
-            reason = str(error).strip().splitlines()[0]
             raise ShardDiedError(
-                f"{name} died ({reason}); the rows it held are lost: resume the run from its newest checkpoint",
+                f"{name} died ({_first_line(error)}); the rows it held are lost: "
+                "resume the run from its newest checkpoint",
                 row_ids,
             ) from None
+
+    def _name(self, shard: int) -> str:
+        return f"stream shard {shard + 1} of {len(self._outboxes)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 class _Outbox:

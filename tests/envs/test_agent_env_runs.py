@@ -66,7 +66,6 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.ray
 @pytest.mark.nightly
-@pytest.mark.timeout(1000)
 @pytest.mark.docker
 def test_three_agents_are_trained_in_one_run_on_every_call_that_they_made(tmp_path: Path) -> None:
     roll_flash("train", one_config(tmp_path), "name=agents", f"runs={tmp_path}")
@@ -85,7 +84,6 @@ def test_three_agents_are_trained_in_one_run_on_every_call_that_they_made(tmp_pa
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(1000)
 @pytest.mark.docker
 def test_the_same_config_evaluates_them(tmp_path: Path) -> None:
     out = tmp_path / "out"

@@ -25,7 +25,6 @@ def test_an_agent_takes_ten_lines() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(1000)
 @pytest.mark.docker
 def test_its_agent_is_evaluated_and_trained_by_its_commands(tmp_path: Path) -> None:
     (tmp_path / "my_agent.py").write_text(blocks("python")[0])

@@ -102,14 +102,13 @@ def test_it_names_everything_that_ships() -> None:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_its_commands_lead_from_nothing_to_a_trained_step(folder: Path) -> None:
     ran = commands()
     assert [words[1] for words in ran] == ["envs", "train"]
     for words in ran:
         build_parser().parse_args(words[1:])
         command = [sys.executable, "-m", "roll_flash", *words[1:]]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=dict(os.environ))
+        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=dict(os.environ))
         assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (folder / "runs/try-shop/metrics.jsonl").read_text().splitlines()]
     assert any(row["step"] == 1 and "reward" in row for row in rows), rows

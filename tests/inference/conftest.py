@@ -62,9 +62,7 @@ class Served:
         return StagedWeights(self.version, str(path), path.stat().st_size)
 
 
-@pytest.fixture(
-    scope="session", params=["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(600)])]
-)
+@pytest.fixture(scope="session", params=["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     scratch = tmp_path_factory.mktemp(request.param)
     config = InferenceConfig(engine=request.param, kv_cache_gib=0.25)

@@ -147,9 +147,7 @@ def test_a_busy_port_is_one_clear_line(tmp_path: Path) -> None:
     assert message.startswith(f"port {port} on 127.0.0.1 cannot be used: Address already in use; set inference.port")
 
 
-@pytest.mark.parametrize(
-    "engine", ["transformers", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(300)])]
-)
+@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
 def test_a_model_that_cannot_be_loaded_is_one_line_with_the_cause(engine: str, tmp_path: Path) -> None:
     shutil.copytree(resolve_model("tiny"), tmp_path / "model")
     (tmp_path / "model" / "config.json").write_text(

@@ -238,7 +238,6 @@ def test_a_server_that_dies_with_its_guard_stopped_takes_the_next_weights_all_th
 
 
 @pytest.mark.vllm
-@pytest.mark.timeout(300)
 def test_two_vllm_servers_lose_no_turn_over_updates_and_a_kill(tmp_path: Path) -> None:
     """Streamed turns, an aborting update and a keeping one, and SIGKILL to a server in the middle."""
     for served in start("vllm", tmp_path):

@@ -11,6 +11,7 @@ import signal
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from roll_flash.learner.rank import LearnerRank
 from roll_flash.learner_config import LearnerConfig
 from roll_flash.run_dir import RunDir, list_checkpoints
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer
+from roll_flash.trainer import Trainer
 from tests.learner.in_process import assert_equal_weights, in_process, weights_of
 from tests.learner.samples import make_group
 
@@ -170,6 +172,35 @@ def test_a_full_disk_is_heard_at_once_and_leaves_the_checkpoint_before_as_the_ne
         assert isinstance(run.failure.error, CheckpointError)
         assert "cannot be written" in str(run.failure.error)
         assert run.files() == ["step_1"]
+
+    during_a_run(tiny_model, run_dir, use)
+
+
+def test_a_run_that_ends_of_a_checkpoint_tries_once_more_for_its_newest_step(
+    tiny_model: Path, run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was written of the one that failed is removed: there may be space for another."""
+    has_written, full = LearnerRank.has_written, [CheckpointError("No space left on device")]
+
+    def once_full(rank: LearnerRank, folder: Path) -> bool:
+        if full:
+            raise full.pop()
+        return has_written(rank, folder)
+
+    monkeypatch.setattr(LearnerRank, "has_written", once_full)
+
+    async def use(run: Run) -> None:
+        await step(run.learner)
+        await run.writer.begin()
+        await step(run.learner)
+        async with asyncio.timeout(60):
+            await run.failure.happened.wait()
+        assert run.failure.error is not None
+        stream = TrajectoryStream([learner_consumer(100)], MemoryStore())
+        config = load_config({"model": {"path": "tiny"}, "env": {"id": "Any-v0"}})
+        system = Mock(config=config, run_dir=run_dir, learner=run.learner, checkpoints=run.writer, stream=stream)
+        await Trainer(system, Mock()).stop_early(run.failure.error)
+        assert run.complete() == [2]
 
     during_a_run(tiny_model, run_dir, use)
 

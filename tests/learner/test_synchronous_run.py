@@ -31,7 +31,7 @@ def train(runs: Path) -> Path:
     arguments += ["rollout.groups_per_step=2", "rollout.group_size=3", "rollout.max_new_tokens=12"]
     arguments += ["learner.micro_batch_tokens=1", "learner.learning_rate=1e-3"]
     command = [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     return runs / "synchronous"
 
@@ -58,7 +58,6 @@ def _trajectory(record: dict[str, Any], mask: NDArray[np.bool_]) -> Trajectory:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(360)
 def test_alpha_zero_is_the_plain_synchronous_loop_from_end_to_end(tmp_path: Path) -> None:
     """Workers, servers, stream, loader, ranks and publication must not show in any bit of the weights."""
     folder = train(tmp_path)

@@ -26,7 +26,7 @@ ROUNDS = 10
 def test_controllers_killed_between_a_containers_creation_and_its_start_leave_nothing(docker: str) -> None:
     run = f"guard-{os.getpid()}"
     done = subprocess.run(
-        [sys.executable, str(KILLED), run, str(ROUNDS)], capture_output=True, text=True, timeout=300, check=True
+        [sys.executable, str(KILLED), run, str(ROUNDS)], capture_output=True, text=True, timeout=900, check=True
     )
     assert sorted(done.stdout.split()[1::2]) == ["9"] * ROUNDS, done.stderr[-2000:]
     assert_gone(docker, run, [], GONE_WITHIN_S)

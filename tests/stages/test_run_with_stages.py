@@ -63,7 +63,6 @@ def reward_model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.ray
-@pytest.mark.timeout(300)
 def test_a_run_trains_on_what_judge_reward_model_and_a_class_of_the_user_say(
     tmp_path: Path, endpoint: str, reward_model: Path
 ) -> None:

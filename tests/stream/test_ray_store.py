@@ -75,6 +75,30 @@ def test_a_shard_that_hangs_is_named_at_the_deadline(ray_store: Store) -> None:
     asyncio.run(main())
 
 
+class NoCallIsMade:
+    """As Ray when an argument fits into no memory and on no disk, or the actor is not known: the call itself raises."""
+
+    @property
+    def apply(self) -> Any:
+        return self
+
+    def remote(self, *_: bytes) -> Any:
+        raise OSError("Local disk is full\nThe object cannot be created")
+
+
+def test_a_put_that_ray_refuses_ends_at_once_with_the_reason() -> None:
+    async def main() -> None:
+        shards: Any = [NoCallIsMade()]
+        stream = TrajectoryStream([Consumer("learner", ("number",), Sequential(1))], RayStore(shards))
+        for _ in range(2):
+            async with asyncio.timeout(5):
+                with pytest.raises(StreamError, match=r"^stream shard 1 of 1 cannot be reached: Local disk is full$"):
+                    await stream.put([Row({"number": np.array(1)})])
+        assert stream.books() == {"waiting": 0}
+
+    asyncio.run(main())
+
+
 def test_another_process_reads_rows_from_the_shards_itself(ray_store: Store) -> None:
     @ray.remote
     def total(store: RayStore, row_ids: list[int]) -> float:
