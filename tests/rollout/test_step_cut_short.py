@@ -84,6 +84,9 @@ class Kept:
     async def settled(self) -> None:
         pass
 
+    async def ended(self) -> None:
+        pass
+
     def metrics(self) -> dict[str, float]:
         return {}
 
