@@ -20,7 +20,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* /proc/PID/stat from the state on: the 20th number is when the process began, in ticks. */
+/* /proc/PID/stat from the state on: the 18th is the number of threads, the 20th when the process began, in ticks. */
+#define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
 enum { STILL_US = 300000 };
@@ -91,6 +92,15 @@ static char state_of(pid_t pid) {
 }
 
 bool members_is_stopped(pid_t pid) { return state_of(pid) == 'T'; }
+
+/* A zombie may be a first thread that has ended before the others of its process. */
+static bool is_dead(pid_t pid) {
+    char text[1024];
+    long threads;
+    const char *name_end = read_entry(pid, "stat", text, sizeof text) ? strrchr(text, ')') : NULL;
+    if (!name_end || !name_end[1] || name_end[2] == 'X') return true;
+    return name_end[2] == 'Z' && sscanf(name_end + 1, UP_TO_THREADS, &threads) == 1 && threads < 2;
+}
 
 static void add(struct pids *pids, pid_t pid) {
     if (pids->count == pids->capacity) {
@@ -201,7 +211,7 @@ int64_t members_clock_us(void) {
 static enum members end_those_seen(uint64_t command, int64_t since_us) {
     enum members found = MEMBERS_GONE;
     for (size_t i = 0; i < all.count; i++) {
-        if (!belongs(all.at[i], command) || strchr("ZX", state_of(all.at[i]))) continue;
+        if (!belongs(all.at[i], command) || is_dead(all.at[i])) continue;
         if (began_us(all.at[i]) > since_us) found = MEMBERS_ESCAPE;
         else if (found == MEMBERS_GONE) found = MEMBERS_DIE;
         kill(all.at[i], SIGKILL);

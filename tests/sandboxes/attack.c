@@ -6,6 +6,7 @@
 #include <linux/filter.h>
 #include <linux/sched.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -91,16 +92,29 @@ static void hand_on(int in_new_session) {  // each forks its successor and ends:
     }
 }
 
+static void *hand_on_from_a_thread(void *none) {  // whose process looks like a zombie, as its first thread has ended
+    pthread_t successor;
+    (void)none;
+    for (;;) {
+        close(open("/tmp/alive", O_CREAT | O_WRONLY, 0600));
+        usleep(1000);
+        if (fork() != 0) _exit(0);
+        if (pthread_create(&successor, NULL, hand_on_from_a_thread, NULL)) _exit(1);
+        syscall(SYS_exit, 0);
+    }
+}
+
 static void end_slowly(int number) {
     usleep(20000 + 0 * number);
     _exit(0);
 }
 
-static long chain(int chains, int ignores_term) {  // whose first process dies on TERM unless told otherwise
+static long chain(int chains, int ignores_term, int in_threads) {  // whose first process dies on TERM unless told otherwise
     signal(SIGCHLD, SIG_IGN);  // what has ended must not fill the process limit
     for (int i = 0; i < chains; i++) {
         if (fork() != 0) continue;
         signal(SIGTERM, SIG_IGN);
+        if (in_threads) hand_on_from_a_thread(NULL);
         hand_on(i % 2);
     }
     signal(SIGTERM, ignores_term ? SIG_IGN : end_slowly);
@@ -282,7 +296,7 @@ int main(int count, char **words) {
     if (!strcmp(what, "core")) return told(change_core());
     if (!strcmp(what, "connections")) return told(fill_connections((int)number));
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
-    if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
+    if (!strcmp(what, "chain")) return told(chain((int)number, count > 3, count > 3 && !strcmp(words[3], "threads")));
     if (!strcmp(what, "go-on")) return told(go_on((int)number));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
     if (!strcmp(what, "swap-passwd")) return told(swap_passwd((int)number));
