@@ -16,7 +16,7 @@ import gymnasium
 from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.model_text import tagged
 from roll_flash.envs.optional_package import import_optional
-from roll_flash.envs.scoring_process import ScoringEndedError, score_apart
+from roll_flash.envs.scoring_process import ScoringEndedError, leave, score_apart
 from roll_flash.envs.text_space import TextSpace
 from roll_flash.envs.tool_calls import without_thinking
 
@@ -60,6 +60,9 @@ class ReasoningGym(gymnasium.Env[str, str]):
         info = {"success": score >= 1.0, "answer": answer[:1000], **({"score_error": trouble} if trouble else {})}
         return "", score, True, False, info
 
+    def close(self) -> None:
+        leave(self)
+
     def oracle(self) -> str:
         """The right action now, for checks and demonstrations."""
         if self._entry["answer"] is None:
@@ -78,7 +81,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
         dataset, scorer, entry = self._dataset, self._scorer, self._entry
         try:
             score, trouble, fault = score_apart(
-                partial(_scored, dataset, scorer, entry, answer), modules=(__name__, "reasoning_gym")
+                self, partial(_scored, dataset, scorer, entry, answer), modules=(__name__, "reasoning_gym")
             )
         except ScoringEndedError as error:
             return 0.0, f"the answer is not scored: {error}"

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,14 +37,21 @@ _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 _BEGUN = b"\n"
 _starting = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], socket.socket, int] | None = None
+_users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ScoringEndedError(Exception):
     """The scorer took more time or memory than it may."""
 
 
-def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S) -> Any:
-    """What `work` returns, which is JSON. `modules` take long to import. Raises ScoringEndedError, EnvError."""
+def score_apart(
+    user: Any, work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S
+) -> Any:
+    """What `work` returns, which is JSON. `modules` take long to import. Raises ScoringEndedError, EnvError.
+
+    The process that forks stays until `leave` was called for all users.
+    """
+    _users.add(user)
     ours, theirs = socket.socketpair()
     with ours:
         ours.settimeout(WAIT_S)
@@ -62,6 +70,21 @@ def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds
     if said == _BEGUN:
         raise ScoringEndedError(f"it takes more than {seconds:g} s or {MEMORY_MB} MB")
     return json.loads(said)
+
+
+def leave(user: Any) -> None:
+    """May be called more than once."""
+    global _server
+    with _starting:
+        _users.discard(user)
+        if _users or _server is None:
+            return
+        process, connection, owner = _server
+        _server = None
+        connection.close()
+        if owner == os.getpid():
+            process.kill()
+            process.wait()
 
 
 def _read(connection: socket.socket) -> bytes:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ import sympy  # type: ignore[import-untyped]
 from roll_flash.envs import evaluated_answers, scoring_process
 from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.reasoning_gym_tasks import ReasoningGym
-from roll_flash.envs.scoring_process import ScoringEndedError, score_apart
+from roll_flash.envs.scoring_process import ScoringEndedError, leave, score_apart
 
 ARITHMETIC = (
     "import sympy\nclass Arithmetic:\n    def score(self, answer): return int(sympy.parse_expr(answer)) == 24\n"
@@ -146,6 +147,17 @@ def test_no_number_is_hidden_from_scorers_that_look_for_those_of_an_answer(
     check_answer("x1e5 + 2*x - 3.5*x2 + 10", scorer(ARITHMETIC, tmp_path, monkeypatch))
 
 
+class SimpleUser:
+    """Of the process in which answers are scored."""
+
+
+@pytest.fixture
+def user() -> Iterator[SimpleUser]:
+    one = SimpleUser()
+    yield one
+    leave(one)
+
+
 SCORERS = {
     # Read at once by sympy, and simplified for ever.
     "simplifies": ("float(sympy.simplify(sympy.parse_expr(answer) - 3) == 0)", "(a + b + c + d + e + f + g + h)**50"),
@@ -158,29 +170,37 @@ SCORERS = {
 
 @pytest.mark.parametrize("how", list(SCORERS))
 def test_an_answer_that_takes_for_ever_or_all_memory_is_worth_nothing_and_holds_up_nobody(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, user: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expression, answer = SCORERS[how]
     name = f"scorer_that_{how.replace(' ', '_')}"
     (tmp_path / f"{name}.py").write_text(f"import fractions, sympy\ndef score(answer):\n    return {expression}\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(name)
-    assert score_apart(lambda: 1, modules=("sympy",)) == 1  # the process that forks is there
+    assert score_apart(user, lambda: 1, modules=("sympy",)) == 1  # the process that forks is there
     began = time.process_time()
     with pytest.raises(ScoringEndedError, match=r"more than 0\.5 s or"):
-        score_apart(lambda: module.score(answer), seconds=0.5)
+        score_apart(user, lambda: module.score(answer), seconds=0.5)
     assert time.process_time() - began < 0.5
-    assert score_apart(lambda: module.score("3")) in (1.0, 3.0)
+    assert score_apart(user, lambda: module.score("3")) in (1.0, 3.0)
 
 
-def test_scorers_see_no_key_of_the_run_and_end_with_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring_process, "_server", None)
+def test_scorers_see_no_key_of_the_run_and_their_process_ends_with_the_last_environment(
+    user: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RUN_KEY", "secret")
-    assert score_apart(lambda: __import__("os").environ.get("RUN_KEY")) is None
-    process, connection, _ = scoring_process._server or pytest.fail("there is no process")
-    connection.close()
-    assert process.wait(10) == 0
-    assert score_apart(lambda: [1, "a"]) == [1, "a"], "another one takes its place"
+    assert score_apart(user, lambda: __import__("os").environ.get("RUN_KEY")) is None
+    process = (scoring_process._server or pytest.fail("there is no process"))[0]
+    process.kill()
+    process.wait()
+    assert score_apart(user, lambda: [1, "a"]) == [1, "a"], "another one takes its place"
+    process = (scoring_process._server or pytest.fail("there is no process"))[0]
+    other = SimpleUser()
+    assert score_apart(other, lambda: 1) == 1
+    leave(user)
+    assert process.poll() is None
+    leave(other)
+    assert process.poll() is not None
 
 
 @pytest.mark.parametrize(
@@ -245,3 +265,5 @@ def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monke
     assert env.step("<answer>[1, 2]</answer>")[1] == 1.0
     env.reset(seed=1)
     assert env.step("1, " * 1000)[4]["score_error"] == "the answer is longer than 2000 characters"
+    env.close()
+    assert scoring_process._server is None
