@@ -147,7 +147,7 @@ void members_signal(uint64_t command, int number) {
     for (size_t i = 0; i < all.count; i++) {
         bool member = belongs(all.at[i], command);
         if (member) kill(all.at[i], number);
-        if (member || !(paused || holds(&stopped, all.at[i]))) kill(all.at[i], SIGCONT);
+        if (!paused && (member || !holds(&stopped, all.at[i]))) kill(all.at[i], SIGCONT);
     }
 }
 
@@ -172,15 +172,26 @@ static bool stands_still(pid_t pid) {
     return still;
 }
 
+/* A timer whose signal the kernel sends to who is stopped all the same: it goes on, or ends and another one goes on. */
+static bool has_alarm_clock(pid_t pid) {
+    char path[48], line[128];
+    int number = 0;
+    snprintf(path, sizeof path, "/proc/%d/timers", pid);
+    FILE *timers = fopen(path, "re");
+    while (timers && number != SIGCONT && number != SIGKILL && fgets(line, sizeof line, timers)) sscanf(line, "signal: %d/", &number);
+    if (timers) fclose(timers);
+    return number == SIGCONT || number == SIGKILL;
+}
+
 static bool all_stand_still(void) {
     list_processes(&all, false);
     for (size_t i = 0; i < all.count; i++)
-        if (!stands_still(all.at[i])) return false;
+        if (!stands_still(all.at[i]) || has_alarm_clock(all.at[i])) return false;
     return true;
 }
 
 /* Stop everything but this process until it is to go on. False if something does not stand still in time: what a call to
- * the kernel had begun when it was stopped is done first. */
+ * the kernel had begun when it was stopped is done first; or if it would not stay so. */
 bool members_pause(bool pause) {
     int64_t give_up = now_us() + STILL_US;
     if (pause) stop_all();

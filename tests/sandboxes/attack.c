@@ -55,6 +55,26 @@ static long swap_passwd(int count) {  // a file and a pipe, again and again, and
     return 0;
 }
 
+static void swap_once(int number) {
+    (void)number;
+    rename("/etc/pipe", "/etc/passwd");
+}
+
+static long alarm_clock(int number) {  // wakes this program when it has been stopped, and stays
+    timer_t timer;
+    struct sigevent event = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = number};
+    const struct itimerspec soon = {{0, 0}, {0, 20000000}};
+    mkfifo("/etc/pipe", 0644);
+    if (fork() != 0) return 0;
+    setsid();
+    signal(SIGCONT, swap_once);
+    if (timer_create(CLOCK_MONOTONIC, &event, &timer)) _exit(1);
+    for (;;) {
+        timer_settime(timer, 0, &soon, NULL);
+        usleep(500);
+    }
+}
+
 static long forks(void) {  // and stays
     int count = 0;
     for (;;) {
@@ -300,6 +320,8 @@ int main(int count, char **words) {
     if (!strcmp(what, "go-on")) return told(go_on((int)number));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
     if (!strcmp(what, "swap-passwd")) return told(swap_passwd((int)number));
+    if (!strcmp(what, "alarm-clock")) return told(alarm_clock((int)number));
+    if (!strcmp(what, "set-signal")) return told(fcntl(socket(AF_INET, SOCK_STREAM, 0), F_SETSIG, (int)number));
     if (!strcmp(what, "stop-all")) return told(stop_all());
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());
