@@ -16,7 +16,7 @@ import gymnasium
 from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.model_text import tagged
 from roll_flash.envs.optional_package import import_optional
-from roll_flash.envs.scoring_process import ScoringEndedError, leave, score_apart
+from roll_flash.envs.scoring_process import ScoringEndedError, join, leave, score_apart
 from roll_flash.envs.text_space import TextSpace
 from roll_flash.envs.tool_calls import without_thinking
 
@@ -48,6 +48,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
+        join(self)
         self._dataset = self._open(int(self.np_random.integers(MOST_SEEDS)) if seed is None else seed)
         self._entry = self._dataset[0]
         return f"{self._entry['question']}\nReply with <answer>YOUR ANSWER</answer>.", {}
@@ -81,7 +82,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
         dataset, scorer, entry = self._dataset, self._scorer, self._entry
         try:
             score, trouble, fault = score_apart(
-                self, partial(_scored, dataset, scorer, entry, answer), modules=(__name__, "reasoning_gym")
+                partial(_scored, dataset, scorer, entry, answer), modules=(__name__, "reasoning_gym")
             )
         except ScoringEndedError as error:
             return 0.0, f"the answer is not scored: {error}"

@@ -34,7 +34,9 @@ MEMORY_MB = 512
 MOST_SAID_BYTES = 1 << 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 """Of the environment; keys of a run may be in it."""
-_BEGUN = b"\n"
+_BEGUN, _UNUSED = b"\n", b"-"
+LINGER_S = 3.0
+"""Without users: most episodes are followed by another one."""
 _starting = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], socket.socket, int] | None = None
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -44,27 +46,24 @@ class ScoringEndedError(Exception):
     """The scorer took more time or memory than it may."""
 
 
-def score_apart(
-    user: Any, work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S
-) -> Any:
-    """What `work` returns, which is JSON. `modules` take long to import. Raises ScoringEndedError, EnvError.
-
-    The process that forks stays until `leave` was called for all users.
-    """
+def join(user: Any) -> None:
+    """The process that forks, once it is there, stays while it has users."""
     _users.add(user)
-    ours, theirs = socket.socketpair()
-    with ours:
-        ours.settimeout(WAIT_S)
-        with theirs:
-            _ask(theirs, modules)
-        try:
-            ours.sendall(cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work))
-            ours.shutdown(socket.SHUT_WR)
-            said = _read(ours)
-        except TimeoutError:
-            raise EnvError(f"a scorer was not done after {WAIT_S:g} s: is the machine too busy?") from None
-        except OSError as error:
-            raise EnvError(f"a scorer's process: {error}") from None
+
+
+def leave(user: Any) -> None:
+    """May be called more than once."""
+    with _starting:
+        _users.discard(user)
+        if not _users and _server is not None and _server[2] == os.getpid():
+            with contextlib.suppress(OSError):  # it has ended
+                _server[1].send(_UNUSED)
+
+
+def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S) -> Any:
+    """What `work` returns, which is JSON. `modules` take long to import. Raises ScoringEndedError, EnvError."""
+    request = cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work)
+    said = _answer(request, modules) or _answer(request, modules)  # it may just have ended for want of users
     if not said.startswith(_BEGUN):
         raise EnvError("a scorer's process ended before it began")
     if said == _BEGUN:
@@ -72,19 +71,21 @@ def score_apart(
     return json.loads(said)
 
 
-def leave(user: Any) -> None:
-    """May be called more than once."""
-    global _server
-    with _starting:
-        _users.discard(user)
-        if _users or _server is None:
-            return
-        process, connection, owner = _server
-        _server = None
-        connection.close()
-        if owner == os.getpid():
-            process.kill()
-            process.wait()
+def _answer(request: bytes, modules: Sequence[str]) -> bytes:
+    """Nothing of a process that ended before it began."""
+    ours, theirs = socket.socketpair()
+    with ours:
+        ours.settimeout(WAIT_S)
+        with theirs:
+            _ask(theirs, modules)
+        try:
+            ours.sendall(request)
+            ours.shutdown(socket.SHUT_WR)
+            return _read(ours)
+        except ConnectionError:
+            return b""
+        except TimeoutError:
+            raise EnvError(f"a scorer was not done after {WAIT_S:g} s: is the machine too busy?") from None
 
 
 def _read(connection: socket.socket) -> bytes:
@@ -102,8 +103,8 @@ def _ask(connection: socket.socket, modules: Sequence[str]) -> None:
             _server = _start()
         try:
             socket.send_fds(_server[1], [" ".join(["json", *modules]).encode()], [connection.fileno()])
-        except OSError as error:
-            raise EnvError(f"the process that scores answers: {error}") from None
+        except OSError:  # whoever waits for an answer sees that there is none
+            _server = None
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
@@ -118,14 +119,18 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
 
 
 def main() -> None:
-    """Ends with the process that started it, whose end of the connection is then closed."""
+    """Ends with the process that started it, whose end of the connection is then closed, and for want of users."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=0)
     while True:
-        said, (*received,), _, _ = socket.recv_fds(requests, MOST_SAID_BYTES, 1)
+        try:
+            said, (*received,), _, _ = socket.recv_fds(requests, MOST_SAID_BYTES, 1)
+        except TimeoutError:
+            return
         if not said:
             return
+        requests.settimeout(LINGER_S if said == _UNUSED else None)
         for name in said.decode().split():
             with contextlib.suppress(ImportError):  # who needs it will say so
                 importlib.import_module(name)

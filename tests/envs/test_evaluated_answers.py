@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import sympy  # type: ignore[import-untyped]
 from roll_flash.envs import evaluated_answers, scoring_process
 from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.reasoning_gym_tasks import ReasoningGym
-from roll_flash.envs.scoring_process import ScoringEndedError, leave, score_apart
+from roll_flash.envs.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_apart
 
 ARITHMETIC = (
     "import sympy\nclass Arithmetic:\n    def score(self, answer): return int(sympy.parse_expr(answer)) == 24\n"
@@ -154,6 +155,7 @@ class SimpleUser:
 @pytest.fixture
 def user() -> Iterator[SimpleUser]:
     one = SimpleUser()
+    join(one)
     yield one
     leave(one)
 
@@ -177,30 +179,29 @@ def test_an_answer_that_takes_for_ever_or_all_memory_is_worth_nothing_and_holds_
     (tmp_path / f"{name}.py").write_text(f"import fractions, sympy\ndef score(answer):\n    return {expression}\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(name)
-    assert score_apart(user, lambda: 1, modules=("sympy",)) == 1  # the process that forks is there
+    assert score_apart(lambda: 1, modules=("sympy",)) == 1  # the process that forks is there
     began = time.process_time()
     with pytest.raises(ScoringEndedError, match=r"more than 0\.5 s or"):
-        score_apart(user, lambda: module.score(answer), seconds=0.5)
+        score_apart(lambda: module.score(answer), seconds=0.5)
     assert time.process_time() - began < 0.5
-    assert score_apart(user, lambda: module.score("3")) in (1.0, 3.0)
+    assert score_apart(lambda: module.score("3")) in (1.0, 3.0)
 
 
-def test_scorers_see_no_key_of_the_run_and_their_process_ends_with_the_last_environment(
+def test_scorers_see_no_key_of_the_run_and_their_process_ends_for_want_of_users(
     user: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(scoring_process, "_server", None)
     monkeypatch.setenv("RUN_KEY", "secret")
-    assert score_apart(user, lambda: __import__("os").environ.get("RUN_KEY")) is None
-    process = (scoring_process._server or pytest.fail("there is no process"))[0]
-    process.kill()
-    process.wait()
-    assert score_apart(user, lambda: [1, "a"]) == [1, "a"], "another one takes its place"
+    assert score_apart(lambda: __import__("os").environ.get("RUN_KEY")) is None
     process = (scoring_process._server or pytest.fail("there is no process"))[0]
     other = SimpleUser()
-    assert score_apart(other, lambda: 1) == 1
+    join(other)
     leave(user)
-    assert process.poll() is None
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(LINGER_S + 0.5)
     leave(other)
-    assert process.poll() is not None
+    assert process.wait(20) == 0
+    assert score_apart(lambda: [1, "a"]) == [1, "a"], "another one takes its place"
 
 
 @pytest.mark.parametrize(
@@ -266,4 +267,4 @@ def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monke
     env.reset(seed=1)
     assert env.step("1, " * 1000)[4]["score_error"] == "the answer is longer than 2000 characters"
     env.close()
-    assert scoring_process._server is None
+    assert env not in scoring_process._users
