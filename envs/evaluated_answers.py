@@ -1,31 +1,22 @@
 """Answers that a scorer of others would evaluate as Python, with `eval` or with sympy's `parse_expr`, which calls it.
 
-Such a scorer runs in a worker, so that a model's answer would be a program there: it could take the run's keys, or the
-right answer. Only what names no code is handed on: data, and for sympy arithmetic that takes little time.
+A model's answer would be a program there, which could take the right answer or say that it is right. Only what names no
+code is handed on: data, and for sympy arithmetic that takes little time.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-import ctypes
 import inspect
 import math
 import re
 import sys
-import threading
-import time
-from collections.abc import Callable
-from typing import Any, TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 LONGEST_CHARACTERS = 5_000
 MOST_BITS = 2_000.0
 """Of any number in an expression, about: `9**9**9` would hold the interpreter's lock for ever."""
-MOST_SCORING_S = 5.0
-"""Of processor time. `(a+b+c+d+e+f+g+h)**50` is read at once, and simplified for ever."""
-LOOK_EVERY_S = 0.1
 FUNCTIONS = frozenset(
     [
         *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
@@ -38,19 +29,21 @@ _USES_SYMPY = re.compile(r"^\s*(?:import|from)\s+sympy\b", re.MULTILINE)
 _ODD_NUMBER = re.compile(r"(?<![\w.])[0-9.]+[A-Za-z_]|#")
 """All numerals but plain ones, and comments. Their exponents may be without end (`1e-999999999` is 0 to Python and a
 fraction to sympy), and scorers that look for the numbers of an answer in its text read `0x7b` and `# 3 5` otherwise."""
+_NOT_FINITE = re.compile(r"(?<![^\W\d_])(?:nan|inf|infinity)(?![^\W\d_])", re.IGNORECASE)
+"""`min(1.0, nan)` is 1.0: a scorer that bounds its score so takes NaN for the right answer."""
+_ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub)
 _PARSES = re.compile(r"\b(?:parse_expr|sympify|S)\s*\(")
 
 
 class EvaluatedAnswerError(Exception):
-    """The answer is more than data or plain arithmetic, or takes too long."""
+    """The answer is more than data or plain arithmetic."""
 
 
-class _TimeIsUp(BaseException):
-    """Raised in the thread of a scorer, past its `except Exception`."""
-
-
-def check_answer(answer: str, scorer: Any) -> None:
-    """Raises EvaluatedAnswerError for an answer that `scorer`, an object of any class, would run and must not."""
+def check_answer(answer: str, scorer: Any, right: str = "") -> None:
+    """Raises EvaluatedAnswerError for an answer that `scorer`, an object of any class, would run and must not, or that
+    it would mistake for the right one."""
+    if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(right) and any(map(str.isdigit, right)):
+        raise EvaluatedAnswerError("it is no finite number")
     source = _source_of(type(scorer))
     with_sympy = bool(_USES_SYMPY.search(source) and _PARSES.search(source))
     if not with_sympy and not _EVALUATES.search(source):
@@ -61,50 +54,12 @@ def check_answer(answer: str, scorer: Any) -> None:
             return  # text that Python cannot read is not run; sympy reads more than Python
         if with_sympy and _ODD_NUMBER.search(answer):
             tree = None
+        if tree is not None and with_sympy and _has_more_than(tree, _parsed(right)):
+            tree = None
         if tree is None or (_bits(tree) > MOST_BITS if with_sympy else not _is_data(tree, source)):
             raise EvaluatedAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
     except RecursionError:
         raise EvaluatedAnswerError("it is nested too deeply") from None
-
-
-def in_limited_time(work: Callable[[], Result], seconds: float = MOST_SCORING_S) -> Result:
-    """What `work` returns, which is ended after so much processor time of this thread.
-
-    Raises EvaluatedAnswerError. No thread can be ended from outside but by an exception, which ends what is Python, as
-    sympy is; one that the work throws away is raised again.
-    """
-    thread = threading.get_ident()
-    clock = time.pthread_getcpuclockid(thread)
-    until = time.clock_gettime(clock) + seconds
-    done, ending = threading.Event(), threading.Lock()
-
-    def watch() -> None:
-        while not done.wait(LOOK_EVERY_S):
-            with ending:
-                if not done.is_set() and time.clock_gettime(clock) >= until:
-                    _raise_in(thread, _TimeIsUp)
-
-    def stop() -> None:
-        with ending:
-            done.set()
-        _raise_in(thread, None)
-
-    threading.Thread(target=watch, name="scorer's time", daemon=True).start()
-    try:
-        try:
-            result = work()
-        finally:
-            stop()
-        if time.clock_gettime(clock) < until:
-            return result
-    except _TimeIsUp:
-        stop()  # it may have come while that was under way
-    raise EvaluatedAnswerError(f"it takes more than {seconds:g} s")
-
-
-def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """None takes back one that has not been raised yet."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error) if error else None)
 
 
 def _source_of(scorer: type[Any]) -> str:
@@ -145,9 +100,23 @@ def _is_data(node: ast.expr, source: str) -> bool:
     return False
 
 
+def _has_more_than(tree: ast.expr, right: ast.expr | None) -> bool:
+    """Whether it has anything but integers and the four kinds of arithmetic, where the right answer has no more.
+
+    With names (`x/x`, `log(E)`) one can write any number without using those that are given.
+    """
+
+    def is_plain(node: ast.AST) -> bool:
+        return isinstance(node, _ARITHMETIC) or (isinstance(node, ast.Constant) and type(node.value) is int)
+
+    return right is not None and all(map(is_plain, ast.walk(right))) and not all(map(is_plain, ast.walk(tree)))
+
+
 def _bits(node: ast.expr) -> float:
     """How long the number may become that a piece of arithmetic stands for. Infinite for anything but arithmetic."""
     match node:
+        case ast.Constant(value=bool()):  # a number that is not seen as one
+            return math.inf
         case ast.Constant(value=int() | float() | complex() as value):
             return math.log2(abs(value) + 2) if abs(value) < math.inf else math.inf
         case ast.Name() if not node.id.startswith("_") and not hasattr(builtins, node.id):

@@ -7,19 +7,23 @@ The package generates the questions and scores the answers; each seed makes a da
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import gymnasium
-from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer, in_limited_time
+from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.model_text import tagged
 from roll_flash.envs.optional_package import import_optional
+from roll_flash.envs.scoring_process import ScoringEndedError, join, leave, score_apart
 from roll_flash.envs.text_space import TextSpace
 from roll_flash.envs.tool_calls import without_thinking
 
 from roll_flash.errors import ConfigError, EnvError
 
 MOST_SEEDS = 1 << 31
+MOST_TROUBLE_CHARACTERS = 1000
 LONGEST_CHARACTERS, TIMES_AS_LONG = 2000, 20
 """Of an answer, and compared with the right one: some scorers take the square of its length, past any step's time."""
 
@@ -44,6 +48,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
+        join(self)
         self._dataset = self._open(int(self.np_random.integers(MOST_SEEDS)) if seed is None else seed)
         self._entry = self._dataset[0]
         return f"{self._entry['question']}\nReply with <answer>YOUR ANSWER</answer>.", {}
@@ -55,6 +60,9 @@ class ReasoningGym(gymnasium.Env[str, str]):
         score, trouble = self._score(answer) if answer else (0.0, "")
         info = {"success": score >= 1.0, "answer": answer[:1000], **({"score_error": trouble} if trouble else {})}
         return "", score, True, False, info
+
+    def close(self) -> None:
+        leave(self)
 
     def oracle(self) -> str:
         """The right action now, for checks and demonstrations."""
@@ -71,16 +79,16 @@ class ReasoningGym(gymnasium.Env[str, str]):
         most = max(LONGEST_CHARACTERS, TIMES_AS_LONG * len(str(self._entry["answer"] or "")))
         if len(answer) > most:
             return 0.0, f"the answer is longer than {most} characters"
+        dataset, scorer, entry = self._dataset, self._scorer, self._entry
         try:
-            check_answer(answer, self._scorer)
-            score = in_limited_time(lambda: float(self._dataset.score_answer(answer=answer, entry=self._entry)))
-            return score, ""
-        except EvaluatedAnswerError as error:
+            score, trouble, fault = score_apart(
+                partial(_scored, dataset, scorer, entry, answer), modules=(__name__, "reasoning_gym")
+            )
+        except ScoringEndedError as error:
             return 0.0, f"the answer is not scored: {error}"
-        except (ImportError, OSError, MemoryError) as error:
-            raise EnvError(f"the scorer of the data set {self._name}: {type(error).__name__}: {error}") from error
-        except Exception as error:  # others' code may raise anything
-            return 0.0, f"{type(error).__name__}: {error}"
+        if fault:
+            raise EnvError(f"the scorer of the data set {self._name}: {fault}")
+        return score, trouble
 
     @property
     def _scorer(self) -> Any:
@@ -98,3 +106,17 @@ class ReasoningGym(gymnasium.Env[str, str]):
             return package.create_dataset(self._name, **{"seed": seed % MOST_SEEDS, "size": 1, **config})
         except (ValueError, AssertionError, TypeError) as error:
             raise ConfigError(f"ReasoningGym-v0: dataset {self._name!r} with {self._config}: {error}") from None
+
+
+def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tuple[float, str, str]:
+    """The score, what the answer is to blame for, and what no answer can be to blame for."""
+    try:
+        check_answer(answer, scorer, str(entry["answer"] or ""))
+        score = float(dataset.score_answer(answer=answer, entry=entry))
+        return (score, "", "") if math.isfinite(score) else (0.0, f"the score is {score}", "")
+    except EvaluatedAnswerError as error:
+        return 0.0, f"the answer is not scored: {error}", ""
+    except (ImportError, OSError) as error:
+        return 0.0, "", f"{type(error).__name__}: {error}"
+    except Exception as error:  # others' code may raise anything
+        return 0.0, f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS], ""

@@ -61,6 +61,7 @@ class EndpointBackend:
         records = [
             CallRecord(
                 parent=place.parent,
+                asked=place.key,
                 key=answer_key(place, answer),
                 given=place.given,
                 given_ids=[],

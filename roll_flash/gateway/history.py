@@ -8,6 +8,7 @@ policy's in exactly one of them, whatever they share.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -24,8 +25,10 @@ class CallRecord:
     """One answered call. `given` are the messages since `parent`, `given_ids` their tokens."""
 
     parent: CallRecord | None
+    asked: Key
+    """Of the conversation up to the answer."""
     key: Key
-    """Of the conversation up to and including the answer."""
+    """The same with the answer."""
     given: tuple[Message, ...]
     given_ids: list[int]
     generation: Generation | None
@@ -74,6 +77,8 @@ class History:
     def __init__(self) -> None:
         self.records: list[CallRecord] = []
         self._by_key: dict[Key, list[CallRecord]] = {}
+        self._begun: Counter[Key] = Counter()
+        """What calls without a parent asked, by key: an agent may send the same thousands of messages each time."""
         self.rewrites = 0
         """Conversations that began anew although there was one: the agent rewrote its history, or has a second one."""
         self.forks = 0
@@ -91,7 +96,8 @@ class History:
 
     def add(self, record: CallRecord) -> None:
         if record.parent is None:
-            asked_before = any(other.parent is None and other.given == record.given for other in self.records)
+            asked_before = record.asked in self._begun
+            self._begun[record.asked] += 1
             self.forks += asked_before
             self.rewrites += bool(self.records) and not asked_before
         else:
@@ -108,6 +114,10 @@ class History:
         self._by_key[record.key].remove(record)
         if record.parent is not None:
             record.parent.children -= 1
+        elif self._begun[record.asked] > 1:
+            self._begun[record.asked] -= 1
+        else:
+            del self._begun[record.asked]
 
     def answers(self) -> list[Message]:
         """In the order in which they were given."""

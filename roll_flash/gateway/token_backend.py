@@ -62,6 +62,7 @@ class TokenBackend:
         records = [
             CallRecord(
                 parent=place.parent,
+                asked=place.key,
                 key=answer_key(place, answer),
                 given=place.given,
                 given_ids=given_ids,

@@ -7,6 +7,7 @@
 #include <linux/filter.h>
 #include <linux/seccomp.h>
 #include <netinet/in.h>
+#include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
 #include <sys/prctl.h>
@@ -172,6 +173,8 @@ void confine(void) {
     keep_agent_as_it_is();
     refuse_with(SYS_fcntl, 1, F_SETLEASE); /* whoever opens such a file waits: the agent would, for 45 s */
     refuse_with(SYS_fcntl, 1, SET_DELEGATION);
+    refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGCONT); /* from a connection, also to who is stopped: see members.c */
+    refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGKILL);
     for (size_t i = 0; i < sizeof protocols / sizeof *protocols; i++) fail_if(SYS_socket, 2, (uint32_t)protocols[i], EPROTONOSUPPORT);
     for (size_t i = 0; i < sizeof socket_programs / sizeof *socket_programs; i++)
         refuse_with_both(SYS_setsockopt, 1, SOL_SOCKET, (uint32_t)socket_programs[i]);

@@ -20,7 +20,8 @@
 #include <time.h>
 #include <unistd.h>
 
-/* /proc/PID/stat from the state on: the 20th number is when the process began, in ticks. */
+/* /proc/PID/stat from the state on: the 18th is the number of threads, the 20th when the process began, in ticks. */
+#define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
 enum { STILL_US = 300000 };
@@ -92,6 +93,15 @@ static char state_of(pid_t pid) {
 
 bool members_is_stopped(pid_t pid) { return state_of(pid) == 'T'; }
 
+/* A zombie may be a first thread that has ended before the others of its process. */
+static bool is_dead(pid_t pid) {
+    char text[1024];
+    long threads;
+    const char *name_end = read_entry(pid, "stat", text, sizeof text) ? strrchr(text, ')') : NULL;
+    if (!name_end || !name_end[1] || name_end[2] == 'X') return true;
+    return name_end[2] == 'Z' && sscanf(name_end + 1, UP_TO_THREADS, &threads) == 1 && threads < 2;
+}
+
 static void add(struct pids *pids, pid_t pid) {
     if (pids->count == pids->capacity) {
         pids->capacity = pids->capacity ? 2 * pids->capacity : 64;
@@ -137,7 +147,7 @@ void members_signal(uint64_t command, int number) {
     for (size_t i = 0; i < all.count; i++) {
         bool member = belongs(all.at[i], command);
         if (member) kill(all.at[i], number);
-        if (member || !(paused || holds(&stopped, all.at[i]))) kill(all.at[i], SIGCONT);
+        if (!paused && (member || !holds(&stopped, all.at[i]))) kill(all.at[i], SIGCONT);
     }
 }
 
@@ -162,15 +172,26 @@ static bool stands_still(pid_t pid) {
     return still;
 }
 
+/* A timer whose signal the kernel sends to who is stopped all the same: it goes on, or ends and another one goes on. */
+static bool has_alarm_clock(pid_t pid) {
+    char path[48], line[128];
+    int number = 0;
+    snprintf(path, sizeof path, "/proc/%d/timers", pid);
+    FILE *timers = fopen(path, "re");
+    while (timers && number != SIGCONT && number != SIGKILL && fgets(line, sizeof line, timers)) sscanf(line, "signal: %d/", &number);
+    if (timers) fclose(timers);
+    return number == SIGCONT || number == SIGKILL;
+}
+
 static bool all_stand_still(void) {
     list_processes(&all, false);
     for (size_t i = 0; i < all.count; i++)
-        if (!stands_still(all.at[i])) return false;
+        if (!stands_still(all.at[i]) || has_alarm_clock(all.at[i])) return false;
     return true;
 }
 
 /* Stop everything but this process until it is to go on. False if something does not stand still in time: what a call to
- * the kernel had begun when it was stopped is done first. */
+ * the kernel had begun when it was stopped is done first; or if it would not stay so. */
 bool members_pause(bool pause) {
     int64_t give_up = now_us() + STILL_US;
     if (pause) stop_all();
@@ -201,7 +222,7 @@ int64_t members_clock_us(void) {
 static enum members end_those_seen(uint64_t command, int64_t since_us) {
     enum members found = MEMBERS_GONE;
     for (size_t i = 0; i < all.count; i++) {
-        if (!belongs(all.at[i], command) || strchr("ZX", state_of(all.at[i]))) continue;
+        if (!belongs(all.at[i], command) || is_dead(all.at[i])) continue;
         if (began_us(all.at[i]) > since_us) found = MEMBERS_ESCAPE;
         else if (found == MEMBERS_GONE) found = MEMBERS_DIE;
         kill(all.at[i], SIGKILL);

@@ -98,7 +98,7 @@ def test_an_answer_that_is_a_program_is_never_run(dataset: str, tmp_path: Path) 
     for program in (f"open({str(mark)!r}, 'w')", f"[open({str(mark)!r}, 'w')]", "entry['answer']"):
         env.reset(seed=1)
         reward, info = (result := env.step(f"<answer>{program}</answer>"))[1], result[4]
-        assert (reward, "run as code" in info["score_error"], mark.exists()) == (0.0, True, False)
+        assert (reward, "not plain" in info["score_error"], mark.exists()) == (0.0, True, False)
 
 
 @pytest.mark.adapters

@@ -7,17 +7,20 @@ test_adapters.py.
 from __future__ import annotations
 
 import contextlib
-import threading
+import importlib
+import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import sympy  # type: ignore[import-untyped]
-from roll_flash.envs import evaluated_answers
+from roll_flash.envs import evaluated_answers, scoring_process
 from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
 from roll_flash.envs.reasoning_gym_tasks import ReasoningGym
+from roll_flash.envs.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_apart
 
 ARITHMETIC = (
     "import sympy\nclass Arithmetic:\n    def score(self, answer): return int(sympy.parse_expr(answer)) == 24\n"
@@ -31,8 +34,6 @@ WORDS = "class Words:\n    def score(self, answer): return answer == 'evaluate (
 
 def scorer(source: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """An object of the class in a module of its own."""
-    import importlib
-
     name = f"scorer_{source.partition('class ')[2].partition(':')[0].lower()}"
     (folder / f"{name}.py").write_text(source)
     monkeypatch.syspath_prepend(folder)
@@ -147,26 +148,88 @@ def test_no_number_is_hidden_from_scorers_that_look_for_those_of_an_answer(
     check_answer("x1e5 + 2*x - 3.5*x2 + 10", scorer(ARITHMETIC, tmp_path, monkeypatch))
 
 
-ENDLESS = "(a + b + c + d + e + f + g + h)**50"
-"""Read at once by sympy, and simplified for ever."""
+class SimpleUser:
+    """Of the process in which answers are scored."""
 
 
-def test_scoring_that_takes_for_ever_is_ended_and_no_thread_goes_on_with_it() -> None:
-    def score_answer(answer: str, entry: Any) -> float:
-        try:  # as those of the package do
-            return float(sympy.simplify(sympy.parse_expr(answer) - 3) == 0)
-        except:  # noqa: E722
-            return 0.5
+@pytest.fixture
+def user() -> Iterator[SimpleUser]:
+    one = SimpleUser()
+    join(one)
+    yield one
+    leave(one)
 
-    began, threads = time.process_time(), threading.active_count()
-    with pytest.raises(EvaluatedAnswerError, match=r"more than 0.3 s"):
-        evaluated_answers.in_limited_time(lambda: score_answer(ENDLESS, {}), 0.3)
-    assert time.process_time() - began < 5
-    assert evaluated_answers.in_limited_time(lambda: score_answer("1 + 2", {})) == 1.0
-    for thread in threading.enumerate():
-        if thread.name == "scorer's time":
-            thread.join(5)
-    assert threading.active_count() <= threads
+
+SCORERS = {
+    # Read at once by sympy, and simplified for ever.
+    "simplifies": ("float(sympy.simplify(sympy.parse_expr(answer) - 3) == 0)", "(a + b + c + d + e + f + g + h)**50"),
+    # As that of `coin_flip`, which holds the interpreter's lock for ever.
+    "reads a fraction": ("float(fractions.Fraction(answer))", "1e999999999"),
+    # As that of `rubiks_cube`, which takes 16 GB.
+    "repeats": ("len([answer] * int(answer))", "2000000000"),
+}
+
+
+@pytest.mark.parametrize("how", list(SCORERS))
+def test_an_answer_that_takes_for_ever_or_all_memory_is_worth_nothing_and_holds_up_nobody(
+    how: str, user: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expression, answer = SCORERS[how]
+    name = f"scorer_that_{how.replace(' ', '_')}"
+    (tmp_path / f"{name}.py").write_text(f"import fractions, sympy\ndef score(answer):\n    return {expression}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module(name)
+    assert score_apart(lambda: 1, modules=("sympy",)) == 1  # the process that forks is there
+    began = time.process_time()
+    with pytest.raises(ScoringEndedError, match=r"more than 0\.5 s or"):
+        score_apart(lambda: module.score(answer), seconds=0.5)
+    assert time.process_time() - began < 0.5
+    assert score_apart(lambda: module.score("3")) in (1.0, 3.0)
+
+
+def test_scorers_see_no_key_of_the_run_and_their_process_ends_for_want_of_users(
+    user: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scoring_process, "_server", None)
+    monkeypatch.setenv("RUN_KEY", "secret")
+    assert score_apart(lambda: __import__("os").environ.get("RUN_KEY")) is None
+    process = (scoring_process._server or pytest.fail("there is no process"))[0]
+    other = SimpleUser()
+    join(other)
+    leave(user)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(LINGER_S + 0.5)
+    leave(other)
+    assert process.wait(20) == 0
+    assert score_apart(lambda: [1, "a"]) == [1, "a"], "another one takes its place"
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        "(3 + 5 + 7 + 9)*(True - True) + True + True",
+        "(3 + 5 + 7 + 9)*(x - x) + x/x + x/x",
+        "(3 + 5 + 7 + 9)*(E - E) + log(E) + log(E)",
+        "3.5*7*9",
+    ],
+)
+def test_no_number_is_made_of_what_is_none(forged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in `countdown` and `puzzle24`, which ask for a number from those that are given."""
+    numbers = scorer(ARITHMETIC, tmp_path, monkeypatch)
+    with pytest.raises(EvaluatedAnswerError, match="not plain arithmetic"):
+        check_answer(forged, numbers, "(9 - 7)*3 + 5 - -1")
+    check_answer("-3*(5 + 7)/9", numbers, "(9 - 7)*3 + 5")
+    check_answer("x**2/2 + log(x) + C", numbers, "x + C")
+
+
+@pytest.mark.parametrize("answer", ["nan", "-NaN", "1 + nanj", "Infinity", "inf", "(nan)"])
+def test_nan_is_not_the_right_number(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for `complex_arithmetic`, whose `min(1.0, nan)` is 1.0."""
+    words = scorer(WORDS, tmp_path, monkeypatch)
+    with pytest.raises(EvaluatedAnswerError, match="no finite number"):
+        check_answer(answer.replace("nanj", "nan j"), words, "3.5 + 2i")
+    check_answer("information, banana: 3", words, "3")
+    check_answer(answer, words, "inf, nan")
 
 
 def test_what_is_let_through_is_evaluated_quickly() -> None:
@@ -203,3 +266,5 @@ def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monke
     assert env.step("<answer>[1, 2]</answer>")[1] == 1.0
     env.reset(seed=1)
     assert env.step("1, " * 1000)[4]["score_error"] == "the answer is longer than 2000 characters"
+    env.close()
+    assert env not in scoring_process._users

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_model import END, ScriptedClient, TinyModel
 
-from roll_flash.gateway.model_call import ModelCall
+from roll_flash.gateway.history import CallRecord, History
+from roll_flash.gateway.model_call import Answer, ModelCall
 from roll_flash.gateway.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
 
@@ -44,6 +46,26 @@ def test_further_answers_to_one_question_are_forks_and_no_rewritten_history(tiny
     assert asyncio.run(ask(ModelCall(messages=hello, n=3))) == (2, 0)
     assert asyncio.run(ask(ModelCall(messages=hello), ModelCall(messages=hello))) == (1, 0)
     assert asyncio.run(ask(ModelCall(messages=hello), ModelCall(messages=other))) == (0, 1)
+
+
+def test_an_agent_that_begins_anew_again_and_again_with_a_long_history_stalls_nobody() -> None:
+    """Calls are recorded on the loop that serves all agents."""
+    history = History()
+    answer = Answer("a", "a", "", (), "stop", None, ())
+    spent = 0.0
+    for number in range(200):
+        messages: Any = tuple({"role": "user", "content": str(at % 7)} for at in range(4000))
+        messages = (*messages, {"role": "user", "content": str(number)})
+        key = str(number // 2).encode()
+        began = time.process_time()
+        history.add(CallRecord(None, key, key + b"a", messages, [], None, answer, 1, 1, 0.0, 0.0))
+        spent += time.process_time() - began
+    assert spent < 1.0
+    assert (history.forks, history.rewrites) == (100, 99)
+    history.discard(history.records[0])
+    history.discard(history.records[0])
+    history.add(CallRecord(None, b"0", b"0a", (), [], None, answer, 1, 1, 0.0, 0.0))
+    assert (history.forks, history.rewrites) == (100, 100), "nobody was told the answers before"
 
 
 def next_messages(move: str, pick: int, messages: list[Any]) -> list[Any]:

@@ -6,6 +6,7 @@
 #include <linux/filter.h>
 #include <linux/sched.h>
 #include <netinet/in.h>
+#include <pthread.h>
 #include <sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -54,6 +55,26 @@ static long swap_passwd(int count) {  // a file and a pipe, again and again, and
     return 0;
 }
 
+static void swap_once(int number) {
+    (void)number;
+    rename("/etc/pipe", "/etc/passwd");
+}
+
+static long alarm_clock(int number) {  // wakes this program when it has been stopped, and stays
+    timer_t timer;
+    struct sigevent event = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = number};
+    const struct itimerspec soon = {{0, 0}, {0, 20000000}};
+    mkfifo("/etc/pipe", 0644);
+    if (fork() != 0) return 0;
+    setsid();
+    signal(SIGCONT, swap_once);
+    if (timer_create(CLOCK_MONOTONIC, &event, &timer)) _exit(1);
+    for (;;) {
+        timer_settime(timer, 0, &soon, NULL);
+        usleep(500);
+    }
+}
+
 static long forks(void) {  // and stays
     int count = 0;
     for (;;) {
@@ -91,16 +112,29 @@ static void hand_on(int in_new_session) {  // each forks its successor and ends:
     }
 }
 
+static void *hand_on_from_a_thread(void *none) {  // whose process looks like a zombie, as its first thread has ended
+    pthread_t successor;
+    (void)none;
+    for (;;) {
+        close(open("/tmp/alive", O_CREAT | O_WRONLY, 0600));
+        usleep(1000);
+        if (fork() != 0) _exit(0);
+        if (pthread_create(&successor, NULL, hand_on_from_a_thread, NULL)) _exit(1);
+        syscall(SYS_exit, 0);
+    }
+}
+
 static void end_slowly(int number) {
     usleep(20000 + 0 * number);
     _exit(0);
 }
 
-static long chain(int chains, int ignores_term) {  // whose first process dies on TERM unless told otherwise
+static long chain(int chains, int ignores_term, int in_threads) {  // whose first process dies on TERM unless told otherwise
     signal(SIGCHLD, SIG_IGN);  // what has ended must not fill the process limit
     for (int i = 0; i < chains; i++) {
         if (fork() != 0) continue;
         signal(SIGTERM, SIG_IGN);
+        if (in_threads) hand_on_from_a_thread(NULL);
         hand_on(i % 2);
     }
     signal(SIGTERM, ignores_term ? SIG_IGN : end_slowly);
@@ -282,10 +316,12 @@ int main(int count, char **words) {
     if (!strcmp(what, "core")) return told(change_core());
     if (!strcmp(what, "connections")) return told(fill_connections((int)number));
     if (!strcmp(what, "aio")) return told(syscall(SYS_io_setup, 1, &(aio_context_t){0}));
-    if (!strcmp(what, "chain")) return told(chain((int)number, count > 3));
+    if (!strcmp(what, "chain")) return told(chain((int)number, count > 3, count > 3 && !strcmp(words[3], "threads")));
     if (!strcmp(what, "go-on")) return told(go_on((int)number));
     if (!strcmp(what, "take")) return told(take(words[2], atol(words[3])));
     if (!strcmp(what, "swap-passwd")) return told(swap_passwd((int)number));
+    if (!strcmp(what, "alarm-clock")) return told(alarm_clock((int)number));
+    if (!strcmp(what, "set-signal")) return told(fcntl(socket(AF_INET, SOCK_STREAM, 0), F_SETSIG, (int)number));
     if (!strcmp(what, "stop-all")) return told(stop_all());
     if (!strcmp(what, "forks")) return told(forks());
     if (!strcmp(what, "memory")) return told(fill_memory());

@@ -201,15 +201,21 @@ def test_processes_that_hand_on_to_a_successor_do_not_outlive_a_timeout(provider
     within(provider, outlive)
 
 
-def test_processes_that_others_continue_while_they_are_stopped_do_not_outlive_a_timeout(provider: str) -> None:
-    """Who hands on faster than it is found is ended with everything else in the sandbox, which it could kill itself."""
+@pytest.mark.parametrize("how", ["processes", "threads"])
+def test_processes_that_others_continue_while_they_are_stopped_do_not_outlive_a_timeout(
+    provider: str, how: str
+) -> None:
+    """Who hands on faster than it is found is ended with everything else in the sandbox, which it could kill itself.
+
+    A process whose first thread has ended looks like a zombie.
+    """
 
     async def outlive(sandbox: Sandbox) -> None:
         await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
-        for helpers, chains, others in ((2, 8, 200), (1, 2, 400), (1, 12, 200), (1, 4, 40)):
+        for helpers, chains, others in 2 * ((2, 8, 200), (1, 2, 400), (1, 12, 200), (1, 4, 40)):
             crowd = f"i=0; while [ $i -lt {others} ]; do sleep 60 & i=$((i+1)); done; /tmp/attack go-on {helpers} &"
             await sandbox.exec(f"({crowd}) > /dev/null 2>&1")
-            result = await sandbox.exec(["/tmp/attack", "chain", str(chains), "x"], timeout=0.1, grace=0.0)
+            result = await sandbox.exec(["/tmp/attack", "chain", str(chains), how], timeout=0.1, grace=0.0)
             assert result.timed_out
             assert result.duration_s < 20
             left = await sandbox.exec("rm -f /tmp/alive; sleep 0.1; test -e /tmp/alive")

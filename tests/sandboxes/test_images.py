@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import signal
 import subprocess
 import tarfile
 import uuid
@@ -316,6 +317,24 @@ def test_a_file_that_is_swapped_all_the_time_is_seen_as_what_it_is_when_all_has_
     ended = asyncio.run(fork())
     assert "refused" in ended
     assert set(ended) <= {"refused", "taken"}
+
+
+def test_what_would_wake_itself_while_all_has_to_stand_still_is_not_forked(docker: str) -> None:
+    """It would put a pipe where the engine reads when everything has been looked at."""
+
+    async def fork() -> bytes:
+        async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
+            await sandbox.write("/root/attack", attack_program(), mode=0o755)
+            for number in (signal.SIGCONT, signal.SIGKILL):
+                refused = await sandbox.exec(["/root/attack", "set-signal", str(int(number))])
+                assert b"not permitted" in refused.stdout
+            assert (await sandbox.exec(["/root/attack", "alarm-clock", str(int(signal.SIGCONT))])).ok
+            async with asyncio.timeout(20):
+                with pytest.raises(SandboxFileError, match=r"does not stop|is no plain file"):
+                    await sandbox.snapshot()
+            return (await sandbox.exec("echo here")).stdout
+
+    assert asyncio.run(fork()) == b"here\n"
 
 
 def test_after_a_fork_what_was_stopped_before_is_still_stopped_and_nothing_else(docker: str) -> None:
