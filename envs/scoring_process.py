@@ -114,7 +114,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ} | few
     with theirs:
         command = [sys.executable, "-m", "roll_flash.envs.scoring_process"]
-        process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, env=environment)
+        process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
     return process, ours, os.getpid()
 
 

@@ -140,14 +140,14 @@ class Trainer:
                 has_groups, groups = True, micro_batch.groups
                 self._last_tokens = _computed_tokens(groups)
                 with record.learner_works(groups):
-                    work = learner.accumulate(groups)
-                    await self._micro_batch_s.bound(work, "the learner's micro-batch", self._last_tokens)
+                    accumulating = learner.accumulate(groups)
+                    await self._micro_batch_s.bound(accumulating, "the learner's micro-batch", self._last_tokens)
         if not has_groups:
             self._note_rollout()
             return False
         with record.learner_works():
-            work, tokens = learner.finish_step(), _computed_tokens(record.groups)
-            result = await self._update_s.bound(work, "the learner's step", tokens)
+            tokens = _computed_tokens(record.groups)
+            result = await self._update_s.bound(learner.finish_step(), "the learner's step", tokens)
         record.learner_metrics = result.metrics
         await self._count(record)
         publication = await self._settle()
