@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,7 +30,8 @@ from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.policy import Action, ContextFullError, TokenArrays
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
 
-DEADLINES = Deadlines(generate_s=0.2, step_s=0.2, episode_s=5.0)
+DEADLINES = Deadlines(generate_s=1.0, step_s=1.0, episode_s=60.0)
+PATIENT = Deadlines(60.0, 60.0, 60.0)
 
 
 class ScriptedPolicy:
@@ -112,7 +113,9 @@ class Echo(Env):
 
 
 class Blocking(gymnasium.Env[str, str]):
-    """A plain gymnasium environment that blocks its thread."""
+    """A plain gymnasium environment that blocks its thread until all four of them do."""
+
+    all_four = threading.Barrier(4)
 
     observation_space = gymnasium.spaces.Text(100)
     action_space = gymnasium.spaces.Text(100)
@@ -122,7 +125,7 @@ class Blocking(gymnasium.Env[str, str]):
         return "hello", {}
 
     def step(self, action: str) -> Any:
-        time.sleep(0.1)
+        self.all_four.wait(timeout=30)
         return "bye", 1.0, True, False, {"success": True}
 
 
@@ -154,19 +157,17 @@ def test_an_episode_becomes_a_trajectory_with_every_turn() -> None:
 
 
 def test_a_blocking_environment_runs_in_a_thread_and_others_go_on() -> None:
-    async def both() -> float:
+    async def four() -> None:
         with ThreadPoolExecutor(4) as threads:
 
             async def open_env() -> AsyncEnvironment:
                 return AsyncEnvironment(Blocking(), threads)
 
-            started = time.monotonic()
-            runs = [run_episode(make_spec(), open_env, ScriptedPolicy("x"), DEADLINES, Progress()) for _ in range(4)]
+            runs = [run_episode(make_spec(), open_env, ScriptedPolicy("x"), PATIENT, Progress()) for _ in range(4)]
             outcomes = await asyncio.gather(*runs)
-            assert all(isinstance(outcome, Trajectory) for outcome in outcomes)
-            return time.monotonic() - started
+            assert all(isinstance(outcome, Trajectory) for outcome in outcomes), outcomes
 
-    assert asyncio.run(both()) < 0.35
+    asyncio.run(four())
 
 
 def test_an_episode_ends_at_its_turn_limit() -> None:
@@ -266,8 +267,8 @@ def test_a_full_context_ends_the_episode_but_keeps_what_was_played() -> None:
         ("reset raises", "env_error", "reset raised RuntimeError: boom"),
         ("step raises", "env_error", "step raised RuntimeError: boom"),
         ("step exits", "env_error", "step raised SystemExit: enough"),
-        ("reset hangs", "env_timeout", "reset took longer than 0.2 s"),
-        ("step hangs", "env_timeout", "step took longer than 0.2 s"),
+        ("reset hangs", "env_timeout", "reset took longer than 1 s"),
+        ("step hangs", "env_timeout", "step took longer than 1 s"),
         ("nan", "bad_reward", "nan"),
         ("inf", "bad_reward", "inf"),
         ("no number", "bad_reward", "'much'"),
@@ -296,7 +297,7 @@ def test_an_environment_that_cannot_close_keeps_its_trajectory(fault: str) -> No
     ("policy", "cause"),
     [
         (ScriptedPolicy(InferenceError("server gone")), "generate_error"),
-        (ScriptedPolicy("a", delay_s=1.0), "generate_timeout"),
+        (ScriptedPolicy("a", delay_s=60.0), "generate_timeout"),
         (ScriptedPolicy(ContextFullError("600 tokens")), "prompt_too_long"),
     ],
 )
@@ -320,8 +321,7 @@ def test_a_cancelled_episode_closes_its_environment() -> None:
             async def open_env() -> AsyncEnvironment:
                 return AsyncEnvironment(Echo(fault="step hangs"), threads)
 
-            deadlines = Deadlines(60.0, 60.0, 60.0)
-            task = asyncio.create_task(run_episode(make_spec(), open_env, ScriptedPolicy("a"), deadlines, Progress()))
+            task = asyncio.create_task(run_episode(make_spec(), open_env, ScriptedPolicy("a"), PATIENT, Progress()))
             await asyncio.sleep(0.05)
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
