@@ -175,6 +175,15 @@ def test_what_is_cancelled_in_the_background_is_no_failure() -> None:
     assert ended.saved == []
 
 
+@pytest.fixture
+def no_nohup() -> Iterator[None]:
+    """Tests may themselves run under nohup, whose SIGHUP stays ignored."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_each_signal_stops_and_saves_and_is_answered_at_once(number: signal.Signals) -> None:
     ended = Ended()
@@ -190,6 +199,7 @@ def test_each_signal_stops_and_saves_and_is_answered_at_once(number: signal.Sign
     assert ended.said[0].startswith("stopping (")
 
 
+@pytest.mark.usefixtures("no_nohup")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_the_run_starts_ends_what_was_started(number: signal.Signals) -> None:
     closed: list[str] = []
