@@ -42,9 +42,10 @@ test: agents-image model ## set everything up, run the tests, those of the adapt
 	@$(BIN)/python -m pytest -n 2
 	@$(MAKE) --no-print-directory test-adapters
 
-test-nightly: agents-image model ## run the tests that are too long for each change
+test-nightly: agents-image model ## run the tests that are too long for each change, and each benchmark briefly
 	@$(BIN)/python -m pytest -m nightly tests
 	@ROLL_FLASH_SOAK_STEPS=30 $(BIN)/python -m pytest tests/test_soak.py
+	@$(BIN)/python benchmarks/all.py --quick
 
 test-adapters: $(ADAPTERS)/installed ## test the adapters with the packages that they adapt
 	@$(ADAPTERS)/bin/python -m pytest -m adapters tests/envs

@@ -204,12 +204,13 @@ async def measure(ways: list[Way], engine: ServerEngine, folder: Path, groups: i
         stack.push_async_callback(publisher.close)
         await learner.accumulate(step_groups(1, first))  # the first pass pays for memory and is not counted
         await learner.abandon_step()
-        await engine.score(probe.texts[0])  # so does the server's first prompt
+        if first == 0:
+            await publisher.check()  # as a run does before its first step: all of the probe, later a few of its texts
         for way in ways:
             print(f"measuring: {way.name}", file=sys.stderr)
             for server in engine._servers:
                 server._launcher = replace(server._launcher, prepares_weights=way.prepares)
-            async with busy(engine, probe, way):
+            async with busy(engine, [int(token) for token in probe.texts[0]], way):
                 for _ in range(updates):
                     await one_update(way, learner, publisher, groups, live)
         return learner.version
@@ -296,7 +297,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="tiny model, two updates each; under a minute")
     parser.add_argument("--json", action="store_true", help="one object of figures on standard output")
     parser.add_argument("--groups", type=int, default=2, help=f"groups of {REPLICAS} in a learner step (default 2)")
-    parser.add_argument("--updates", type=int, default=2, help="updates of each way (default 2)")
+    parser.add_argument("--updates", type=int, default=3, help="updates of each way (default 3)")
     options = parser.parse_args()
     model = "tiny" if options.quick else "smollm2-135m"
     load = os.getloadavg()[0]
