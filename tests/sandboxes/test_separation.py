@@ -288,12 +288,11 @@ def test_a_sandbox_that_takes_all_that_one_user_may_have_takes_nothing_of_anothe
                 await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
             line = "i=0; while [ $i -lt 200 ]; do /tmp/attack take WHAT 100000 & i=$((i+1)); done; wait"
             async with first.stream(line.replace("WHAT", what), timeout=60) as stream:
-                taken = 0
-                for _ in range(20):  # of 200 takers; by then the first have all there is
-                    chunk = await stream.next()
-                    taken += sum(int(word) for word in chunk.data.split()) if chunk else 0
+                said = b""
+                while said.count(b"\n") < 200 and (chunk := await stream.next()) is not None:
+                    said += chunk.data
                 left = await second.exec(["/tmp/attack", "take", what, "1"])
-            return taken, left.stdout
+            return sum(map(int, said.split())), left.stdout
         finally:
             await asyncio.gather(first.close(), second.close())
             await connected.close()
