@@ -17,6 +17,11 @@ from roll_flash.envs.optional_package import import_optional
 from roll_flash.errors import ConfigError
 
 _shared_random = threading.Lock()
+MOST_SHOWN_CHARACTERS = 200
+
+
+class BrokenMove(Exception):
+    """The game raised for what a player wrote, such as a number of 5,000 digits: that is a wrong move, and the end."""
 
 
 class Table:
@@ -54,9 +59,15 @@ class Table:
         return "\n".join(told) or "(nothing new)"
 
     def move(self, text: str) -> bool:
-        """Take the turn; whether the game is over."""
-        with self._own_random():
-            is_over, _ = self._game.step(text)
+        """Take the turn; whether the game is over. Raises BrokenMove, and for a package or file that is missing as the
+        game does."""
+        try:
+            with self._own_random():
+                is_over, _ = self._game.step(text)
+        except Exception as error:  # others' code may raise anything
+            if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk's, without its data
+                raise
+            raise BrokenMove(f"{type(error).__name__}: {error}"[:MOST_SHOWN_CHARACTERS]) from error
         return bool(is_over)
 
     def outcome(self) -> tuple[Mapping[int, float], str]:
