@@ -7,7 +7,6 @@ The package generates the questions and scores the answers; each seed makes a da
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -116,7 +115,7 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
     try:
         check_answer(answer, scorer, str(entry["answer"] or ""))
         score = float(dataset.score_answer(answer=answer, entry=entry))
-        return (score, "", "") if math.isfinite(score) else (0.0, f"the score is {score}", "")
+        return (score, "", "") if 0.0 <= score <= 1.0 else (0.0, f"the score is {score:g}, not from 0 to 1", "")
     except EvaluatedAnswerError as error:
         return 0.0, f"the answer is not scored: {error}", ""
     except (ImportError, OSError) as error:

@@ -296,14 +296,50 @@ def test_no_number_is_made_of_what_is_none(forged: str, tmp_path: Path, monkeypa
     check_answer("x**2/2 + log(x) + C", numbers, "x + C")
 
 
-@pytest.mark.parametrize("answer", ["nan", "-NaN", "1 + nanj", "Infinity", "inf", "(nan)"])
+NANS = ["nan", "-NaN", "1 + nanj", "1+nani", "NaNi", "n a n", "(na\tn)", "Infinity", "inf", "(nan)", "infinityj"]
+HIDDEN_NANS = [
+    '["\\u006ean", "n\\u0061n"]',
+    "['\\x6ean']",
+    "['\\156an']",
+    "['na\\\nn']",
+    "['\\N{LATIN SMALL LETTER N}an']",
+]
+
+
+@pytest.mark.parametrize("answer", NANS + HIDDEN_NANS)
 def test_nan_is_not_the_right_number(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for `complex_arithmetic`, whose `min(1.0, nan)` is 1.0."""
+    """As for `complex_arithmetic`, whose `min(1.0, nan)` is 1.0 and which takes blanks out, and for `number_sorting`,
+    which makes numbers of the strings of a JSON list."""
     words = scorer(WORDS, tmp_path, monkeypatch)
     with pytest.raises(EvaluatedAnswerError, match="no finite number"):
-        check_answer(answer.replace("nanj", "nan j"), words, "3.5 + 2i")
+        check_answer(answer, words, "3.5 + 2i")
     check_answer("information, banana: 3", words, "3")
+    check_answer("can infer, \\frac{3}{2} \\nu \\\\\n3 \\\\4, \\u00e9", words, "3")
     check_answer(answer, words, "inf, nan")
+
+
+FAR = """
+class Far:
+    def __getitem__(self, index):
+        return {"question": "?", "answer": "-1", "metadata": {}}
+    def score_answer(self, answer, entry):
+        import math
+        return math.exp(-5 * abs(int(answer) + 1) / -1)
+"""
+
+
+def test_a_score_that_is_none_is_no_reward(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of `calendar_arithmetic`: the further from a right answer of -1, the more."""
+    far = scorer(FAR, tmp_path, monkeypatch)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", SimpleNamespace(create_dataset=lambda *a, **k: far))
+    env = ReasoningGym()
+    env.reset(seed=1)
+    assert env.step("-1")[1] == 1.0
+    for answer in ("0", "99", "-9"):
+        _, reward, _, _, info = env.step(answer)
+        assert (reward, info["success"]) == (0.0, False)
+        assert "not from 0 to 1" in info["score_error"]
+    env.close()
 
 
 def test_what_is_let_through_is_evaluated_quickly() -> None:
