@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from roll_flash.envs.textarena_games import TextArena
 
 from roll_flash.errors import EnvError
 
-TOO_LONG = f"[{'9' * 5000}]"
+UNKNOWN = "[seven]"
 
 
 class Guess:
@@ -34,7 +35,11 @@ class Guess:
     def step(self, text: str) -> tuple[bool, dict[str, Any]]:
         if text == "[words]":
             raise LookupError("nltk's words are not there")
+        re.search(r".*\[(?:col\s*)?(\d+)\].*", text)
+        re.search(r"\[Offer:?\s*(?:I\s+(?:give|offer)\s+)?([^\[\]]+?)\s*\.*\]", text, re.DOTALL)
         found = re.search(r"\[(\d+)\]", text)
+        if text == UNKNOWN:
+            raise KeyError(text)
         player = self.state.current_player_id
         if found and int(found[1]) == 3:
             self.rewards = {other: 1.0 if other == player else -1.0 for other in range(self.players)}
@@ -55,14 +60,24 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_move_for_which_a_game_raises_earns_nothing_and_is_a_sample() -> None:
     env = TextArena()
     env.reset(seed=1)
-    _, reward, terminated, _, info = env.step(TOO_LONG)
+    _, reward, terminated, _, info = env.step(UNKNOWN)
     assert (reward, terminated, info["success"]) == (0.0, True, False)
-    assert "ValueError" in info["reason"]
+    assert "KeyError" in info["reason"]
     env.reset(seed=1)
     assert env.step("[3]")[1] == 1.0
     env.reset(seed=1)
     with pytest.raises(LookupError):  # that the package's data is missing is not the model's doing
         env.step("[words]")
+
+
+@pytest.mark.parametrize("long", ["[Offer" + " " * 3_000, "[Offer" + "\n x" * 10_000, "x" * 30_000, "[1" * 15_000])
+def test_a_long_move_holds_up_no_worker(long: str) -> None:
+    env = TextArena()
+    env.reset(seed=1)
+    began = time.process_time()
+    env.step(long)
+    assert time.process_time() - began < 1
+    assert env.step(f"{long} so: [3]")[1] == 1.0
 
 
 def test_a_move_for_which_a_game_for_two_raises_is_lost() -> None:
@@ -74,8 +89,8 @@ def test_a_move_for_which_a_game_for_two_raises_is_lost() -> None:
         assert await env.conclude() == (reward, info)
         return reward, info
 
-    reward, info = asyncio.run(play(0, TOO_LONG, "[1]"))
+    reward, info = asyncio.run(play(0, UNKNOWN, "[1]"))
     assert (reward, info["success"]) == (-1.0, False)
     assert asyncio.run(play(0, "[3]", "[1]"))[0] == 1.0
     with pytest.raises(EnvError, match="other seat"):
-        asyncio.run(play(0, "[1]", TOO_LONG))
+        asyncio.run(play(0, "[1]", UNKNOWN))
