@@ -104,12 +104,14 @@ def _ask(connection: socket.socket, modules: Sequence[str]) -> None:
     """Have a process forked that serves `connection`; one that waits for that is started if there is none."""
     global _server
     with _starting:
-        if _server is None or _server[0].poll() is not None or _server[2] != os.getpid():
-            _server = _start()
-        try:
-            socket.send_fds(_server[1], [" ".join(["json", *modules]).encode()], [connection.fileno()])
-        except OSError:  # whoever waits for an answer sees that there is none
-            _server = None
+        for _ in range(2):
+            if _server is None or _server[0].poll() is not None or _server[2] != os.getpid():
+                _server = _start()
+            try:
+                socket.send_fds(_server[1], [" ".join(["json", *modules]).encode()], [connection.fileno()])
+                return
+            except OSError:  # it ends just now; whoever waits sees it if there can be no other
+                _server = None
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -218,6 +219,18 @@ def test_a_crowd_of_answers_that_take_for_ever_is_scored_within_a_step_and_leave
     assert rollout.worker_threads * scoring_process.MOST_SCORING_S / 2 < rollout.step_timeout_s
     assert rollout.worker_threads * scoring_process.MEMORY_MB <= 4096
     assert score_apart(lambda: __import__("os").nice(0)) >= min(19, os.nice(0) + 10)
+
+
+def test_a_process_that_ends_just_now_costs_no_answer(user: Any) -> None:
+    """As for want of users, or of memory: what it was asked, and what it can be asked no more, is asked of another."""
+    assert score_apart(lambda: 1) == 1
+    process = (scoring_process._server or pytest.fail("there is no process"))[0]
+    process.send_signal(signal.SIGSTOP)
+    process.poll = lambda: None  # type: ignore[method-assign]  # as just before its end is seen
+    threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
+    assert score_apart(lambda: 2) == 2
+    del process.poll  # type: ignore[method-assign]
+    process.wait(5)
 
 
 ASKS_AND_IS_KILLED = """
