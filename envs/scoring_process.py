@@ -68,7 +68,9 @@ def leave(user: Any) -> None:
 def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S) -> Any:
     """What `work` returns, which is JSON. `modules` take long to import. Raises ScoringEndedError, EnvError."""
     request = cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work)
-    said = _answer(request, modules) or _answer(request, modules)  # it may just have ended for want of users
+    if not (said := _answer(request, modules)):  # it may just have ended, as for want of users
+        _start_anew()
+        said = _answer(request, modules)
     if not said.startswith(_BEGUN):
         raise EnvError("a scorer's process ended before it began")
     if said == _BEGUN:
@@ -104,14 +106,19 @@ def _ask(connection: socket.socket, modules: Sequence[str]) -> None:
     """Have a process forked that serves `connection`; one that waits for that is started if there is none."""
     global _server
     with _starting:
-        for _ in range(2):
-            if _server is None or _server[0].poll() is not None or _server[2] != os.getpid():
-                _server = _start()
-            try:
-                socket.send_fds(_server[1], [" ".join(["json", *modules]).encode()], [connection.fileno()])
-                return
-            except OSError:  # it ends just now; whoever waits sees it if there can be no other
-                _server = None
+        if _server is None or _server[0].poll() is not None or _server[2] != os.getpid():
+            _server = _start()
+        try:
+            socket.send_fds(_server[1], [" ".join(["json", *modules]).encode()], [connection.fileno()])
+        except OSError:  # whoever waits for an answer sees that there is none
+            return
+
+
+def _start_anew() -> None:
+    """Whoever asks next asks another process. The last one ends with its requests."""
+    global _server
+    with _starting:
+        _server = None
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
