@@ -221,15 +221,14 @@ def test_a_crowd_of_answers_that_take_for_ever_is_scored_within_a_step_and_leave
     assert score_apart(lambda: __import__("os").nice(0)) >= min(19, os.nice(0) + 10)
 
 
-def test_a_process_that_ends_just_now_costs_no_answer(user: Any) -> None:
+def test_a_process_that_ends_just_now_costs_no_answer(user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for want of users, or of memory: what it was asked, and what it can be asked no more, is asked of another."""
     assert score_apart(lambda: 1) == 1
     process = (scoring_process._server or pytest.fail("there is no process"))[0]
     process.send_signal(signal.SIGSTOP)
-    process.poll = lambda: None  # type: ignore[method-assign]  # as just before its end is seen
+    monkeypatch.setattr(process, "poll", lambda: None)  # as just before its end is seen
     threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
     assert score_apart(lambda: 2) == 2
-    del process.poll  # type: ignore[method-assign]
     process.wait(5)
 
 
