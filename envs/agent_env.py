@@ -182,6 +182,7 @@ class AgentEnv(SandboxEnv):
         async with self.sandbox.forward(GATEWAY_PORT, gateway.port) as forward:
             try:
                 result = await self._run(instruction, gateway)
+                await self.sandbox.kill_all()  # what it left running must not meddle with the check
             except SandboxDied as error:
                 if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
                     raise
@@ -192,7 +193,6 @@ class AgentEnv(SandboxEnv):
                 }
                 return
             self._note_end(result, forward.accepted)
-        await self.sandbox.kill_all()  # what it left running must not meddle with the check
         self._answers = gateway.answers()
         if forward.accepted == 0:
             raise EnvError(self._why_no_call(result))
@@ -208,9 +208,17 @@ class AgentEnv(SandboxEnv):
         )
 
     async def score(self) -> tuple[float, dict[str, Any]]:
-        """The reward of the state that the agent left, and how it ended."""
-        if self._info.get("agent_ended") == FILLED_UP:
-            return 0.0, {**self._info, "success": False}
+        """The reward of the state that the agent left, and how it ended. It may also leave so little memory that the
+        sandbox dies of its check."""
+        try:
+            if self._info.get("agent_ended") != FILLED_UP:
+                return await self._score()
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY:
+                raise
+        return 0.0, {**self._info, "agent_ended": FILLED_UP, "success": False}
+
+    async def _score(self) -> tuple[float, dict[str, Any]]:
         reward, info = await self._check()
         info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
         if self._partial is not None:

@@ -29,8 +29,10 @@ _USES_SYMPY = re.compile(r"^\s*(?:import|from)\s+sympy\b", re.MULTILINE)
 _ODD_NUMBER = re.compile(r"(?<![\w.])[0-9.]+[A-Za-z_]|#")
 """All numerals but plain ones, and comments. Their exponents may be without end (`1e-999999999` is 0 to Python and a
 fraction to sympy), and scorers that look for the numbers of an answer in its text read `0x7b` and `# 3 5` otherwise."""
-_NOT_FINITE = re.compile(r"(?<![^\W\d_])(?:nan|inf|infinity)(?![^\W\d_])", re.IGNORECASE)
-"""`min(1.0, nan)` is 1.0: a scorer that bounds its score so takes NaN for the right answer."""
+_NOT_FINITE = re.compile(r"(?<![^\W\d_])(?:nan|inf|infinity)[ij]?(?![^\W\d_])", re.IGNORECASE)
+"""`min(1.0, nan)` is 1.0, and nothing is further from NaN than allowed: scorers take it for the right answer."""
+_ESCAPED = re.compile(r"\\(?:u00[4-7]|U0000|x[4-7]|1[0-7][0-7]|N\{)|[A-Za-z]\\\r?\n[A-Za-z]")
+"""Letters as strings of JSON and Python may hide them."""
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub)
 _PARSES = re.compile(r"\b(?:parse_expr|sympify|S)\s*\(")
 
@@ -42,7 +44,7 @@ class EvaluatedAnswerError(Exception):
 def check_answer(answer: str, scorer: Any, right: str = "") -> None:
     """Raises EvaluatedAnswerError for an answer that `scorer`, an object of any class, would run and must not, or that
     it would mistake for the right one."""
-    if _NOT_FINITE.search(answer) and not _NOT_FINITE.search(right) and any(map(str.isdigit, right)):
+    if any(map(str.isdigit, right)) and _may_be_nan(answer) and not _may_be_nan(right):
         raise EvaluatedAnswerError("it is no finite number")
     source = _source_of(type(scorer))
     with_sympy = bool(_USES_SYMPY.search(source) and _PARSES.search(source))
@@ -60,6 +62,11 @@ def check_answer(answer: str, scorer: Any, right: str = "") -> None:
             raise EvaluatedAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
     except RecursionError:
         raise EvaluatedAnswerError("it is nested too deeply") from None
+
+
+def _may_be_nan(text: str) -> bool:
+    """Also to a scorer that takes blanks out of it first, or for whom `i` makes it imaginary."""
+    return bool(_NOT_FINITE.search(text) or _NOT_FINITE.search("".join(text.split())) or _ESCAPED.search(text))
 
 
 def _source_of(scorer: type[Any]) -> str:

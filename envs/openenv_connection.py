@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import aiohttp
+from roll_flash.envs.model_text import MOST_DEPTH, is_deeper
 
 from roll_flash.errors import ConfigError, EnvError
 
@@ -83,11 +84,12 @@ class OpenEnvConnection:
             await session.close()
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+        asked = _as_json({"type": kind, "data": dict(data)})
         try:
             async with asyncio.timeout(self._timeout_s):
                 if self._socket is None:
                     self._socket = await self._client().ws_connect(self._ws, max_msg_size=MAX_MESSAGE_BYTES)
-                await self._socket.send_str(json.dumps({"type": kind, "data": dict(data)}))
+                await self._socket.send_str(asked)
                 message = await self._socket.receive()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise self._away(error) from None
@@ -128,6 +130,16 @@ class OpenEnvConnection:
 
 class _Full(Exception):
     pass
+
+
+def _as_json(request: Mapping[str, Any]) -> str:
+    """Raises WrongAction for what a model can write and a server cannot read: that would be the end of the session."""
+    if is_deeper(request, MOST_DEPTH):
+        raise WrongAction(f"it is nested more than {MOST_DEPTH} deep")
+    try:
+        return json.dumps(request, allow_nan=False)
+    except ValueError:
+        raise WrongAction("its numbers must be finite") from None
 
 
 def _fault(error: Mapping[str, Any]) -> str:

@@ -7,7 +7,6 @@ The package generates the questions and scores the answers; each seed makes a da
 from __future__ import annotations
 
 import importlib
-import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -76,19 +75,22 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
         Raises EnvError for what no answer can be to blame for: a package or file of the scorer that is missing.
         """
-        most = max(LONGEST_CHARACTERS, TIMES_AS_LONG * len(str(self._entry["answer"] or "")))
+        right = self._entry["answer"]
+        most = max(LONGEST_CHARACTERS, TIMES_AS_LONG * len(str(right or "")))
         if len(answer) > most:
             return 0.0, f"the answer is longer than {most} characters"
-        dataset, scorer, entry = self._dataset, self._scorer, self._entry
-        try:
-            score, trouble, fault = score_apart(
-                partial(_scored, dataset, scorer, entry, answer), modules=(__name__, "reasoning_gym")
-            )
-        except ScoringEndedError as error:
-            return 0.0, f"the answer is not scored: {error}"
-        if fault:
+        score, trouble, fault = self._scored_apart(answer)
+        if fault and (right is None or self._scored_apart(str(right))[2]):
             raise EnvError(f"the scorer of the data set {self._name}: {fault}")
-        return score, trouble
+        return score, trouble or fault
+
+    def _scored_apart(self, answer: str) -> tuple[float, str, str]:
+        work = partial(_scored, self._dataset, self._scorer, self._entry, answer)
+        try:
+            score, trouble, fault = score_apart(work, modules=(__name__, "reasoning_gym"))
+        except ScoringEndedError as error:
+            return 0.0, f"the answer is not scored: {error}", ""
+        return score, trouble, fault
 
     @property
     def _scorer(self) -> Any:
@@ -109,14 +111,14 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
 
 def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tuple[float, str, str]:
-    """The score, what the answer is to blame for, and what no answer can be to blame for."""
+    """The score, what the answer is to blame for, and what it is to blame for if the right one fares better."""
     try:
         check_answer(answer, scorer, str(entry["answer"] or ""))
         score = float(dataset.score_answer(answer=answer, entry=entry))
-        return (score, "", "") if math.isfinite(score) else (0.0, f"the score is {score}", "")
+        return (score, "", "") if 0.0 <= score <= 1.0 else (0.0, f"the score is {score:g}, not from 0 to 1", "")
     except EvaluatedAnswerError as error:
         return 0.0, f"the answer is not scored: {error}", ""
     except (ImportError, OSError) as error:
-        return 0.0, "", f"{type(error).__name__}: {error}"
+        return 0.0, "", f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS]
     except Exception as error:  # others' code may raise anything
         return 0.0, f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS], ""

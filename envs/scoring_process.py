@@ -7,7 +7,9 @@ One process without threads is there for all calls of this one. It forks for eac
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
+import io
 import json
 import os
 import resource
@@ -25,12 +27,15 @@ import cloudpickle
 
 from roll_flash.errors import EnvError
 
-MOST_SCORING_S = 5.0
-"""Of processor time."""
+MOST_SCORING_S = 3.0
+"""Of processor time. All threads of a worker (`rollout.worker_threads`) may take it at once; on two cores too that must
+end within a step's time, as what is given up is no sample."""
 WAIT_S = 60.0
 """For a machine that is busy."""
-MEMORY_MB = 512
-"""More than the process had before."""
+MEMORY_MB = 128
+"""More than the process had before. As many may take it at once as a worker has threads."""
+NICENESS = 10
+"""The worker's other episodes and the learner go first."""
 MOST_SAID_BYTES = 1 << 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 """Of the environment; keys of a run may be in it."""
@@ -63,7 +68,9 @@ def leave(user: Any) -> None:
 def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S) -> Any:
     """What `work` returns, which is JSON. `modules` take long to import. Raises ScoringEndedError, EnvError."""
     request = cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work)
-    said = _answer(request, modules) or _answer(request, modules)  # it may just have ended for want of users
+    if not (said := _answer(request, modules)):  # it may just have ended, as for want of users
+        _start_anew()
+        said = _answer(request, modules)
     if not said.startswith(_BEGUN):
         raise EnvError("a scorer's process ended before it began")
     if said == _BEGUN:
@@ -104,7 +111,14 @@ def _ask(connection: socket.socket, modules: Sequence[str]) -> None:
         try:
             socket.send_fds(_server[1], [" ".join(["json", *modules]).encode()], [connection.fileno()])
         except OSError:  # whoever waits for an answer sees that there is none
-            _server = None
+            return
+
+
+def _start_anew() -> None:
+    """Whoever asks next asks another process. The last one ends with its requests."""
+    global _server
+    with _starting:
+        _server = None
 
 
 def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
@@ -144,17 +158,25 @@ def main() -> None:
 
 def _serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    signal.alarm(int(WAIT_S))
+    os.nice(NICENESS)
     warnings.simplefilter("ignore")  # they quote what a model wrote
-    with connection.makefile("rb") as request:
-        sys.path[:], seconds = cloudpickle.load(request)
-        work = cloudpickle.load(request)
+    with connection.makefile("rb") as whole:
+        request = io.BytesIO(whole.read())
+    _end_with_asker(connection)
+    sys.path[:], seconds = cloudpickle.load(request)
+    work = cloudpickle.load(request)
     connection.sendall(_BEGUN)
     with open("/proc/self/statm") as usage:
         used = int(usage.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (used + (MEMORY_MB << 20),) * 2)
     connection.sendall(_within(work, seconds))
+
+
+def _end_with_asker(connection: socket.socket) -> None:
+    """When nobody waits any more, be it that a worker was killed: the kernel then sends SIGIO."""
+    fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _within(work: Callable[[], Any], seconds: float) -> bytes:

@@ -13,6 +13,8 @@ from typing import Any
 
 from roll_flash.envs.base import SandboxEnv, StepResult
 from roll_flash.envs.held_out import HELD_OUT_SEEDS, draw_problem
+from roll_flash.envs.tool_env import OUT_OF_MEMORY
+from roll_flash.sandboxes import SandboxDied
 
 from roll_flash.types import Message
 
@@ -76,7 +78,12 @@ class ShellMath(SandboxEnv):
         match = _COMMAND.fullmatch(action)
         if match is None:
             return "", 0.0, True, False, {"success": False, "ended": "no well-formed command"}
-        result = await self.sandbox.exec(match[1], timeout=self._command_timeout_s, max_output=256)
+        try:
+            result = await self.sandbox.exec(match[1], timeout=self._command_timeout_s, max_output=256)
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY:
+                raise
+            return "", 0.0, True, False, {"success": False, "ended": "the sandbox ran out of memory"}
         output = result.stdout.decode(errors="replace").strip()
         self._tool_output = output
         reward = COMMAND_REWARD + (RESULT_REWARD if output == str(self._result) else 0.0)

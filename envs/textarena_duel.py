@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.textarena_opponents import SELF, Opponent, make_opponent
-from roll_flash.envs.textarena_table import Table
+from roll_flash.envs.textarena_table import BrokenMove, Table
 from roll_flash.envs.tool_calls import without_thinking
 
 from roll_flash.daemon_threads import call_in_thread
@@ -69,6 +69,8 @@ class TextArenaDuel(Env):
         self._turns = 0
         self._conversations: tuple[list[Message], list[Message]] = ([], [])
         self._is_over = False
+        self._broken = ""
+        """Why the game ended with a move of this seat's that it could not take: that is a loss."""
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -128,6 +130,8 @@ class TextArenaDuel(Env):
     async def score(self) -> tuple[float, dict[str, Any]]:
         if not self._is_over:
             return 0.0, {"success": False, "seat": self.seat, "reason": "not over"}
+        if self._broken:
+            return -1.0, {"success": False, "seat": self.seat, "reason": self._broken}
         earned, reason = self._table.outcome()
         reward = earned.get(self.seat, 0.0)
         return reward, {"success": reward >= 1.0, "seat": self.seat, "reason": reason}
@@ -138,7 +142,7 @@ class TextArenaDuel(Env):
             await opponent.close()
 
     async def _deal(self) -> None:
-        self._turns, self._is_over, self._conversations = 0, False, ([], [])
+        self._turns, self._is_over, self._conversations, self._broken = 0, False, ([], []), ""
         await call_in_thread(lambda: self._table.reset(self._game_seed))
 
     async def _open(self, opponent: Move) -> None:
@@ -170,4 +174,9 @@ class TextArenaDuel(Env):
         player = self._table.player
         self._turns += player == self.seat
         self._conversations[player].append({"role": "assistant", "content": text})
-        self._is_over = await call_in_thread(lambda: self._table.move(without_thinking(text)))
+        try:
+            self._is_over = await call_in_thread(lambda: self._table.move(without_thinking(text)))
+        except BrokenMove as error:
+            if player != self.seat:
+                raise EnvError(f"TextArenaDuel-v0: the game raised for a move of the other seat: {error}") from None
+            self._is_over, self._broken = True, str(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 from roll_flash.envs.text_space import TextSpace
-from roll_flash.envs.textarena_table import Table
+from roll_flash.envs.textarena_table import BrokenMove, Table
 from roll_flash.envs.tool_calls import without_thinking
 
 
@@ -40,7 +40,11 @@ class TextArena(gymnasium.Env[str, str]):
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turns += 1
-        if not self._table.move(without_thinking(action)):
+        try:
+            is_over = self._table.move(without_thinking(action))
+        except BrokenMove as error:
+            return "", 0.0, True, False, {"success": False, "reason": str(error)}
+        if not is_over:
             truncated = self._turns >= self._max_turns
             return self._table.news(), 0.0, False, truncated, {"success": False} if truncated else {}
         earned, reason = self._table.outcome()

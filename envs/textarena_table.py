@@ -7,6 +7,7 @@ own, so that the same seed and moves give the same game. Its methods block; one 
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +18,15 @@ from roll_flash.envs.optional_package import import_optional
 from roll_flash.errors import ConfigError
 
 _shared_random = threading.Lock()
+MOST_SHOWN_CHARACTERS = 200
+MOST_CHARACTERS = 2000
+"""Of a move, from its end. Games look for theirs with expressions that take the square of its length."""
+_MANY_BLANKS = re.compile(r"\s{9,}+")
+"""Of blanks even the cube: no other thread of the worker runs meanwhile."""
+
+
+class BrokenMove(Exception):
+    """The game raised for what a player wrote: that is a wrong move, and the end."""
 
 
 class Table:
@@ -54,9 +64,16 @@ class Table:
         return "\n".join(told) or "(nothing new)"
 
     def move(self, text: str) -> bool:
-        """Take the turn; whether the game is over."""
-        with self._own_random():
-            is_over, _ = self._game.step(text)
+        """Take the turn; whether the game is over. Raises BrokenMove, and for a package or file that is missing as the
+        game does."""
+        text = _MANY_BLANKS.sub(" ", text)[-MOST_CHARACTERS:]
+        try:
+            with self._own_random():
+                is_over, _ = self._game.step(text)
+        except Exception as error:  # others' code may raise anything
+            if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk's, without its data
+                raise
+            raise BrokenMove(f"{type(error).__name__}: {error}"[:MOST_SHOWN_CHARACTERS]) from error
         return bool(is_over)
 
     def outcome(self) -> tuple[Mapping[int, float], str]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, cast
 
 import gymnasium
 import pytest
 from roll_flash.envs.shell_math import HELD_OUT_SEEDS, ShellMath
-from roll_flash.sandboxes import SandboxSpec, open_sandbox
+from roll_flash.sandboxes import SandboxDied, SandboxSpec, open_sandbox
 
 
 def make_env(**kwargs: Any) -> ShellMath:
@@ -47,6 +47,26 @@ def test_the_output_is_the_real_output_of_the_command() -> None:
     assert observation == "Output: made up"
     assert reward == pytest.approx(0.1)
     assert not terminated
+
+
+@pytest.mark.parametrize("reason", ["oom", "killed"])
+def test_a_command_that_takes_all_memory_of_its_sandbox_earns_nothing_and_is_a_sample(reason: str) -> None:
+    class Dies:
+        async def exec(self, *_: Any, **__: Any) -> Any:
+            raise SandboxDied("it is gone", reason)
+
+    async def run() -> Any:
+        env = make_env()
+        env.sandbox = cast(Any, Dies())
+        await env.reset(seed=1)
+        return await env.step("<sh>fill</sh>")
+
+    if reason == "oom":
+        _, reward, terminated, _, info = asyncio.run(run())
+        assert (reward, terminated, info["success"]) == (0.0, True, False)
+    else:
+        with pytest.raises(SandboxDied):
+            asyncio.run(run())
 
 
 def test_a_right_answer_that_no_tool_output_supports_is_no_success() -> None:

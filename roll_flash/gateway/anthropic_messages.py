@@ -123,7 +123,7 @@ def _tool_choice(value: Any) -> str:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "tool" and isinstance(value.get("name"), str):
         return f"name:{value['name']}"
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         raise bad_request("tool_choice must be of type auto, any, none or tool", "tool_choice")
     return _CHOICES[kind]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 ApiStyle = Literal["openai", "anthropic"]
+MOST_CHARACTERS = 1000
+"""Of a message, which may quote a body of megabytes."""
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -21,6 +23,7 @@ class ApiError(Exception):
     """`status` is HTTP's, `code` is for programs, `param` names the field of the request that is wrong."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        message = message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}…"
         super().__init__(message)
         self.status = status
         self.code = code

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from roll_flash.gateway.answer_text import CALL_CLOSE, CALL_OPEN
-from roll_flash.gateway.api_error import unsupported
+from roll_flash.gateway.api_error import bad_request, unsupported
 from roll_flash.gateway.model_call import ModelCall, parsed_arguments
 from roll_flash.inference.chat import Tools, chat_template_of
 from roll_flash.types import Message
@@ -63,6 +63,8 @@ class PromptText:
         if not call.tools:
             raise unsupported("tool_choice", "no tools are declared that could be called")
         _, _, name = call.tool_choice.partition(":")
+        if name and all(tool["function"]["name"] != name for tool in call.tools):
+            raise bad_request(f"tool_choice names {name[:60]!r}, which is not among the tools", "tool_choice")
         opening = "" if self._calls_are_bare else f"{CALL_OPEN}\n"
         arguments = "parameters" if self._calls_are_bare else "arguments"
         rest = f'{json.dumps(name)}, "{arguments}": ' if name else '"'

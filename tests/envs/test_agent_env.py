@@ -22,7 +22,7 @@ from roll_flash.envs.agent_presets import AGENTS_IMAGE
 from roll_flash.envs.agent_verifier import _said_reward
 from roll_flash.envs.held_out import draw_problem
 from roll_flash.envs.repair_bugs import draw_bug, make_repair
-from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, open_sandbox
+from roll_flash.sandboxes import ExecResult, Sandbox, SandboxDied, SandboxSpec, open_sandbox
 from scripted_chat import Access, Answer, Script, calls, says, scripted_chat
 
 from roll_flash.config import RolloutConfig
@@ -147,24 +147,36 @@ def test_a_program_that_is_not_there_is_named() -> None:
 
 
 @pytest.mark.parametrize("reason", ["oom", "killed"])
-def test_an_agent_that_fills_its_sandbox_until_it_dies_earns_nothing_and_is_a_sample(reason: str) -> None:
+@pytest.mark.parametrize("dies_at", ["fill", "kill_all", "check", "partly"])
+def test_an_agent_that_fills_its_sandbox_until_it_dies_earns_nothing_and_is_a_sample(reason: str, dies_at: str) -> None:
+    """Also where it leaves so little memory that what comes after it is too much."""
+
     class Dies:
         accepted = 1
 
         async def write(self, path: str, data: bytes | str) -> None: ...
 
+        async def remove(self, path: str) -> None: ...
+
+        async def kill_all(self) -> None:
+            if dies_at == "kill_all":
+                raise SandboxDied("it is gone", reason)
+
         @asynccontextmanager
         async def forward(self, port: int, host_port: int) -> AsyncIterator[Any]:
             yield self
 
-        async def exec(self, *_: Any, **__: Any) -> Any:
-            raise SandboxDied("it is gone", reason)
+        async def exec(self, command: str, **_: Any) -> ExecResult:
+            if command.endswith(dies_at):
+                raise SandboxDied("it is gone", reason)
+            return ExecResult(0, b"", b"")
 
     async def play() -> tuple[float, dict[str, Any]]:
-        env = AgentEnv(command="fill", instruction="Do it.", verifier="true")
+        env = AgentEnv(command="fill", instruction="Do it.", verifier="check", partial_credit="partly")
         env.sandbox = cast(Any, Dies())
         await env.reset(seed=0)
-        await env.play(cast(Any, SimpleNamespace(port=1, api_key="key", model="model")))
+        access = SimpleNamespace(port=1, api_key="key", model="model", answers=list)
+        await env.play(cast(Any, access))
         return await env.score()
 
     if reason == "oom":

@@ -106,6 +106,41 @@ def test_what_does_not_count_as_said_is_tokenised_in_a_thread_all_the_same(
     assert threading.main_thread() not in threads
 
 
+CHOICES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO, "tools": [{"type": "function", "function": {"name": "f"}}]},
+    "/v1/responses": {"input": HELLO, "tools": [{"type": "function", "name": "f"}]},
+    "/v1/messages": {"messages": HELLO, "tools": [tool()]},
+    "/v1/messages/count_tokens": {"messages": HELLO, "tools": [tool()]},
+}
+
+
+@pytest.mark.parametrize("path", CHOICES)
+@pytest.mark.parametrize("name", [TEXT, ["f"], {"f": 1}])
+def test_a_tool_choice_that_names_no_tool_is_refused_and_not_rendered(serve: Serve, path: str, name: Any) -> None:
+    """A name of 2 MB was tokenised on the event loop, for 5 s; a kind that is none was a traceback in the log."""
+    kind = "tool" if "messages" in path else "function"
+    choices = [{"type": kind, "name": name}, {"type": name, "name": "f"}]
+
+    async def work(served: Served) -> None:
+        for choice in choices:
+            answer = await served.http.post(path, json={"model": MODEL, **CHOICES[path], "tool_choice": choice})
+            assert answer.status_code == 400
+            assert "tool_choice" in answer.text
+            assert len(answer.text) < 2000
+        assert served.session.trouble is None
+
+    serve(work, ["Hello."])
+
+
+def test_an_error_does_not_quote_a_whole_body(serve: Serve) -> None:
+    async def work(served: Served) -> None:
+        answer = await served.chat([{"role": [TEXT], "content": "Hi"}])
+        assert answer.status_code == 400
+        assert len(answer.text) < 2000
+
+    serve(work, ["Hello."])
+
+
 def test_counting_tokens_is_a_call_of_the_episode(serve: Serve) -> None:
     async def work(served: Served) -> None:
         body = {"model": MODEL, "messages": HELLO}

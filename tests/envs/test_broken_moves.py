@@ -1,0 +1,96 @@
+"""What a player writes may make a game of others raise: that is a wrong move, and the sample is kept.
+
+The game here reads numbers as those of textarena do; the package itself is played with in test_adapters.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from roll_flash.envs import textarena_table
+from roll_flash.envs.textarena_duel import TextArenaDuel
+from roll_flash.envs.textarena_games import TextArena
+
+from roll_flash.errors import EnvError
+
+UNKNOWN = "[seven]"
+
+
+class Guess:
+    """Whoever says [3] wins."""
+
+    def reset(self, num_players: int, seed: int) -> None:
+        self.players = num_players
+        self.state = SimpleNamespace(current_player_id=0)
+        self.rewards: dict[int, float] = {}
+
+    def get_observation(self) -> tuple[int, list[Any]]:
+        return self.state.current_player_id, [(-1, "Guess.", None)]
+
+    def step(self, text: str) -> tuple[bool, dict[str, Any]]:
+        if text == "[words]":
+            raise LookupError("nltk's words are not there")
+        re.search(r".*\[(?:col\s*)?(\d+)\].*", text)
+        re.search(r"\[Offer:?\s*(?:I\s+(?:give|offer)\s+)?([^\[\]]+?)\s*\.*\]", text, re.DOTALL)
+        found = re.search(r"\[(\d+)\]", text)
+        if text == UNKNOWN:
+            raise KeyError(text)
+        player = self.state.current_player_id
+        if found and int(found[1]) == 3:
+            self.rewards = {other: 1.0 if other == player else -1.0 for other in range(self.players)}
+        self.state.current_player_id = (player + 1) % self.players
+        return bool(self.rewards), {}
+
+    def close(self) -> tuple[dict[int, float], dict[int, Any]]:
+        return self.rewards, {}
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = SimpleNamespace(ObservationType=SimpleNamespace(PLAYER_ACTION="action"))
+    package = SimpleNamespace(make=lambda game, **_: Guess(), core=kinds)
+    monkeypatch.setattr(textarena_table, "import_optional", lambda *_, **__: package)
+
+
+def test_a_move_for_which_a_game_raises_earns_nothing_and_is_a_sample() -> None:
+    env = TextArena()
+    env.reset(seed=1)
+    _, reward, terminated, _, info = env.step(UNKNOWN)
+    assert (reward, terminated, info["success"]) == (0.0, True, False)
+    assert "KeyError" in info["reason"]
+    env.reset(seed=1)
+    assert env.step("[3]")[1] == 1.0
+    env.reset(seed=1)
+    with pytest.raises(LookupError):  # that the package's data is missing is not the model's doing
+        env.step("[words]")
+
+
+@pytest.mark.parametrize("long", ["[Offer" + " " * 3_000, "[Offer" + "\n x" * 10_000, "x" * 30_000, "[1" * 15_000])
+def test_a_long_move_holds_up_no_worker(long: str) -> None:
+    env = TextArena()
+    env.reset(seed=1)
+    began = time.process_time()
+    env.step(long)
+    assert time.process_time() - began < 1
+    assert env.step(f"{long} so: [3]")[1] == 1.0
+
+
+def test_a_move_for_which_a_game_for_two_raises_is_lost() -> None:
+    async def play(seat: Any, says: str, opponent_says: str) -> tuple[float, dict[str, Any]]:
+        env = TextArenaDuel(opponent=lambda messages: opponent_says, seat=seat)
+        await env.reset(seed=2)
+        _, reward, terminated, _, info = await env.step(says)
+        assert terminated
+        assert await env.conclude() == (reward, info)
+        return reward, info
+
+    reward, info = asyncio.run(play(0, UNKNOWN, "[1]"))
+    assert (reward, info["success"]) == (-1.0, False)
+    assert asyncio.run(play(0, "[3]", "[1]"))[0] == 1.0
+    with pytest.raises(EnvError, match="other seat"):
+        asyncio.run(play(0, "[1]", UNKNOWN))
