@@ -44,7 +44,6 @@ test: agents-image model ## set everything up, run the tests, those of the adapt
 
 test-nightly: agents-image model ## run the tests that are too long for each change, and each benchmark briefly
 	@$(BIN)/python -m pytest -m nightly tests
-	@ROLL_FLASH_SOAK_STEPS=30 $(BIN)/python -m pytest tests/test_soak.py
 	@$(BIN)/python benchmarks/all.py --quick
 
 test-adapters: $(ADAPTERS)/installed ## test the adapters with the packages that they adapt

@@ -65,9 +65,10 @@ async def serve(endpoint: str, folder: Path) -> None:
 
     words = tokenizer()
     client = open_client(ClientSpec("vllm", (endpoint,), MODEL, 16384), words)
-    gateway = GatewayServer(TokenBackend(client, words, model=MODEL, max_length=16384), call_timeout_s=120.0)
+    backend = TokenBackend(client, words, model=MODEL, max_length=16384)
+    gateway = GatewayServer(backend, call_timeout_s=120.0, admin_key=ADMIN["Authorization"].split()[1])
     with EpisodesWriter(folder) as episodes:
-        SessionRoutes(gateway, episodes, admin_key=ADMIN["Authorization"].split()[1], verifier=None, idle_s=3600.0)
+        SessionRoutes(gateway, episodes, verifier=None, idle_s=3600.0)
         print(await gateway.start(), flush=True)
         began = _cpu_s()
         end = asyncio.Event()

@@ -20,7 +20,7 @@ from leaks import Session
 from roll_flash.doctor import Check, check_bubblewrap, check_docker, check_vllm
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
-LONGEST_ROOMS = ("test_training_runs.py", "sandboxes", "envs", "inference", "learner", "test_soak.py", "evaluate")
+LONGEST_ROOMS = ("test_training_runs.py", "sandboxes", "envs", "inference", "learner", "evaluate")
 SESSION = pytest.StashKey[Session]()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -15,7 +15,7 @@ from test_training_runs import start, step_rows, wait_for_step
 
 from roll_flash.monitor.episodes import read_episodes
 
-STEPS = int(os.environ.get("ROLL_FLASH_SOAK_STEPS", "7"))
+STEPS = int(os.environ.get("ROLL_FLASH_SOAK_STEPS", "30"))
 ALPHA = 2
 
 
@@ -65,6 +65,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {"folder": folder, "code": process.returncode, "output": output, "leaks": session.leaks()}
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.docker
 class TestASoakedRun:

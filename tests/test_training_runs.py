@@ -191,6 +191,7 @@ class TestOneRunThroughItsLife:
     def test_a_plot_was_drawn(self, life: dict[str, Any]) -> None:
         assert (life["folder"] / "plots" / "reward.png").stat().st_size > 10_000
 
+    @pytest.mark.nightly
     def test_its_checkpoint_is_evaluated_with_several_attempts(self, life: dict[str, Any], tmp_path: Path) -> None:
         code, output = run(
             *("eval", "--model", str(life["folder"]), "-n", "3", "-k", "2", "--temperature", "1"),
@@ -283,11 +284,9 @@ def child_of(process: subprocess.Popen[str], program: str) -> int:
     raise AssertionError(f"the run has no {program}")
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
-@pytest.mark.parametrize(
-    ("program", "name"),
-    [pytest.param("raylet", "raylet", marks=pytest.mark.nightly), ("gcs_server", "control store")],
-)
+@pytest.mark.parametrize(("program", "name"), [("raylet", "raylet"), ("gcs_server", "control store")])
 def test_when_ray_dies_the_run_saves_what_it_has_and_says_so_in_one_line(
     tmp_path: Path, program: str, name: str
 ) -> None:

@@ -86,11 +86,10 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
     async with AsyncExitStack() as stack:
         backend = await _open_backend(request, config, folder, stack, note)
         episodes = stack.enter_context(EpisodesWriter(folder))
-        gateway = GatewayServer(backend, call_timeout_s=config.rollout.generate_timeout_s)
+        timeout_s = config.rollout.generate_timeout_s
+        gateway = GatewayServer(backend, call_timeout_s=timeout_s, admin_key=admin_key)
         url = request.url.rstrip("/").removesuffix("/v1") if request.url else None
-        routes = SessionRoutes(
-            gateway, episodes, admin_key=admin_key, verifier=verifier, idle_s=request.idle_s, url=url
-        )
+        routes = SessionRoutes(gateway, episodes, verifier=verifier, idle_s=request.idle_s, url=url)
         stack.push_async_callback(gateway.close)
         stack.push_async_callback(routes.close)
         try:

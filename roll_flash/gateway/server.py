@@ -7,6 +7,7 @@ cancelled on the servers and leaves no record; whatever is nobody's fault here i
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import uuid
 from collections import OrderedDict
@@ -69,8 +70,10 @@ class GatewayCounts:
 class GatewayServer:
     """One listening socket, any number of sessions. Belongs to one event loop; the backend is its owner's to close."""
 
-    def __init__(self, backend: Backend, *, call_timeout_s: float) -> None:
+    def __init__(self, backend: Backend, *, call_timeout_s: float, admin_key: str = "") -> None:
+        """`admin_key`: of who opens sessions over HTTP; empty where nobody does."""
         self.backend = backend
+        self._admin_key = admin_key.encode()
         self._call_timeout_s = call_timeout_s
         self._sessions: dict[str, Session] = {}
         """Open ones, by api key."""
@@ -84,6 +87,7 @@ class GatewayServer:
         self._max_body_bytes = min(max(BYTES_PER_TOKEN * length, MIN_BODY_BYTES), MAX_BODY_BYTES)
         self._threads = WorkThreads()
         self.app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors])
+        self.app.on_response_prepare.append(self._keep_or_close)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{name:.+}", self._model)
         self.app.router.add_post("/v1/chat/completions", self._chat_completions)
@@ -146,7 +150,7 @@ class GatewayServer:
     def metrics(self) -> dict[str, float]:
         """Totals since the start. Forks and rewrites are those of sessions that have ended."""
         counts = {f"gateway_{name}": float(count) for name, count in asdict(self._counts).items()}
-        kept = {"gateway_idle_connections": float(len(self._connections))}
+        kept = {"gateway_kept_connections": float(len(self._connections))}
         return {**counts, **kept, "gateway_open_sessions": float(len(self._sessions))}
 
     def session_of(self, request: web.Request) -> Session:
@@ -159,15 +163,18 @@ class GatewayServer:
         what = "the api key is not one of an open session" if key else "no api key was given"
         raise ApiError(401, "invalid_api_key", f"{what}; send the session's as `Authorization: Bearer KEY`")
 
+    def is_admin(self, request: web.Request) -> bool:
+        key = api_key_of(request).encode(
+            errors="surrogateescape"
+        )  # as the bytes that were sent, which need not be text
+        return bool(self._admin_key) and hmac.compare_digest(key, self._admin_key)
+
     def _count_malformed(self) -> None:
         self._counts.malformed += 1
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        with self._connections.at_work(request, lambda: self._known_key(request)):
-            return await self._answer(request, handler)
-
-    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        self._connections.asked(request)
         try:
             return await handler(request)
         except ApiError as error:
@@ -193,10 +200,14 @@ class GatewayServer:
             self._counts.refused += 1
         return web.json_response(problem.body(STYLES.get(request.path, "openai")), status=problem.status)
 
-    def _known_key(self, request: web.Request) -> str:
-        """Empty for all that have no session."""
+    async def _keep_or_close(self, request: web.Request, response: web.StreamResponse) -> None:
+        """Called before the head of an answer is sent."""
         key = api_key_of(request)
-        return key if key in self._sessions else ""
+        if key in self._sessions and self._connections.keep(request, key):
+            return
+        if not self.is_admin(request):
+            response.force_close()
+            response.headers["Connection"] = "close"
 
     async def _models(self, request: web.Request) -> web.Response:
         self.session_of(request)

@@ -12,7 +12,6 @@ Every session that was opened ends as one line in the episodes: a trajectory, or
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import time
 from collections.abc import Coroutine, Mapping
@@ -32,7 +31,7 @@ from roll_flash.gateway.request_fields import (
     text,
     whole,
 )
-from roll_flash.gateway.server import GatewayServer, api_key_of
+from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.session import DEFAULT_MAX_TOKENS, Session, SessionSettings
 from roll_flash.gateway.verifier import Verifier, VerifierError
 from roll_flash.gateway.web_pages import local_url, refuse_web_pages
@@ -64,16 +63,15 @@ class SessionRoutes:
         gateway: GatewayServer,
         episodes: EpisodesWriter,
         *,
-        admin_key: str,
         verifier: Verifier | None,
         idle_s: float,
         url: str | None = None,
     ) -> None:
-        """`admin_key`: needed to open and list sessions. `idle_s`: a session that is not used for so long is given up.
+        """The gateway's `admin_key` is needed to open and list sessions.
+        `idle_s`: a session that is not used for so long is given up.
         `url`: what sessions are told; None is the address at which they were opened."""
         self.gateway = gateway
         self._episodes = episodes
-        self._admin_key = admin_key
         self._verifier = verifier
         self._idle_s = idle_s
         self._url = url
@@ -229,7 +227,7 @@ class SessionRoutes:
     def _find(self, request: web.Request) -> Opened:
         """By the key of the session, or by its id with the administrator's."""
         session_id = request.match_info.get("session_id")
-        if session_id is None or not self._is_admin(request):
+        if session_id is None or not self.gateway.is_admin(request):
             session = self.gateway.session_of(request)
             if session_id not in (None, session.session_id):
                 raise ApiError(403, "wrong_session", "the api key is that of another session")
@@ -238,13 +236,8 @@ class SessionRoutes:
             raise ApiError(404, "session_not_found", f"no open session {session_id!r}")
         return self._opened[session_id]
 
-    def _is_admin(self, request: web.Request) -> bool:
-        # As the bytes that were sent, which need not be text.
-        key = api_key_of(request).encode(errors="surrogateescape")
-        return hmac.compare_digest(key, self._admin_key.encode())
-
     def _require_admin(self, request: web.Request) -> None:
-        if not self._is_admin(request):
+        if not self.gateway.is_admin(request):
             message = "this needs the gateway's own key, which it was given (--api-key-env) or told when it started"
             raise ApiError(401, "invalid_api_key", message)
 

@@ -24,6 +24,7 @@ def test_an_agent_takes_ten_lines() -> None:
     assert len([line for line in blocks("python")[0].splitlines() if line.strip()]) <= 10
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.docker
 def test_its_agent_is_evaluated_and_trained_by_its_commands(tmp_path: Path) -> None:

@@ -10,40 +10,85 @@ import pytest
 from conftest import MODEL, Served, until
 
 from roll_flash.gateway import connections
+from roll_flash.gateway.session import SessionSettings
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 
 
-async def ask_and_keep(served: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection on which one request was answered."""
+async def ask_and_keep(served: Served, says: str = "") -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection on which one request was answered; `says` is what the answer says of it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+    await ask(served, reader, writer, says)
+    return reader, writer
+
+
+async def ask(served: Served, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, says: str = "") -> None:
     key = served.session.api_key
     writer.write(f"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\n\r\n".encode())
-    head = await reader.readuntil(b"\r\n\r\n")
-    assert b"200 OK" in head
-    length = int(head.lower().partition(b"content-length:")[2].split()[0])
-    await reader.readexactly(length)
-    return reader, writer
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    assert b"200 ok" in head
+    assert head.partition(b"connection:")[2].split(b"\r\n")[0].strip() == says.encode()
+    await reader.readexactly(int(head.partition(b"content-length:")[2].split()[0]))
 
 
 def test_an_agent_keeps_a_few_connections_between_its_requests(serve: Callable[..., None]) -> None:
     async def work(served: Served) -> None:
-        kept = [await ask_and_keep(served) for _ in range(connections.MOST_IDLE + 5)]
-        for reader, _ in kept[:5]:
-            assert await reader.read() == b"", "those that it has not used for longest are closed"
-        assert not any(reader.at_eof() for reader, _ in kept[5:])
-        assert served.gateway.metrics()["gateway_idle_connections"] == connections.MOST_IDLE
-        assert (await served.http.post("/v1/chat/completions", json=BODY)).status_code == 200
+        kept = [await ask_and_keep(served) for _ in range(connections.MOST_KEPT)]
+        further, _ = await ask_and_keep(served, says="close")
+        assert await further.read() == b""
+        assert not any(reader.at_eof() for reader, _ in kept), "none is closed behind the agent's back"
+        assert served.gateway.metrics()["gateway_kept_connections"] == connections.MOST_KEPT
+        for each in kept:
+            await ask(served, *each)
+        kept[0][1].close()
+        await until(lambda: served.gateway.metrics()["gateway_kept_connections"] < connections.MOST_KEPT)
+        await ask_and_keep(served)  # in the place of the one that the agent closed
 
     serve(work, ["Hello."])
 
 
-def test_its_connections_end_with_its_session(serve: Callable[..., None]) -> None:
+def test_who_has_no_key_keeps_no_connection(serve: Callable[..., None]) -> None:
     async def work(served: Served) -> None:
-        reader, _ = await ask_and_keep(served)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer nobody\r\n\r\n")
+        answer = (await reader.read()).lower()
+        assert answer.startswith(b"http/1.1 401")
+        assert b"connection: close" in answer
+
+    serve(work, ["Hello."])
+
+
+def test_connections_of_a_session_that_ended_wait_a_while_for_the_next(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client may serve many sessions; what it would send just now must not meet a closed connection."""
+    monkeypatch.setattr(connections, "FIRST_REQUEST_S", 0.5)
+
+    async def work(served: Served) -> None:
+        used, unused = [await ask_and_keep(served) for _ in range(2)]
         await served.gateway.end_session(served.session)
-        assert await reader.read() == b""
-        assert (await served.http.get("/v1/models")).status_code == 410
+        served.session = served.gateway.open_session(SessionSettings())
+        await ask(served, *used)
+        assert await unused[0].read() == b""
+        assert not used[0].at_eof()
+        await ask(served, *used)
+
+    serve(work, ["Hello."])
+
+
+def test_a_connection_that_another_session_uses_by_now_does_not_end_with_the_first(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "FIRST_REQUEST_S", 0.1)
+
+    async def work(served: Served) -> None:
+        first = served.session
+        used = await ask_and_keep(served)
+        served.session = served.gateway.open_session(SessionSettings())
+        await ask(served, *used)
+        await served.gateway.end_session(first)
+        await asyncio.sleep(0.3)
+        await ask(served, *used)
 
     serve(work, ["Hello."])
 

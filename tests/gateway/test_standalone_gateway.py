@@ -51,19 +51,20 @@ def huge(episode):
 
 def alone(tiny: TinyModel, folder: Path, scenario: Scenario, **options: Any) -> list[dict[str, Any]]:
     """Run `scenario` with a gateway that stands alone; returns the episodes it wrote."""
-    settings: dict[str, Any] = {"admin_key": "admin", "verifier": None, "idle_s": 60.0, **options}
+    settings: dict[str, Any] = {"verifier": None, "idle_s": 60.0, **options}
+    admin_key = settings.pop("admin_key", "admin")
 
     async def run() -> None:
         tokenizer = tiny.tokenizer("chatml")
         client = ScriptedClient(tiny, tokenizer, lambda number: "Hello.", END["chatml"])
         backend = TokenBackend(client, tokenizer, model="m", max_length=512)
-        gateway = GatewayServer(backend, call_timeout_s=10.0)
+        gateway = GatewayServer(backend, call_timeout_s=10.0, admin_key=admin_key)
         with EpisodesWriter(folder) as episodes:
             routes = SessionRoutes(gateway, episodes, **settings)
             url = f"http://127.0.0.1:{await gateway.start()}"
             sweeping = asyncio.create_task(routes.sweep())
             try:
-                headers = {"Authorization": f"Bearer {settings['admin_key']}"}
+                headers = {"Authorization": f"Bearer {admin_key}"}
                 async with asyncio.timeout(30), httpx.AsyncClient(base_url=url, timeout=20, headers=headers) as http:
                     await scenario(http, routes)
             finally:
