@@ -144,11 +144,13 @@ print("served")
 
 
 def test_a_server_here_that_sleeps_holds_up_nobody(provider: str) -> None:
+    done = asyncio.Event()
+
     async def lazy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if await reader.readexactly(1) == b"q":
             writer.write(b"quick")
         else:
-            await asyncio.sleep(60)
+            await done.wait()
 
     code = """
 slow = connect()
@@ -166,7 +168,10 @@ print(everything(quick).decode())
 
     async def run(sandbox: Sandbox) -> None:
         async with serving(lazy) as port, sandbox.forward(INSIDE, port):
-            assert await python(sandbox, code) == "quick"
+            try:
+                assert await python(sandbox, code) == "quick"
+            finally:
+                done.set()
 
     within(provider, run)
 
