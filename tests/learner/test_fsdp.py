@@ -24,6 +24,7 @@ from roll_flash.config import LearnerConfig
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
 from roll_flash.learner.engine import StepResult
 from roll_flash.learner.fsdp import FsdpLearner
+from roll_flash.learner.policy_model import load_policy_model
 from roll_flash.types import Group
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
@@ -354,7 +355,7 @@ def test_a_model_folder_that_is_not_there_is_one_clear_line(tmp_path: Path) -> N
         raise AssertionError("started without a model")
 
     with pytest.raises(ModelError, match="not a Hugging Face model folder"):
-        with_learner(tmp_path / "nothing", never)
+        load_policy_model(tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "config.json").write_text('{"model_type": "qwen3"}')
     with pytest.raises(ModelError, match="cannot load"):
