@@ -14,8 +14,8 @@ from typing import Any
 from roll_flash.config import Config, load_config
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
-from roll_flash.monitor.summary import read_books
-from roll_flash.parity import parity_threshold
+from roll_flash.summary import read_books
+from roll_flash.weight_sync.parity import parity_threshold
 
 Rows = list[dict[str, Any]]
 

@@ -23,7 +23,8 @@ from typing import Any, TypeVar
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "envs"))
 from bfcl_replay import Outcome, corrupted_case, official, oracle, replay, scripted
-from roll_flash.envs.bfcl_items import CATEGORIES, load_items
+
+from roll_flash.envs.adapters.bfcl.items import CATEGORIES, load_items
 from roll_flash.sandboxes import SandboxPool
 
 CONCURRENT = 4

@@ -43,8 +43,8 @@ def body() -> dict[str, object]:
 
 async def ours(url: str) -> Call:
     """The whole client: router, admission, deadline, decoding into arrays."""
-    from roll_flash.inference.client import open_client
-    from roll_flash.inference.engine import ClientSpec
+    from roll_flash.engines.inference import ClientSpec
+    from roll_flash.inference.client.token_client import open_client
     from roll_flash.types import SamplingParams
 
     client = open_client(ClientSpec("vllm", (url,), "mock", 4096))
@@ -185,8 +185,8 @@ async def serve_pieces(every: int) -> None:
 
 async def measure_pieces(url: str, every: int) -> dict[str, float]:
     """64 lanes with 4 turns each, after one each that opens the connections."""
-    from roll_flash.inference.client import open_client
-    from roll_flash.inference.engine import ClientSpec
+    from roll_flash.engines.inference import ClientSpec
+    from roll_flash.inference.client.token_client import open_client
     from roll_flash.types import SamplingParams
 
     client = open_client(ClientSpec("vllm", (url,), "mock", 4096, stream_every=every or None))

@@ -48,7 +48,7 @@ class Measured:
 
 
 def tokenizer() -> Any:
-    from roll_flash.inference.tokenizer import load_tokenizer
+    from roll_flash.chat.tokenizer import load_tokenizer
     from roll_flash.models import resolve_model
 
     return load_tokenizer(resolve_model(MODEL))
@@ -56,11 +56,11 @@ def tokenizer() -> Any:
 
 async def serve(endpoint: str, folder: Path) -> None:
     """The gateway's process: prints its port, and its CPU time per call when its standard input is closed."""
+    from roll_flash.engines.inference import ClientSpec
     from roll_flash.gateway.server import GatewayServer
-    from roll_flash.gateway.session_routes import SessionRoutes
+    from roll_flash.gateway.sessions.routes import SessionRoutes
     from roll_flash.gateway.token_backend import TokenBackend
-    from roll_flash.inference.client import open_client
-    from roll_flash.inference.engine import ClientSpec
+    from roll_flash.inference.client.token_client import open_client
     from roll_flash.monitor.episodes import EpisodesWriter
 
     words = tokenizer()

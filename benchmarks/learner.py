@@ -31,12 +31,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel
 from trl_peer import Peer, open_peer
 
-from roll_flash.learner.flex_tree import why_not
-from roll_flash.learner.losses import policy_loss
-from roll_flash.learner.packing import PackedRow, TrainSequence, pack
-from roll_flash.learner.policy_model import PolicyModel
-from roll_flash.learner.token_logprobs import token_logprobs
-from roll_flash.learner.weights import WeightStage
+from roll_flash.learner.losses.policy import policy_loss
+from roll_flash.learner.model.policy_model import PolicyModel
+from roll_flash.learner.model.token_logprobs import token_logprobs
+from roll_flash.learner.packing.flex_tree import why_not
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
+from roll_flash.learner.weights.staged import WeightStage
 
 PROMPT_TOKENS = (90, 150)
 SUFFIX_TOKENS = (30, 60)

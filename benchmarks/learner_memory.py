@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from roll_flash.learner import tree_attention
-from roll_flash.learner.packing import PackedRow, TrainSequence, pack
-from roll_flash.learner.policy_model import load_policy_model
+from roll_flash.learner.model.policy_model import load_policy_model
+from roll_flash.learner.packing import tree_attention
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.models import resolve_model
 
 

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
-from roll_flash.learner.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.models import resolve_model
 
 RANDOM_QWEN3 = "random-qwen3"

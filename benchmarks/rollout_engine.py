@@ -22,15 +22,15 @@ from pathlib import Path
 import psutil
 from rollout_env import TURNS
 
+from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config import Config, RayConfig, load_config
-from roll_flash.inference.engine import ClientSpec
-from roll_flash.inference.tokenizer import load_tokenizer
-from roll_flash.local_ray import local_ray
+from roll_flash.engines.inference import ClientSpec
 from roll_flash.models import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
+from roll_flash.processes.local_ray import local_ray
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.rollout.tasks import SeedTasks
+from roll_flash.scheduling.tasks import SeedTasks
 from roll_flash.system import open_fleet, worker_settings
 
 HERE = Path(__file__).parent

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import gymnasium
+
 from roll_flash.envs import Env, register_env
 
 TURNS = 4

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from machine import machine
+
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, list_sandboxes
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider

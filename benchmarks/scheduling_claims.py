@@ -29,8 +29,8 @@ from roll_flash.planner.result import SimulationResult
 from roll_flash.planner.servers import ServerSpec
 from roll_flash.planner.settings import LearnerSpec, SimulationSettings
 from roll_flash.planner.simulate import Simulation
-from roll_flash.rollout.scheduling_policy import SchedulingPolicy, has_signal
-from roll_flash.rollout.staleness import StalenessRule
+from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
+from roll_flash.scheduling.staleness import StalenessRule
 
 Row = dict[str, Any]
 ACTION = Normal(50, 10)

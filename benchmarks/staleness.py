@@ -33,11 +33,11 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roll_flash.learner.advantages import grpo
-from roll_flash.learner.losses import policy_loss
-from roll_flash.learner.packing import PackedRow, TrainSequence, pack
-from roll_flash.learner.policy_model import PolicyModel, load_policy_model
-from roll_flash.learner_config import LossConfig
+from roll_flash.config.learner import LossConfig
+from roll_flash.learner.losses.advantages import grpo
+from roll_flash.learner.losses.policy import policy_loss
+from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.models import resolve_model
 
 AGES = (0, 1, 4, 8)

@@ -38,9 +38,9 @@ from machine import machine
 from stream_plots import draw
 
 from roll_flash.config import LearnerConfig, RayConfig
-from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.local_ray import local_ray
+from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models import resolve_model
+from roll_flash.processes.local_ray import local_ray
 from roll_flash.stream import (
     Consumer,
     LearnerLoader,

@@ -15,7 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from roll_flash.learner.packing import TrainSequence
+from roll_flash.learner.packing.rows import TrainSequence
 
 VERSION = "1.16.0"
 INSTALL_TIMEOUT_S = 600

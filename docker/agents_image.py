@@ -23,15 +23,14 @@ import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from roll_flash.envs.agent_presets import AGENTS_IMAGE
-from roll_flash.sandboxes.engine_address import EngineAddress
-from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.doctor import check_docker, check_image
+from roll_flash.envs.agents.presets import AGENTS_IMAGE
+from roll_flash.errors import RollFlashError
+from roll_flash.sandboxes.docker.address import EngineAddress
+from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.images import find_image
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
-
-from roll_flash.doctor import check_docker, check_image
-from roll_flash.errors import RollFlashError
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements" / "agents.txt"
 PYTHON = "3.11"

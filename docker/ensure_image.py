@@ -12,10 +12,10 @@ import sys
 
 import apt
 from local_instead import use_local
-from roll_flash.sandboxes.images import ensure_image
 
 from roll_flash.doctor import check_bubblewrap, check_docker
 from roll_flash.errors import RollFlashError
+from roll_flash.sandboxes.images import ensure_image
 
 
 def main() -> int:

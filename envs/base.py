@@ -13,8 +13,8 @@ import math
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium
-from roll_flash.envs.text_space import TextSpace
 
+from roll_flash.envs.shipped.text_space import TextSpace
 from roll_flash.types import Message
 
 if TYPE_CHECKING:

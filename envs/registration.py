@@ -15,28 +15,28 @@ from types import ModuleType
 from typing import Any
 
 import gymnasium
-from roll_flash.envs.base import Env
-from roll_flash.envs.source_files import import_module, load_file
 
+from roll_flash.envs.base import Env
+from roll_flash.envs.check.source_files import import_module, load_file
 from roll_flash.errors import ConfigError
 
 ENTRY_POINT_GROUP = "roll_flash.envs"
 SHIPPED = {
-    "FileQuest-v0": "roll_flash.envs.file_quest:FileQuest",
-    "GymText-v0": "roll_flash.envs.gym_text:GymText",
-    "PythonRepair-v0": "roll_flash.envs.python_repair:PythonRepair",
-    "ShellMath-v0": "roll_flash.envs.shell_math:ShellMath",
-    "TextFrozenLake-v0": "roll_flash.envs.frozen_lake:TextFrozenLake",
-    "TextSokoban-v0": "roll_flash.envs.sokoban:TextSokoban",
+    "FileQuest-v0": "roll_flash.envs.shipped.file_quest:FileQuest",
+    "GymText-v0": "roll_flash.envs.shipped.gym_text:GymText",
+    "PythonRepair-v0": "roll_flash.envs.shipped.python_repair:PythonRepair",
+    "ShellMath-v0": "roll_flash.envs.shipped.shell_math:ShellMath",
+    "TextFrozenLake-v0": "roll_flash.envs.shipped.frozen_lake:TextFrozenLake",
+    "TextSokoban-v0": "roll_flash.envs.shipped.sokoban:TextSokoban",
 }
 ADAPTERS = {
-    "BFCL-v4": "roll_flash.envs.bfcl:BFCL",
-    "OpenEnv-v0": "roll_flash.envs.openenv_client:OpenEnv",
-    "ReasoningGym-v0": "roll_flash.envs.reasoning_gym_tasks:ReasoningGym",
-    "TaskFolder-v0": "roll_flash.envs.task_folders:TaskFolder",
-    "TextArena-v0": "roll_flash.envs.textarena_games:TextArena",
-    "TextArenaDuel-v0": "roll_flash.envs.textarena_duel:TextArenaDuel",
-    "Verifiers-v0": "roll_flash.envs.verifiers_tasks:Verifiers",
+    "BFCL-v4": "roll_flash.envs.adapters.bfcl.env:BFCL",
+    "OpenEnv-v0": "roll_flash.envs.adapters.openenv.client:OpenEnv",
+    "ReasoningGym-v0": "roll_flash.envs.adapters.reasoning_gym:ReasoningGym",
+    "TaskFolder-v0": "roll_flash.envs.adapters.task_folders.env:TaskFolder",
+    "TextArena-v0": "roll_flash.envs.adapters.textarena.games:TextArena",
+    "TextArenaDuel-v0": "roll_flash.envs.adapters.textarena.duel:TextArenaDuel",
+    "Verifiers-v0": "roll_flash.envs.adapters.verifiers.tasks:Verifiers",
 }
 """What others wrote. Where that needs a package that is not installed with this one, it says which."""
 AGENTS = {"MiniSweAgent-v0": "mini-swe-agent", "OpenAIAgent-v0": "openai", "SmolAgent-v0": "smolagents"}
@@ -61,7 +61,7 @@ def register_shipped() -> None:
     for id, entry_point in {**SHIPPED, **ADAPTERS}.items():
         if id not in gymnasium.registry:
             register_env(id, entry_point)
-    agent_env = "roll_flash.envs.agent_env:AgentEnv"
+    agent_env = "roll_flash.envs.agents.agent_env:AgentEnv"
     for id, kwargs in {"AgentEnv-v0": {}, **{id: {"agent": agent} for id, agent in AGENTS.items()}}.items():
         if id not in gymnasium.registry:
             register_env(id, agent_env, kwargs=kwargs)

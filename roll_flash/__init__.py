@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll_flash.config import Config, load_config
     from roll_flash.envs.base import Env, SandboxEnv
-    from roll_flash.envs.judge import Judge
     from roll_flash.envs.registration import make_env, register_env
-    from roll_flash.envs.rewards import Rubric, reward
-    from roll_flash.envs.text_space import TextSpace
-    from roll_flash.envs.tool_env import SandboxToolEnv, ToolEnv
-    from roll_flash.envs.tools import tool
+    from roll_flash.envs.rewards.functions import Rubric, reward
+    from roll_flash.envs.rewards.judge import Judge
+    from roll_flash.envs.shipped.text_space import TextSpace
+    from roll_flash.envs.tools.functions import tool
+    from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
     from roll_flash.sandboxes import ExecResult, SandboxSpec, open_sandbox
 
 __version__ = "0.1.0"
@@ -26,15 +26,15 @@ _HOMES = {
     "load_config": "roll_flash.config",
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
-    "SandboxToolEnv": "roll_flash.envs.tool_env",
-    "TextSpace": "roll_flash.envs.text_space",
-    "ToolEnv": "roll_flash.envs.tool_env",
-    "Judge": "roll_flash.envs.judge",
-    "Rubric": "roll_flash.envs.rewards",
+    "SandboxToolEnv": "roll_flash.envs.tools.tool_env",
+    "TextSpace": "roll_flash.envs.shipped.text_space",
+    "ToolEnv": "roll_flash.envs.tools.tool_env",
+    "Judge": "roll_flash.envs.rewards.judge",
+    "Rubric": "roll_flash.envs.rewards.functions",
     "make_env": "roll_flash.envs.registration",
     "register_env": "roll_flash.envs.registration",
-    "reward": "roll_flash.envs.rewards",
-    "tool": "roll_flash.envs.tools",
+    "reward": "roll_flash.envs.rewards.functions",
+    "tool": "roll_flash.envs.tools.functions",
     "ExecResult": "roll_flash.sandboxes",
     "SandboxSpec": "roll_flash.sandboxes",
     "open_sandbox": "roll_flash.sandboxes",

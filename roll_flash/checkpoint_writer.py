@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_flash.background import in_thread, start_background
 from roll_flash.config import CheckpointConfig
+from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import CheckpointError
-from roll_flash.learner.engine import LearnerEngine
-from roll_flash.run_dir import RunDir
+from roll_flash.processes.background import in_thread, start_background
+from roll_flash.run.run_dir import RunDir
 from roll_flash.stream import TrajectoryStream, save_stream
 
 

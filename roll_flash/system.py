@@ -11,38 +11,38 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from roll_flash.background import FirstFailure, all_or_first_error, given_up_after
 from roll_flash.checkpoint_writer import CheckpointWriter
 from roll_flash.config import Config
-from roll_flash.daemon_threads import call_in_thread
+from roll_flash.config.learner import WarmStartConfig
+from roll_flash.engines.inference import ClientSpec, InferenceEngine
+from roll_flash.engines.learner import LearnerEngine
+from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluate.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluate.result import EvalResult
-from roll_flash.evaluate.same_tasks import TrainedTasks
-from roll_flash.inference.engine import ClientSpec, InferenceEngine
 from roll_flash.inference.open import open_engine
-from roll_flash.learner.engine import LearnerEngine
-from roll_flash.learner_config import WarmStartConfig
-from roll_flash.local_ray import local_ray
+from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import next_group_number
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
-from roll_flash.parity import load_probe, parity_threshold
-from roll_flash.publication import Publisher
-from roll_flash.ray_watch import watching_ray
-from roll_flash.rollout.environments import check_environments
+from roll_flash.processes.background import FirstFailure, all_or_first_error, given_up_after
+from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.local_ray import local_ray
+from roll_flash.processes.ray_watch import watching_ray
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.mixed_tasks import open_tasks
 from roll_flash.rollout.rollout import EpisodeLog, Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
-from roll_flash.run_dir import Checkpoint, RunDir, link_folder
+from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
+from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes.scratch import sweep_folders
+from roll_flash.scheduling.mixed_tasks import open_tasks
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer, load_stream
 from roll_flash.stream.ray_store import RayStore
-from roll_flash.warm_start import warm_start
+from roll_flash.weight_sync.parity import load_probe, parity_threshold
+from roll_flash.weight_sync.publication import Publisher
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,24 +14,24 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
-from roll_flash.background import first_failure
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import Config
+from roll_flash.engines.learner import LearnerEngine
 from roll_flash.evaluate.result import EvalResult
-from roll_flash.interrupt import Interrupts
-from roll_flash.learner.engine import LearnerEngine
 from roll_flash.learner.open import open_learner
 from roll_flash.monitor.progress import Progress
-from roll_flash.monitor.summary import summarize
-from roll_flash.publication import Publication
-from roll_flash.recent import HangsError, LearnedDeadline
-from roll_flash.rollout.scheduling_policy import has_signal
-from roll_flash.run_dir import RunDir
+from roll_flash.monitor.step_record import StepRecord
+from roll_flash.processes.background import first_failure
+from roll_flash.processes.deadlines import HangsError, LearnedDeadline
+from roll_flash.processes.interrupt import Interrupts
+from roll_flash.run.run_dir import RunDir
+from roll_flash.scheduling.policy import has_signal
 from roll_flash.start_checks import check_parts, check_sandboxes
-from roll_flash.step_metrics import StepRecord
 from roll_flash.stream import LearnerLoader
+from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
 from roll_flash.types import Group, Trajectory
+from roll_flash.weight_sync.publication import Publication
 
 LEARNER_FLOOR_S = 300.0
 """The shortest deadline of what the learner does; it is otherwise ten times what the slowest of the last ones took for

@@ -1,7 +1,9 @@
 """Sandboxes for untrusted code: hardened, fast to lease, impossible to leak. Usable without any training."""
 
-from roll_flash.sandboxes.commands import CommandStream
+from roll_flash.sandboxes.client.commands import CommandStream
+from roll_flash.sandboxes.client.shell import Shell
 from roll_flash.sandboxes.conformance import CheckReport, check_provider
+from roll_flash.sandboxes.docker.reaper import SandboxEntry, list_sandboxes, reap
 from roll_flash.sandboxes.errors import (
     SandboxDied,
     SandboxDiskFull,
@@ -15,16 +17,14 @@ from roll_flash.sandboxes.errors import (
     SandboxUnavailable,
     SandboxUnreachable,
 )
-from roll_flash.sandboxes.histogram import Histogram
+from roll_flash.sandboxes.files.trees import TreeReport
 from roll_flash.sandboxes.opening import open_sandbox
 from roll_flash.sandboxes.pool import SandboxPool
-from roll_flash.sandboxes.pool_stats import PoolStats
+from roll_flash.sandboxes.pool.histogram import Histogram
+from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.sandboxes.protocol import Provider, Sandbox
-from roll_flash.sandboxes.reaper import SandboxEntry, list_sandboxes, reap
 from roll_flash.sandboxes.result import ExecResult, OutputChunk, SandboxStats
-from roll_flash.sandboxes.shell import Shell
 from roll_flash.sandboxes.spec import SandboxSpec
-from roll_flash.sandboxes.trees import TreeReport
 
 __all__ = [
     "CheckReport",

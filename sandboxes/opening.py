@@ -7,10 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import entry_points
 
-from roll_flash.sandboxes.docker_provider import DockerProvider
-from roll_flash.sandboxes.engine_set import EngineSet
+from roll_flash.sandboxes.docker.engines import EngineSet
+from roll_flash.sandboxes.docker.provider import DockerProvider
 from roll_flash.sandboxes.errors import SandboxUnavailable
-from roll_flash.sandboxes.local_provider import LocalProvider
+from roll_flash.sandboxes.local.provider import LocalProvider
 from roll_flash.sandboxes.protocol import Provider, Sandbox
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 

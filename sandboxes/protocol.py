@@ -11,10 +11,10 @@ from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.spec import SandboxSpec
 
 if TYPE_CHECKING:
-    from roll_flash.sandboxes.commands import CommandStream
-    from roll_flash.sandboxes.forward import Forward
-    from roll_flash.sandboxes.shell import Shell
-    from roll_flash.sandboxes.trees import TreeReport
+    from roll_flash.sandboxes.client.commands import CommandStream
+    from roll_flash.sandboxes.client.forward import Forward
+    from roll_flash.sandboxes.client.shell import Shell
+    from roll_flash.sandboxes.files.trees import TreeReport
 
 Isolation = Literal["strong", "weak"]
 

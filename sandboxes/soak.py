@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from roll_flash.sandboxes.engine_address import EngineAddress
-from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.sandboxes.docker.address import EngineAddress
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.reaper import labelled
 from roll_flash.sandboxes.errors import SandboxError
 from roll_flash.sandboxes.identity import LABEL_RUN
-from roll_flash.sandboxes.reaper import labelled
 
 CONTROLLERS = 2
 LEASES_OF_ONE = (4, 24)

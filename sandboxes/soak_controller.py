@@ -14,7 +14,7 @@ import random
 import signal
 import sys
 
-from roll_flash.sandboxes.docker_provider import DockerProvider
+from roll_flash.sandboxes.docker.provider import DockerProvider
 from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.sandboxes.pool import SandboxPool
 from roll_flash.sandboxes.protocol import Sandbox

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
-from roll_flash.sandboxes.allowlist import parse_entry
-from roll_flash.sandboxes.build_context import packed_files, read_build_folder
+
+from roll_flash.sandboxes.files.build_context import packed_files, read_build_folder
+from roll_flash.sandboxes.network.allowlist import parse_entry
 
 DEFAULT_IMAGE = "roll-flash-sandbox:latest"
 PROXY_PORT = 3128

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner
-
 from roll_flash.doctor import check_docker
+from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner
 
 GRACE_S = 8.0
 """Containers remove themselves after their controller ends, and Ray's processes take a moment to go."""

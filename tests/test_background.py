@@ -19,12 +19,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_flash import system, trainer
-from roll_flash.background import first_failure, given_up_after, in_thread, start_background
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
-from roll_flash.interrupt import Interrupts
-from roll_flash.recent import LearnedDeadline, RecentCount
+from roll_flash.processes.background import first_failure, given_up_after, in_thread, start_background
+from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
+from roll_flash.processes.interrupt import Interrupts
 from roll_flash.stream import TrajectoryStream, learner_consumer
 from roll_flash.types import Group
 from tests.learner.samples import make_group

@@ -19,7 +19,7 @@ from roll_flash.cli import main
 from roll_flash.config import load_config
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.evaluate.result import score
-from roll_flash.run_dir import RunDir
+from roll_flash.run.run_dir import RunDir
 
 TREE: dict[str, Any] = {"name": "maze", "model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
 
@@ -390,7 +390,7 @@ def test_eval_prints_its_table_and_fails_only_when_nothing_could_be_scored(
 
         return run_evaluation
 
-    command = "roll_flash.evaluate.command.run_evaluation"
+    command = "roll_flash.evaluation.run_evaluation"
     monkeypatch.setattr(command, evaluation({**episode, "task_id": "a", "success": True}))
     assert main(["eval", "--env", "Echo-v0", "--model", "m", "-n", "5", "-k", "2", "seed=3", "--out", "o"]) == 0
     assert "success" in capsys.readouterr().out

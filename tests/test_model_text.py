@@ -13,23 +13,28 @@ from typing import Any
 
 import msgspec
 import pytest
-from roll_flash.envs import bfcl_calls, model_text, move_env, openenv_actions, shell_math, textarena_opponents
-from roll_flash.envs.agent_verifier import _said_reward
-from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
-from roll_flash.envs.judge import Judge
-from roll_flash.envs.openenv_connection import WrongAction
-from roll_flash.envs.task_folders_tests import pytest_verdict, reward_of_json, reward_of_text
-from roll_flash.envs.tool_calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
-from roll_flash.envs.tool_env import ToolEnv
-from roll_flash.envs.tools import WrongArguments, make_tool
 
+from roll_flash.chat import model_text
+from roll_flash.chat.openai_client import _error_text, _json, _reply
+from roll_flash.envs.adapters.bfcl import calls as bfcl_calls
+from roll_flash.envs.adapters.openenv import actions as openenv_actions
+from roll_flash.envs.adapters.openenv.connection import WrongAction
+from roll_flash.envs.adapters.task_folders.tests import pytest_verdict, reward_of_json, reward_of_text
+from roll_flash.envs.adapters.textarena import opponents as textarena_opponents
+from roll_flash.envs.agents.verifier import _said_reward
+from roll_flash.envs.rewards.evaluated_answers import EvaluatedAnswerError, check_answer
+from roll_flash.envs.rewards.judge import Judge
+from roll_flash.envs.shipped import move_env, shell_math
+from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
+from roll_flash.envs.tools.functions import WrongArguments, make_tool
+from roll_flash.envs.tools.tool_env import ToolEnv
 from roll_flash.errors import InferenceError
-from roll_flash.evaluate.page import document
-from roll_flash.evaluate.page_transcript import episode_for_page
-from roll_flash.gateway import answer_text, anthropic_messages, chat_completions, model_call, responses_api
-from roll_flash.gateway.api_error import ApiError
-from roll_flash.gateway.request_fields import decode_object
-from roll_flash.inference.openai_client import _error_text, _json, _reply
+from roll_flash.evaluate.pages.page import document
+from roll_flash.evaluate.pages.transcript import episode_for_page
+from roll_flash.gateway import model_call
+from roll_flash.gateway.apis import answer_text, anthropic_messages, chat_completions, responses_api
+from roll_flash.gateway.apis.api_error import ApiError
+from roll_flash.gateway.apis.request_fields import decode_object
 from roll_flash.monitor.episodes import transcript
 from roll_flash.terminal import one_line, printable
 

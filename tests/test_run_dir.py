@@ -17,8 +17,8 @@ import pytest
 from roll_flash import system
 from roll_flash.config import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.export import export_checkpoint
-from roll_flash.run_dir import Checkpoint, RunDir, find_checkpoint, find_run, list_checkpoints, read_episodes
+from roll_flash.run.export import export_checkpoint
+from roll_flash.run.run_dir import Checkpoint, RunDir, find_checkpoint, find_run, list_checkpoints, read_episodes
 from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
 TASK = Task("Maze-v0:7", "Maze-v0", 7, {"size": 3})
@@ -145,7 +145,7 @@ def test_two_processes_cannot_share_a_run_folder(tmp_path: Path) -> None:
     RunDir.create(config(tmp_path), resume=False).close()
     code = (
         "import sys\nfrom pathlib import Path\nfrom roll_flash.config import load_config\n"
-        "from roll_flash.run_dir import RunDir\n"
+        "from roll_flash.run.run_dir import RunDir\n"
         "run = RunDir.create(load_config(Path(sys.argv[1])), resume=True)\nprint('held', flush=True)\nsys.stdin.read()"
     )
     holder = subprocess.Popen(
@@ -168,7 +168,7 @@ def test_two_processes_cannot_share_a_run_folder(tmp_path: Path) -> None:
 def test_a_full_disk_is_noticed_before_anything_starts_and_leaves_the_name_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.run_dir.MIN_FREE_BYTES", 1 << 60)
+    monkeypatch.setattr("roll_flash.run.run_dir.MIN_FREE_BYTES", 1 << 60)
     with pytest.raises(RunError, match="GiB are needed"):
         RunDir.create(config(tmp_path), resume=False)
     monkeypatch.undo()
@@ -279,7 +279,7 @@ def test_kill_9_while_a_checkpoint_is_written_costs_only_that_checkpoint(tmp_pat
         write_checkpoint(run, 4)
     code = (
         "import os, sys\nfrom pathlib import Path\nfrom roll_flash.config import load_config\n"
-        "from roll_flash.run_dir import RunDir\n"
+        "from roll_flash.run.run_dir import RunDir\n"
         "run = RunDir.create(load_config(Path(sys.argv[1])), resume=True)\n"
         "with run.writing_checkpoint(5) as folder:\n"
         "    (folder / 'hf').mkdir()\n    os.kill(os.getpid(), 9)\n"

@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from roll_flash.sandboxes import reap
 from roll_flash.sandboxes.scratch import make_scratch_folder, make_short_folder, scratch_folder
 
@@ -53,4 +54,7 @@ def test_servers_and_ray_have_folders_with_an_owner(tmp_path: Path, monkeypatch:
         for line in path.read_text().splitlines()
         if "mkdtemp(" in line or "TemporaryDirectory(" in line or "mkstemp(" in line
     ]
-    assert [entry.partition(":")[0] for entry in made] == ["roll_flash/models.py", *["sandboxes/scratch.py"] * 3], made
+    assert [entry.partition(":")[0] for entry in made] == [
+        "roll_flash/models/__init__.py",
+        *["sandboxes/scratch.py"] * 3,
+    ], made

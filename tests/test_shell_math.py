@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import gymnasium
 import pytest
-from roll_flash.envs.shell_math import HELD_OUT_SEEDS, ShellMath
+
+from roll_flash.envs.shipped.shell_math import HELD_OUT_SEEDS, ShellMath
 from roll_flash.sandboxes import SandboxDied, SandboxSpec, open_sandbox
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from safetensors.numpy import save_file
 
+from roll_flash import evaluation as command
 from roll_flash import trainer
 from roll_flash.cli import main
 from roll_flash.config import Config, load_config
 from roll_flash.errors import ModelError
-from roll_flash.evaluate import command
+from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from roll_flash.start_checks import check_parts, check_sandboxes
 
 TREE: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "counting:Counting-v0"}}

@@ -13,10 +13,10 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-from roll_flash.envs.printed_output import capped_prints
 
 import roll_flash
 from roll_flash.cli import main
+from roll_flash.envs.tools.printed_output import capped_prints
 from roll_flash.monitor.progress import Progress
 from roll_flash.terminal import one_line, printable
 from roll_flash.terminal_logs import make_logs_printable

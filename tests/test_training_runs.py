@@ -22,7 +22,7 @@ from listening import key_holders, open_to_everybody
 from roll_flash.models import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
-from roll_flash.run_dir import list_checkpoints
+from roll_flash.run.run_dir import list_checkpoints
 
 ROOT = Path(__file__).parents[1]
 RUN_TIMEOUT_S = 800

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll_flash.eval_config import EvalConfig
+from roll_flash.config.evaluation import EvalConfig
 
 MILLION = 1e6
 TASK_TOKENS = 500

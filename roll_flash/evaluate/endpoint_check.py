@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.config import EvalConfig
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.inference.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.types import SamplingParams
 
 CHECK_TIMEOUT_S = 60.0

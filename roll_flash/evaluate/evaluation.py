@@ -18,7 +18,7 @@ from roll_flash.config import Config, EnvConfig, EvalConfig
 from roll_flash.evaluate.attempts import Attempts
 from roll_flash.evaluate.budget import Budget
 from roll_flash.evaluate.journal import Journal
-from roll_flash.evaluate.report import write_report
+from roll_flash.evaluate.pages.report import write_report
 from roll_flash.evaluate.result import EvalResult, Usage, score
 from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
 from roll_flash.monitor.episodes import Outcome

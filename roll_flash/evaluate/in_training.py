@@ -13,11 +13,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from roll_flash.background import start_background
 from roll_flash.config import Config
 from roll_flash.errors import RollFlashError
 from roll_flash.evaluate.evaluation import EpisodeRunner, eval_sampling, evaluate
 from roll_flash.evaluate.result import EvalResult
+from roll_flash.processes.background import start_background
 
 SHARE_BESIDE_TRAINING = 4
 """Without `eval.max_concurrent` an evaluation beside training has a quarter of `rollout.max_concurrent`."""

@@ -15,7 +15,7 @@ from roll_flash.errors import ConfigError
 from roll_flash.evaluate.budget import Budget
 from roll_flash.monitor.episodes import Outcome, episode_record, transcript
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
-from roll_flash.run_dir import PRIVATE
+from roll_flash.run.run_dir import PRIVATE
 from roll_flash.types import EpisodeSpec
 
 EPISODES_FILE = "episodes.jsonl"

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from roll_flash.evaluate.same_tasks import hashes_by_task, notes_on_tasks
 from roll_flash.evaluate.statistics import (
     Estimate,
     estimate_mean,
@@ -19,6 +18,7 @@ from roll_flash.evaluate.statistics import (
 )
 from roll_flash.evaluate.tool_statistics import ToolStatistics, tool_statistics
 from roll_flash.monitor.metrics import EVAL_REWARD, EVAL_SUCCESS, EVAL_SUCCESS_HIGH, EVAL_SUCCESS_LOW
+from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from roll_flash.envs.task_folders_format import FolderOptions, find_tasks, longest_limits
+from roll_flash.envs.adapters.task_folders.format import FolderOptions, find_tasks, longest_limits
 from roll_flash.evaluate.tasks import TASK_FOLDER_ENV
 from roll_flash.models import resolve_model
 

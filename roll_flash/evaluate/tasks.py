@@ -27,7 +27,7 @@ def folder_tasks(env: EnvConfig) -> list[Task]:
 
     Raises ConfigError when there is none.
     """
-    from roll_flash.envs.task_folders_format import find_tasks
+    from roll_flash.envs.adapters.task_folders.format import find_tasks
 
     root = Path(env.kwargs["folder"]).expanduser()
     found = find_tasks(root)

@@ -23,7 +23,7 @@ class ToolStatistics:
 
 
 def tool_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, ToolStatistics]:
-    """Sums of `info["tools"]` (see `roll_flash.envs.tool_env`), the most called first. An environment of somebody
+    """Sums of `info["tools"]` (see `roll_flash.envs.tools.tool_env`), the most called first. An environment of somebody
     else may put anything there: what does not look like counts is left out."""
     found: dict[str, ToolStatistics] = {}
     for record in records:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from roll_flash.gateway.history import CallRecord
 from roll_flash.gateway.model_call import ModelCall, Reply
-from roll_flash.gateway.session import Session
+from roll_flash.gateway.sessions.history import CallRecord
+from roll_flash.gateway.sessions.session import Session
 
 
 class Backend(Protocol):

@@ -10,14 +10,14 @@ import json
 import time
 from typing import Any
 
-from roll_flash.envs.model_text import encodable
+from roll_flash.chat.model_text import encodable
+from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient, token_count
 from roll_flash.errors import InferenceError
-from roll_flash.gateway.answer_text import new_call_id
-from roll_flash.gateway.api_error import ApiError, unsupported
-from roll_flash.gateway.history import CallRecord, answer_key
+from roll_flash.gateway.apis.answer_text import new_call_id
+from roll_flash.gateway.apis.api_error import ApiError, unsupported
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, ToolCall, Usage
-from roll_flash.gateway.session import Session
-from roll_flash.inference.openai_client import EndpointRefusedError, OpenAIChatClient, token_count
+from roll_flash.gateway.sessions.history import CallRecord, answer_key
+from roll_flash.gateway.sessions.session import Session
 
 AGENTS_FAULT = frozenset({400, 413, 422})
 """Refusals of a request as such; a wrong key or an unknown model is the gateway's own fault."""

@@ -20,17 +20,17 @@ import msgspec
 from aiohttp import web
 
 from roll_flash.errors import InferenceError, RollFlashError
-from roll_flash.gateway import anthropic_messages, chat_completions, responses_api
-from roll_flash.gateway.api_error import ApiError, ApiStyle, bad_request
+from roll_flash.gateway.apis import anthropic_messages, chat_completions, responses_api
+from roll_flash.gateway.apis.api_error import ApiError, ApiStyle, bad_request
+from roll_flash.gateway.apis.event_stream import send
+from roll_flash.gateway.apis.request_fields import decode_object, flag
 from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.connections import Connections
-from roll_flash.gateway.event_stream import send
-from roll_flash.gateway.history import CallRecord
 from roll_flash.gateway.http_log import HttpLog
 from roll_flash.gateway.model_call import ModelCall, Reply
-from roll_flash.gateway.request_fields import decode_object, flag
-from roll_flash.gateway.session import Session, SessionSettings
-from roll_flash.gateway.session_work import SMALL_CHARACTERS, WorkThreads
+from roll_flash.gateway.sessions.history import CallRecord
+from roll_flash.gateway.sessions.session import Session, SessionSettings
+from roll_flash.gateway.sessions.work import SMALL_CHARACTERS, WorkThreads
 
 logger = logging.getLogger(__name__)
 

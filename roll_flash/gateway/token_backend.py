@@ -8,14 +8,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from roll_flash.engines.inference import Generation, InferenceClient
 from roll_flash.errors import ModelError
-from roll_flash.gateway.answer_text import split_thinking, split_tool_calls
-from roll_flash.gateway.api_error import ApiError, bad_request
-from roll_flash.gateway.history import CallRecord, Place, answer_key
+from roll_flash.gateway.apis.answer_text import split_thinking, split_tool_calls
+from roll_flash.gateway.apis.api_error import ApiError, bad_request
+from roll_flash.gateway.apis.prompt_text import PromptText
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, Usage
-from roll_flash.gateway.prompt_text import PromptText
-from roll_flash.gateway.session import Session
-from roll_flash.inference.engine import Generation, InferenceClient
+from roll_flash.gateway.sessions.history import CallRecord, Place, answer_key
+from roll_flash.gateway.sessions.session import Session
 from roll_flash.types import SamplingParams
 
 CHARACTERS_PER_TOKEN = 4

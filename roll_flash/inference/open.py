@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.config import InferenceConfig
+from roll_flash.engines.inference import InferenceEngine
 from roll_flash.errors import ConfigError
-from roll_flash.inference.engine import InferenceEngine
-from roll_flash.inference.server_process import HOST, require_free_port
+from roll_flash.inference.servers.process import HOST, require_free_port
 
 GROUP = "roll_flash.inference_engines"
 BUILT_IN = ("transformers", "vllm")
@@ -24,7 +24,7 @@ def check_engine(config: InferenceConfig, model_folder: Path, *, trains: bool) -
     if config.engine not in BUILT_IN:
         _plug_in(config.engine)
     elif config.engine == "vllm":
-        from roll_flash.inference.vllm_server import check_vllm
+        from roll_flash.inference.vllm.server import check_vllm
 
         check_vllm(config, model_folder, trains=trains)
     if config.port:
@@ -40,11 +40,11 @@ def open_engine(config: InferenceConfig, *, model_folder: Path, max_model_len: i
     arguments: dict[str, Any] = {"model_folder": model_folder, "max_model_len": max_model_len, "logs": logs}
     match config.engine:
         case "vllm":
-            from roll_flash.inference.vllm_server import VllmEngine
+            from roll_flash.inference.vllm.server import VllmEngine
 
             return VllmEngine(config, **arguments)
         case "transformers":
-            from roll_flash.inference.transformers_engine import TransformersEngine
+            from roll_flash.inference.transformers.engine import TransformersEngine
 
             return TransformersEngine(config, **arguments)
     engine: InferenceEngine = _plug_in(config.engine).load()(config, **arguments)

@@ -7,8 +7,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from roll_flash.config import Config
+from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import ConfigError
-from roll_flash.learner.engine import LearnerEngine
 
 ENTRY_POINTS = "roll_flash.learner_engines"
 """Plug-ins: each entry point is a function of (config, model_folder) that returns a LearnerEngine."""
@@ -40,7 +40,7 @@ def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
 
 
 def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
-    from roll_flash.learner.fsdp import FsdpLearner
+    from roll_flash.learner.ranks.fsdp import FsdpLearner
 
     return FsdpLearner(
         model_folder,

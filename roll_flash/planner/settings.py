@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from roll_flash.planner.servers import ServerSpec
-from roll_flash.rollout.scheduling_policy import SchedulingPolicy
-from roll_flash.rollout.staleness import StalenessRule
+from roll_flash.scheduling.policy import SchedulingPolicy
+from roll_flash.scheduling.staleness import StalenessRule
 
 
 @dataclass(frozen=True, slots=True)

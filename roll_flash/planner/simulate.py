@@ -1,8 +1,8 @@
 """A training run in virtual time: the real scheduler under a discrete-event clock.
 
-Nothing of the scheduling is modelled: `roll_flash.rollout.scheduler` itself decides what starts, what is cancelled and
-what is trained. Modelled are the servers (`servers.py`), the episodes (`load.py`), the learner and the publication of
-its weights. The same settings and load give the same run, event by event.
+Nothing of the scheduling is modelled: `roll_flash.scheduling.scheduler` itself decides what starts, what is cancelled
+and what is trained. Modelled are the servers (`servers.py`), the episodes (`load.py`), the learner and the publication
+of its weights. The same settings and load give the same run, event by event.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from roll_flash.planner.load import EpisodePlan, Load
 from roll_flash.planner.result import Activity, EpisodeSpan, Fate, SimulationResult, Timeline
 from roll_flash.planner.servers import LeastLoaded, Request, SimulatedServer
 from roll_flash.planner.settings import SimulationSettings
-from roll_flash.rollout.scheduler import Scheduler
-from roll_flash.rollout.selection_bias import SelectionBias
+from roll_flash.scheduling.scheduler import Scheduler
+from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory
 
 

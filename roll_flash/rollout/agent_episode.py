@@ -10,12 +10,12 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
+from roll_flash.envs.agents.session_access import AgentGateway
+from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.gateway.backend import Backend
-from roll_flash.gateway.finished_episode import finished_episode
 from roll_flash.gateway.server import GatewayServer
-from roll_flash.gateway.session import Session, SessionSettings
-from roll_flash.gateway.session_access import AgentGateway
-from roll_flash.rollout.environments import AsyncEnvironment
+from roll_flash.gateway.sessions.finished_episode import finished_episode
+from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.rollout.episode import Deadlines, EpisodeFailed, Progress, environment_errors
 from roll_flash.types import EpisodeSpec, Trajectory
 

@@ -14,9 +14,9 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardError
 from roll_flash.errors import InferenceError
-from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
-from roll_flash.rollout.policy import ContextFullError, Policy
+from roll_flash.rollout.conversation import ContextFullError, Policy
 from roll_flash.rollout.tool_chat import declared_tools
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn

@@ -19,13 +19,13 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_flash.background import start_background
 from roll_flash.errors import RollFlashError, RunError
-from roll_flash.inference.client_metrics import combined
-from roll_flash.recent import RecentCount
+from roll_flash.inference.client.metrics import combined
+from roll_flash.processes.background import start_background
+from roll_flash.processes.deadlines import RecentCount
 from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
-from roll_flash.sandboxes.pool_stats import PoolStats
+from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.types import EpisodeFailure, EpisodeSpec
 
 logger = logging.getLogger(__name__)

@@ -13,18 +13,18 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from roll_flash.background import start_background
 from roll_flash.config import Config
 from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
-from roll_flash.rollout.async_ratio import AsyncRatioController, ControllerSettings, Decision, StepMeasurement
+from roll_flash.processes.background import start_background
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.scheduler import Scheduler
-from roll_flash.rollout.scheduling_policy import SchedulingPolicy, has_signal
-from roll_flash.rollout.selection_bias import SelectionBias
-from roll_flash.rollout.staleness import StalenessRule
-from roll_flash.rollout.tasks import TaskSource
 from roll_flash.rollout.worker import Outcome
+from roll_flash.scheduling.async_ratio import AsyncRatioController, ControllerSettings, Decision, StepMeasurement
+from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
+from roll_flash.scheduling.scheduler import Scheduler
+from roll_flash.scheduling.selection_bias import SelectionBias
+from roll_flash.scheduling.staleness import StalenessRule
+from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
 
-from roll_flash.envs.tool_prompt import TOOL_SCHEMAS, describe_schemas, show_results, with_system_text
-from roll_flash.inference.chat import ChatTemplate, Tools
+from roll_flash.chat.templates import ChatTemplate, Tools
+from roll_flash.envs.tools.prompt import TOOL_SCHEMAS, describe_schemas, show_results, with_system_text
 from roll_flash.types import Message
 
 ToolsShown = Literal["template", "request", "text"]

@@ -17,18 +17,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from roll_flash.background import first_failure
 from roll_flash.config import SandboxConfig
-from roll_flash.inference.engine import ClientSpec, InferenceClient
+from roll_flash.engines.inference import ClientSpec, InferenceClient
+from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
+from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.monitor.json_lines import plain
+from roll_flash.processes.background import first_failure
+from roll_flash.rollout.conversation import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.environment_threads import EnvironmentThreads
-from roll_flash.rollout.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.loop_watch import LoopWatch
-from roll_flash.rollout.policy import ChatPolicy, Policy, TokenPolicy
-from roll_flash.rollout.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.sandboxes import Sandbox, SandboxPool
-from roll_flash.sandboxes.pool_stats import PoolStats
+from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.terminal_logs import make_logs_printable
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
 
@@ -109,13 +109,13 @@ class Worker:
             await self._pool.start(self._spec)
         model = self._settings.model
         if isinstance(model, ChatEndpoint):
-            from roll_flash.inference.openai_client import OpenAIChatClient, api_key_from
+            from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 
             self._chat_client = OpenAIChatClient(model.base_url, model.model, api_key_from(model.api_key_env))
             return
-        from roll_flash.inference.chat import Conversation
-        from roll_flash.inference.client import open_client
-        from roll_flash.inference.tokenizer import load_tokenizer
+        from roll_flash.chat.templates import Conversation
+        from roll_flash.chat.tokenizer import load_tokenizer
+        from roll_flash.inference.client.token_client import open_client
 
         assert self._settings.tokenizer_folder is not None, "a model of ours comes with its tokenizer"
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self._settings.tokenizer_folder)

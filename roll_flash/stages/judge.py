@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from roll_flash.envs.judge import Judge
+from roll_flash.envs.rewards.judge import Judge
 from roll_flash.types import Message, Trajectory
 
 
@@ -14,7 +14,8 @@ class JudgeStage:
     """Score 0 to 1. `judged`: the model's last message, or everything after the task.
 
     `reference` names a key of the episode's `info` that holds the right answer. What is left of the arguments is that
-    of `roll_flash.envs.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s, max_new_tokens.
+    of `roll_flash.envs.rewards.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s,
+    max_new_tokens.
     """
 
     def __init__(

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import ModelError
+from roll_flash.processes.daemon_threads import call_in_thread
 from roll_flash.types import Trajectory
 
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
 from roll_flash.config import Config
-from roll_flash.envs.source_files import import_module, load_file
+from roll_flash.config.stages import StageConfig
+from roll_flash.envs.check.source_files import import_module, load_file
 from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.stage_config import StageConfig
 from roll_flash.types import Trajectory
 
 BUILT_IN = {

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from roll_flash.background import start_background
-from roll_flash.daemon_threads import call_in_thread
+from roll_flash.config.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.processes.background import start_background
+from roll_flash.processes.daemon_threads import call_in_thread
 from roll_flash.reward_range import as_reward
-from roll_flash.stage_config import StageConfig
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream.rows import Batch, Columns, Consumer
 from roll_flash.stream.samplers import Groups, Sampler, Sequential

@@ -13,11 +13,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from roll_flash.envs.bfcl import BFCL
-from roll_flash.envs.bfcl_items import BfclItem, load_items
+from roll_flash.envs.adapters.bfcl.env import BFCL
+from roll_flash.envs.adapters.bfcl.items import BfclItem, load_items
+from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.sandboxes import Sandbox, SandboxPool
-
-from roll_flash.rollout.sandbox_lease import LazySandbox
 
 Calls = list[list[list[str]]]
 """By user turn and by step, as Python source."""

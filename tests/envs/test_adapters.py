@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from roll_flash.envs.check import check_environment
 from roll_flash.envs.registration import make_env
-
 from roll_flash.errors import ConfigError, EnvError
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from roll_flash.envs.registration import ADAPTERS, make_env
 
 from roll_flash.cli import build_parser
+from roll_flash.envs.registration import ADAPTERS, make_env
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adapters.md").read_text()

@@ -16,17 +16,17 @@ from typing import Any, cast
 
 import pytest
 import yaml
-from roll_flash.envs import make_env
-from roll_flash.envs.agent_env import AgentEnv
-from roll_flash.envs.agent_presets import AGENTS_IMAGE
-from roll_flash.envs.agent_verifier import _said_reward
-from roll_flash.envs.held_out import draw_problem
-from roll_flash.envs.repair_bugs import draw_bug, make_repair
-from roll_flash.sandboxes import ExecResult, Sandbox, SandboxDied, SandboxSpec, open_sandbox
 from scripted_chat import Access, Answer, Script, calls, says, scripted_chat
 
 from roll_flash.config import RolloutConfig
+from roll_flash.envs import make_env
+from roll_flash.envs.agents.agent_env import AgentEnv
+from roll_flash.envs.agents.presets import AGENTS_IMAGE
+from roll_flash.envs.agents.verifier import _said_reward
+from roll_flash.envs.held_out import draw_problem
+from roll_flash.envs.shipped.repair_bugs import draw_bug, make_repair
 from roll_flash.errors import ConfigError, EnvError
+from roll_flash.sandboxes import ExecResult, Sandbox, SandboxDied, SandboxSpec, open_sandbox
 
 pytestmark = pytest.mark.docker
 SEED = 3

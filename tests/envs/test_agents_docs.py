@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from roll_flash.envs.agent_env import AgentEnv
-from roll_flash.envs.agent_presets import PRESETS
+
+from roll_flash.envs.agents.agent_env import AgentEnv
+from roll_flash.envs.agents.presets import PRESETS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
 RUN_TIMEOUT_S = 900
@@ -48,5 +49,5 @@ def test_every_argument_that_it_names_is_one() -> None:
 def test_the_agents_that_it_lists_are_there() -> None:
     for preset in PRESETS.values():
         for path in preset.files.values():
-            assert f"`envs/agent_programs/{path.name}`" in PAGE
+            assert f"`envs/agents/programs/{path.name}`" in PAGE
             assert path.is_file()

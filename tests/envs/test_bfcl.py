@@ -12,16 +12,16 @@ from typing import Any, cast
 
 import pytest
 from bfcl_replay import Outcome, corrupted_case, official, oracle, replay, scripted
-from roll_flash.envs.bfcl import BFCL
-from roll_flash.envs.bfcl_backend import backend_spec
-from roll_flash.envs.bfcl_calls import FunctionCall, parse_calls
-from roll_flash.envs.bfcl_items import CATEGORIES, describe_function, load_items, package
-from roll_flash.envs.tool_calls import parse_tool_calls
-from roll_flash.envs.tool_prompt import TOOL_SCHEMAS
-from roll_flash.sandboxes import Sandbox, SandboxPool
 
+from roll_flash.envs.adapters.bfcl.backend import backend_spec
+from roll_flash.envs.adapters.bfcl.calls import FunctionCall, parse_calls
+from roll_flash.envs.adapters.bfcl.env import BFCL
+from roll_flash.envs.adapters.bfcl.items import CATEGORIES, describe_function, load_items, package
+from roll_flash.envs.hosting.sandbox_lease import LazySandbox
+from roll_flash.envs.tools.calls import parse_tool_calls
+from roll_flash.envs.tools.prompt import TOOL_SCHEMAS
 from roll_flash.errors import ConfigError
-from roll_flash.rollout.sandbox_lease import LazySandbox
+from roll_flash.sandboxes import Sandbox, SandboxPool
 
 SAMPLE = (0, 63, 112, 171)
 """One item of each of the worlds: files, vehicles, trading, travel."""

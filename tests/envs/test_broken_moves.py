@@ -12,10 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from roll_flash.envs import textarena_table
-from roll_flash.envs.textarena_duel import TextArenaDuel
-from roll_flash.envs.textarena_games import TextArena
 
+from roll_flash.envs.adapters.textarena import table as textarena_table
+from roll_flash.envs.adapters.textarena.duel import TextArenaDuel
+from roll_flash.envs.adapters.textarena.games import TextArena
 from roll_flash.errors import EnvError
 
 UNKNOWN = "[seven]"

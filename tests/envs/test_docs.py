@@ -10,12 +10,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from roll_flash.envs.check import check_environment
-from roll_flash.envs.registration import SHIPPED
-from roll_flash.envs.tool_calls import ToolCall, parse_tool_calls
-from roll_flash.envs.tools import make_tool
 
 from roll_flash.cli import build_parser
+from roll_flash.envs.check import check_environment
+from roll_flash.envs.registration import SHIPPED
+from roll_flash.envs.tools.calls import ToolCall, parse_tool_calls
+from roll_flash.envs.tools.functions import make_tool
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 

@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 import sympy  # type: ignore[import-untyped]
-from roll_flash.envs import evaluated_answers, scoring_process
-from roll_flash.envs.evaluated_answers import EvaluatedAnswerError, check_answer
-from roll_flash.envs.reasoning_gym_tasks import ReasoningGym
-from roll_flash.envs.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_apart
 
 from roll_flash.config import RolloutConfig
+from roll_flash.envs.adapters.reasoning_gym import ReasoningGym
+from roll_flash.envs.rewards.evaluated_answers import EvaluatedAnswerError, check_answer
+from roll_flash.envs.rewards.functions import evaluated_answers, scoring_process
+from roll_flash.envs.rewards.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_apart
 from roll_flash.errors import EnvError
 
 ARITHMETIC = (
@@ -234,7 +234,7 @@ def test_a_process_that_ends_just_now_costs_no_answer(user: Any, monkeypatch: py
 
 ASKS_AND_IS_KILLED = """
 import os, threading, time
-from roll_flash.envs.scoring_process import score_apart
+from roll_flash.envs.rewards.scoring_process import score_apart
 
 def work(to=os.path.abspath("pid")):
     import os, time

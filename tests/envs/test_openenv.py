@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import uvicorn
 from aiohttp import web
-from roll_flash.envs.check import check_environment
-from roll_flash.envs.openenv_client import OpenEnv
 
+from roll_flash.envs.adapters.openenv.client import OpenEnv
+from roll_flash.envs.check import check_environment
 from roll_flash.errors import ConfigError, EnvError
 
 Steps = list[tuple[str, float, bool, dict[str, Any]]]

@@ -7,7 +7,8 @@ import json
 
 import pytest
 from aiohttp import WSMsgType, web
-from roll_flash.envs.openenv_client import OpenEnv
+
+from roll_flash.envs.adapters.openenv.client import OpenEnv
 
 FIELDS = {name: {"type": "number"} for name in ("guess", "stake")}
 

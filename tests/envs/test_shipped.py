@@ -8,20 +8,20 @@ from typing import Any
 
 import gymnasium
 import pytest
-from roll_flash.envs.file_quest import FileQuest, compare
-from roll_flash.envs.file_quest_steps import draw_quest
-from roll_flash.envs.gym_text import GymText, in_words
-from roll_flash.envs.held_out import HELD_OUT_SEEDS
-from roll_flash.envs.move_env import parse_moves
-from roll_flash.envs.python_repair import PythonRepair
-from roll_flash.envs.registration import make_env
-from roll_flash.envs.repair_bugs import broken_versions, draw_bug, make_repair, outcome
-from roll_flash.envs.repair_programs import DRAWERS
-from roll_flash.envs.sokoban import TextSokoban
-from roll_flash.envs.sokoban_level import draw_level, solve
-from roll_flash.sandboxes import SandboxSpec, open_sandbox
 
+from roll_flash.envs.held_out import HELD_OUT_SEEDS
+from roll_flash.envs.registration import make_env
+from roll_flash.envs.shipped.file_quest import FileQuest, compare
+from roll_flash.envs.shipped.file_quest_steps import draw_quest
+from roll_flash.envs.shipped.gym_text import GymText, in_words
+from roll_flash.envs.shipped.move_env import parse_moves
+from roll_flash.envs.shipped.python_repair import PythonRepair
+from roll_flash.envs.shipped.repair_bugs import broken_versions, draw_bug, make_repair, outcome
+from roll_flash.envs.shipped.repair_programs import DRAWERS
+from roll_flash.envs.shipped.sokoban import TextSokoban
+from roll_flash.envs.shipped.sokoban_level import draw_level, solve
 from roll_flash.errors import ConfigError
+from roll_flash.sandboxes import SandboxSpec, open_sandbox
 
 Steps = list[tuple[str, float, bool, dict[str, Any]]]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from roll_flash.envs.check import check_environment
-from roll_flash.envs.task_folders import SPARE_S, TaskFolder, find_tasks, load_task
-from roll_flash.envs.task_folders_tests import reward_of_json, reward_of_text
-from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
 
+from roll_flash.envs.adapters.task_folders.env import SPARE_S, TaskFolder, find_tasks, load_task
+from roll_flash.envs.adapters.task_folders.tests import reward_of_json, reward_of_text
+from roll_flash.envs.check import check_environment
+from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.rollout.sandbox_lease import LazySandbox
+from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 ON_OUR_IMAGE = "FROM roll-flash-sandbox:latest\nUSER root\nWORKDIR /app\n"

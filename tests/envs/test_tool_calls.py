@@ -8,9 +8,10 @@ import hypothesis
 import hypothesis.strategies as st
 import pydantic
 import pytest
-from roll_flash.envs.tool_calls import BadCall, ToolCall, parse_tool_calls
-from roll_flash.envs.tool_prompt import TOOL_FORMATS, ToolFormat, describe_tools
-from roll_flash.envs.tools import Tool, ToolDefinitionError, WrongArguments, make_tool
+
+from roll_flash.envs.tools.calls import BadCall, ToolCall, parse_tool_calls
+from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool
+from roll_flash.envs.tools.prompt import TOOL_FORMATS, ToolFormat, describe_tools
 
 
 def add(a: int, b: int = 1) -> int:

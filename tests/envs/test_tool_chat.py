@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from aiohttp import web
-from roll_flash.envs import ToolEnv, tool
-from roll_flash.envs.openenv_client import OpenEnv
-from roll_flash.envs.tool_calls import parse_tool_calls
-from roll_flash.envs.tool_prompt import TOOL_SCHEMAS
-from roll_flash.envs.tools import make_tool
-from roll_flash.envs.verifiers_tasks import Verifiers
 
+from roll_flash.chat.openai_client import OpenAIChatClient
+from roll_flash.chat.templates import Conversation, chat_template_of
+from roll_flash.engines.inference import Generation
+from roll_flash.envs import ToolEnv, tool
+from roll_flash.envs.adapters.openenv.client import OpenEnv
+from roll_flash.envs.adapters.verifiers.tasks import Verifiers
+from roll_flash.envs.tools.calls import parse_tool_calls
+from roll_flash.envs.tools.functions import make_tool
+from roll_flash.envs.tools.prompt import TOOL_SCHEMAS
 from roll_flash.errors import ConfigError
-from roll_flash.inference.chat import Conversation, chat_template_of
-from roll_flash.inference.engine import Generation
-from roll_flash.inference.openai_client import OpenAIChatClient
 from roll_flash.models import resolve_model
-from roll_flash.rollout.policy import ChatPolicy, TokenPolicy
+from roll_flash.rollout.conversation import ChatPolicy, TokenPolicy
 from roll_flash.rollout.tool_chat import ToolChat, declared_tools
 from roll_flash.types import Message, SamplingParams
 

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+
 from roll_flash.envs import ToolEnv, tool
-from roll_flash.envs.bfcl_items import CATEGORIES, load_items
-from roll_flash.envs.tool_calls import ToolCall, parse_tool_calls
-from roll_flash.envs.tool_prompt import TOOL_FORMATS
-from roll_flash.envs.tools import make_tool
+from roll_flash.envs.adapters.bfcl.items import CATEGORIES, load_items
+from roll_flash.envs.tools.calls import ToolCall, parse_tool_calls
+from roll_flash.envs.tools.functions import make_tool
+from roll_flash.envs.tools.prompt import TOOL_FORMATS
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tools.md").read_text()

@@ -8,12 +8,12 @@ import time
 from typing import Any, cast
 
 import pytest
-from roll_flash.envs import Rubric, SandboxToolEnv, ToolEnv, reward, tool
-from roll_flash.envs.judge import Judge
-from roll_flash.sandboxes import SandboxDied, SandboxFileError, SandboxSpec, open_sandbox
 
 import roll_flash
+from roll_flash.envs import Rubric, SandboxToolEnv, ToolEnv, reward, tool
+from roll_flash.envs.rewards.judge import Judge
 from roll_flash.errors import EnvError
+from roll_flash.sandboxes import SandboxDied, SandboxFileError, SandboxSpec, open_sandbox
 
 
 def double(x: int) -> int:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from roll_flash.envs.adapters.verifiers.tasks import Verifiers
 from roll_flash.envs.check import check_environment
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
 from roll_flash.envs.registration import make_env
-from roll_flash.envs.verifiers_tasks import Verifiers
-
 from roll_flash.errors import ConfigError, EnvError
 
 pytestmark = pytest.mark.adapters
@@ -144,8 +144,9 @@ def test_several_turns_are_answered_by_env_response_until_it_ends_them(sums: str
 def test_their_own_rollout_with_the_same_answers_earns_the_same(sums: str) -> None:
     """Played by verifiers' own loop, with a client of theirs that says our lines."""
     import verifiers as vf
-    from roll_flash.envs.verifiers_loading import load
     from verifiers.clients import Client
+
+    from roll_flash.envs.adapters.verifiers.loading import load
 
     lines = iter(["5", "3"])
 

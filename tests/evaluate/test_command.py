@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.background import beside
 from roll_flash.config import Config, EnvConfig, EvalConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.evaluate.command import EvalRequest, plan_evaluation, run_evaluation
 from roll_flash.evaluate.journal import transcript_name
 from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
-from roll_flash.run_dir import RunDir
+from roll_flash.evaluation import EvalRequest, plan_evaluation, run_evaluation
+from roll_flash.processes.background import beside
+from roll_flash.run.run_dir import RunDir
 from roll_flash.types import SamplingParams
 
 TREE: dict[str, Any] = {
@@ -248,7 +248,7 @@ def test_each_environment_of_a_config_is_evaluated_into_a_folder_of_its_own(monk
     async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
         yield runner
 
-    monkeypatch.setattr("roll_flash.evaluate.command._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
     request = EvalRequest(config="two.yaml", tasks=2, out="results")
     result, folder = asyncio.run(run_evaluation(request))
     assert result.success is not None
@@ -272,7 +272,7 @@ def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.Monk
     async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
         yield runner
 
-    monkeypatch.setattr("roll_flash.evaluate.command._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
     request = EvalRequest(config="two.yaml", tasks=5, max_concurrent=1, out="results", max_tokens_total=5 * 13 + 20)
     result, _ = asyncio.run(run_evaluation(request))
     other = result.others["extra_env_1"]
@@ -301,7 +301,7 @@ def test_background_work_that_dies_ends_the_evaluation_at_once_with_its_cause(mo
         async with beside(dies(), "the supervision of a server"):
             yield NeverEnds()
 
-    monkeypatch.setattr("roll_flash.evaluate.command._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
     Path("counting.yaml").write_text(json.dumps({**TREE, "env": {"id": "TextFrozenLake-v0"}}))
 
     async def evaluated() -> None:

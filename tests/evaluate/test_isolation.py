@@ -6,11 +6,11 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from roll_flash.sandboxes import SandboxUnavailable
 
 from roll_flash.config import Config, load_config
-from roll_flash.evaluate.command import EvalRequest, plan_evaluation
 from roll_flash.evaluate.isolation import require_isolation
+from roll_flash.evaluation import EvalRequest, plan_evaluation
+from roll_flash.sandboxes import SandboxUnavailable
 from roll_flash.start_checks import check_parts, check_sandboxes
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
+from roll_flash.chat.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAIChatClient, api_key_from
+from roll_flash.envs.hosting.environments import open_environment
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.inference.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAIChatClient, api_key_from
 from roll_flash.monitor.episodes import episode_record
-from roll_flash.rollout.environments import open_environment
+from roll_flash.rollout.conversation import ChatPolicy, ContextFullError
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
-from roll_flash.rollout.policy import ChatPolicy, ContextFullError
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

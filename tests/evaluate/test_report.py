@@ -16,11 +16,11 @@ from scripted_runner import ScriptedRunner, trajectory_of
 from roll_flash.cli import main
 from roll_flash.config import EnvConfig, EvalConfig
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate import page_transcript
 from roll_flash.evaluate.comparison import compare_folders, estimate_difference
-from roll_flash.evaluate.comparison_page import write_comparison
 from roll_flash.evaluate.evaluation import evaluate
-from roll_flash.evaluate.page_transcript import _assistant_parts, episode_for_page
+from roll_flash.evaluate.pages import transcript as page_transcript
+from roll_flash.evaluate.pages.comparison import write_comparison
+from roll_flash.evaluate.pages.transcript import _assistant_parts, episode_for_page
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory

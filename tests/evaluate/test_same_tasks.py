@@ -13,8 +13,8 @@ from scripted_runner import ScriptedRunner
 from roll_flash.config import EnvConfig, EvalConfig
 from roll_flash.evaluate.evaluation import evaluate
 from roll_flash.evaluate.result import EvalResult
-from roll_flash.evaluate.same_tasks import TrainedTasks, read_trained_tasks
-from roll_flash.monitor.summary import closing_text, read_books
+from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
+from roll_flash.summary import closing_text, read_books
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 
 ROWS = [f"{number} * 7?" for number in range(6)]

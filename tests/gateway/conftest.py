@@ -13,7 +13,7 @@ import pytest
 from scripted_model import END, ScriptedClient, TinyModel
 
 from roll_flash.gateway.server import GatewayServer
-from roll_flash.gateway.session import Session, SessionSettings
+from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
 
 MODEL = "policy"

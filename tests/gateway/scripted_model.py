@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roll_flash.inference.engine import Generation
+from roll_flash.engines.inference import Generation
 from roll_flash.models import resolve_model
 from roll_flash.types import SamplingParams
 

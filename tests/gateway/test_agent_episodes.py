@@ -13,17 +13,17 @@ import openai
 import pytest
 from aiohttp import web
 from conftest import until
-from roll_flash.envs import Env, register_env
 
-from roll_flash.gateway.session_access import AgentGateway, PlaysItself
-from roll_flash.inference.engine import ClientSpec
-from roll_flash.learner.credit import CreditRules
-from roll_flash.learner.sequences import check_staleness, prepare_group
+from roll_flash.engines.inference import ClientSpec
+from roll_flash.envs import Env, register_env
+from roll_flash.envs.agents.session_access import AgentGateway, PlaysItself
+from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.packing.sequences import check_staleness, prepare_group
 from roll_flash.models import resolve_model
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.rollout.episode import Deadlines
-from roll_flash.rollout.tasks import make_task
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, Worker, WorkerSettings
+from roll_flash.scheduling.tasks import make_task
 from roll_flash.stream.trajectories import group_rows, row_trajectory
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Trajectory
 from tests.inference.stand_in_server import StandInServer, well

@@ -10,7 +10,7 @@ import openai
 import pytest
 from conftest import MODEL, Serve, Served
 
-from roll_flash.gateway.session import SessionSettings
+from roll_flash.gateway.sessions.session import SessionSettings
 from roll_flash.types import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}, "required": ["a", "b"]}

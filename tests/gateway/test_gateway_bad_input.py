@@ -16,10 +16,10 @@ from aiohttp import http_parser
 from conftest import MODEL, Serve, Served, until
 
 from roll_flash.errors import InferenceError
-from roll_flash.gateway.answer_text import split_tool_calls
+from roll_flash.gateway.apis.answer_text import split_tool_calls
 from roll_flash.gateway.model_call import next_key, parsed_arguments
 from roll_flash.gateway.server import MAX_BODY_BYTES
-from roll_flash.gateway.session import SessionSettings
+from roll_flash.gateway.sessions.session import SessionSettings
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 

@@ -10,7 +10,7 @@ import pytest
 from conftest import MODEL, Served, until
 
 from roll_flash.gateway import connections
-from roll_flash.gateway.session import SessionSettings
+from roll_flash.gateway.sessions.session import SessionSettings
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
 

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from roll_flash.cli import build_parser
-from roll_flash.gateway.command import GatewayRequest, open_gateway
-from roll_flash.inference.engine import ClientSpec
+from roll_flash.engines.inference import ClientSpec
 from roll_flash.models import resolve_model
 from roll_flash.rollout.episode import Deadlines
-from roll_flash.rollout.tasks import make_task
 from roll_flash.rollout.worker import Worker, WorkerSettings
+from roll_flash.scheduling.tasks import make_task
+from roll_flash.serving import GatewayRequest, open_gateway
 from roll_flash.types import EpisodeSpec, SamplingParams, Trajectory
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from conftest import MODEL, Serve, Served
 
-from roll_flash.gateway.session import SessionSettings
-from roll_flash.gateway.session_work import THREADS, SessionWork, WorkThreads
+from roll_flash.gateway.sessions.session import SessionSettings
+from roll_flash.gateway.sessions.work import THREADS, SessionWork, WorkThreads
 from roll_flash.gateway.token_backend import TokenBackend
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_model import END, ScriptedClient, TinyModel
 
-from roll_flash.gateway.history import CallRecord, History
 from roll_flash.gateway.model_call import Answer, ModelCall
-from roll_flash.gateway.session import Session, SessionSettings
+from roll_flash.gateway.sessions.history import CallRecord, History
+from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
 
 ANSWERS = ["yes", "no ", "<think>well</think>ok", "<tool_call>\n{}", ""]

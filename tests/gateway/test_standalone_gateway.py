@@ -17,14 +17,14 @@ from conftest import until
 from scripted_model import END, ScriptedClient, TinyModel
 
 from roll_flash.cli import main
-from roll_flash.gateway import session_routes
-from roll_flash.gateway.command import GatewayRequest, Serving, open_gateway
 from roll_flash.gateway.server import GatewayServer
-from roll_flash.gateway.session import Session
-from roll_flash.gateway.session_routes import SessionRoutes
+from roll_flash.gateway.sessions import routes as session_routes
+from roll_flash.gateway.sessions.routes import SessionRoutes
+from roll_flash.gateway.sessions.session import Session
+from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.gateway.token_backend import TokenBackend
-from roll_flash.gateway.verifier import Verifier
 from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
+from roll_flash.serving import GatewayRequest, Serving, open_gateway
 
 HELLO = [{"role": "user", "content": "Hi"}]
 Scenario = Callable[[httpx.AsyncClient, SessionRoutes], Awaitable[None]]

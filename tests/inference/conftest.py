@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import save_file
 
 from roll_flash.config import InferenceConfig
-from roll_flash.inference.engine import InferenceEngine, StagedWeights
+from roll_flash.engines.inference import InferenceEngine, StagedWeights
 from roll_flash.inference.open import open_engine
 from roll_flash.models import resolve_model
 

@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from roll_flash.inference.engine import StagedWeights
-from roll_flash.inference.published_weights import ModelFolder, PublishedWeights
-from roll_flash.learner import lora
-from roll_flash.learner.weights import WeightStage, whole_tensors
-from roll_flash.learner_config import LoraConfig
+from roll_flash.config.learner import LoraConfig
+from roll_flash.engines.inference import StagedWeights
+from roll_flash.learner.model import lora
+from roll_flash.learner.weights.staged import WeightStage, whole_tensors
 from roll_flash.models import resolve_model
+from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 
 from .conftest import Served
 

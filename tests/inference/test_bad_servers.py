@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from roll_flash.engines.inference import ClientSpec, Generation
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.inference.client import VllmClient
-from roll_flash.inference.engine import ClientSpec, Generation
+from roll_flash.inference.client.token_client import VllmClient
 from roll_flash.types import SamplingParams
 
 from .stand_in_server import Handler, StandInServer, answer, choice, logprob_at, response, stream, token_at, well

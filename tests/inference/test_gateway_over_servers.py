@@ -8,9 +8,9 @@ import numpy as np
 import openai
 
 from roll_flash.gateway.server import GatewayServer
-from roll_flash.gateway.session import Session, SessionSettings
+from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
-from roll_flash.inference.client import open_client
+from roll_flash.inference.client.token_client import open_client
 from roll_flash.types import SamplingParams
 from tests.inference.conftest import MAX_MODEL_LEN, Served
 

@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from roll_flash.config import InferenceConfig, WeightsConfig
 from roll_flash.inference.open import open_engine
-from roll_flash.learner.fsdp import FsdpLearner
+from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models import resolve_model
-from roll_flash.parity import Probe
-from roll_flash.publication import Publisher
+from roll_flash.weight_sync.parity import Probe
+from roll_flash.weight_sync.publication import Publisher
 from tests.learner.in_process import in_process
 from tests.learner.samples import make_group
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.inference.http_connections import BadAnswerError
-from roll_flash.inference.partial_turn import PartialTurn
-from roll_flash.inference.token_protocol import Piece, event_splitter
+from roll_flash.inference.client.http_connections import BadAnswerError
+from roll_flash.inference.client.partial_turn import PartialTurn
+from roll_flash.inference.client.token_protocol import Piece, event_splitter
 from roll_flash.types import SamplingParams
 
 PROMPT = [9, 8, 7]

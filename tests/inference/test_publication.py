@@ -10,10 +10,10 @@ import pytest
 from numpy.typing import NDArray
 
 from roll_flash.config import WeightsConfig
-from roll_flash.inference.engine import InferenceEngine, InFlight, ServerUpdate, StagedWeights
-from roll_flash.learner.engine import LearnerEngine
-from roll_flash.parity import Probe
-from roll_flash.publication import Publisher
+from roll_flash.engines.inference import InferenceEngine, InFlight, ServerUpdate, StagedWeights
+from roll_flash.engines.learner import LearnerEngine
+from roll_flash.weight_sync.parity import Probe
+from roll_flash.weight_sync.publication import Publisher
 
 
 class StandInLearner:

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from roll_flash.inference.admission import Admission
-from roll_flash.inference.router import SPILL_TOKENS, Router
+from roll_flash.inference.client.admission import Admission
+from roll_flash.inference.client.router import SPILL_TOKENS, Router
 
 SERVERS = ("a", "b", "c")
 

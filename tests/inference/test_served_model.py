@@ -13,11 +13,11 @@ import httpx
 import numpy as np
 import pytest
 
+from roll_flash.engines.inference import ClientSpec, Generation, StagedWeights
 from roll_flash.errors import InferenceError
-from roll_flash.inference.client import VllmClient, open_client
-from roll_flash.inference.engine import ClientSpec, Generation, StagedWeights
-from roll_flash.inference.server_engine import ServerEngine
-from roll_flash.inference.server_key import bearer
+from roll_flash.inference.client.token_client import VllmClient, open_client
+from roll_flash.inference.servers.engine import ServerEngine
+from roll_flash.processes.keys import bearer
 from roll_flash.types import SamplingParams
 
 from .conftest import MAX_MODEL_LEN, Served

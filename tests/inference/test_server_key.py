@@ -9,9 +9,9 @@ import httpx
 import pytest
 
 from roll_flash.errors import InferenceError
-from roll_flash.inference.client import VllmClient
-from roll_flash.inference.server_engine import ServerEngine
-from roll_flash.inference.server_key import bearer
+from roll_flash.inference.client.token_client import VllmClient
+from roll_flash.inference.servers.engine import ServerEngine
+from roll_flash.processes.keys import bearer
 from roll_flash.types import SamplingParams
 from tests.inference.conftest import Served
 

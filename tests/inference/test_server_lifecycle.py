@@ -19,7 +19,7 @@ from roll_flash.config import InferenceConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.open import open_engine
 from roll_flash.models import resolve_model
-from roll_flash.supervise import GuardedProcess
+from roll_flash.processes.supervise import GuardedProcess
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -34,7 +34,7 @@ time.sleep(600)
 OWNER = """
 import os, sys, time
 from pathlib import Path
-from roll_flash.supervise import GuardedProcess
+from roll_flash.processes.supervise import GuardedProcess
 folder = Path(sys.argv[1])
 (folder / "scratch").mkdir()
 command = [sys.executable, "-c", sys.argv[2]]

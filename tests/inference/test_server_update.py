@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
+from roll_flash.engines.inference import ServerUpdate, StagedWeights
 from roll_flash.errors import InferenceError
-from roll_flash.inference.engine import ServerUpdate, StagedWeights
-from roll_flash.inference.server_process import ServerProcess
-from roll_flash.inference.server_update import update_server
+from roll_flash.inference.servers.process import ServerProcess
+from roll_flash.inference.servers.update import update_server
 
 PREPARE_S = 0.3
 

@@ -8,14 +8,14 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from roll_flash.background import first_failure
 from roll_flash.config import InferenceConfig
+from roll_flash.engines.inference import ServerUpdate, StagedWeights
 from roll_flash.errors import InferenceError
-from roll_flash.inference import server_engine
-from roll_flash.inference.engine import ServerUpdate, StagedWeights
 from roll_flash.inference.open import open_engine
-from roll_flash.inference.server_engine import ServerEngine
-from roll_flash.inference.server_process import ServerProcess
+from roll_flash.inference.servers import engine as server_engine
+from roll_flash.inference.servers.engine import ServerEngine
+from roll_flash.inference.servers.process import ServerProcess
+from roll_flash.processes.background import first_failure
 
 WEIGHTS = StagedWeights(1, "/weights", 8)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from roll_flash.inference.tokenizer import load_tokenizer
+from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.models import resolve_model
 
 TEXT = "Zwölf <|im_start|> échelles\n\tat 3:00, 12+34=46 🙂"
@@ -31,7 +31,7 @@ def test_it_is_the_tokenizer_that_transformers_loads(folder: Path) -> None:
 
 def test_a_process_that_only_tokenises_does_not_load_torch(folder: Path) -> None:
     program = (
-        "import sys; from roll_flash.inference.tokenizer import load_tokenizer; "
+        "import sys; from roll_flash.chat.tokenizer import load_tokenizer; "
         "load_tokenizer(sys.argv[1]).encode('a'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(folder)], timeout=120, check=False).returncode == 0

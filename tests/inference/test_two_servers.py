@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from roll_flash.config import InferenceConfig
-from roll_flash.inference.client import VllmClient
-from roll_flash.inference.engine import Generation, InFlight
+from roll_flash.engines.inference import Generation, InFlight
+from roll_flash.inference.client.token_client import VllmClient
 from roll_flash.inference.open import open_engine
-from roll_flash.inference.server_engine import ServerEngine
+from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.models import resolve_model
 from roll_flash.types import SamplingParams
 

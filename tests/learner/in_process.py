@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from roll_flash.inference.published_weights import ModelFolder, PublishedWeights
-from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.learner.rank import LearnerRank
-from roll_flash.learner_config import LearnerConfig
+from roll_flash.config.learner import LearnerConfig
+from roll_flash.learner.ranks.fsdp import FsdpLearner
+from roll_flash.learner.ranks.rank import LearnerRank
+from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 
 Result = TypeVar("Result")
 

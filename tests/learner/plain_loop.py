@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from roll_flash.learner.advantages import EPSILON
+from roll_flash.learner.losses.advantages import EPSILON
 from roll_flash.types import Group, Trajectory
 
 Sample = tuple[Trajectory, float]

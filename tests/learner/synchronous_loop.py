@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from roll_flash.learner.packing import TrainSequence, balance, pack
-from roll_flash.learner.policy_model import load_policy_model
+from roll_flash.learner.model.policy_model import load_policy_model
+from roll_flash.learner.packing.rows import TrainSequence, balance, pack
 from roll_flash.types import Group
 from tests.learner.plain_loop import with_advantages
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import ArrayLike
 
-from roll_flash.learner.advantages import (
+from roll_flash.config.learner import LearnerConfig
+from roll_flash.learner.losses.advantages import (
     ADVANTAGES,
     EPSILON,
     discounted_returns,
@@ -18,8 +19,7 @@ from roll_flash.learner.advantages import (
     rloo,
     scale_by_batch,
 )
-from roll_flash.learner.credit import CreditRules, token_advantages
-from roll_flash.learner_config import LearnerConfig
+from roll_flash.learner.losses.token_advantages import CreditRules, token_advantages
 from tests.learner.samples import make_group
 
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)

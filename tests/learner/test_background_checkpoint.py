@@ -17,14 +17,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll_flash.background import FirstFailure, first_failure
 from roll_flash.checkpoint_writer import CheckpointWriter
 from roll_flash.config import load_config
+from roll_flash.config.learner import LearnerConfig
 from roll_flash.errors import CheckpointError, LearnerError
-from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.learner.rank import LearnerRank
-from roll_flash.learner_config import LearnerConfig
-from roll_flash.run_dir import RunDir, list_checkpoints
+from roll_flash.learner.ranks.fsdp import FsdpLearner
+from roll_flash.learner.ranks.rank import LearnerRank
+from roll_flash.processes.background import FirstFailure, first_failure
+from roll_flash.run.run_dir import RunDir, list_checkpoints
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer
 from roll_flash.trainer import Trainer
 from tests.learner.in_process import assert_equal_weights, in_process, weights_of

@@ -13,21 +13,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from roll_flash.background import all_or_first_error
 from roll_flash.config import load_config
+from roll_flash.config.learner import LoraConfig
+from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import ConfigError, InferenceError, LearnerError
-from roll_flash.inference.engine import StagedWeights
-from roll_flash.inference.published_weights import ModelFolder, PublishedWeights
-from roll_flash.inference.server_process import ServerProcess
-from roll_flash.inference.server_update import update_server
-from roll_flash.learner import device_weights, lora
-from roll_flash.learner.device_weights import DeviceWeightStage, merge_handles
+from roll_flash.inference.servers.process import ServerProcess
+from roll_flash.inference.servers.update import update_server
+from roll_flash.learner.model import lora
 from roll_flash.learner.open import open_learner
-from roll_flash.learner.rank_process import rank_actor
-from roll_flash.learner.weight_channel import NcclChannel
-from roll_flash.learner.weights import WeightStage
-from roll_flash.learner_config import LoraConfig
+from roll_flash.learner.ranks.rank_process import rank_actor
+from roll_flash.learner.weights import device as device_weights
+from roll_flash.learner.weights.channel import NcclChannel
+from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
+from roll_flash.learner.weights.staged import WeightStage
 from roll_flash.models import resolve_model
+from roll_flash.processes.background import all_or_first_error
+from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 from tests.learner.architectures import write_model
 
 

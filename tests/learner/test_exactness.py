@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from roll_flash.errors import ModelError
-from roll_flash.learner.packing import TrainSequence, pack
-from roll_flash.learner.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.packing.rows import TrainSequence, pack
 from tests.learner.architectures import ALONE, SHARED, VOCABULARY, write_model
 
 

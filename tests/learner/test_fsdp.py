@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll_flash.config import LearnerConfig
+from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
-from roll_flash.learner.engine import StepResult
-from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.learner.policy_model import load_policy_model
+from roll_flash.learner.model.policy_model import load_policy_model
+from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.types import Group
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
@@ -159,7 +159,7 @@ def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) 
 def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_when_they_go_on(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.learner.sequences.MOST_REWARD", math.inf)  # which keeps such rewards out
+    monkeypatch.setattr("roll_flash.learner.packing.sequences.MOST_REWARD", math.inf)  # which keeps such rewards out
     group = GROUPS[0]
     huge = dataclasses.replace(group.trajectories[0], reward=1e19)  # its advantage is finite, its gradient's norm not
     poisoned = replace_trajectory(group, 0, huge)

@@ -10,9 +10,9 @@ from typing import Any, get_args
 import pytest
 
 from roll_flash.config import LearnerConfig, LossConfig, load_config
+from roll_flash.config.learner import LOSS_PARAMETERS
 from roll_flash.errors import ConfigError
-from roll_flash.learner.losses import LOSSES
-from roll_flash.learner_config import LOSS_PARAMETERS
+from roll_flash.learner.losses.policy import LOSSES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 EXAMPLES = re.findall(r"^\| [^|]+ \| `([a-z_.]+=[^`|]+)` \|$", DOCUMENT.read_text(), re.MULTILINE)

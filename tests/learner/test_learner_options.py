@@ -11,16 +11,17 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from roll_flash.config.learner import LearnerConfig, LoraConfig
 from roll_flash.errors import ConfigError, LearnerError, ModelError
-from roll_flash.learner import compiled_layers, lora, tree_attention
-from roll_flash.learner.activation_offload import offload_activations
-from roll_flash.learner.credit import CreditRules
-from roll_flash.learner.flex_tree import attend, tree_mask, why_not
-from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.learner.packing import PackedRow, TrainSequence, pack
-from roll_flash.learner.policy_model import PolicyModel, load_policy_model
-from roll_flash.learner.sequences import prepare_group
-from roll_flash.learner_config import LearnerConfig, LoraConfig
+from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.model import compiled_layers, lora
+from roll_flash.learner.model.activation_offload import offload_activations
+from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.packing import tree_attention
+from roll_flash.learner.packing.flex_tree import attend, tree_mask, why_not
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
+from roll_flash.learner.packing.sequences import prepare_group
+from roll_flash.learner.ranks.fsdp import FsdpLearner
 from tests.learner.architectures import write_model
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of

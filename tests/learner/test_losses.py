@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from roll_flash.learner.correction import correct
-from roll_flash.learner.losses import LOSSES, policy_loss
+from roll_flash.learner.losses.correction import correct
+from roll_flash.learner.losses.policy import LOSSES, policy_loss
 
 LEVELS = ["token", "sequence", "sequence_mean"]
 VARIANTS: list[tuple[str, dict[str, Any]]] = [

@@ -9,12 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
-from roll_flash.learner import tree_attention
-from roll_flash.learner.credit import CreditRules
-from roll_flash.learner.losses import policy_loss
-from roll_flash.learner.packing import PackedRow, TrainSequence, attention_mask, balance, common_prefix_length, pack
-from roll_flash.learner.policy_model import PolicyModel, load_policy_model
-from roll_flash.learner.sequences import prepare_group
+from roll_flash.learner.losses.policy import policy_loss
+from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.packing.rows import (
+    PackedRow,
+    TrainSequence,
+    attention_mask,
+    balance,
+    common_prefix_length,
+    pack,
+    tree_attention,
+)
+from roll_flash.learner.packing.sequences import prepare_group
 from tests.learner.samples import make_group
 
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from roll_flash.errors import CheckpointError
-from roll_flash.learner.checkpoint import read_state
+from roll_flash.learner.ranks.checkpoint import read_state
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from roll_flash.errors import LearnerError
-from roll_flash.learner.credit import CreditRules
-from roll_flash.learner.diagnostics import by_staleness, off_policy_metrics, staleness_metrics
-from roll_flash.learner.sequences import NO_LOGPROB, check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.learner.losses.diagnostics import by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.packing.sequences import NO_LOGPROB, check_staleness, prepare_demonstrations, prepare_group
 from roll_flash.types import Trajectory
 from tests.learner.samples import make_group, make_trajectory, replace_trajectory
 

@@ -16,12 +16,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
-from roll_flash.learner.credit import CreditRules
-from roll_flash.learner.engine import StepResult
-from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.learner.minibatches import split_minibatches
-from roll_flash.learner.sequences import prepare_group
+from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.packing.minibatches import split_minibatches
+from roll_flash.learner.packing.sequences import prepare_group
+from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.types import Group
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_equal_weights, assert_same_weights, in_process, weights_of
@@ -210,7 +210,7 @@ def test_one_giant_sequence_over_the_token_budget_is_trained_alone(tiny_model: P
 def test_a_poisoned_minibatch_is_skipped_and_the_others_train(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.learner.sequences.MOST_REWARD", math.inf)  # which keeps such rewards out
+    monkeypatch.setattr("roll_flash.learner.packing.sequences.MOST_REWARD", math.inf)  # which keeps such rewards out
     huge = dataclasses.replace(GROUPS[0].trajectories[0], reward=1e19)
     poisoned = replace_trajectory(GROUPS[0], 0, huge)
     found, result = trained(

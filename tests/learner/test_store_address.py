@@ -10,13 +10,13 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from roll_flash.learner.meeting import join_meeting, open_meeting
+from roll_flash.learner.ranks.meeting import join_meeting, open_meeting
 
 TIMEOUT = timedelta(seconds=60)
 OTHER_RANK = """
 import sys
 from datetime import timedelta
-from roll_flash.learner.meeting import join_meeting
+from roll_flash.learner.ranks.meeting import join_meeting
 store = join_meeting(sys.argv[1], 2, timedelta(seconds=60))
 store.set("weights", "ready")
 assert store.get("first") == b"here"
@@ -42,7 +42,7 @@ def test_ranks_on_one_machine_meet_without_a_port_and_in_a_file_that_their_user_
 
 def test_nothing_of_the_meeting_is_left_when_the_first_rank_is_killed() -> None:
     program = (
-        "import os, signal; from datetime import timedelta; from roll_flash.learner.meeting import open_meeting\n"
+        "import os, signal; from datetime import timedelta; from roll_flash.learner.ranks.meeting import open_meeting\n"
         "kept = open_meeting(2, None, timedelta(seconds=60)); print(kept[1], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

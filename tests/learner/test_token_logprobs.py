@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from roll_flash.learner import token_logprobs as module
-from roll_flash.learner.token_logprobs import LogitForm, token_logprobs
+from roll_flash.learner.model import token_logprobs as module
+from roll_flash.learner.model.token_logprobs import LogitForm, token_logprobs
 
 FORMS = [LogitForm(), LogitForm(scale=0.25), LogitForm(scale=2.0, softcap=5.0)]
 

@@ -12,13 +12,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from roll_flash.config import load_config
+from roll_flash.config.learner import WarmStartConfig
 from roll_flash.errors import ConfigError
-from roll_flash.learner.fsdp import FsdpLearner
-from roll_flash.learner_config import WarmStartConfig
+from roll_flash.learner.ranks.fsdp import FsdpLearner
+from roll_flash.learner.warm_start import load_demonstrations, warm_start
 from roll_flash.models import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.types import Trajectory
-from roll_flash.warm_start import load_demonstrations, warm_start
 from tests.learner.in_process import in_process
 from tests.learner.samples import make_trajectory
 

@@ -12,8 +12,8 @@ from roll_flash.cli import build_parser
 from roll_flash.config import load_config
 from roll_flash.evaluate.result import EvalResult, score
 from roll_flash.monitor.metrics import MetricsLog
-from roll_flash.monitor.summary import closing_text, command_name, next_commands, read_books, summarize
-from roll_flash.run_dir import RunDir
+from roll_flash.run.run_dir import RunDir
+from roll_flash.summary import closing_text, command_name, next_commands, read_books, summarize
 
 BOOKS = {
     **{"produced": 100, "trained": 80, "waiting": 4, "dropped_stale": 15, "dropped_too_few_trajectories": 1},

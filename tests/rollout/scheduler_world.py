@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from roll_flash.rollout.scheduler import Scheduler
-from roll_flash.rollout.scheduling_policy import SchedulingPolicy
-from roll_flash.rollout.staleness import StalenessRule
+from roll_flash.scheduling.policy import SchedulingPolicy
+from roll_flash.scheduling.scheduler import Scheduler
+from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.rollout.async_ratio import AsyncRatioController, ControllerSettings, StepMeasurement
+from roll_flash.scheduling.async_ratio import AsyncRatioController, ControllerSettings, StepMeasurement
 
 
 def run(controller: AsyncRatioController, steps: int, **idle_at: float) -> list[int]:

@@ -13,12 +13,10 @@ from typing import Any
 import gymnasium
 import numpy as np
 import pytest
-from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
-from roll_flash.sandboxes import SandboxError
 
 from roll_flash.config import RolloutConfig
-from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.rollout.environments import (
+from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
+from roll_flash.envs.hosting.environments import (
     AsyncEnvironment,
     BadRewardError,
     _as_messages,
@@ -26,8 +24,10 @@ from roll_flash.rollout.environments import (
     check_environment,
     open_environment,
 )
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.rollout.conversation import Action, ContextFullError, TokenArrays
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
-from roll_flash.rollout.policy import Action, ContextFullError, TokenArrays
+from roll_flash.sandboxes import SandboxError
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
 
 DEADLINES = Deadlines(generate_s=1.0, step_s=1.0, episode_s=60.0)

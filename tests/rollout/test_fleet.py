@@ -14,16 +14,16 @@ from typing import Any
 
 import pytest
 
-from roll_flash.background import first_failure
 from roll_flash.config import load_config
 from roll_flash.errors import RunError
 from roll_flash.monitor.episodes import EpisodesWriter
+from roll_flash.processes.background import first_failure
 from roll_flash.rollout import fleet as fleet_module
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.rollout.tasks import SeedTasks, make_task
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, WorkerSettings
+from roll_flash.scheduling.tasks import SeedTasks, make_task
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 
 COUNTING = "tests.counting:Counting-v0"

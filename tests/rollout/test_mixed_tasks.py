@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from roll_flash.config import load_config
 from roll_flash.errors import ConfigError
-from roll_flash.rollout.mixed_tasks import CurriculumTasks, MixedTasks, open_tasks
-from roll_flash.rollout.tasks import SeedTasks
+from roll_flash.scheduling.mixed_tasks import CurriculumTasks, MixedTasks, open_tasks
+from roll_flash.scheduling.tasks import SeedTasks
 
 
 def source(name: str, **kwargs: int) -> SeedTasks:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from roll_flash.inference.engine import Generation
+from roll_flash.engines.inference import Generation
 from roll_flash.models import resolve_model
-from roll_flash.rollout.policy import ContextFullError, TokenPolicy
+from roll_flash.rollout.conversation import ContextFullError, TokenPolicy
 from roll_flash.types import SamplingParams
 
 

@@ -11,10 +11,10 @@ from scheduler_world import failure, trajectory
 
 from roll_flash.config import load_config
 from roll_flash.errors import RunError
-from roll_flash.rollout.mixed_tasks import CurriculumTasks, MixedTasks
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.rollout.tasks import SeedTasks
 from roll_flash.rollout.worker import Outcome
+from roll_flash.scheduling.mixed_tasks import CurriculumTasks, MixedTasks
+from roll_flash.scheduling.tasks import SeedTasks
 from roll_flash.types import EpisodeSpec, Group, Task
 
 Play = Callable[[EpisodeSpec, int], Outcome | None]

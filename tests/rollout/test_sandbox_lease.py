@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from roll_flash.sandboxes import SandboxPool, SandboxSpec
 
-from roll_flash.rollout.sandbox_lease import LazySandbox
+from roll_flash.envs.hosting.sandbox_lease import LazySandbox
+from roll_flash.sandboxes import SandboxPool, SandboxSpec
 
 
 @pytest.mark.usefixtures("require_bubblewrap")

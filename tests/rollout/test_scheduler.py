@@ -8,8 +8,8 @@ from collections import Counter, deque
 import pytest
 from scheduler_world import admit_all, failure, make_scheduler, trajectory
 
-from roll_flash.rollout.scheduling_policy import has_signal
-from roll_flash.rollout.staleness import StalenessRule
+from roll_flash.scheduling.policy import has_signal
+from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.types import EpisodeSpec
 
 

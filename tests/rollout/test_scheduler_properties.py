@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scheduler_world import World
 
-from roll_flash.rollout.scheduling_policy import has_signal
+from roll_flash.scheduling.policy import has_signal
 
 settings_strategy = {
     "seed": st.integers(0, 10**6),

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import trajectory
 
-from roll_flash.rollout.open_group import OpenGroup
-from roll_flash.rollout.selection_bias import Distribution, SelectionBias
+from roll_flash.scheduling.open_group import OpenGroup
+from roll_flash.scheduling.selection_bias import Distribution, SelectionBias
 from roll_flash.types import EpisodeSpec, SamplingParams, Task
 
 

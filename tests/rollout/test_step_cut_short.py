@@ -14,7 +14,7 @@ import pytest
 from test_rollout import Log, ThisProcess, plays, tasks_of
 
 from roll_flash.config import load_config
-from roll_flash.learner.engine import StepResult
+from roll_flash.engines.learner import StepResult
 from roll_flash.monitor.metrics import STEP_S
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.rollout.tasks import SeedTasks
+from roll_flash.scheduling.tasks import SeedTasks
 
 
 @given(st.integers(0, 1000), st.integers(1, 200), st.integers(0, 10**9))

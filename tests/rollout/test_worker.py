@@ -13,19 +13,19 @@ from typing import Any
 
 import gymnasium
 import pytest
-from roll_flash.envs import Env, SandboxEnv, register_env
 from scheduler_world import trajectory
 
+from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config import SandboxConfig
+from roll_flash.engines.inference import ClientSpec
+from roll_flash.envs import Env, SandboxEnv, register_env
 from roll_flash.errors import EnvError
-from roll_flash.inference.engine import ClientSpec
-from roll_flash.inference.tokenizer import load_tokenizer
 from roll_flash.models import resolve_model
 from roll_flash.rollout import environment_threads
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines
-from roll_flash.rollout.tasks import make_task
 from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings, sendable
+from roll_flash.scheduling.tasks import make_task
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 from tests.inference.stand_in_server import StandInServer, answer, response, well
 

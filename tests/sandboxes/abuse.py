@@ -10,7 +10,7 @@ from tempfile import gettempdir
 from typing import Any
 
 from roll_flash.sandboxes import ExecResult, Sandbox, SandboxSpec
-from roll_flash.sandboxes.agent_program import compile_static
+from roll_flash.sandboxes.client.agent_program import compile_static
 from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
 

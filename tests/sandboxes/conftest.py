@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 from abuse import close_providers
+
 from roll_flash.sandboxes import SandboxUnavailable
-from roll_flash.sandboxes.local_cgroup import can_limit
+from roll_flash.sandboxes.local.cgroup import can_limit
 from roll_flash.sandboxes.opening import connect_provider
 
 Run = Callable[[Callable[[], Awaitable[Any]]], Any]

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.sandboxes import SandboxSpec
-from roll_flash.sandboxes.docker_provider import DockerProvider
-from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.provider import DockerProvider
 
 MOMENTS = ("asked", "creating", "created", "attached", "starting")
 

@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 from abuse import attack_program, within
+
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
-from roll_flash.sandboxes.files import list_tree
+from roll_flash.sandboxes.client.files import list_tree
 
 
 def test_whoever_stops_each_command_before_it_has_begun_does_not_hold_up_the_agent(provider: str) -> None:

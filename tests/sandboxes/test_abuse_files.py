@@ -17,6 +17,7 @@ from typing import Literal
 
 import pytest
 from abuse import within
+
 from roll_flash.sandboxes import Sandbox, SandboxFileError, SandboxSpec
 
 

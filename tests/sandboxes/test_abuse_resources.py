@@ -9,8 +9,10 @@ from collections.abc import Callable
 
 import pytest
 from abuse import attack_program, attempt, shell, within
-from roll_flash.sandboxes import ExecResult, Sandbox, SandboxFileError, SandboxSpec, commands
-from roll_flash.sandboxes.local_cgroup import can_limit
+
+from roll_flash.sandboxes import ExecResult, Sandbox, SandboxFileError, SandboxSpec
+from roll_flash.sandboxes.client import commands
+from roll_flash.sandboxes.local.cgroup import can_limit
 
 MIB = 1 << 20
 

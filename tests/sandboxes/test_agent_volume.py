@@ -11,11 +11,14 @@ import uuid
 from collections.abc import Iterator
 
 import pytest
-from roll_flash.sandboxes import SandboxSpec, agent_program, docker_provider
-from roll_flash.sandboxes.agent_program import AgentProgram
-from roll_flash.sandboxes.container_config import volume_name
-from roll_flash.sandboxes.docker_provider import DockerProvider
-from roll_flash.sandboxes.engine_api import EngineApi
+
+from roll_flash.sandboxes import SandboxSpec
+from roll_flash.sandboxes.client import agent_program
+from roll_flash.sandboxes.client.agent_program import AgentProgram
+from roll_flash.sandboxes.docker import provider as docker_provider
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.container_config import volume_name
+from roll_flash.sandboxes.docker.provider import DockerProvider
 
 pytestmark = pytest.mark.docker
 

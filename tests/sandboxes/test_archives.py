@@ -19,9 +19,10 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from roll_flash.sandboxes import SandboxFileError
-from roll_flash.sandboxes.archives import unpack
-from roll_flash.sandboxes.tree_model import File, Folder, Link, walk
+from roll_flash.sandboxes.files.archives import unpack
+from roll_flash.sandboxes.files.tree_model import File, Folder, Link, walk
 
 ROOT = Path(__file__).parents[2]
 PACKERS: dict[str, Callable[[bytes], bytes]] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.conformance import CHECKS, Check, run_checks
 

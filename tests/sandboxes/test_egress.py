@@ -14,10 +14,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from abuse import within
 from conftest import need
-from roll_flash.sandboxes import Sandbox, SandboxSpec, egress
-from roll_flash.sandboxes.agent_sandbox import AgentSandbox
-from roll_flash.sandboxes.allowlist import is_allowed, is_public
 from test_pool import until
+
+from roll_flash.sandboxes import Sandbox, SandboxSpec
+from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.network import egress
+from roll_flash.sandboxes.network.allowlist import is_allowed, is_public
 
 FETCH = r"""
 import socket, sys

@@ -12,6 +12,10 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from second_engine import IMAGE, SecondEngine, bare_image, why_no_second_engine
+from test_no_leaks import BUSY, assert_gone, children_of, controller
+from tls_forwarder import make_certificates, tls_forwarder
+
 from roll_flash.sandboxes import (
     Sandbox,
     SandboxDied,
@@ -26,14 +30,11 @@ from roll_flash.sandboxes import (
     open_sandbox,
     reap,
 )
-from roll_flash.sandboxes import engine_set as engine_set_module
-from roll_flash.sandboxes.engine_address import DEFAULT_HOST, EngineAddress
-from roll_flash.sandboxes.engine_api import NEWEST_VERSION, OLDEST_VERSION, negotiated_version
-from roll_flash.sandboxes.engine_set import EngineSet
+from roll_flash.sandboxes.docker import engines as engine_set_module
+from roll_flash.sandboxes.docker.address import DEFAULT_HOST, EngineAddress
+from roll_flash.sandboxes.docker.api import NEWEST_VERSION, OLDEST_VERSION, negotiated_version
+from roll_flash.sandboxes.docker.engines import EngineSet
 from roll_flash.sandboxes.opening import connect_provider
-from second_engine import IMAGE, SecondEngine, bare_image, why_no_second_engine
-from test_no_leaks import BUSY, assert_gone, children_of, controller
-from tls_forwarder import make_certificates, tls_forwarder
 
 SPEC = SandboxSpec(image=IMAGE, memory_mb=64)
 SOCKET = ["/attack", "stream-socket", "1"]

@@ -9,6 +9,7 @@ import pytest
 from conftest import need
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from roll_flash.sandboxes import (
     SandboxDied,
     SandboxError,
@@ -18,12 +19,12 @@ from roll_flash.sandboxes import (
     SandboxUnavailable,
     open_sandbox,
 )
-from roll_flash.sandboxes.agent_program import agent_program
-from roll_flash.sandboxes.agent_sandbox import AgentSandbox
-from roll_flash.sandboxes.engine_address import EngineAddress
-from roll_flash.sandboxes.engine_api import EngineApi
-from roll_flash.sandboxes.engine_events import EngineEvents
-from roll_flash.sandboxes.frames import HEADER, MAX_REQUEST, Request
+from roll_flash.sandboxes.client.agent_program import agent_program
+from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
+from roll_flash.sandboxes.client.frames import HEADER, MAX_REQUEST, Request
+from roll_flash.sandboxes.docker.address import EngineAddress
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.events import EngineEvents
 from roll_flash.sandboxes.opening import connect_provider
 
 

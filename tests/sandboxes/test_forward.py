@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 from abuse import within
+
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, SandboxStartError
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]

@@ -14,22 +14,25 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from roll_flash.sandboxes import (
-    ExecResult,
-    SandboxDied,
-    SandboxError,
-    SandboxFileError,
-    SandboxSpec,
-    SandboxStartError,
-    commands,
-    files,
-    trees,
+
+from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxError, SandboxFileError, SandboxSpec, SandboxStartError
+from roll_flash.sandboxes.client import commands, files
+from roll_flash.sandboxes.client.commands import Command, run_command
+from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.frames import (
+    HEADER,
+    MAX_REPLY,
+    ExitFlag,
+    Frame,
+    FrameDecoder,
+    FrameError,
+    Reply,
+    encode,
+    u32,
 )
-from roll_flash.sandboxes.commands import Command, run_command
-from roll_flash.sandboxes.connection import AgentConnection
-from roll_flash.sandboxes.frames import HEADER, MAX_REPLY, ExitFlag, Frame, FrameDecoder, FrameError, Reply, encode, u32
-from roll_flash.sandboxes.multiplex import Demultiplexer
-from roll_flash.sandboxes.tree_writer import TreeWriter
+from roll_flash.sandboxes.client.multiplex import Demultiplexer
+from roll_flash.sandboxes.files import trees
+from roll_flash.sandboxes.files.tree_writer import TreeWriter
 
 frames = st.lists(
     st.tuples(st.sampled_from(list(Reply)), st.integers(0, 2**32 - 1), st.binary(max_size=300)), max_size=8

@@ -11,11 +11,12 @@ import uuid
 from pathlib import Path
 
 import pytest
-from roll_flash.sandboxes import SandboxSpec, SandboxUnreachable, list_sandboxes, reap
-from roll_flash.sandboxes.docker_provider import DockerProvider
-from roll_flash.sandboxes.identity import process_started
 from test_no_leaks import GONE_WITHIN_S, assert_gone, children_of, controller
 from test_pool import until
+
+from roll_flash.sandboxes import SandboxSpec, SandboxUnreachable, list_sandboxes, reap
+from roll_flash.sandboxes.docker.provider import DockerProvider
+from roll_flash.sandboxes.identity import process_started
 
 pytestmark = pytest.mark.docker
 KILLED = Path(__file__).with_name("killed_controllers.py")
@@ -97,7 +98,7 @@ def test_the_watchdog_is_no_child_of_its_controller_and_holds_no_file_of_it(dock
     log = (tmp_path / "log").open("wb")
     program = (
         "import asyncio, sys\n"
-        "from roll_flash.sandboxes.docker_provider import DockerProvider\n"
+        "from roll_flash.sandboxes.docker.provider import DockerProvider\n"
         "async def main():\n"
         "    await DockerProvider().connect(); print('ready', flush=True); await asyncio.sleep(600)\n"
         "asyncio.run(main())"
@@ -168,7 +169,7 @@ def test_a_container_that_the_engine_creates_after_nobody_waits_any_more_is_remo
 def test_a_forked_child_that_holds_the_pipe_does_not_hide_the_controllers_death(docker: str) -> None:
     program = (
         "import asyncio, os, time\n"
-        "from roll_flash.sandboxes.docker_provider import DockerProvider\n"
+        "from roll_flash.sandboxes.docker.provider import DockerProvider\n"
         "async def main():\n"
         "    await DockerProvider().connect()\n"
         "    child = os.fork()\n"

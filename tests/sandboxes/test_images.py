@@ -14,25 +14,26 @@ from typing import Any
 
 import pytest
 from abuse import attack_program
+
 from roll_flash.sandboxes import (
     SandboxFileError,
     SandboxImageError,
     SandboxPool,
     SandboxSpec,
     SandboxSpecError,
-    image_build,
-    kept_images,
     list_sandboxes,
     open_sandbox,
 )
-from roll_flash.sandboxes.agent_program import cache_folder
-from roll_flash.sandboxes.build_context import packed_files
-from roll_flash.sandboxes.engine_address import EngineAddress
-from roll_flash.sandboxes.engine_api import EngineApi
+from roll_flash.sandboxes.client.agent_program import cache_folder
+from roll_flash.sandboxes.docker.address import EngineAddress
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.files.build_context import packed_files
 from roll_flash.sandboxes.identity import Owner
-from roll_flash.sandboxes.image_build import build_error, image_key, one_at_a_time
+from roll_flash.sandboxes.images import build as image_build
 from roll_flash.sandboxes.images import ensure_image
-from roll_flash.sandboxes.kept_images import BUILDS, prune_builds, use_build
+from roll_flash.sandboxes.images import kept as kept_images
+from roll_flash.sandboxes.images.build import build_error, image_key, one_at_a_time
+from roll_flash.sandboxes.images.kept import BUILDS, prune_builds, use_build
 from roll_flash.sandboxes.opening import connect_provider
 
 pytestmark = pytest.mark.docker

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 from abuse import within
-from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxPool, SandboxSpec, SandboxSpecError, list_sandboxes, reap
 from test_no_leaks import alive, assert_gone, children_of, controller
+
+from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxPool, SandboxSpec, SandboxSpecError, list_sandboxes, reap
 
 pytestmark = pytest.mark.docker
 INTERNAL = SandboxSpec(network="internal")

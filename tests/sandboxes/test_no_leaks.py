@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
 from roll_flash.sandboxes import list_sandboxes
-from roll_flash.sandboxes.local_cgroup import can_limit, sweep_cgroups
+from roll_flash.sandboxes.local.cgroup import can_limit, sweep_cgroups
 
 GONE_WITHIN_S = 30.0
 """The benchmark holds it to 2 s; here the machine may be busy."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from abuse import within
+
 from roll_flash.sandboxes import Sandbox
 
 CAPS = (1, 2, 3, 7, 100, 1000, 65_536)

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_no_leaks import children_of, orphaned_sandboxes
+
 from roll_flash.sandboxes import (
     Histogram,
     Sandbox,
@@ -24,13 +26,12 @@ from roll_flash.sandboxes import (
     SandboxUnavailable,
     list_sandboxes,
     opening,
-    reset,
 )
 from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.pool import reset
+from roll_flash.sandboxes.pool.warm import Shelf
 from roll_flash.sandboxes.protocol import Provider
-from roll_flash.sandboxes.shelf import Shelf
-from test_no_leaks import children_of, orphaned_sandboxes
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:

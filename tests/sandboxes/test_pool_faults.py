@@ -9,6 +9,7 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxFileError, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.result import SandboxStats
 

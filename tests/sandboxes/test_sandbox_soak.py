@@ -11,6 +11,7 @@ import json
 import os
 
 import pytest
+
 from roll_flash.sandboxes.soak import soak
 
 LEASES = int(os.environ.get("ROLL_FLASH_SOAK_LEASES", "24"))

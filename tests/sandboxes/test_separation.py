@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 from abuse import attack_program, shell, within
 from conftest import need
-from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, SandboxSpecError, docker_provider
-from roll_flash.sandboxes.conformance import run_checks
-from roll_flash.sandboxes.container_config import volume_paths
-from roll_flash.sandboxes.engine_isolation import EngineIsolation
-from roll_flash.sandboxes.identity import DOCKER_USERS, LOCAL_USERS, REMAPPED_USERS
-from roll_flash.sandboxes.local_provider import HostUser
-from roll_flash.sandboxes.opening import connect_provider
-from roll_flash.sandboxes.passwd_file import with_user
 
 from roll_flash.cli import main
+from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, SandboxSpecError
+from roll_flash.sandboxes.conformance import run_checks
+from roll_flash.sandboxes.docker import provider as docker_provider
+from roll_flash.sandboxes.docker.container_config import volume_paths
+from roll_flash.sandboxes.docker.isolation import EngineIsolation
+from roll_flash.sandboxes.docker.passwd_file import with_user
+from roll_flash.sandboxes.identity import DOCKER_USERS, LOCAL_USERS, REMAPPED_USERS
+from roll_flash.sandboxes.local.provider import HostUser
+from roll_flash.sandboxes.opening import connect_provider
 
 MIB = 1 << 20
 VOLUME = (
@@ -343,7 +344,7 @@ def test_a_user_that_the_spec_names_is_taken(docker: str) -> None:
 
 def test_two_local_sandboxes_of_this_machine_never_have_one_user(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = [("roll-flash-test-a", 1), ("roll-flash-test-a", 1), ("roll-flash-test-b", 2), ("roll-flash-test-a", 1)]
-    monkeypatch.setattr("roll_flash.sandboxes.local_provider.new_user", lambda users: drawn.pop(0))
+    monkeypatch.setattr("roll_flash.sandboxes.local.provider.new_user", lambda users: drawn.pop(0))
     first, second = HostUser(), HostUser()
     assert (first.number, second.number) == (1, 2)
     first.release()

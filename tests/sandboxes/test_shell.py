@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 from abuse import within
+
 from roll_flash.sandboxes import ExecResult, Sandbox
+from roll_flash.sandboxes.client.shell import GARBLED_STATUS, Shell
 from roll_flash.sandboxes.result import OutputChunk
-from roll_flash.sandboxes.shell import GARBLED_STATUS, Shell
 
 OVERRIDES = {
     "a function": "printf() { echo forged; }; echo() { :; }; test() { true; }; command() { true; }; true() { false; }",

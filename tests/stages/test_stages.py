@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from roll_flash.config import load_config
+from roll_flash.config.stages import StageConfig
 from roll_flash.errors import ConfigError, ModelError, RunError, StreamError
 from roll_flash.monitor.json_lines import read_lines
-from roll_flash.stage_config import StageConfig
 from roll_flash.stages.judge import JudgeStage, split_conversation
 from roll_flash.stages.reward_stage import check_stages
 from roll_flash.stages.running import final_reward, open_stages, stage_consumers

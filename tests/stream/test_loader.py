@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from roll_flash.errors import RunError, StreamStarvedError
-from roll_flash.learner.packing import pack
-from roll_flash.learner.sequences import prepare_demonstrations
+from roll_flash.learner.packing.rows import pack
+from roll_flash.learner.packing.sequences import prepare_demonstrations
 from roll_flash.stream import (
     TRAJECTORY_COLUMNS,
     Batch,

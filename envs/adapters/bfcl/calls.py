@@ -1,0 +1,130 @@
+"""Calls of BFCL's functions: from what a model writes to Python source that is safe to run.
+
+A model writes `[f(a=1), g(b="x")]`, as BFCL's prompt asks, or calls in a native format (`tool_calls.py`). Read as
+bfcl-eval reads it (a bare name is a string, a call with keywords may be an argument), except where that loses
+something: arguments without a name are kept. What comes out names only known functions, and literals.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from roll_flash.chat.model_text import parse_python
+from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
+from roll_flash.envs.tools.functions import ToolDescription
+
+NO_SUCH_FUNCTION = "no_such_function()"
+"""Stands for a call that cannot be run: it fails in bfcl-eval's checker as the model's own did."""
+_ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionCall:
+    """One call. `source` is what is run; with a `trouble` nothing is, and that is what the model is told."""
+
+    name: str
+    source: str
+    written: str
+    """As the model wrote it, for its eyes."""
+    trouble: str = ""
+
+
+class _NoCallError(Exception):
+    """Text that is no list of calls."""
+
+
+def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[FunctionCall | BadCall]:
+    """The calls in a model's answer; empty where it calls nothing, which ends the user's turn."""
+    text = without_thinking(text)
+    if looks_native(text):
+        return [
+            call if isinstance(call, BadCall) and not call.wanted else _of_native(call, functions)
+            for call in parse_tool_calls(text, functions)
+        ]
+    try:
+        return [_of_python(call, functions) for call in _python_calls(text)]
+    except (_NoCallError, ValueError, RecursionError):  # also numbers and nesting beyond what Python bears
+        return []
+
+
+def call_source(name: str, arguments: Mapping[str, Any]) -> str:
+    """`f(a=1, b='x')` of plain data."""
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
+
+
+def _of_native(call: ToolCall | BadCall, functions: Mapping[str, ToolDescription]) -> FunctionCall:
+    if isinstance(call, BadCall):
+        return FunctionCall(call.wanted, NO_SUCH_FUNCTION, f"{call.wanted}()", _undefined(call.wanted, functions))
+    odd = [key for key in call.arguments if not key.isidentifier()]
+    if odd:
+        said = f"Error during execution: {call.name}() has no argument {odd[0]!r}"
+        return FunctionCall(call.name, NO_SUCH_FUNCTION, call.name, said)
+    try:
+        source = call_source(call.name, call.arguments)
+    except (ValueError, RecursionError) as error:
+        return FunctionCall(call.name, NO_SUCH_FUNCTION, call.name, f"Error during execution: {error}")
+    return FunctionCall(call.name, source, source)
+
+
+def _python_calls(text: str) -> Sequence[ast.Call]:
+    text = text.strip("`\n ")
+    text = text if text.startswith("[") else "[" + text
+    text = text if text.endswith("]") else text + "]"
+    try:
+        body = parse_python(text.strip("'"))
+    except ValueError:
+        raise _NoCallError from None
+    if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
+        raise _NoCallError
+    return [element for element in body.elts if isinstance(element, ast.Call)]
+
+
+def _of_python(call: ast.Call, functions: Collection[str]) -> FunctionCall:
+    name, written = ast.unparse(call.func), ast.unparse(call)
+    source = _source(call, functions)
+    if name not in functions:
+        return FunctionCall(name, NO_SUCH_FUNCTION, written, _undefined(name, functions))
+    return FunctionCall(name, source, written)
+
+
+def _source(node: ast.expr, functions: Collection[str]) -> str:
+    """Source of literals and calls of known functions only. Raises _NoCallError for other code."""
+    match node:
+        case ast.Constant():
+            return repr("..." if node.value is Ellipsis else node.value)
+        case ast.Name():
+            return repr(node.id)
+        case ast.Subscript():
+            return repr(ast.unparse(node))
+        case ast.UnaryOp() | ast.BinOp() if all(isinstance(part, _ARITHMETIC) for part in ast.walk(node)):
+            return ast.unparse(node)
+        case ast.List() | ast.Tuple():
+            parts = [_source(element, functions) for element in node.elts]
+            return f"[{', '.join(parts)}]" if isinstance(node, ast.List) else f"({''.join(f'{p}, ' for p in parts)})"
+        case ast.Dict():
+            keys = [_source(key, functions) for key in node.keys if key is not None]
+            values = [_source(value, functions) for value in node.values]
+            if len(keys) == len(values):
+                return "{" + ", ".join(f"{key}: {value}" for key, value in zip(keys, values, strict=True)) + "}"
+        case ast.Call():
+            return _call_source(node, functions)
+    raise _NoCallError
+
+
+def _call_source(call: ast.Call, functions: Collection[str]) -> str:
+    name = ast.unparse(call.func)
+    if any(keyword.arg is None for keyword in call.keywords):
+        raise _NoCallError
+    positional = [_source(value, functions) for value in call.args]
+    named = [f"{keyword.arg}={_source(keyword.value, functions)}" for keyword in call.keywords]
+    return f"{name}({', '.join([*positional, *named])})" if name in functions else NO_SUCH_FUNCTION
+
+
+def _undefined(name: str, functions: Collection[str]) -> str:
+    near = difflib.get_close_matches(name, functions, n=1)
+    hint = f". Did you mean {near[0]}?" if near else ""
+    return f"Error during execution: name '{name[:60]}' is not defined{hint}"

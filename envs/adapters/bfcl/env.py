@@ -1,0 +1,191 @@
+"""BFCL-v4: the multi-turn categories of the Berkeley Function Calling Leaderboard, v4.
+
+A user asks for several things, one after the other; for each the model calls functions, sees their results, and calls
+more, until it answers without a call. Reward 1 if bfcl-eval's own checker finds that after every turn the state of
+the tool classes is the right one and the results that were needed were seen, else 0. Protocol and prompts are those of
+bfcl-eval 2026.3.23 (`BaseHandler.inference_multi_turn_*`), as its score is; the tool classes run in the sandbox.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from roll_flash.envs.adapters.bfcl.backend import CHECK_TIMEOUT_S, BfclBackend, ServerEndedError, Verdict, backend_spec
+from roll_flash.envs.adapters.bfcl.calls import NO_SUCH_FUNCTION, FunctionCall, parse_calls
+from roll_flash.envs.adapters.bfcl.items import describe_function, load_items
+from roll_flash.envs.adapters.bfcl.prompt import added_functions, python_results, system_prompt
+from roll_flash.envs.base import SandboxEnv, StepResult
+from roll_flash.envs.tools.calls import UNKNOWN, BadCall
+from roll_flash.envs.tools.prompt import TOOL_SCHEMAS, tool_messages
+from roll_flash.envs.tools.tool_env import ToolUse
+from roll_flash.errors import ConfigError
+from roll_flash.types import Message
+
+CallFormat = Literal["python", "native"]
+MOST_CALLS_PER_STEP = 64
+SPARE_S = 15.0
+"""For starting the tool classes, beside what the checker may take."""
+FORCED = Verdict(False, "multi_turn:force_terminated", "the model was stopped before the last turn ended")
+
+
+class BFCL(SandboxEnv):
+    """Arguments: `category`; `index` (one item; else the seed's, modulo the number of items); `call_format`: `python`
+    describes functions and results as BFCL does for models without function calling, `native` by the chat template's
+    own tools; calls are understood in either. After `max_steps_per_turn` steps with calls in one turn the model has
+    failed; a call may take `call_timeout_s`.
+    """
+
+    full_reward = 1.0
+
+    def __init__(
+        self,
+        category: str = "multi_turn_base",
+        index: int | None = None,
+        call_format: CallFormat = "python",
+        max_steps_per_turn: int = 20,
+        call_timeout_s: float = 10.0,
+    ) -> None:
+        self._items = load_items(category)
+        if index is not None and not 0 <= index < len(self._items):
+            raise ConfigError(f"BFCL-v4: index={index}: {category} has the items 0 to {len(self._items) - 1}")
+        if call_format not in ("python", "native") or max_steps_per_turn < 1 or call_timeout_s <= 0:
+            raise ConfigError(
+                "BFCL-v4: call_format must be python or native, max_steps_per_turn at least 1, call_timeout_s above 0"
+            )
+        self.sandbox_spec = backend_spec()  # type: ignore[misc]
+        self._index = index
+        self._call_format = call_format
+        self._max_steps_per_turn = max_steps_per_turn
+        self._call_timeout_s = call_timeout_s
+        self._backend: BfclBackend | None = None
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], dict[str, Any]]:
+        await self.close()
+        number = random.randrange(len(self._items)) if seed is None else seed % len(self._items)
+        self._item = self._items[number if self._index is None else self._index]
+        self._functions = {str(f["name"]): describe_function(f) for f in self._item.all_functions}
+        self._turns: list[list[list[str]]] = [[]]
+        self._steps = 0
+        self._use: dict[str, ToolUse] = {}
+        messages = [dict(message) for message in self._item.question[0]]
+        info: dict[str, Any] = {"item": self._item.item_id}
+        if self._call_format == "native":
+            info[TOOL_SCHEMAS] = [describe_function(f).schema() for f in self._item.functions]
+            return messages, info
+        return [{"role": "system", "content": system_prompt(self._item.functions)}, *messages], info
+
+    async def step(self, action: str) -> StepResult:
+        calls = parse_calls(action, self._functions)
+        if calls:
+            self._steps += 1
+            observation = await self._run(calls)
+            if self._steps > self._max_steps_per_turn:
+                return [], 0.0, True, False, self._info(FORCED)
+            return observation, 0.0, False, False, self._info()
+        if len(self._turns) == len(self._item.question):
+            verdict = await self._running_backend().check(self._turns)
+            return [], float(verdict.valid), True, False, self._info(verdict)
+        self._turns.append([])
+        self._steps = 0
+        return self._user_turn(len(self._turns) - 1), 0.0, False, False, self._info()
+
+    def least_step_timeout_s(self) -> float:
+        """The checker is asked once more where it comes to no verdict on the model's calls."""
+        return 2 * CHECK_TIMEOUT_S + SPARE_S
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        return 0.0, self._info(FORCED)
+
+    async def close(self) -> None:
+        backend, self._backend = self._backend, None
+        if backend is not None:
+            await backend.close()
+
+    async def oracle(self) -> str:
+        """The right action now, for checks and demonstrations."""
+        turn = len(self._turns) - 1
+        calls = self._item.ground_truth[turn] if self._steps == 0 else ()
+        if self._call_format == "python" or not calls:
+            return f"[{', '.join(calls)}]" if calls else "That is all."
+        return "\n".join(f"<tool_call>\n{json.dumps(self._as_json(call))}\n</tool_call>" for call in calls)
+
+    def _as_json(self, source: str) -> Mapping[str, Any]:
+        call = ast.parse(source, mode="eval").body
+        assert isinstance(call, ast.Call)
+        name = ast.unparse(call.func)
+        given = {keyword.arg: keyword.value for keyword in call.keywords}
+        given |= dict(zip(self._functions[name].argument_names, call.args, strict=False))
+        return {"name": name, "arguments": {key: ast.literal_eval(value) for key, value in given.items()}}
+
+    def _user_turn(self, turn: int) -> list[Message]:
+        messages = [dict(message) for message in self._item.question[turn]]
+        added = self._item.held_out.get(turn, ())
+        return [added_functions(added), *messages] if added else messages
+
+    async def _run(self, calls: Sequence[FunctionCall | BadCall]) -> list[Message]:
+        """Run the calls of one step, and note them for the checker."""
+        step: list[str] = []
+        shown: list[tuple[str, str]] = []
+        for call in calls[:MOST_CALLS_PER_STEP]:
+            result, source = await self._run_call(call)
+            shown.append((call.name if isinstance(call, BadCall) else call.written, result))
+            step += [source] if source else []
+        if len(calls) > MOST_CALLS_PER_STEP:
+            shown.append(("", f"Error: only the first {MOST_CALLS_PER_STEP} of {len(calls)} calls were run"))
+        if step:
+            self._turns[-1].append(step)
+        if self._call_format == "native":
+            return tool_messages([result for _, result in shown])
+        return [python_results(shown)]
+
+    async def _run_call(self, call: FunctionCall | BadCall) -> tuple[str, str]:
+        """The result as the model sees it, and what the checker is to run for it; nothing for what is no call."""
+        name = call.name if call.name in self._functions else UNKNOWN
+        use = self._use.setdefault(name, ToolUse())
+        use.calls += 1
+        if isinstance(call, BadCall):
+            use.errors += 1
+            return f"Error: {call.message}", ""
+        if call.trouble:
+            use.errors += 1
+            return call.trouble, NO_SUCH_FUNCTION
+        backend = self._running_backend()
+        await backend.start()
+        started = time.monotonic()
+        try:
+            result = await backend.run(call.source)
+        except ServerEndedError as error:
+            use.errors += 1
+            use.timeouts += 1
+            return f"Error during execution: {call.name} {error}", NO_SUCH_FUNCTION
+        finally:
+            use.seconds += time.monotonic() - started
+        use.errors += _is_error(result)
+        return result, call.source
+
+    def _running_backend(self) -> BfclBackend:
+        if self._backend is None:
+            self._backend = BfclBackend(self.sandbox, self._item, self._call_timeout_s)
+        return self._backend
+
+    def _info(self, verdict: Verdict | None = None) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "item": self._item.item_id,
+            "user_turns": len(self._turns),
+            "tools": {name: use.as_info() for name, use in self._use.items()},
+        }
+        if verdict is not None:
+            info |= {"success": verdict.valid, "bfcl_error": verdict.error_type, "bfcl_message": verdict.error_message}
+        return info
+
+
+def _is_error(result: str) -> bool:
+    """The classes report errors as `{"error": ...}`, bfcl-eval those of Python as a sentence."""
+    return result.startswith(("Error during execution:", '{"error":'))

@@ -1,0 +1,47 @@
+"""BFCL's own words: bfcl-eval's default prompt for models without function calling, and how it shows results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from roll_flash.envs.adapters.bfcl.items import ENVIRONMENT
+from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.types import Message
+
+
+def system_prompt(functions: Sequence[Mapping[str, Any]]) -> str:
+    """As `formulate_system_prompt` of bfcl-eval with its default format (calls as a Python list, functions as JSON)."""
+    words = _prompts()
+    style = words.PROMPT_STYLE_TEMPLATES["classic"]
+    return str(
+        words.PROMPT_TEMPLATE_MAPPING["plaintext"].format(
+            persona=style["persona"],
+            task=style["task"],
+            tool_call_format=style["tool_call_no_tag"].format(
+                output_format=words.OUTPUT_FORMAT_MAPPING["python"], param_types=words.PARAM_TYPE_MAPPING["python"]
+            ),
+            multiturn_behavior=style["multiturn_behavior"],
+            available_tools=style["available_tools"].format(
+                format="json", functions=json.dumps(list(functions), indent=4)
+            ),
+        )
+    )
+
+
+def added_functions(functions: Sequence[Mapping[str, Any]]) -> Message:
+    """What the user says when functions are offered that were held out before."""
+    text = _prompts().DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
+    return {"role": "user", "content": text.format(functions=[dict(function) for function in functions])}
+
+
+def python_results(shown: Sequence[tuple[str, str]]) -> Message:
+    """Calls and their results, as one message of the user."""
+    return {"role": "user", "content": repr([{"role": "tool", "name": name, "content": text} for name, text in shown])}
+
+
+def _prompts() -> Any:
+    return import_optional(
+        "bfcl_eval.constants.default_prompts", package="bfcl-eval", needed_by=ENVIRONMENT, pip_options="--no-deps "
+    )

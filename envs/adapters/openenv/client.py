@@ -1,0 +1,161 @@
+"""OpenEnv-v0: an environment behind an OpenEnv server, which runs on its own (openenv-core 0.3).
+
+What the model writes is the action's one field, a JSON object, or calls of tools where the environment is a set of MCP
+tools; the server's own schema says which. An action that the server does not take is told to the model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from roll_flash.envs.adapters.openenv.actions import JsonActions, TextActions, actions_of, as_text, takes_tools
+from roll_flash.envs.adapters.openenv.connection import NAME, OpenEnvConnection, WrongAction
+from roll_flash.envs.base import Env, StepResult
+from roll_flash.envs.tools.calls import BadCall, ToolCall, parse_tool_calls
+from roll_flash.envs.tools.functions import ToolDescription
+from roll_flash.envs.tools.prompt import (
+    ToolFormat,
+    describe_tools,
+    known_format,
+    show_results,
+    tool_info,
+    with_system_text,
+)
+from roll_flash.errors import ConfigError, EnvError
+from roll_flash.types import Message
+
+
+class OpenEnv(Env):
+    """Arguments: `url` of the server (http, https, ws or wss), `reset_kwargs` (beside the seed), `action_field` and
+    `observation_field` (where the schema leaves a choice), `max_turns`, `timeout_s` (of each answer, and of the wait
+    for a free session), `success_reward` (the sum of rewards that counts as solved), `tool_format`.
+
+    Rewards are the server's, step by step.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        reset_kwargs: Mapping[str, Any] | None = None,
+        action_field: str | None = None,
+        observation_field: str | None = None,
+        max_turns: int = 30,
+        timeout_s: float = 60.0,
+        success_reward: float = 1.0,
+        tool_format: ToolFormat = "native",
+    ) -> None:
+        if max_turns < 1 or timeout_s <= 0:
+            raise ConfigError(f"{NAME}: max_turns must be at least 1 and timeout_s positive")
+        self._connection = OpenEnvConnection(url, timeout_s)
+        self._reset_kwargs = dict(reset_kwargs or {})
+        self._action_field = action_field
+        self._observation_field = observation_field
+        self._max_turns = max_turns
+        self._success_reward = success_reward
+        self._tool_format = known_format(tool_format, NAME)
+        self._actions: TextActions | JsonActions | None = None
+        self._tools: dict[str, ToolDescription] = {}
+        self._turns = 0
+        self._earned = 0.0
+        self._wrong = 0
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], dict[str, Any]]:
+        self._turns, self._earned, self._wrong = 0, 0.0, 0
+        try:
+            return await self._begin(seed)
+        except BaseException:
+            await self.close()
+            raise
+
+    async def step(self, action: str) -> StepResult:
+        self._turns += 1
+        news, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
+        self._earned += earned
+        truncated = not done and self._turns >= self._max_turns
+        info = (await self.conclude())[1] if done or truncated else {}
+        return news, earned, done, truncated, info
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        """Rewards were given step by step; none is left."""
+        return 0.0, {"success": self._earned >= self._success_reward, "wrong_actions": self._wrong}
+
+    async def close(self) -> None:
+        await self._connection.close()
+
+    async def _begin(self, seed: int | None) -> tuple[list[Message], dict[str, Any]]:
+        schema = await self._connection.action_schema()
+        settings = {**({} if seed is None else {"seed": seed}), **self._reset_kwargs}
+        first = await self._connection.reset(settings)
+        if takes_tools(schema):
+            self._tools = await self._list_tools()
+            about = describe_tools(list(self._tools.values()), self._tool_format)
+        else:
+            self._actions = actions_of(schema, self._action_field)
+            about = self._actions.instructions
+        said = as_text(first["observation"], self._observation_field)
+        tools = list(self._tools.values())
+        return with_system_text([{"role": "user", "content": said}], about), tool_info(tools, self._tool_format)
+
+    async def _act(self, text: str) -> tuple[list[Message], float, bool]:
+        assert self._actions is not None, "reset() comes first"
+        try:
+            answer = await self._connection.step(self._actions.action(text))
+        except WrongAction as error:
+            self._wrong += 1
+            return [{"role": "user", "content": f"Error: {error}. {self._actions.instructions}"}], 0.0, False
+        said = as_text(answer["observation"], self._observation_field)
+        return [{"role": "user", "content": said}], float(answer.get("reward") or 0.0), bool(answer.get("done"))
+
+    async def _list_tools(self) -> dict[str, ToolDescription]:
+        try:
+            listed = (await self._connection.step({"type": "list_tools"}))["observation"]["tools"]
+            return {
+                tool["name"]: ToolDescription(tool["name"], tool.get("description") or "", tool["input_schema"])
+                for tool in listed
+            }
+        except (WrongAction, KeyError, TypeError) as error:
+            raise EnvError(f"{NAME}: the server does not list its tools: {error!r}") from None
+
+    async def _call_tools(self, text: str) -> tuple[list[Message], float, bool]:
+        """Text without a call is the end."""
+        calls = parse_tool_calls(text, self._tools)
+        shown, earned, done = [], 0.0, not calls
+        for call in calls:
+            if done:
+                break
+            said, reward, done = await self._call_tool(call)
+            shown.append(said)
+            earned += reward
+        return self._shown(shown), earned, done
+
+    async def _call_tool(self, call: ToolCall | BadCall) -> tuple[str, float, bool]:
+        if isinstance(call, BadCall):
+            self._wrong += 1
+            return f"Error: {call.message}", 0.0, False
+        wanted = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
+        try:
+            answer = await self._connection.step(wanted)
+        except WrongAction as error:
+            self._wrong += 1
+            return f"Error: {error}", 0.0, False
+        observation = answer["observation"]
+        fault = observation.get("error")
+        self._wrong += bool(fault)
+        said = f"Error: {_plain(fault)}" if fault else _plain(observation.get("result"))
+        return said, float(answer.get("reward") or 0.0), bool(answer.get("done"))
+
+    def _shown(self, results: Sequence[str]) -> list[Message]:
+        return show_results(results, self._tool_format) if results else []
+
+
+def _plain(value: Any) -> str:
+    """An MCP result carries the same thing several times; its plain form is enough."""
+    if isinstance(value, dict):
+        for name in ("data", "message"):
+            if value.get(name) is not None:
+                return _plain(value[name])
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)

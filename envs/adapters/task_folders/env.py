@@ -1,0 +1,239 @@
+"""TaskFolder-v0: task folders as Harbor and terminal-bench write them, played in our sandboxes.
+
+The model has a shell. The tests enter the sandbox only when it has finished: what it left running is killed and what
+it left in their place is removed first. The reward is what they write. A task that is broken, an image that cannot be
+built, tests that come to no verdict in an untouched sandbox either: each fails the episode with a reason and is never
+scored 0. What the model itself broke always is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from roll_flash.envs.adapters.task_folders.format import (
+    FolderOptions,
+    FolderTask,
+    find_tasks,
+    load_task,
+    longest_limits,
+)
+from roll_flash.envs.adapters.task_folders.tests import (
+    NoVerdictError,
+    Verdict,
+    copy_out,
+    make_folders,
+    put_files,
+    run_tests,
+)
+from roll_flash.envs.rewards.functions import reward
+from roll_flash.envs.tools.functions import tool
+from roll_flash.envs.tools.prompt import ToolFormat
+from roll_flash.envs.tools.tool_env import OUT_OF_MEMORY, SandboxToolEnv
+from roll_flash.errors import ConfigError, EnvError
+from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.sandboxes import SandboxSpec
+from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
+
+__all__ = ["FolderTask", "TaskFolder", "find_tasks", "load_task"]
+
+LONGEST_S = 24 * 3600.0
+"""The limits that count are the task's own."""
+SPARE_S = 20.0
+"""For starting a sandbox, and for what lies there to be removed and put, beside what the tests may take."""
+ENDING_S = 1.0
+"""Between the time-out of a command and the end of what a turn allows: for its output so far."""
+
+_tests_that_work: set[tuple[Path, SandboxSpec]] = set()
+"""Tasks of this process whose tests came to a verdict in a sandbox that no command of a model had touched."""
+
+
+class TaskFolder(SandboxToolEnv):
+    """Arguments: `folder` (a task, or a folder of tasks: the seed chooses), `max_turns`, `command_timeout_s`,
+    `tool_format`, `reward_key` (which number of a `reward.json` with several), and over what the tasks say:
+    `memory_mb`, `cpus`, `workdir`, `user`, `allow` (hosts that the sandbox may reach, `host:port`), `force_build`.
+    `artifacts`: absolute paths of the files and folders that are the model's work; the tests then run in a fresh
+    sandbox into which these alone are copied, and nothing else that the model did can touch them.
+    """
+
+    tool_format = "tags"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        max_turns: int = 50,
+        command_timeout_s: float = 60.0,
+        tool_format: ToolFormat | None = None,
+        reward_key: str = "reward",
+        memory_mb: int | None = None,
+        cpus: float | None = None,
+        workdir: str | None = None,
+        user: str = "0:0",
+        allow: Sequence[str] = (),
+        force_build: bool = False,
+        artifacts: Sequence[str] = (),
+    ) -> None:
+        super().__init__(max_turns=max_turns, tool_format=tool_format)
+        self._folder = Path(folder).expanduser()
+        self._tasks = find_tasks(folder)
+        self._options = FolderOptions(memory_mb, cpus, workdir, user, tuple(allow), force_build)
+        self._command_timeout_s = command_timeout_s
+        self._reward_key = reward_key
+        self._artifacts = _absolute(artifacts)
+        self._task: FolderTask | None = None
+        self._spent_s = 0.0
+        self._is_ready = False
+        self._verifier_output, self._verifier_error = "", ""
+        if len(self._tasks) == 1:
+            self._choose(load_task(self._tasks[0], self._options))
+
+    async def begin(self, seed: int) -> str:
+        chosen = self._tasks[seed % len(self._tasks)]
+        self._choose(await call_in_thread(lambda: load_task(chosen, self._options)))
+        self._spent_s, self._is_ready = 0.0, False
+        self._verifier_output, self._verifier_error = "", ""
+        return self.task.instruction
+
+    @property
+    def task(self) -> FolderTask:
+        assert self._task is not None, "reset() comes first"
+        return self._task
+
+    @tool(timeout_s=LONGEST_S, max_characters=8000)
+    async def sh(self, command: str) -> Any:
+        """Run a shell command and see its output. Each command is a new shell."""
+        await self._make_ready()
+        left_s = self.task.agent_timeout_s - self._spent_s
+        timeout_s = min(self._command_timeout_s, left_s, max(ENDING_S, self.tools_left_s - ENDING_S))
+        began = time.monotonic()
+        try:
+            return await self.sandbox.exec(command, timeout=timeout_s, cwd=self.task.workdir, max_output=1 << 16)
+        finally:
+            self._spent_s += time.monotonic() - began
+            if self._spent_s >= self.task.agent_timeout_s:
+                self.finish()
+
+    @reward(timeout_s=LONGEST_S)
+    async def tests(self) -> float:
+        """What the task's tests say. Where they come to no verdict, it is the model's doing, and 0, if they come to one
+        in a sandbox that it has not touched; else nobody's here, and EnvError is raised."""
+        try:
+            await self._make_ready()
+            verdict = await self._verdict()
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY or not self.used("sh").calls:
+                raise
+            self._verifier_error = str(error)
+            await self._check_that_tests_work(NoVerdictError(str(error)))
+            return 0.0
+        except NoVerdictError as why:
+            self._verifier_output, self._verifier_error = why.output, str(why)
+            await self._check_that_tests_work(why)
+            return 0.0
+        self._verifier_output = verdict.output
+        return verdict.reward
+
+    async def _verdict(self) -> Verdict:
+        if not self._artifacts:
+            async with self._tests_in_time():
+                return await run_tests(self.sandbox, self.task, self._reward_key)
+        async with self.sandbox.fresh() as untouched:
+            await make_folders(untouched, self.task)
+            async with self._tests_in_time():
+                await copy_out(self.sandbox, self._artifacts, untouched)
+                return await run_tests(untouched, self.task, self._reward_key)
+
+    @asynccontextmanager
+    async def _tests_in_time(self) -> AsyncIterator[None]:
+        """What the model left may make it slow to put the tests there, too. Raises NoVerdictError."""
+        limit_s = self.task.test_timeout_s + SPARE_S
+        try:
+            async with asyncio.timeout(limit_s) as scope:
+                yield
+        except TimeoutError:
+            if not scope.expired():
+                raise
+            why = f"putting its tests into the sandbox and running them took longer than {limit_s:g} s"
+            raise NoVerdictError(why, timed_out=True) from None
+
+    async def _check_that_tests_work(self, why: NoVerdictError) -> None:
+        """Raises EnvError if they come to no verdict where no command of the model ran."""
+        known = (self.task.folder, self.task.spec)
+        if known in _tests_that_work and not why.timed_out:  # tests may also be slow because the machine is busy
+            return
+        if not self.used("sh").calls:
+            raise self._broken(why)
+        async with self.sandbox.fresh() as untouched:
+            try:
+                await make_folders(untouched, self.task)
+                await run_tests(untouched, self.task, self._reward_key)
+            except NoVerdictError as same:
+                raise self._broken(same) from None
+            except SandboxDied as error:  # of whatever reason: not the model's doing
+                raise self._broken(NoVerdictError(str(error))) from None
+        if not self.task.spec.allow:  # what is reached outside may be away the next time
+            _tests_that_work.add(known)
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        earned, info = await super().conclude()
+        info |= {"task": self.task.name, "verifier_output": self._verifier_output}
+        return earned, info | ({"verifier_error": self._verifier_error} if self._verifier_error else {})
+
+    async def oracle(self) -> str:
+        """The right action now, for checks and demonstrations: runs the task's solution."""
+        if not self.task.solution_command:
+            raise EnvError(f"{self.task.folder}: it has no solution to show")
+        if self.turn:
+            return "<answer>done</answer>"
+        await self._make_ready()
+        await put_files(self.sandbox, self.task.solution)
+        variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in self.task.solution_env.items())
+        exported = f"export {variables}; " if variables else ""
+        return f"<sh>{exported}{self.task.solution_command}</sh>"
+
+    def least_step_timeout_s(self) -> float:
+        """A command, the tests, and where they come to no verdict the tests again in an untouched sandbox."""
+        agent_s, tests_s = longest_limits(self._folder, self._options)
+        return min(self._command_timeout_s, agent_s) + 2 * (tests_s + SPARE_S)
+
+    def least_episode_timeout_s(self) -> float:
+        agent_s, tests_s = longest_limits(self._folder, self._options)
+        return agent_s + 2 * (tests_s + SPARE_S)
+
+    @property
+    def tools_timeout_s(self) -> float:
+        return self.step_timeout_s - 2 * (self.task.test_timeout_s + SPARE_S)
+
+    def _choose(self, task: FolderTask) -> None:
+        self._task = task
+        self.sandbox_spec = task.spec  # type: ignore[misc]
+        self.instructions = (
+            f"You work in a shell on a computer of your own. Commands start in {task.workdir}. "
+            "When everything is done, reply <answer>done</answer>."
+        )
+
+    async def _make_ready(self) -> None:
+        """At the first use: an image that cannot be built is named with its task."""
+        if self._is_ready:
+            return
+        try:
+            await make_folders(self.sandbox, self.task)
+        except SandboxImageError as error:
+            raise type(error)(f"{self.task.folder}: {error}") from None
+        self._is_ready = True
+
+    def _broken(self, why: NoVerdictError) -> EnvError:
+        end = f"; they printed: {why.output.strip()[-300:]}" if why.output.strip() else ""
+        return EnvError(f"task {self.task.folder}: {why}{end}")
+
+
+def _absolute(paths: Sequence[str]) -> tuple[str, ...]:
+    for path in paths:
+        if not path.startswith("/") or path.rstrip("/") == "":
+            raise ConfigError(f"TaskFolder-v0: artifacts: {path!r} is not the absolute path of a file or folder")
+    return tuple(paths)

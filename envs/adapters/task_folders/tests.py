@@ -1,0 +1,166 @@
+"""A task's tests in a sandbox: what runs there is killed, the tests are put there and run, their verdict is read."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_flash.envs.adapters.task_folders.format import FolderTask
+from roll_flash.envs.tools.results import shortened
+from roll_flash.errors import EnvError
+from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.sandboxes import Sandbox
+from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.scratch import scratch_folder
+
+VERIFIER_LOGS = "/logs/verifier"
+REWARD_TEXT, REWARD_JSON = f"{VERIFIER_LOGS}/reward.txt", f"{VERIFIER_LOGS}/reward.json"
+MOST_REWARD_BYTES = 1 << 16
+SHOWN_CHARACTERS = 4000
+ENVIRONMENT = {"PYTHONNOUSERSITE": "1"}
+"""What a model planted in its home is no part of a test's Python."""
+EMPTY_ARCHIVE = b"PK\5\6" + bytes(18)
+ENOTDIR = 20
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_SUMMARY = re.compile(r"^=+ short test summary info =+$(.*)", re.MULTILINE | re.DOTALL)
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
+
+
+class NoVerdictError(Exception):
+    """The tests did not say what the sandbox is worth. `output` is what they printed."""
+
+    def __init__(self, message: str, output: str = "", *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.output, self.timed_out = output, timed_out
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    reward: float
+    output: str
+    """What the tests printed, shortened."""
+
+
+async def make_folders(sandbox: Sandbox, task: FolderTask) -> None:
+    """What a task may expect to be there, in a sandbox that no command of the model has touched. Raises EnvError."""
+    command = f"mkdir -p {shlex.quote(task.workdir)} /logs/agent {VERIFIER_LOGS}"
+    result = await sandbox.exec(command, timeout=60.0, cwd="/")
+    if not result.ok:
+        said = result.stderr_text.strip()[:200] or f"exit code {result.exit_code}"
+        raise EnvError(f"task {task.folder}: `{command}` failed in its sandbox: {said}")
+
+
+async def put_files(sandbox: Sandbox, places: Mapping[Path, str]) -> None:
+    """Raises SandboxFileError."""
+    for source, target in places.items():
+        if source.is_dir():
+            await sandbox.put_tree(source, target)
+        else:
+            await sandbox.write(target, await call_in_thread(source.read_bytes), mode=0o755)
+
+
+async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> None:
+    """Files and folders of one sandbox into another; what is not there is left out. Raises NoVerdictError."""
+    try:
+        await sandbox.kill_all()
+        for path in paths:
+            await _copy(sandbox, path, target)
+    except SandboxFileError as error:
+        raise NoVerdictError(f"what is to be tested cannot be copied: {error}") from None
+
+
+async def _copy(sandbox: Sandbox, path: str, target: Sandbox) -> None:
+    with scratch_folder("artifacts") as scratch:
+        folder = scratch / "found"
+        try:
+            await sandbox.get_tree(path, folder)
+        except SandboxFileError as error:
+            if error.errno != ENOTDIR:
+                if error.errno == 2:
+                    return
+                raise
+            await target.write(path, await sandbox.read(path), mode=0o755)
+        else:
+            await target.put_tree(folder, path)
+
+
+async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verdict:
+    """Nothing that ran before or that the tests leave running can change the verdict. Raises NoVerdictError."""
+    try:
+        await sandbox.kill_all()
+        for place in (VERIFIER_LOGS, *{place.rpartition("/")[0] or place for place in task.tests.values()}):
+            await sandbox.remove(place)
+        await sandbox.put_tree(EMPTY_ARCHIVE, VERIFIER_LOGS)
+        await put_files(sandbox, task.tests)
+    except SandboxFileError as error:
+        raise NoVerdictError(f"its tests cannot be put into the sandbox: {error}") from None
+    result = await sandbox.exec(
+        task.test_command,
+        timeout=task.test_timeout_s,
+        cwd=task.workdir,
+        env={**ENVIRONMENT, **task.test_env},
+        max_output=1 << 20,
+        merge_stderr=True,
+    )
+    await sandbox.kill_all()
+    output = shortened(result.stdout_text, SHOWN_CHARACTERS)
+    if result.timed_out:
+        raise NoVerdictError(f"its tests took longer than {task.test_timeout_s:g} s", output, timed_out=True)
+    try:
+        if task.verdict == "pytest":
+            return Verdict(pytest_verdict(result.stdout_text), output)
+        return Verdict(await _of_reward_file(sandbox, reward_key), output)
+    except ValueError as error:
+        raise NoVerdictError(str(error), output) from None
+
+
+def pytest_verdict(output: str) -> float:
+    """1 if every test passed, as terminal-bench has it. Raises ValueError."""
+    summary = _SUMMARY.findall(output)
+    outcomes = _OUTCOME.findall(summary[-1]) if summary else []
+    if not outcomes:
+        raise ValueError("its tests printed no pytest summary (they must run `pytest -rA`)")
+    return float(all(outcome in ("PASSED", "XFAIL", "SKIPPED") for outcome in outcomes) and "PASSED" in outcomes)
+
+
+async def _of_reward_file(sandbox: Sandbox, reward_key: str) -> float:
+    """Raises ValueError for what is no finite number."""
+    for path, number in ((REWARD_TEXT, reward_of_text), (REWARD_JSON, lambda text: reward_of_json(text, reward_key))):
+        try:
+            text = (await sandbox.read(path, max_bytes=MOST_REWARD_BYTES)).decode(errors="replace")
+        except SandboxFileError:
+            continue
+        try:
+            return number(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from None
+    raise ValueError(f"its tests wrote neither {REWARD_TEXT} nor {REWARD_JSON}")
+
+
+def reward_of_text(text: str) -> float:
+    """Raises ValueError for all but a plain decimal number."""
+    text = text.strip()
+    value = float(text) if _NUMBER.fullmatch(text) else math.nan
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:60]!r} is no finite number")
+    return value
+
+
+def reward_of_json(text: str, key: str) -> float:
+    """The number called `key`, or the only one there is. Raises ValueError, RecursionError."""
+    numbers: Any = json.loads(text)
+    if not isinstance(numbers, dict) or not numbers:
+        raise ValueError("it must be an object of numbers")
+    if key not in numbers and len(numbers) > 1:
+        raise ValueError(f"it has no {key!r} but {', '.join(numbers)[:200]}; choose one by reward_key")
+    found = numbers.get(key, next(iter(numbers.values())))
+    if not isinstance(found, bool | int | float) or abs(found) > sys.float_info.max or found != found:
+        raise ValueError(f"{str(found)[:60]!r} is no finite number")
+    return float(found)

@@ -1,0 +1,181 @@
+"""TextArenaDuel-v0: any game for two of the package textarena, against another or against the policy itself.
+
+One episode is one seat: its tokens are trained on, with what that seat earned. The seed says which seat it is, so the
+replicas of a group sit on the same side of the same game and are compared with each other alone: a first mover's
+advantage cancels (the role-conditioned baseline of SPIRAL, arXiv 2506.24119, without an estimate that is carried on).
+In self-play the other seat is answered by the newest weights too, but neither recorded nor trained on; over the seeds
+both seats are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from roll_flash.envs.adapters.textarena.opponents import SELF, Opponent, make_opponent
+from roll_flash.envs.adapters.textarena.table import BrokenMove, Table
+from roll_flash.envs.base import Env, StepResult
+from roll_flash.envs.tools.calls import without_thinking
+from roll_flash.errors import ConfigError, EnvError, InferenceError
+from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.types import Message
+
+if TYPE_CHECKING:
+    from roll_flash.envs.agents.session_access import AgentGateway
+
+Seat = Literal["by seed", 0, 1]
+Move = Callable[[Sequence[Message]], Awaitable[str]]
+MOST_OPENINGS = 10
+MOST_OPPONENT_TURNS = 200
+"""In a row. A game that goes on without the other seat for longer has hung."""
+TURNS_USED_UP = 403
+"""What the gateway answers then: the game is scored as it stands."""
+CALL_TIMEOUT_S = 600.0
+"""Of one call of the model in self-play; the gateway's own deadline is shorter."""
+
+
+class TextArenaDuel(Env):
+    """Arguments: `game` (an id of the package), `game_kwargs`, `max_turns`, `seat` (0, 1 or `by seed`), `opponent`:
+    `self` (the policy that is trained), `random` (of the moves that the game lists), a function of the messages
+    (`module:function`, `path/to/file.py:function`), or `{url, model, api_key_env}` for a fixed model at an endpoint.
+
+    Reward is the seat's own: 1 won, 0 drawn or not over after `max_turns`, -1 lost, or what the game gives.
+    """
+
+    asks_aside = True
+
+    def __init__(
+        self,
+        game: str = "TicTacToe-v0",
+        opponent: str | Mapping[str, Any] | Callable[..., Any] = SELF,
+        seat: Seat = "by seed",
+        game_kwargs: Mapping[str, Any] | None = None,
+        max_turns: int = 20,
+    ) -> None:
+        if seat not in ("by seed", 0, 1) or max_turns < 1:
+            raise ConfigError("TextArenaDuel-v0: seat must be 0, 1 or 'by seed', and max_turns at least 1")
+        self._table = Table("TextArenaDuel-v0", game, game_kwargs or {}, players=2)
+        self.plays_itself = opponent == SELF
+        """Whether the run's gateway answers for both seats (`play`), or `step` is called for one."""
+        self._opponent_named = opponent
+        self._opponent: Opponent | None = None
+        if not self.plays_itself:
+            self._opponent = make_opponent(opponent, 0)
+        self._seat_rule = seat
+        self._max_turns = max_turns
+        self.seat = 0
+        self._game_seed = 0
+        self._turns = 0
+        self._conversations: tuple[list[Message], list[Message]] = ([], [])
+        self._is_over = False
+        self._broken = ""
+        """Why the game ended with a move of this seat's that it could not take: that is a loss."""
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], dict[str, Any]]:
+        seed = 0 if seed is None else seed
+        self.seat = seed % 2 if self._seat_rule == "by seed" else int(self._seat_rule)
+        self._game_seed = seed // 2
+        await self._deal()
+        if not self.plays_itself:
+            await self.close()
+            self._opponent = opponent = make_opponent(self._opponent_named, seed)
+            await self._open(opponent.move)
+        return self._tell(), {"seat": self.seat}
+
+    async def step(self, action: str) -> StepResult:
+        if self.plays_itself:
+            raise EnvError("TextArenaDuel-v0: opponent=self is played by a run's gateway; here, give another opponent")
+        await self._move(action)
+        assert self._opponent is not None, "reset() comes first"
+        await self._await_turn(self._opponent.move)
+        if not self._is_over and self._turns < self._max_turns:
+            return self._tell()[-1:], 0.0, False, False, {}
+        reward, info = await self.score()
+        return "", reward, self._is_over, not self._is_over, info
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        """The run ends the game before it is over."""
+        return await self.score()
+
+    async def play(self, gateway: AgentGateway) -> None:
+        """Self-play: what is said on the other seat goes through a session that is not recorded."""
+        from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient
+
+        keys = [gateway.aside_key, gateway.aside_key]
+        keys[self.seat] = gateway.api_key
+        clients = [OpenAIChatClient(gateway.base_url, gateway.model, key) for key in keys]
+
+        async def ask(messages: Sequence[Message]) -> str:
+            body = {"model": gateway.model, "messages": list(messages)}
+            answer = await clients[self._table.player].complete(body, timeout_s=CALL_TIMEOUT_S)
+            return str(answer["choices"][0]["message"]["content"] or "")
+
+        try:
+            await self._open(ask)
+            while not self._is_over and self._turns < self._max_turns:
+                await self._move(await ask(self._tell()))
+                await self._await_turn(ask)
+        except EndpointRefusedError as error:
+            if error.status != TURNS_USED_UP and "context_length" not in error.said:
+                raise EnvError(f"TextArenaDuel-v0: {error}") from None
+        except (InferenceError, TimeoutError) as error:
+            raise EnvError(f"TextArenaDuel-v0: {error or 'no answer of the model in time'}") from None
+        finally:
+            for client in clients:
+                await client.close()
+
+    async def score(self) -> tuple[float, dict[str, Any]]:
+        if not self._is_over:
+            return 0.0, {"success": False, "seat": self.seat, "reason": "not over"}
+        if self._broken:
+            return -1.0, {"success": False, "seat": self.seat, "reason": self._broken}
+        earned, reason = self._table.outcome()
+        reward = earned.get(self.seat, 0.0)
+        return reward, {"success": reward >= 1.0, "seat": self.seat, "reason": reason}
+
+    async def close(self) -> None:
+        if self._opponent is not None:
+            opponent, self._opponent = self._opponent, None
+            await opponent.close()
+
+    async def _deal(self) -> None:
+        self._turns, self._is_over, self._conversations, self._broken = 0, False, ([], []), ""
+        await call_in_thread(lambda: self._table.reset(self._game_seed))
+
+    async def _open(self, opponent: Move) -> None:
+        """Until this seat's first turn. A game that the other seat loses before it teaches nothing: it begins anew."""
+        for _ in range(MOST_OPENINGS):
+            await self._await_turn(opponent)
+            if not self._is_over:
+                return
+            await self._deal()
+        raise EnvError(
+            f"TextArenaDuel-v0: the opponent ended {MOST_OPENINGS} games before the first turn of seat {self.seat}, as "
+            "by moves that the game cannot read; begin with opponent=random, or with a model that knows the game"
+        )
+
+    async def _await_turn(self, opponent: Move) -> None:
+        for _ in range(MOST_OPPONENT_TURNS):
+            if self._is_over or self._table.player == self.seat:
+                return
+            await self._move(await opponent(self._tell()))
+        raise EnvError(f"TextArenaDuel-v0: the opponent had {MOST_OPPONENT_TURNS} turns in a row")
+
+    def _tell(self) -> list[Message]:
+        """Tell the player whose turn it is what is new; returns that player's whole conversation."""
+        conversation = self._conversations[self._table.player]
+        conversation.append({"role": "user", "content": self._table.news()})
+        return conversation
+
+    async def _move(self, text: str) -> None:
+        player = self._table.player
+        self._turns += player == self.seat
+        self._conversations[player].append({"role": "assistant", "content": text})
+        try:
+            self._is_over = await call_in_thread(lambda: self._table.move(without_thinking(text)))
+        except BrokenMove as error:
+            if player != self.seat:
+                raise EnvError(f"TextArenaDuel-v0: the game raised for a move of the other seat: {error}") from None
+            self._is_over, self._broken = True, str(error)

@@ -1,0 +1,57 @@
+"""TextArena-v0: any single-player game of the package textarena.
+
+The package plays and scores the game. It is optional: `pip install textarena` (some of its word games also want nltk's
+data). Games for two are `TextArenaDuel-v0`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gymnasium
+
+from roll_flash.envs.adapters.textarena.table import BrokenMove, Table
+from roll_flash.envs.shipped.text_space import TextSpace
+from roll_flash.envs.tools.calls import without_thinking
+
+
+class TextArena(gymnasium.Env[str, str]):
+    """Arguments: `game` (an id of the package), `game_kwargs`, `max_turns`.
+
+    Reward is the package's, given at the end; many games give a part of it for a part of the way. A reward of 1 is a
+    success. A game that is not over after `max_turns` earns nothing.
+    """
+
+    observation_space = TextSpace()
+    action_space = TextSpace()
+
+    def __init__(
+        self, game: str = "GuessTheNumber-v0", game_kwargs: Mapping[str, Any] | None = None, max_turns: int = 20
+    ) -> None:
+        self._table = Table("TextArena-v0", game, game_kwargs or {}, players=1)
+        self._max_turns = max_turns
+        self._turns = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._turns = 0
+        self._table.reset(int(self.np_random.integers(1 << 31)) if seed is None else seed)
+        return self._table.news(), {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self._turns += 1
+        try:
+            is_over = self._table.move(without_thinking(action))
+        except BrokenMove as error:
+            return "", 0.0, True, False, {"success": False, "reason": str(error)}
+        if not is_over:
+            truncated = self._turns >= self._max_turns
+            return self._table.news(), 0.0, False, truncated, {"success": False} if truncated else {}
+        earned, reason = self._table.outcome()
+        reward = earned.get(0, 0.0)
+        return "", reward, True, False, {"success": reward >= 1.0, "reason": reason}
+
+    def conclude(self) -> tuple[float, dict[str, Any]]:
+        """The run ends the game before it is over."""
+        return 0.0, {"success": False}

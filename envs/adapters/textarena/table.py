@@ -1,0 +1,93 @@
+"""A game of the package textarena, for one player or more: what is new for whom, and what each earned.
+
+The package draws from Python's shared generator, which other episodes' threads use too: a table has a generator of its
+own, so that the same seed and moves give the same game. Its methods block; one thread at a time.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.errors import ConfigError
+
+_shared_random = threading.Lock()
+MOST_SHOWN_CHARACTERS = 200
+MOST_CHARACTERS = 2000
+"""Of a move, from its end. Games look for theirs with expressions that take the square of its length."""
+_MANY_BLANKS = re.compile(r"\s{9,}+")
+"""Of blanks even the cube: no other thread of the worker runs meanwhile."""
+
+
+class BrokenMove(Exception):
+    """The game raised for what a player wrote: that is a wrong move, and the end."""
+
+
+class Table:
+    """Raises ConfigError for a game that is not there, or not for so many players."""
+
+    def __init__(self, needed_by: str, game: str, game_kwargs: Mapping[str, Any], players: int) -> None:
+        self._package = import_optional("textarena", package="textarena", needed_by=needed_by)
+        self._players = players
+        self._random_state: Any = random.Random(0).getstate()
+        try:
+            # The raw form tells what is new since the last turn; the others repeat the whole game every time.
+            self._game = self._package.make(game if game.endswith("-raw") else f"{game}-raw", **game_kwargs)
+            self.reset(0)
+        except (ValueError, AssertionError, TypeError, LookupError, ImportError, SyntaxError) as error:
+            raise ConfigError(f"{needed_by}: game {game!r}: {' '.join(str(error).split())[:200]}") from None
+
+    def reset(self, seed: int) -> None:
+        with self._own_random():
+            self._game.reset(num_players=self._players, seed=seed)
+
+    @property
+    def player(self) -> int:
+        """Whose turn it is."""
+        return int(self._game.state.current_player_id)
+
+    def news(self) -> str:
+        """What the player whose turn it is has not been told yet, but for the player's own words."""
+        own = self._package.core.ObservationType.PLAYER_ACTION
+        player, said = self._game.get_observation()
+        told = [
+            f"Player {speaker}: {text}" if kind is own else str(text)
+            for speaker, text, kind in said
+            if not (kind is own and speaker == player)
+        ]
+        return "\n".join(told) or "(nothing new)"
+
+    def move(self, text: str) -> bool:
+        """Take the turn; whether the game is over. Raises BrokenMove, and for a package or file that is missing as the
+        game does."""
+        text = _MANY_BLANKS.sub(" ", text)[-MOST_CHARACTERS:]
+        try:
+            with self._own_random():
+                is_over, _ = self._game.step(text)
+        except Exception as error:  # others' code may raise anything
+            if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk's, without its data
+                raise
+            raise BrokenMove(f"{type(error).__name__}: {error}"[:MOST_SHOWN_CHARACTERS]) from error
+        return bool(is_over)
+
+    def outcome(self) -> tuple[Mapping[int, float], str]:
+        """What each player earned, and why."""
+        rewards, details = self._game.close()
+        earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
+        return earned, str((details or {}).get(0, {}).get("reason"))
+
+    @contextmanager
+    def _own_random(self) -> Iterator[None]:
+        with _shared_random:
+            others = random.getstate()
+            random.setstate(self._random_state)
+            try:
+                yield
+            finally:
+                self._random_state = random.getstate()
+                random.setstate(others)

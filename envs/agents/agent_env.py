@@ -1,0 +1,344 @@
+"""AgentEnv-v0: an agent program with a loop of its own, run in a sandbox where only the model can be reached.
+
+The program is a command. It finds the model under the variables that OpenAI's and Anthropic's clients read, and does
+its work in the sandbox; then the task's check says what the state that it left is worth. How it ended (exit status,
+time-out, a flood of output) is counted in `info` and never the reward: an agent that fails is the policy's doing, and
+the state is judged as it stands. Only what is nobody's doing raises: a sandbox that died, a program that cannot be
+started or that never called the model.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from roll_flash.envs.agents.presets import AGENTS_IMAGE, PRESETS, AgentPreset
+from roll_flash.envs.agents.verifier import (
+    AgentTask,
+    CommandVerifier,
+    FunctionVerifier,
+    check_task_environment,
+)
+from roll_flash.envs.base import Observation, SandboxEnv
+from roll_flash.envs.registration import make_env
+from roll_flash.envs.tools.tool_env import OUT_OF_MEMORY
+from roll_flash.errors import ConfigError, EnvError
+from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxSpec
+from roll_flash.types import Message
+
+GATEWAY_PORT = 8011
+"""Where the model is in the sandbox, on 127.0.0.1."""
+FOLDER = "/tmp/agent"
+"""What belongs to the agent and not to its work."""
+CHECK_SPARE_S = 5.0
+"""For putting files there, beside what the checks may take."""
+KEPT_OUTPUT = 1 << 16
+SHOWN_OUTPUT = 600
+SHOWN_LINES = 3
+NOT_STARTED = (126, 127)
+FILLED_UP = "out_of_memory"
+"""How an agent ended whose sandbox died because it filled up its memory."""
+
+
+class Gateway(Protocol):
+    """What `play` is given: one session of the model, on this machine's loopback address."""
+
+    @property
+    def port(self) -> int: ...
+
+    @property
+    def api_key(self) -> str: ...
+
+    @property
+    def model(self) -> str: ...
+
+    def answers(self) -> list[Message]:
+        """What the model has answered so far, as it was recorded."""
+        ...
+
+
+class AgentEnv(SandboxEnv):
+    """Say which program (`agent`, one of the shipped, or `command`), which task, and how it is checked.
+
+    - `command`: argv, or a line for `/bin/sh -c`. `{instruction}`, `{model}` and `{folder}` in it are filled in.
+      Without `{instruction}` the program reads it from `AGENT_INSTRUCTION`, from the file that
+      `AGENT_INSTRUCTION_FILE` names, or from its standard input. `arguments` are appended to an argv.
+      `program_files`: files of this machine that are put into `{folder}`, by their names.
+    - Task: `task_env` (an environment id, with `task_kwargs`), whose own check then gives the reward; or
+      `instruction`, `files` (path and content) and `set_up` (a command). `{seed}` in the instruction is the task's
+      seed; commands have it as `$SEED`.
+    - Check without a `task_env`: `verifier` (a command, see `CommandVerifier`; `verifier_files` come only then), or
+      `verifier_function` (`package.module:function`, called with the sandbox and the seed).
+      `verifier_timeout_s` and that of `partial_credit`, which is as long, must fit into `rollout.step_timeout_s`; a run
+      where they do not is refused. A check that never ends is worth 0 and no failure of the environment.
+    - `partial_credit`: a second command like the verifier, for a task that is too hard to begin with. The reward is
+      then `(1 - partial_weight) * check + partial_weight * partial`; success is the check's alone. `$AGENT_ANSWERS`
+      names a file with what the model answered, as the gateway recorded it: a JSON list of messages, which no agent
+      can change. The agent's output is in the file that `$AGENT_OUTPUT` names; a model can make it say anything.
+    - `env`: variables of the program. `time_limit_s`, `memory_mb`, `cpus`, `pids`, `image` or `dockerfile`: its
+      sandbox. A shipped agent runs in the image of `make agents-image`.
+    """
+
+    plays_itself = True
+
+    def __init__(
+        self,
+        agent: str | None = None,
+        command: str | Sequence[str] | None = None,
+        arguments: Sequence[str] = (),
+        program_files: Sequence[str] = (),
+        task_env: str | None = None,
+        task_kwargs: Mapping[str, Any] | None = None,
+        instruction: str | None = None,
+        files: Mapping[str, str] | None = None,
+        set_up: str | None = None,
+        verifier: str | None = None,
+        verifier_files: Mapping[str, str] | None = None,
+        verifier_function: str | None = None,
+        verifier_timeout_s: float = 25.0,
+        partial_credit: str | None = None,
+        partial_weight: float = 0.1,
+        env: Mapping[str, str] | None = None,
+        time_limit_s: float = 300.0,
+        image: str | None = None,
+        dockerfile: str | None = None,
+        memory_mb: int | None = None,
+        cpus: float = 1.0,
+        pids: int = 128,
+    ) -> None:
+        preset = _preset(agent, command)
+        self._command = _with_arguments(command if command is not None else preset.command, arguments)
+        self._program_files = _read_programs(
+            {**preset.files, **{Path(name).name: Path(name) for name in program_files}}
+        )
+        self._env = {name: str(value) for name, value in {**preset.env, **(env or {})}.items()}
+        self._instruction, self._files, self._set_up = instruction, dict(files or {}), set_up
+        self._time_limit_s = time_limit_s
+        self._task: AgentTask | None = None
+        if task_env is not None:
+            self._task = check_task_environment(make_env(task_env, **(task_kwargs or {})), task_env)
+        self._verifier = CommandVerifier(verifier, verifier_files or {}, verifier_timeout_s) if verifier else None
+        self._function = FunctionVerifier(verifier_function) if verifier_function else None
+        self._partial = CommandVerifier(partial_credit, {}, verifier_timeout_s) if partial_credit else None
+        self._partial_weight = partial_weight
+        self._check_arguments()
+        default_image = AGENTS_IMAGE if agent is not None and dockerfile is None else None
+        self.sandbox_spec = SandboxSpec(  # type: ignore[misc]
+            image=image or default_image,
+            dockerfile=dockerfile,
+            memory_mb=memory_mb or preset.memory_mb,
+            cpus=cpus,
+            pids=pids,
+        )
+        self._seed = 0
+        self._said = b""
+        self._answers: list[Message] = []
+        self._info: dict[str, Any] = {}
+
+    def least_step_timeout_s(self) -> float:
+        checks = [check for check in (self._verifier, self._partial) if check is not None]
+        return sum(check.timeout_s for check in checks) + (CHECK_SPARE_S if checks else 0.0)
+
+    def least_episode_timeout_s(self) -> float:
+        return self._time_limit_s + self.least_step_timeout_s()
+
+    def _check_arguments(self) -> None:
+        tasks = (self._task is not None) + (self._instruction is not None)
+        checks = sum(check is not None for check in (self._task, self._verifier, self._function))
+        if tasks != 1 or checks != 1:
+            raise ConfigError(
+                "AgentEnv needs one task, `task_env` or `instruction`, and one check: the `task_env`'s own, `verifier` "
+                "or `verifier_function`"
+            )
+        if self._task is not None and (self._files or self._set_up):
+            raise ConfigError("AgentEnv: `files` and `set_up` go with `instruction`; a `task_env` sets itself up")
+        if not 0.0 <= self._partial_weight <= 1.0 or self._time_limit_s <= 0:
+            raise ConfigError("AgentEnv: partial_weight lies between 0 and 1, time_limit_s is positive")
+        if self._function is not None:
+            self._function.load()
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]:
+        self._seed = random.randrange(1 << 30) if seed is None else seed
+        self._said, self._answers, self._info = b"", [], {}
+        if self._task is None:
+            return self._own_instruction, {}
+        observation, info = await self._task.reset(seed=self._seed)
+        return observation, info
+
+    async def play(self, gateway: Gateway) -> None:
+        """Run the program to its end or its time limit. Raises EnvError if it never called the model."""
+        instruction = await self._set_task_up()
+        began = time.monotonic()
+        for path, content in self._program_files.items():
+            await self.sandbox.write(path, content)
+        await self.sandbox.write(f"{FOLDER}/instruction", instruction)
+        async with self.sandbox.forward(GATEWAY_PORT, gateway.port) as forward:
+            try:
+                result = await self._run(instruction, gateway)
+                await self.sandbox.kill_all()  # what it left running must not meddle with the check
+            except SandboxDied as error:
+                if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
+                    raise
+                self._info = {
+                    "agent_ended": FILLED_UP,
+                    "agent_s": time.monotonic() - began,
+                    "agent_connections": forward.accepted,
+                }
+                return
+            self._note_end(result, forward.accepted)
+        self._answers = gateway.answers()
+        if forward.accepted == 0:
+            raise EnvError(self._why_no_call(result))
+
+    async def _run(self, instruction: str, gateway: Gateway) -> ExecResult:
+        return await self.sandbox.exec(
+            self._filled_command(instruction, gateway.model),
+            timeout=self._time_limit_s,
+            stdin=None if self._takes_instruction else instruction,
+            env={**self._variables(gateway), "AGENT_INSTRUCTION": instruction, **self._env},
+            max_output=KEPT_OUTPUT,
+            merge_stderr=True,
+        )
+
+    async def score(self) -> tuple[float, dict[str, Any]]:
+        """The reward of the state that the agent left, and how it ended. It may also leave so little memory that the
+        sandbox dies of its check."""
+        try:
+            if self._info.get("agent_ended") != FILLED_UP:
+                return await self._score()
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY:
+                raise
+        return 0.0, {**self._info, "agent_ended": FILLED_UP, "success": False}
+
+    async def _score(self) -> tuple[float, dict[str, Any]]:
+        reward, info = await self._check()
+        info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
+        if self._partial is not None:
+            said = {f"{FOLDER}/output": self._said, f"{FOLDER}/answers.json": json.dumps(self._answers).encode()}
+            partial, _ = await self._partial(self.sandbox, self._check_variables, said)
+            info |= {"check": reward, "partial": partial}
+            reward = (1 - self._partial_weight) * reward + self._partial_weight * partial
+        return reward, info
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        return await self.score()
+
+    @property
+    def _own_instruction(self) -> str:
+        assert self._instruction is not None, "checked by the constructor"
+        return self._instruction.replace("{seed}", str(self._seed))
+
+    @property
+    def _check_variables(self) -> dict[str, str]:
+        return {
+            "SEED": str(self._seed),
+            "AGENT_OUTPUT": f"{FOLDER}/output",
+            "AGENT_ANSWERS": f"{FOLDER}/answers.json",
+        }
+
+    async def _set_task_up(self) -> str:
+        if self._task is not None:
+            self._task.sandbox = self.sandbox
+            return await self._task.agent_task()
+        for path, content in self._files.items():
+            await self.sandbox.write(path, content)
+        if self._set_up is not None:
+            result = await self.sandbox.exec(self._set_up, env=self._check_variables, merge_stderr=True)
+            if not result.ok:
+                raise EnvError(f"set_up ended with exit status {result.exit_code}: {_tail(result.stdout)}")
+        return self._own_instruction
+
+    async def _check(self) -> tuple[float, dict[str, Any]]:
+        if self._task is not None:
+            return await self._task.conclude()
+        if self._function is not None:
+            return await self._function(self.sandbox, self._seed), {}
+        assert self._verifier is not None, "checked by the constructor"
+        return await self._verifier(self.sandbox, self._check_variables)
+
+    @property
+    def _takes_instruction(self) -> bool:
+        return "{instruction}" in (self._command if isinstance(self._command, str) else " ".join(self._command))
+
+    def _filled_command(self, instruction: str, model: str) -> str | list[str]:
+        def fill(word: str) -> str:
+            word = word.replace("{folder}", FOLDER).replace("{model}", model)
+            return word.replace("{instruction}", instruction)
+
+        if isinstance(self._command, str):  # never spliced into a shell line
+            return (
+                self._command.replace("{folder}", FOLDER)
+                .replace("{model}", '"$OPENAI_MODEL"')
+                .replace("{instruction}", '"$AGENT_INSTRUCTION"')
+            )
+        return [fill(word) for word in self._command]
+
+    def _variables(self, gateway: Gateway) -> dict[str, str]:
+        host = f"http://127.0.0.1:{GATEWAY_PORT}"
+        return {
+            "OPENAI_BASE_URL": f"{host}/v1",
+            "OPENAI_API_BASE": f"{host}/v1",
+            "OPENAI_API_KEY": gateway.api_key,
+            "OPENAI_MODEL": gateway.model,
+            "ANTHROPIC_BASE_URL": host,
+            "ANTHROPIC_API_KEY": gateway.api_key,
+            "ANTHROPIC_MODEL": gateway.model,
+            "AGENT_INSTRUCTION_FILE": f"{FOLDER}/instruction",
+            "SEED": str(self._seed),
+        }
+
+    def _note_end(self, result: ExecResult, connections: int) -> None:
+        self._said = result.stdout
+        ended = "time_limit" if result.timed_out else "crashed" if result.exit_code else "finished"
+        self._info = {
+            "agent_ended": ended,
+            "agent_exit": result.exit_code,
+            "agent_s": result.duration_s,
+            "agent_cpu_s": result.cpu_s,
+            "agent_output_bytes": result.stdout_bytes,
+            "agent_output_truncated": result.truncated,
+            "agent_connections": connections,
+            "agent_output_tail": _tail(result.stdout),
+        }
+
+    def _why_no_call(self, result: ExecResult) -> str:
+        said = " | ".join(_tail(result.stdout + result.stderr).splitlines()[-SHOWN_LINES:])
+        if result.exit_code in NOT_STARTED:
+            return f"the agent program cannot be started (exit status {result.exit_code}): {said}"
+        how = f"ran {self._time_limit_s:g} s" if result.timed_out else f"ended with exit status {result.exit_code}"
+        return f"the agent made no call of the model: it {how} and said: {said or 'nothing'}"
+
+
+def _preset(agent: str | None, command: str | Sequence[str] | None) -> AgentPreset:
+    if agent is None and command is not None:
+        return AgentPreset(())
+    if agent not in PRESETS:
+        raise ConfigError(f"AgentEnv: agent={agent!r}; give a `command`, or one of {', '.join(PRESETS)}")
+    return PRESETS[agent]
+
+
+def _with_arguments(command: str | Sequence[str], arguments: Sequence[str]) -> str | list[str]:
+    if isinstance(command, str):
+        if arguments:
+            raise ConfigError("AgentEnv: `arguments` are appended to a command that is a list, not to a shell line")
+        return command
+    return [*map(str, command), *map(str, arguments)]
+
+
+def _read_programs(files: Mapping[str, Path]) -> dict[str, bytes]:
+    """Where each lies in the sandbox, and what is in it. Raises ConfigError."""
+    try:
+        return {f"{FOLDER}/{name}": path.read_bytes() for name, path in files.items()}
+    except OSError as error:
+        raise ConfigError(f"AgentEnv: program_files: {error}") from None
+
+
+def _tail(output: bytes) -> str:
+    return output.decode(errors="replace").strip()[-SHOWN_OUTPUT:]

@@ -1,0 +1,141 @@
+"""What an agent's work is worth: a task environment's own check, a command in the sandbox, or a Python function."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+from roll_flash.envs.base import Observation, SandboxEnv
+from roll_flash.errors import ConfigError, EnvError
+from roll_flash.sandboxes import Sandbox
+from roll_flash.sandboxes.errors import SandboxFileError
+
+VERIFIER_OUTPUT = 1 << 16
+CHECK_ENVIRONMENT = {
+    "HOME": "/nonexistent",
+    # What `python3 -I` does, for every Python that the check starts.
+    "PYTHONSAFEPATH": "1",
+    "PYTHONNOUSERSITE": "1",
+    **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV"), ""),
+}
+"""A check's own: its programs read no settings and import no modules from where an agent could write."""
+_CLEAN_PATH = (
+    'p=; IFS=:; for d in $PATH; do case $d/ in /tmp/*|/dev/*|"$PWD"/*|[!/]*) ;; '
+    '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
+)
+"""Leaves what an agent could write out of the image's PATH."""
+_NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
+_NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
+WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
+
+
+@dataclass(frozen=True, slots=True)
+class CommandVerifier:
+    """Run by `/bin/sh` in the sandbox, alone. With exit status 0 the last line of its output is the reward if it is a
+    number from 0 to 1, else the reward is 1.0.
+
+    Any other exit status is 0.0, whatever was printed: a check that broke off may have shown an agent's words last. So
+    is a time-out, since what is checked may itself never end, and a file that cannot be put where it belongs, since
+    only an agent can be in its way. docs/agents.md says what it may trust.
+    """
+
+    command: str
+    files: Mapping[str, str]
+    """Path and content, put there only now: the agent has not seen them."""
+    timeout_s: float
+
+    def __post_init__(self) -> None:
+        for path in self.files:
+            if ".." in path.split("/") or (path.startswith("/") and not path.startswith(WRITABLE)):
+                raise ConfigError(
+                    f"verifier_files: {path!r}: a sandbox can be written below its working directory and /tmp only"
+                )
+
+    async def __call__(
+        self, sandbox: Sandbox, env: Mapping[str, str], more_files: Mapping[str, bytes] | None = None
+    ) -> tuple[float, dict[str, Any]]:
+        await sandbox.kill_all()
+        try:
+            files: dict[str, str | bytes] = {**self.files, **(more_files or {})}
+            for path, content in files.items():
+                await sandbox.remove(path)
+                await sandbox.write(path, content)
+        except SandboxFileError as error:
+            return 0.0, {"verifier_error": str(error)}
+        result = await sandbox.exec(
+            _CLEAN_PATH + self.command,
+            timeout=self.timeout_s,
+            env={**CHECK_ENVIRONMENT, **env},
+            max_output=VERIFIER_OUTPUT,
+        )
+        info = {"verifier_exit": result.exit_code, "verifier_timed_out": result.timed_out}
+        if result.timed_out or result.exit_code != 0:
+            return 0.0, info
+        return _said_reward(result.stdout_text), info
+
+
+def _said_reward(output: str) -> float:
+    """Of a check that ended well. A mean of nothing, as an empty file may give it, is no success.
+
+    A line ends with a newline: to `head -n 1` and `read` the other separators of lines that Python knows are part of
+    it, so that an agent could end a line of the check's with them and begin its own.
+    """
+    word = output.rstrip().rpartition("\n")[2].strip(" \t\r")
+    if _NOT_FINITE.fullmatch(word):
+        return 0.0
+    value = float(word) if _NUMBER.fullmatch(word) else 1.0
+    return value if 0.0 <= value <= 1.0 else 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionVerifier:
+    """`package.module:function`, called with the sandbox and the seed; it may be a coroutine. Returns a number."""
+
+    name: str
+
+    def load(self) -> Any:
+        """Raises ConfigError."""
+        module, _, function = self.name.partition(":")
+        try:
+            return getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"verifier_function {self.name!r} cannot be loaded: {error}") from None
+
+    async def __call__(self, sandbox: Sandbox, seed: int) -> float:
+        given = self.load()(sandbox, seed)
+        value = float(await given if inspect.isawaitable(given) else given)
+        if not math.isfinite(value):
+            raise EnvError(f"verifier_function {self.name}: {value} is no reward")
+        return value
+
+
+class AgentTask(Protocol):
+    """A `SandboxEnv` whose task can be given to an agent with tools of its own, and whose check judges what it left."""
+
+    sandbox: Sandbox
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[Observation, dict[str, Any]]: ...
+
+    async def agent_task(self) -> str:
+        """Put the task's files into the sandbox; what to do, in words that name no tool of the environment's."""
+        ...
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]: ...
+
+
+def check_task_environment(env: Any, env_id: str) -> AgentTask:
+    """Raises ConfigError if an agent cannot be given the environment's task."""
+    task = env.unwrapped
+    if not isinstance(task, SandboxEnv) or not hasattr(task, "agent_task"):
+        raise ConfigError(
+            f"task_env {env_id!r} gives agents no task: it must be a SandboxEnv with "
+            "`async def agent_task(self) -> str`, which sets the sandbox up and says what to do"
+        )
+    return cast(AgentTask, task)

@@ -1,0 +1,142 @@
+"""Episodes for checks: as a rollout worker plays them, with every message, reward and time kept."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from roll_flash.envs.base import SandboxEnv
+from roll_flash.envs.registration import make_env
+from roll_flash.processes.daemon_threads import DaemonThreads, call_in_thread
+from roll_flash.sandboxes import Sandbox, SandboxError, SandboxPool, SandboxSpec
+from roll_flash.sandboxes.errors import SandboxDied
+from roll_flash.types import Message
+
+MOST_TURNS = 64
+
+Agent = Callable[[Any, Sequence[Message], int], Awaitable[str]]
+"""Takes the environment, the messages so far and the turn (from 0); returns the model's text."""
+
+
+@dataclass(slots=True)
+class Played:
+    """One episode. `error` says what went wrong, in which part; then it stops there."""
+
+    seed: int
+    prompt: list[Message] = field(default_factory=list)
+    steps: list[tuple[str, tuple[Message, ...], float]] = field(default_factory=list)
+    """Action, what the environment answered, reward."""
+    ended: bool = False
+    success: bool | None = None
+    full_reward: float | None = None
+    """Known if it was asked for: some environments search for it."""
+    reset_s: float = 0.0
+    step_s: list[float] = field(default_factory=list)
+    part: str = "reset"
+    """Where it is, for `error`."""
+    error: str = ""
+
+    @property
+    def reward(self) -> float:
+        return sum(reward for _, _, reward in self.steps)
+
+
+class Player:
+    """Plays episodes of one environment. `async with`: its sandboxes end with it."""
+
+    def __init__(self, env_id: str, kwargs: Mapping[str, Any], *, provider: str, timeout_s: float, run: str) -> None:
+        self._env_id = env_id
+        self._kwargs = dict(kwargs)
+        self._timeout_s = timeout_s
+        self._pool = SandboxPool(provider=provider, size=0, run=run)
+
+    async def __aenter__(self) -> Player:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._pool.close()
+
+    async def open(self) -> tuple[Any, Any]:
+        """An environment, unwrapped too, and its sandbox (None if it needs none). Raises what making it raises."""
+        from roll_flash.envs.hosting.sandbox_lease import LazySandbox
+
+        env = await call_in_thread(lambda: make_env(self._env_id, **self._kwargs))
+        inner = env.unwrapped
+        if not isinstance(inner, SandboxEnv):
+            return env, None
+        lease = LazySandbox(self._pool, lambda: inner.sandbox_spec or SandboxSpec())
+        inner.sandbox = cast(Sandbox, lease)
+        return env, lease
+
+    async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> Played:
+        """Errors of the environment are part of what comes back. Raises SandboxError if no sandbox can be had."""
+        from roll_flash.envs.hosting.environments import AsyncEnvironment
+
+        env, lease = await self.open()
+        played = Played(seed)
+        wrapped = AsyncEnvironment(env, DaemonThreads())
+        try:
+            await self._play(wrapped, agent, played, with_full_reward)
+        except SandboxDied as error:
+            played.error = f"{played.part}: {error}"
+        except SandboxError:
+            raise
+        except TimeoutError as error:
+            played.error = f"{played.part}: {error or f'took longer than {self._timeout_s:g} s'}"
+        except Exception as error:  # users' code may raise anything
+            played.error = f"{played.part} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        finally:
+            played.error = played.error or await self._close(wrapped)
+            if lease is not None:
+                await lease.close()
+        return played
+
+    async def _play(self, env: Any, agent: Agent, played: Played, with_full_reward: bool) -> None:
+        async with asyncio.timeout(self._timeout_s):
+            began = time.monotonic()
+            played.prompt, _ = await env.reset(played.seed)
+            played.reset_s = time.monotonic() - began
+        if with_full_reward:
+            played.full_reward = float(getattr(env.unwrapped, "full_reward", 1.0))
+        for turn in range(MOST_TURNS):
+            played.part = f"step {turn + 1}"
+            async with asyncio.timeout(self._timeout_s):
+                action = await agent(env.unwrapped, _messages(played), turn)
+                began = time.monotonic()
+                step = await env.step(action)
+                played.step_s.append(time.monotonic() - began)
+            played.steps.append((action, tuple(step.messages), step.reward))
+            if step.terminated or step.truncated:
+                played.ended = True
+                success = step.info.get("success")
+                played.success = None if success is None else bool(success)
+                return
+
+    async def _close(self, env: Any) -> str:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await env.close()
+        except TimeoutError:
+            return f"close: took longer than {self._timeout_s:g} s"
+        except Exception as error:  # users' code may raise anything
+            return f"close raised {type(error).__name__}: {error}"
+        return ""
+
+
+def _messages(played: Played) -> list[Message]:
+    messages = list(played.prompt)
+    for action, answer, _ in played.steps:
+        messages += [{"role": "assistant", "content": action}, *answer]
+    return messages
+
+
+async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a method that may block or be a coroutine."""
+    if inspect.iscoroutinefunction(method):
+        return await method(*args, **kwargs)
+    result = await call_in_thread(lambda: method(*args, **kwargs))
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,113 @@
+"""Rewards as decorated functions: `@reward(weight=0.5)` on a method of the environment, or on a function of it.
+
+They may be coroutines, use the environment's sandbox or ask a judge. What a reward function raises fails the episode,
+which is then not trained on; it is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+from roll_flash.errors import EnvError
+from roll_flash.processes.daemon_threads import call_in_thread
+
+When = Literal["turn", "final"]
+REWARD_TIMEOUT_S = 60.0
+_MARK = "__roll_flash_reward__"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class RewardOptions:
+    weight: float
+    when: When
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The weighted sum, and what each function returned."""
+
+    total: float
+    values: Mapping[str, float]
+
+
+def reward(
+    *, weight: float = 1.0, when: When = "final", timeout_s: float = REWARD_TIMEOUT_S
+) -> Callable[[Function], Function]:
+    """Make a function a reward: it returns a finite number or a bool, and counts `weight` times.
+
+    `when="turn"` is asked after every turn, `"final"` once at the end. A weight of 0 is measured only.
+    """
+    if not math.isfinite(weight):
+        raise ValueError(f"weight={weight}: must be a finite number")
+
+    def mark(function: Function) -> Function:
+        setattr(function, _MARK, RewardOptions(weight, when, timeout_s))
+        return function
+
+    return mark
+
+
+class Rubric:
+    """A set of reward functions, each of one argument: the environment. Undecorated ones are final, with weight 1."""
+
+    def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
+        self._rewards = [
+            (function, _options_of(function) or RewardOptions(1.0, "final", REWARD_TIMEOUT_S)) for function in functions
+        ]
+
+    @classmethod
+    def of(cls, env_type: type[Any]) -> Rubric:
+        """The decorated methods of a class, those of its bases first, and the functions in its `rewards`."""
+        methods = {
+            name: getattr(env_type, name)
+            for base in reversed(env_type.__mro__)
+            for name in vars(base)
+            if _options_of(getattr(env_type, name, None)) is not None
+        }
+        return cls([*methods.values(), *getattr(env_type, "rewards", ())])
+
+    @property
+    def full_reward(self) -> float:
+        """What the final rewards come to when each returns 1."""
+        return sum(options.weight for _, options in self._rewards if options.when == "final" and options.weight > 0)
+
+    async def score(self, env: Any, when: When) -> Score:
+        """Ask the functions of this moment, one after the other. Raises EnvError for what is not a finite number."""
+        values: dict[str, float] = {}
+        total = 0.0
+        for function, options in self._rewards:
+            if options.when == when:
+                value = await _ask(function, env, options.timeout_s)
+                values[function.__name__] = value
+                total += options.weight * value
+        return Score(total, values)
+
+
+def _options_of(function: Any) -> RewardOptions | None:
+    found = getattr(function, _MARK, None)
+    return found if isinstance(found, RewardOptions) else None
+
+
+async def _ask(function: Callable[..., Any], env: Any, timeout_s: float) -> float:
+    name = function.__name__
+    try:
+        async with asyncio.timeout(timeout_s) as scope:
+            if inspect.iscoroutinefunction(function):
+                value = await function(env)
+            else:
+                value = await call_in_thread(lambda: function(env))
+    except TimeoutError as error:
+        if not scope.expired():
+            raise EnvError(f"reward {name} raised TimeoutError: {error}") from error
+        raise EnvError(f"reward {name} took longer than {timeout_s:g} s") from None
+    if isinstance(value, bool | int | float) and math.isfinite(value):
+        return float(value)
+    raise EnvError(f"reward {name} returned {value!r}; it must return a finite number or a bool")

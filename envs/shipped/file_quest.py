@@ -1,0 +1,110 @@
+"""FileQuest-v0: work with files in a shell, several steps at a time; the final state of all files is checked.
+
+Reward 1 when every file is as it should be and there is no other. Else half the share of those files to change that
+are right, if no other file was touched.
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from typing import Any
+
+from roll_flash.envs.held_out import draw_problem
+from roll_flash.envs.rewards.functions import reward
+from roll_flash.envs.shipped.file_quest_steps import Files, Quest, draw_quest
+from roll_flash.envs.tools.functions import tool
+from roll_flash.envs.tools.tool_env import SandboxToolEnv
+from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.scratch import scratch_folder
+
+PARTIAL = 0.5
+MOST_BYTES = 1 << 20
+MOST_FILES = 200
+
+
+class FileQuest(SandboxToolEnv):
+    """Arguments: `steps` of a task, `max_turns`, `command_timeout_s`."""
+
+    tool_format = "tags"
+    instructions = "You work in a shell. When everything is done, reply <answer>done</answer>."
+
+    def __init__(self, steps: int = 2, max_turns: int = 8, command_timeout_s: float = 10.0) -> None:
+        super().__init__(max_turns=max_turns)
+        if not 1 <= steps <= 12:
+            raise ValueError("FileQuest: steps must lie between 1 and 12")
+        self._steps = steps
+        self._command_timeout_s = command_timeout_s
+        self._quest = Quest({}, (), (), {})
+        self._has_files = False
+
+    async def begin(self, seed: int) -> str:
+        self._quest = draw_problem(seed, lambda chance: draw_quest(chance, self._steps), str)
+        self._has_files = False
+        files = ", ".join(sorted(self._quest.before))
+        return f"Files here: {files}\nDo this, in order, and leave nothing else behind:\n{self._quest}"
+
+    async def agent_task(self) -> str:
+        """For an agent with tools of its own (`AgentEnv`): the files are put there, and the task said in words."""
+        await self._put_files()
+        return f"In the current folder, do this, in order, and leave nothing else behind:\n{self._quest}"
+
+    @tool()
+    async def sh(self, command: str) -> Any:
+        """Run a shell command and see its output."""
+        await self._put_files()
+        return await self.sandbox.exec(command, timeout=self._command_timeout_s, max_output=8192)
+
+    @reward()
+    async def final_state(self) -> float:
+        if not self._has_files:  # nothing was done
+            return 0.0
+        await self.sandbox.kill_all()
+        return compare(self._quest.before, self._quest.after, await self._found_files())
+
+    async def oracle(self) -> str:
+        """The right action now, for checks and demonstrations."""
+        if self.turn < len(self._quest.commands):
+            return f"<sh>{self._quest.commands[self.turn]}</sh>"
+        return "<answer>done</answer>"
+
+    async def _put_files(self) -> None:
+        """At the first command: an episode without one needs no sandbox."""
+        if not self._has_files:
+            for path, content in self._quest.before.items():
+                await self.sandbox.write(path, content)
+            self._has_files = True
+
+    async def _found_files(self) -> Files:
+        """As they are, past any trick of the shell's; empty for a state that is not worth reading (too large)."""
+        with scratch_folder("quest") as folder:
+            root = folder / "found"
+            try:
+                report = await self.sandbox.get_tree(".", root, max_bytes=MOST_BYTES, max_entries=MOST_FILES)
+            except SandboxFileError:
+                return {}
+            except OSError as error:
+                if error.errno != errno.ENAMETOOLONG:
+                    raise
+                return {}
+            found = {str(path.relative_to(root)): _content(path) for path in root.rglob("*") if not path.is_dir()}
+            return found | dict.fromkeys(report.left_out, "")
+
+
+def _content(path: Path) -> str:
+    return "" if path.is_symlink() else path.read_bytes().decode(errors="replace")
+
+
+def compare(before: Files, after: Files, found: Files) -> float:
+    """1 for the wanted state; part of `PARTIAL` for a part of it; blanks at the end of a file do not count."""
+    wanted = {path: content.rstrip() for path, content in after.items()}
+    given = {path: content.rstrip() for path, content in found.items()}
+    if given == wanted:
+        return 1.0
+    start = {path: content.rstrip() for path, content in before.items()}
+    paths = start.keys() | wanted.keys()
+    changing = [path for path in paths if start.get(path) != wanted.get(path)]
+    if any(given.get(path) != wanted.get(path) for path in paths if path not in changing):
+        return 0.0
+    right = sum(given.get(path) == wanted.get(path) for path in changing)
+    return PARTIAL * right / len(changing)

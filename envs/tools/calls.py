@@ -1,0 +1,265 @@
+"""Tool calls in the text of a model, whichever way it was taught to write them.
+
+- Hermes and Qwen: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, any number of them;
+- Llama 3: the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`;
+- Mistral: `[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}`, also without the
+  tokens in brackets, which decoding drops where they are special;
+- Llama 3.2 and 4: the whole answer is a list of Python calls, `[add(a=1), add(a=2)]`;
+- tags: `<add>{"a": 1, "b": 2}</add>`, `<add a="1" b="2"/>`, or `<sh>ls</sh>` where the text is the only argument left.
+
+What a model writes in `<think>` is not a call. Text that is meant as a call but is none becomes a `BadCall`.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from roll_flash.chat.model_text import MOST_CALLS, MOST_DEPTH, after_blanks, is_deeper, parse_python, unescaped
+from roll_flash.envs.tools.functions import ToolDescription
+
+UNKNOWN = "(unknown)"
+"""The name under which calls of tools that do not exist are counted."""
+
+ANSWER_TAG = "answer"
+
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+_LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
+_MISTRAL = "[TOOL_CALLS]"
+_LIST_START = re.compile(r'\s*+(?=\[\s*+\{\s*+"(?:name|type|function)")')
+_NAMED_JSON = re.compile(r"\s*+([A-Za-z_]\w*+)\s*+(?:\[CALL_ID\]\w*+)?\s*+(?:\[ARGS\])?\s*+(?=\{)")
+_PYTHON_START = re.compile(r"\s*+(?:<\|python_start\|>)?\s*+(?=\[\s*+[A-Za-z_][\w.]*+\()")
+_ONE_TAG = re.compile(r"\s*+<([A-Za-z_]\w*+)((?:\s[^<>]*+)?)>(.*)</\1>", re.DOTALL)
+_ATTRIBUTE = re.compile(r"(?<!\w)([A-Za-z_]\w*+)\s*+=\s*+(?:\"([^\"]*+)\"|'([^']*+)')")
+_SEPARATOR = re.compile(r"[; \n\t]*+")
+_HERMES_OPEN, _HERMES_CLOSE = "<tool_call>", "</tool_call>"
+_decoder = json.JSONDecoder(strict=False)  # models write raw newlines into strings
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call as the model wrote it; its arguments are not checked yet."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class BadCall:
+    """Something meant as a call. `message` tells the model what is wrong with it."""
+
+    message: str
+    name: str = UNKNOWN
+    wanted: str = ""
+    """The name that was called, where there is no tool of that name."""
+
+
+def without_thinking(text: str) -> str:
+    """The text less `<think>...</think>`; thinking that never ended goes to the end of the text."""
+    return _THINKING.sub("", text)
+
+
+def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
+    """The calls in the order of the text, the first MOST_CALLS of them; empty if it holds none."""
+    text = without_thinking(text)
+    if start := _LLAMA_START.match(text):
+        return _bounded(_json_calls(text[start.end() :], tools))
+    if _MISTRAL in text:
+        parts = [part for part in text.split(_MISTRAL)[1:] if part.strip()]
+        return _bounded([call for part in parts[: MOST_CALLS + 1] for call in _mistral_calls(part, tools)])
+    if _LIST_START.match(text) or ((match := _NAMED_JSON.match(text)) and match[1] in tools):
+        return _bounded(_mistral_calls(text, tools))
+    if start := _PYTHON_START.match(text):
+        return _bounded(_python_calls(text[start.end() :].replace("<|python_end|>", "").strip(), tools))
+    found = _bounded(_tagged_calls(text, tools))
+    if not found and (match := _ONE_TAG.fullmatch(text.rstrip())) and match[1] not in (ANSWER_TAG, *tools):
+        return [_unknown(match[1], tools)]
+    return found
+
+
+def _bounded(calls: list[ToolCall | BadCall]) -> list[ToolCall | BadCall]:
+    kept = [
+        BadCall(f"{call.name}: its arguments are nested more than {MOST_DEPTH} deep", call.name)
+        if isinstance(call, ToolCall) and is_deeper(call.arguments, MOST_DEPTH)
+        else call
+        for call in calls[:MOST_CALLS]
+    ]
+    if len(calls) <= MOST_CALLS:
+        return kept
+    return [*kept, BadCall(f"Only the first {MOST_CALLS} calls were read")]
+
+
+def looks_native(text: str) -> bool:
+    """Whether the text, less its thinking, has calls in one of the native formats that are made of JSON."""
+    return (
+        _HERMES_OPEN in text
+        or _MISTRAL in text
+        or _LLAMA_START.match(text) is not None
+        or _LIST_START.match(text) is not None
+    )
+
+
+def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
+    """A JSON list of calls, or a name and its arguments."""
+    named = _NAMED_JSON.match(text)
+    start = named.end() if named else after_blanks(text, 0)
+    try:
+        value, _ = _decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        return [_bad_json(error, start)]
+    if named:
+        return [_call_of({"name": named[1], "arguments": value}, tools)]
+    return [_call_of(entry, tools) for entry in (value if isinstance(value, list) else [value])]
+
+
+def _python_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
+    """A list of calls with literal arguments; text that only begins like one is none."""
+    try:
+        body = parse_python(text)
+    except ValueError as error:
+        name = text[1 : text.index("(")].strip()
+        return [BadCall(f"The calls are not a valid Python list{error}", name)] if name in tools else []
+    if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
+        return []
+    try:
+        return [_python_call(element, tools) for element in body.elts if isinstance(element, ast.Call)]
+    except RecursionError:
+        return [BadCall("The calls are nested too deeply")]
+
+
+def _python_call(call: ast.Call, tools: Mapping[str, ToolDescription]) -> ToolCall | BadCall:
+    name = ast.unparse(call.func)
+    if name not in tools:
+        return _unknown(name, tools)
+    names = tools[name].argument_names
+    if len(call.args) > len(names):
+        return BadCall(f"{name}: it takes {len(names)} arguments, {len(call.args)} were given", name)
+    given = [*zip(names, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
+    try:
+        return ToolCall(name, {str(key): ast.literal_eval(value) for key, value in given})
+    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+        return BadCall(f"{name}: its arguments must be plain values, such as 1, 'text' or [1, 2]", name)
+
+
+def _tagged_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
+    names = "|".join(re.escape(name) for name in sorted(tools, key=len, reverse=True))
+    opening = re.compile(rf"<(?:tool_call|(?:{names})(?:\s[^<>]*?)?/?)>" if names else "<tool_call>")
+    found: list[ToolCall | BadCall] = []
+    position = 0
+    while len(found) <= MOST_CALLS and (match := opening.search(text, position)):
+        if match[0] == _HERMES_OPEN:
+            call, position = _hermes_call(text, match.end(), tools)
+        else:
+            call, position = _tag_call(text, match, tools)
+        found.append(call)
+    return found
+
+
+def _hermes_call(text: str, start: int, tools: Mapping[str, ToolDescription]) -> tuple[ToolCall | BadCall, int]:
+    """Where JSON ends is for JSON to say: an argument may hold the closing tag."""
+    start = after_blanks(text, start)
+    try:
+        value, end = _decoder.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        close = text.find(_HERMES_CLOSE, start)
+        return _bad_json(error, start), len(text) if close < 0 else close + len(_HERMES_CLOSE)
+    close = after_blanks(text, end)
+    if text.startswith(_HERMES_CLOSE, close):
+        end = close + len(_HERMES_CLOSE)
+    return _call_of(value, tools), end
+
+
+def _json_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
+    found: list[ToolCall | BadCall] = []
+    position = 0
+    while position < len(text) and len(found) <= MOST_CALLS:
+        try:
+            value, position = _decoder.raw_decode(text, position)
+        except (ValueError, RecursionError) as error:
+            return [*found, _bad_json(error, 0)]
+        found.append(_call_of(value, tools))
+        separator = _SEPARATOR.match(text, position)
+        position = separator.end() if separator else position
+        if not text.startswith("{", position):
+            break
+    return found
+
+
+def _call_of(value: Any, tools: Mapping[str, ToolDescription]) -> ToolCall | BadCall:
+    if not isinstance(value, dict):
+        return BadCall('A call is a JSON object: {"name": TOOL, "arguments": {...}}')
+    inner = value.get("function")
+    if isinstance(inner, dict):
+        value = inner
+    name = inner if isinstance(inner, str) else value.get("name")
+    if not isinstance(name, str):
+        return BadCall('The call has no "name": write {"name": TOOL, "arguments": {...}}')
+    if name not in tools:
+        return _unknown(name, tools)
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):  # some models write the arguments as a string that holds JSON
+        try:
+            arguments = _decoder.decode(arguments)
+        except (ValueError, RecursionError) as error:
+            return BadCall(f"{name}: its arguments: {_bad_json(error, 0).message}", name)
+    if not isinstance(arguments, dict):
+        return BadCall(f'{name}: "arguments" must be a JSON object such as {_example(tools[name])}', name)
+    return ToolCall(name, arguments)
+
+
+def _tag_call(text: str, match: re.Match[str], tools: Mapping[str, ToolDescription]) -> tuple[ToolCall | BadCall, int]:
+    name_and_attributes = match[0].strip("<>").removesuffix("/")
+    name, _, attributes = name_and_attributes.partition(next((c for c in name_and_attributes if c.isspace()), " "))
+    given: dict[str, Any] = {
+        found[1]: unescaped(found[2] if found[2] is not None else found[3]) for found in _ATTRIBUTE.finditer(attributes)
+    }
+    if match[0].endswith("/>"):
+        return ToolCall(name, given), match.end()
+    close = text.find(f"</{name}>", match.end())
+    if close < 0:
+        return BadCall(f"<{name}> is not closed: end it with </{name}>", name), len(text)
+    call = _with_body(tools[name], given, text[match.end() : close])
+    return call, close + len(name) + 3
+
+
+def _with_body(tool: ToolDescription, given: dict[str, Any], body: str) -> ToolCall | BadCall:
+    """The text between the tags: a JSON object of arguments, or the value of the only argument that is left."""
+    left = [name for name in tool.argument_names if name not in given]
+    if body.lstrip().startswith("{") and not given:
+        try:
+            value = _decoder.decode(body)
+        except (ValueError, RecursionError):
+            value = None
+        if isinstance(value, dict) and set(value) <= set(left):
+            return ToolCall(tool.name, value)
+    if not body.strip():
+        return ToolCall(tool.name, {**given, left[0]: ""} if len(left) == 1 and given else given)
+    required = [name for name in left if name in tool.parameters.get("required", ())]
+    target = left[0] if len(left) == 1 else required[0] if len(required) == 1 else None
+    if target is None:
+        return BadCall(
+            f"{tool.name}: write its arguments as JSON: <{tool.name}>{_example(tool)}</{tool.name}>", tool.name
+        )
+    return ToolCall(tool.name, {**given, target: body.removeprefix("\n").removesuffix("\n")})
+
+
+def _example(tool: ToolDescription) -> str:
+    return json.dumps(dict.fromkeys(tool.argument_names, "..."))
+
+
+def _unknown(name: str, tools: Mapping[str, ToolDescription]) -> BadCall:
+    near = difflib.get_close_matches(name, tools, n=1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return BadCall(f"There is no tool {name[:60]!r}.{hint} Tools: {', '.join(tools) or 'none'}", wanted=name)
+
+
+def _bad_json(error: Exception, start: int) -> BadCall:
+    if isinstance(error, json.JSONDecodeError):
+        return BadCall(f"The call is not valid JSON: {error.msg} at character {max(0, error.pos - start) + 1}")
+    reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)[:80]
+    return BadCall(f"The call is not valid JSON: {reason}")

@@ -1,0 +1,317 @@
+"""`ToolEnv`: an environment that is its tools and its rewards.
+
+The model's text is searched for tool calls. Each is checked, run with a deadline, and answered; text without a call is
+the final answer. A call that is wrong, raises, hangs or returns too much is told to the model and counted, and never
+ends the episode; only what is nobody's doing here does (a sandbox that died, an `EnvError`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from weakref import WeakKeyDictionary
+
+from roll_flash.chat.model_text import tagged
+from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
+from roll_flash.envs.rewards.functions import Rubric
+from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls, without_thinking
+from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
+from roll_flash.envs.tools.printed_output import capped_prints
+from roll_flash.envs.tools.prompt import (
+    TOOL_FORMATS,
+    TOOL_SCHEMAS,
+    ToolFormat,
+    describe_tools,
+    show_results,
+    with_system_text,
+)
+from roll_flash.envs.tools.results import render_result, shortened
+from roll_flash.errors import EnvError
+from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError
+from roll_flash.types import Message
+
+logger = logging.getLogger("roll_flash.envs")
+
+ERROR_CHARACTERS = 600
+LARGEST_SHARE = 0.9
+"""Of a step, for the tools of an environment that has a slow one."""
+
+OUT_OF_MEMORY = "oom"
+"""The reason of the one death of a sandbox that is the doing of what ran in it."""
+
+
+@dataclass(slots=True)
+class ToolUse:
+    """How one tool was used in an episode. `errors` counts wrong calls, exceptions and `timeouts`."""
+
+    calls: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+
+    @property
+    def successes(self) -> int:
+        return self.calls - self.errors
+
+    def as_info(self) -> dict[str, float]:
+        return {"calls": self.calls, "errors": self.errors, "timeouts": self.timeouts, "seconds": self.seconds}
+
+
+@dataclass(frozen=True, slots=True)
+class CallOutcome:
+    """One call of this turn, as it went."""
+
+    name: str
+    arguments: Mapping[str, Any]
+    output: str
+    ok: bool
+
+
+@dataclass(slots=True)
+class _Episode:
+    """What is forgotten at the next reset."""
+
+    use: dict[str, ToolUse] = field(default_factory=dict)
+    tools_end_at: float = math.inf
+    """`time.monotonic()` at which the calls of this turn must have ended."""
+    turn: int = 0
+    finished: bool = False
+
+
+class ToolEnv(Env):
+    """Define `begin`, mark methods with `@tool()` and `@reward()`; that is a whole environment.
+
+    While an episode runs: `turn` (from 1), `last_calls` (outcomes of this turn), `final_answer` (None until the model
+    gives one: its text without a call, or what it wrote in `<answer>`), `used(tool)`; `finish()` ends the episode.
+    At the end the final rewards are asked; `info["success"]` is `self.success` where that was set, else whether every
+    final reward was earned in full. `info["tools"]` has calls, errors, timeouts and seconds of each tool.
+    """
+
+    tools: ClassVar[Sequence[Callable[..., Any]]] = ()
+    """Plain functions that are tools too."""
+    rewards: ClassVar[Sequence[Callable[..., Any]]] = ()
+    """Functions of the environment that are rewards too."""
+    instructions: str = ""
+    """Begins the system message; the description of the tools follows."""
+    tool_format: ToolFormat = "native"
+    """How tools are described and results shown: `native` is by the model's own chat template (as `hermes` where it
+    knows no tools). Calls are understood in every format."""
+    max_turns: int = 8
+    """After so many turns the episode is scored as it stands (`truncated`); a run's `env.max_turns` does the same."""
+    max_calls_per_turn: int = 16
+
+    success: bool | None = None
+    final_answer: str | None = None
+    last_calls: Sequence[CallOutcome] = ()
+
+    def __init__(self, *, tool_format: ToolFormat | None = None, max_turns: int | None = None) -> None:
+        if tool_format is not None:
+            self.tool_format = tool_format
+        if max_turns is not None:
+            self.max_turns = max_turns
+        if self.tool_format not in TOOL_FORMATS or self.max_turns < 1:
+            raise EnvError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, and max_turns at least 1")
+        _tools_of(type(self))
+
+    async def begin(self, seed: int) -> Observation:
+        """Set up the task of this seed and return what the model is told. The same seed gives the same task."""
+        raise NotImplementedError(f"{type(self).__name__} must define `async def begin(self, seed)`")
+
+    async def answered(self, text: str) -> Observation | None:
+        """The model wrote text without a call. None ends the episode; a message goes on."""
+        return None
+
+    def finish(self) -> None:
+        """End the episode after this turn; for tools such as `submit`."""
+        self._episode.finished = True
+
+    @property
+    def turn(self) -> int:
+        return self._episode.turn
+
+    @property
+    def tools_timeout_s(self) -> float:
+        """For all calls of one turn together. The rest of `step_timeout_s` is for the rewards: a model that makes its
+        calls slow is told so, and does not make its episode fail."""
+        longest_s = max((tool.options.timeout_s for tool in _tools_of(type(self)).values()), default=0.0)
+        return min(LARGEST_SHARE * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
+
+    @property
+    def tools_left_s(self) -> float:
+        """What is left of that in this turn."""
+        return max(0.0, self._episode.tools_end_at - time.monotonic())
+
+    def used(self, tool: str) -> ToolUse:
+        """How the tool of this name was used so far in this episode."""
+        return self._episode.use.get(tool, ToolUse())
+
+    @property
+    def full_reward(self) -> float:
+        """The most that an episode can earn, rewards of single turns apart."""
+        return _rubric_of(type(self)).full_reward
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[list[Message], dict[str, Any]]:
+        self._episode = _Episode()
+        self.success, self.final_answer, self.last_calls = None, None, ()
+        task = await self.begin(random.randrange(1 << 30) if seed is None else seed)
+        messages: list[Message] = [{"role": "user", "content": task}] if isinstance(task, str) else list(task)
+        return self._with_system(messages), self._schemas()
+
+    async def step(self, action: str) -> StepResult:
+        self._episode.turn += 1
+        self._episode.tools_end_at = time.monotonic() + self.tools_timeout_s
+        calls = parse_tool_calls(action, _tools_of(type(self)))
+        observation = await (self._run_calls(calls) if calls else self._take_answer(action))
+        terminated = observation is None or self._episode.finished
+        truncated = not terminated and self._episode.turn >= self.max_turns
+        of_turn = await _rubric_of(type(self)).score(self, "turn")
+        final, info = await self.conclude() if terminated or truncated else (0.0, self._tool_info())
+        info["rewards"] = {**of_turn.values, **info.get("rewards", {})}
+        return observation or "", of_turn.total + final, terminated, truncated, info
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        """The final rewards, for the episode as it stands."""
+        final = await _rubric_of(type(self)).score(self, "final")
+        success = self.success if self.success is not None else final.total >= self.full_reward - 1e-9
+        return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
+
+    def _tool_info(self) -> dict[str, Any]:
+        return {"tools": {name: use.as_info() for name, use in self._episode.use.items()}}
+
+    async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
+        outcomes = [await self._run_call(call) for call in calls[: self.max_calls_per_turn]]
+        self.last_calls = tuple(outcomes)
+        shown = [outcome.output if outcome.ok else f"Error: {outcome.output}" for outcome in outcomes]
+        if len(calls) > len(outcomes):
+            shown.append(f"Error: only the first {len(outcomes)} of {len(calls)} calls were run")
+        return show_results(shown, self.tool_format)
+
+    async def _take_answer(self, action: str) -> Observation | None:
+        self.last_calls = ()
+        text = without_thinking(action)
+        answers = tagged(text, ANSWER_TAG)
+        self.final_answer = (answers[-1] if answers else text).strip()
+        return await self.answered(self.final_answer)
+
+    async def _run_call(self, call: ToolCall | BadCall) -> CallOutcome:
+        use = self._episode.use.setdefault(call.name, ToolUse())
+        use.calls += 1
+        started = time.monotonic()
+        arguments: Mapping[str, Any] = {}
+        try:
+            if isinstance(call, BadCall):
+                raise WrongArguments(call.message)
+            tool = _tools_of(type(self))[call.name]
+            arguments = tool.check(call.arguments)
+            with capped_prints() as printed:
+                output, ok = await self._run_tool(tool, arguments), True
+            if printed.left_out:
+                logger.warning("tool %s printed too much: %d characters left out", tool.name, printed.left_out)
+        except WrongArguments as error:
+            output, ok = str(error), False
+        except _ToolFailed as error:
+            use.timeouts += error.timed_out
+            output, ok = str(error), False
+        use.seconds += time.monotonic() - started
+        use.errors += not ok
+        return CallOutcome(call.name, arguments, output if ok else shortened(output, ERROR_CHARACTERS), ok)
+
+    async def _run_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
+        function = functools.partial(tool.function, *((self,) if tool.takes_env else ()), **arguments)
+        limit = min(tool.options.timeout_s, self.tools_left_s)
+        if limit <= 0:
+            raise _ToolFailed("not run: the calls of this turn have taken all of its time", timed_out=True)
+        try:
+            async with asyncio.timeout(limit) as scope:
+                if inspect.iscoroutinefunction(tool.function):
+                    return render_result(await function(), tool.options.max_characters)
+                return await call_in_thread(lambda: render_result(function(), tool.options.max_characters))
+        except TimeoutError as error:
+            if scope.expired():
+                raise _ToolFailed(
+                    f"{tool.name} took longer than {limit:.3g} s and was given up", timed_out=True
+                ) from None
+            raise _ToolFailed(f"{tool.name} raised TimeoutError: {error}") from None
+        except (Exception, SystemExit) as error:  # a tool's code may raise anything
+            if isinstance(error, EnvError) or (
+                isinstance(error, SandboxError) and not isinstance(error, SandboxFileError)
+            ):
+                raise
+            raise _ToolFailed(f"{tool.name} raised {type(error).__name__}: {error}") from None
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        own = messages[:1] if messages and messages[0]["role"] == "system" else []
+        about = describe_tools(list(_tools_of(type(self)).values()), self.tool_format)
+        text = "\n\n".join(part for part in (self.instructions, *(str(m["content"]) for m in own), about) if part)
+        return with_system_text(messages[len(own) :], text)
+
+    def _schemas(self) -> dict[str, Any]:
+        tools = _tools_of(type(self)).values()
+        return {TOOL_SCHEMAS: [tool.schema() for tool in tools]} if tools and self.tool_format == "native" else {}
+
+
+class SandboxToolEnv(ToolEnv, SandboxEnv):
+    """A `ToolEnv` whose tools and rewards have `self.sandbox`. One whose memory the model has filled up is worth 0."""
+
+    async def step(self, action: str) -> StepResult:
+        try:
+            return await super().step(action)
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY:
+                raise
+        final, info = await self.conclude()
+        return "", final, True, False, info
+
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        try:
+            return await super().conclude()
+        except SandboxDied as error:
+            if error.reason != OUT_OF_MEMORY:
+                raise
+            return 0.0, {**self._tool_info(), "rewards": {}, "success": False, "sandbox_died": error.reason}
+
+
+class _ToolFailed(Exception):
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+_rubrics: WeakKeyDictionary[type[Any], Rubric] = WeakKeyDictionary()
+_tools: WeakKeyDictionary[type[Any], Mapping[str, Tool]] = WeakKeyDictionary()
+
+
+def _rubric_of(env_type: type[Any]) -> Rubric:
+    if env_type not in _rubrics:
+        _rubrics[env_type] = Rubric.of(env_type)
+    return _rubrics[env_type]
+
+
+def _tools_of(env_type: type[Any]) -> Mapping[str, Tool]:
+    if env_type not in _tools:
+        _tools[env_type] = _find_tools(env_type)
+    return _tools[env_type]
+
+
+def _find_tools(env_type: type[Any]) -> Mapping[str, Tool]:
+    """Methods in the order they are written, those of bases first, then the functions in `tools`."""
+    names = dict.fromkeys(name for base in reversed(env_type.__mro__) for name in vars(base))
+    methods = [method for name in names if options_of(method := getattr(env_type, name)) is not None]
+    tools = [*(make_tool(method, takes_env=True) for method in methods), *map(make_tool, env_type.tools)]
+    found: dict[str, Tool] = {}
+    for tool in tools:
+        if tool.name in (*found, ANSWER_TAG, "tool_call", "think"):
+            raise ToolDefinitionError(f"{env_type.__name__}: the tool name {tool.name!r} is taken; give another name")
+        found[tool.name] = tool
+    return found

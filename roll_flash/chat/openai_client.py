@@ -1,0 +1,356 @@
+"""A chat client for any OpenAI-compatible endpoint. For evaluation only: it sees text, not the tokens as sampled.
+
+What may pass is tried again: connection errors, 408, 409 and 5xx a bounded number of times, throttling (429, and 503
+or 529 with `Retry-After`) for as long as the deadline of the request allows. When the endpoint says how long to wait,
+all requests of this client wait for so long. aiohttp and not httpx: `benchmarks/results/clients.md`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import json
+import os
+import random
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from roll_flash.chat.model_text import encodable
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.types import FinishReason, Message, SamplingParams
+
+RETRIED_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
+CONNECT_TIMEOUT_S = 10.0
+MAX_ANSWER_BYTES = 64 * 2**20
+"""More than any model says, also with its logprobs; an endpoint that goes on for ever must not fill the memory."""
+MAX_TOKENS = 1 << 31
+"""That one answer may be said to have used."""
+LONGEST_BACKOFF_S = 30.0
+TOO_LONG = ("context length", "context_length", "context size", "context window", "prompt is too long")
+"""What servers say of a conversation that does not fit: no standard has a code for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """What the endpoint answered. Token counts are None where it does not tell."""
+
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int | None
+    completion_tokens: int | None
+    elapsed_s: float
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """As the endpoint gives them: `{"id", "type": "function", "function": {"name", "arguments": JSON text}}`."""
+
+
+class EndpointRefusedError(InferenceError):
+    """The endpoint answered `status`, and would again."""
+
+    def __init__(self, message: str, status: int, said: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.said = said
+
+    @property
+    def is_too_long(self) -> bool:
+        """Whether the conversation does not fit the model's context."""
+        return self.status in (400, 413, 422) and any(words in self.said.lower() for words in TOO_LONG)
+
+
+@dataclass(frozen=True, slots=True)
+class _Refusal:
+    """An answer other than success."""
+
+    status: int
+    text: str
+    retry_after_s: float | None
+
+    @property
+    def throttles(self) -> bool:
+        asked_to_wait = self.status in (503, 529) and self.retry_after_s is not None
+        # OpenAI says 429 for an account without credit too, which does not pass.
+        return (self.status == 429 and "insufficient_quota" not in self.text) or asked_to_wait
+
+    @property
+    def may_pass(self) -> bool:
+        return self.throttles or (self.status in RETRIED_STATUS and self.status != 429)
+
+
+def api_key_from(name: str | None) -> str | None:
+    """The key in the environment variable `name`; None for none. Raises ConfigError when it is not set."""
+    if name is None:
+        return None
+    key = os.environ.get(name)
+    if not key:
+        raise ConfigError(f"the environment variable {name} is not set; put the endpoint's key into it")
+    return key
+
+
+class OpenAIChatClient:
+    """Thread-unsafe; one per event loop. `max_connections` bounds the requests in flight; 0 is no bound."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        api_key: str | None = None,
+        *,
+        max_connections: int = 0,
+        max_attempts: int = 5,
+        backoff_s: float = 0.5,
+    ) -> None:
+        self.url = base_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        self.model = model
+        self.takes_tools = True
+        """Set to False by who finds out that the endpoint refuses declared tools."""
+        self._max_connections = max_connections
+        self._max_attempts = max_attempts
+        self._backoff_s = backoff_s
+        self._not_before_s = 0.0
+        self._session: aiohttp.ClientSession | None = None
+        self._headers = {"Content-Type": "application/json"}
+        if not _is_http(self.url):
+            raise InferenceError(f"{base_url}: not an endpoint; one looks like http://host:port/v1")
+        if api_key:
+            if not (api_key.isascii() and api_key.isprintable()):
+                raise InferenceError(f"{base_url}: the key for this endpoint has characters that no key can have")
+            self._headers["Authorization"] = f"Bearer {api_key}"
+
+    async def chat(
+        self,
+        messages: Sequence[Message],
+        sampling: SamplingParams,
+        *,
+        timeout_s: float,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> ChatReply:
+        """One completion. `timeout_s` bounds everything, retries and waits included.
+
+        Raises: TimeoutError; InferenceError for what does not go away by trying again before then.
+        """
+        started = time.monotonic()
+        body = _request_body(self.model, messages, sampling) | ({"tools": list(tools)} if tools else {})
+        answer = await self.complete(body, timeout_s=timeout_s)
+        return _reply(answer, self.url, time.monotonic() - started)
+
+    async def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
+        """Send a chat completion request as it is; returns the answer's JSON. Raises as `chat`, and
+        EndpointRefusedError for what the endpoint will not answer."""
+        async with asyncio.timeout(timeout_s):
+            return await self._post(json.dumps(body).encode(), deadline_s=time.monotonic() + timeout_s)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _post(self, body: bytes, deadline_s: float) -> Any:
+        failed = throttled = 0
+        while True:
+            await self._wait_for_turn(deadline_s)
+            trouble = await self._send(body)
+            if not isinstance(trouble, (str, _Refusal)):
+                return trouble.value
+            text = trouble if isinstance(trouble, str) else f"HTTP {trouble.status}: {trouble.text}"
+            if isinstance(trouble, _Refusal) and not trouble.may_pass:
+                message = f"{self.url}: {text}{_advice(trouble.status, self.model)}"
+                raise EndpointRefusedError(message, trouble.status, trouble.text)
+            if isinstance(trouble, _Refusal) and trouble.throttles:
+                throttled += 1
+                await self._back_off(trouble, throttled, text, deadline_s)
+                continue
+            failed += 1
+            if failed >= self._max_attempts:
+                raise InferenceError(f"{self.url}: gave up after {failed} attempts: {text}; is the server up?")
+            await asyncio.sleep(self._backoff(failed))
+
+    async def _back_off(self, refusal: _Refusal, throttled: int, text: str, deadline_s: float) -> None:
+        """All requests wait for what the endpoint asks; where it does not, this one waits longer each time."""
+        now = time.monotonic()
+        asked_s = refusal.retry_after_s or 0.0
+        wait_s = max(self._backoff(throttled), asked_s)
+        if now + wait_s > deadline_s:
+            raise InferenceError(
+                f"{self.url}: throttled: {text}; it would have to wait {wait_s:.0f} s more, past its deadline "
+                "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
+            )
+        self._not_before_s = max(self._not_before_s, now + asked_s)
+        await asyncio.sleep(wait_s)
+
+    async def _wait_for_turn(self, deadline_s: float) -> None:
+        while (wait_s := self._not_before_s - time.monotonic()) > 0:
+            if time.monotonic() + wait_s > deadline_s:
+                raise InferenceError(
+                    f"{self.url}: throttled: the endpoint asks to wait {wait_s:.0f} s, past the deadline "
+                    "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
+                )
+            await asyncio.sleep(wait_s * random.uniform(1.0, 1.1))
+
+    async def _send(self, body: bytes) -> _Answer | _Refusal | str:
+        """The answer, why there is none from the server, or what became of the connection."""
+        try:
+            post = self._open_session().post(self.url, data=body, headers=self._headers, allow_redirects=False)
+            async with post as response:
+                if 300 <= response.status < 400:
+                    return _redirected(response)
+                content = await self._content(response)
+                if response.ok:
+                    return _Answer(_json(content, self.url))
+                text = _error_text(content, response.reason or "")
+                return _Refusal(response.status, text, _seconds(response.headers))
+        except aiohttp.InvalidURL as error:
+            raise InferenceError(f"{self.url}: {error}; an endpoint looks like http://host:port/v1") from None
+        except aiohttp.ClientConnectorCertificateError as error:
+            raise InferenceError(f"{self.url}: its certificate is not trusted: {error.certificate_error}") from None
+        except aiohttp.ClientConnectorError as error:
+            number = error.os_error.errno
+            return f"no connection: {os.strerror(number) if number and number > 0 else error.os_error}"
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            return f"{type(error).__name__} {error}".strip()
+
+    async def _content(self, response: aiohttp.ClientResponse) -> bytes:
+        """Raises InferenceError for an answer of more than MAX_ANSWER_BYTES."""
+        parts: list[bytes] = []
+        size = 0
+        async for part in response.content.iter_any():
+            parts.append(part)
+            size += len(part)
+            if size > MAX_ANSWER_BYTES:
+                response.close()
+                raise InferenceError(f"{self.url}: an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return b"".join(parts)
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._max_connections),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                # Looking for proxies costs more than the rest of a request, so only where there are any.
+                trust_env=bool(urllib.request.getproxies()),
+            )
+        return self._session
+
+    def _backoff(self, attempt: int) -> float:
+        """Exponential with jitter."""
+        longest: float = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
+        return longest * random.uniform(0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    value: Any
+
+
+def _is_http(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        return False
+
+
+def _redirected(response: aiohttp.ClientResponse) -> _Refusal:
+    """Not followed: what the endpoint was asked is for nobody else."""
+    text = f"redirects to {response.headers.get('Location', 'nowhere')[:200]!r}; if you trust it, name it as the URL"
+    return _Refusal(response.status, text, None)
+
+
+def _seconds(headers: Mapping[str, str]) -> float | None:
+    """`Retry-After` in seconds or as a date (RFC 9110, 10.2.3); None where there is none that can be read."""
+    value = headers.get("Retry-After")
+    if value is None:
+        return None
+    try:
+        return max(0.0, float(value))
+    except ValueError:
+        date = email.utils.parsedate_tz(value)
+    try:
+        return None if date is None else max(0.0, email.utils.mktime_tz(date) - time.time())
+    except (ValueError, OverflowError):  # a date that no calendar has
+        return None
+
+
+def _request_body(model: str, messages: Sequence[Message], sampling: SamplingParams) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "model": model,
+        "messages": list(messages),
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+    }
+    if sampling.top_p != 1.0:
+        body["top_p"] = sampling.top_p
+    if sampling.top_k:
+        body["top_k"] = sampling.top_k
+    if sampling.stop:
+        body["stop"] = list(sampling.stop)
+    if sampling.seed is not None:
+        body["seed"] = sampling.seed
+    return body
+
+
+def _json(content: bytes, url: str) -> Any:
+    try:
+        return json.loads(content)
+    except (ValueError, RecursionError):
+        shown = content[:80].decode(errors="replace")
+        raise InferenceError(
+            f"{url}: the answer is not JSON but {shown!r}; is this an OpenAI-compatible endpoint?"
+        ) from None
+
+
+def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
+    try:
+        choice = answer["choices"][0]
+        text = choice["message"].get("content") if choice["message"].get("tool_calls") else choice["message"]["content"]
+        usage = answer.get("usage") or {}
+        return ChatReply(
+            text="" if text is None else encodable(str(text)),
+            finish_reason="length" if choice.get("finish_reason") == "length" else "stop",
+            prompt_tokens=token_count(usage.get("prompt_tokens")),
+            completion_tokens=token_count(usage.get("completion_tokens")),
+            elapsed_s=elapsed_s,
+            tool_calls=tuple(_tool_call(call) for call in choice["message"].get("tool_calls") or ()),
+        )
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise InferenceError(f"{url}: not a chat completion: {str(answer)[:120]}") from None
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    name, arguments = call["function"]["name"], call["function"].get("arguments") or "{}"
+    function = {"name": encodable(str(name)), "arguments": encodable(str(arguments))}
+    return {"id": encodable(str(call["id"])), "type": "function", "function": function}
+
+
+def token_count(value: Any) -> int | None:
+    """Raises ValueError for what is no number of tokens."""
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:
+        raise ValueError("not a number of tokens")
+    return int(value)
+
+
+def _error_text(content: bytes, reason: str) -> str:
+    try:
+        answer = json.loads(content)
+        error = answer.get("error", answer) if isinstance(answer, dict) else answer
+        text = error.get("message", error) if isinstance(error, dict) else error
+        if isinstance(error, dict) and error.get("code") == "insufficient_quota":
+            text = f"{text} (insufficient_quota)"
+    except (ValueError, RecursionError):
+        text = content.decode(errors="replace")
+    return " ".join(str(text).split())[:300] or reason
+
+
+def _advice(status: int, model: str) -> str:
+    match status:
+        case 401 | 403:
+            return "; the endpoint needs a key, or another one: give a key with --api-key-env NAME"
+        case 404:
+            return f"; check that the URL ends with /v1 and that the server knows the model {model!r}"
+    return ""

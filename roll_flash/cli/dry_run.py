@@ -1,0 +1,55 @@
+"""`roll-flash train CONFIG --dry-run`: everything that can be checked before servers and learner are started."""
+
+from __future__ import annotations
+
+import asyncio
+
+from roll_flash.config import Config, EnvConfig
+from roll_flash.envs.hosting.environments import AsyncEnvironment, open_environment
+from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
+from roll_flash.errors import EnvError, RollFlashError
+from roll_flash.processes.daemon_threads import DaemonThreads
+from roll_flash.run.run_dir import check_run_folder
+from roll_flash.scheduling.tasks import make_task
+from roll_flash.start_checks import check_parts
+
+
+def dry_run(config: Config, *, resume: bool = False) -> list[str]:
+    """One line for each check that passed. Raises the error that the run would end with for the first that did not.
+
+    A model that is given by name is prepared if it is not yet; nothing else stays behind.
+    """
+    check_run_folder(config, resume=resume)
+    checked = check_parts(config)
+    tried = [line for env in config.envs for line in asyncio.run(_try_environment(config, env))]
+    return [f"model: {checked.model_folder}", *tried, f"run folder: {config.run_folder}"]
+
+
+async def _try_environment(config: Config, tried: EnvConfig) -> list[str]:
+    seed = tried.train_seeds[0]
+    task = make_task(tried.id, seed, tried.kwargs)
+    env = await open_environment(task, DaemonThreads())
+    try:
+        if env.sandbox_env is None:
+            return [await _reset(config, tried.id, env, seed)]
+        spec = env.sandbox_env.sandbox_spec or default_spec(config.sandbox)
+        async with open_pool(config.sandbox, config.name) as pool, pool.lease(spec) as sandbox:
+            env.sandbox_env.sandbox = sandbox
+            started = f"sandbox: {sandbox.provider} started one ({spec.image})"
+            return [started, await _reset(config, tried.id, env, seed)]
+    finally:
+        await env.close()
+
+
+async def _reset(config: Config, env_id: str, env: AsyncEnvironment, seed: int) -> str:
+    try:
+        async with asyncio.timeout(config.rollout.step_timeout_s):
+            messages, _ = await env.reset(seed)
+    except TimeoutError:
+        limit = config.rollout.step_timeout_s
+        raise EnvError(f"{env_id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
+    except RollFlashError:
+        raise
+    except Exception as error:  # users' code may raise anything
+        raise EnvError(f"{env_id}: reset(seed={seed}) raised {type(error).__name__}: {error}") from error
+    return f"environment: {env_id} resets with {len(messages)} messages"

@@ -1,0 +1,197 @@
+"""The config of learning: losses, advantages, corrections, and the learner that computes them.
+
+docs/algorithms.md has the formulas, sources and when to use which.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from roll_flash.config.fields import (
+    LocalPath,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Probability,
+    Section,
+)
+
+_CLIP = frozenset({"clip_low", "clip_high"})
+_CORRECTION = frozenset({"correction", "correction_level", "correction_cap", "correction_floor"})
+_TAPER = frozenset({"correction_cap", "correction_level"})
+LOSS_PARAMETERS: dict[str, frozenset[str]] = {
+    "decoupled_ppo": _CLIP | _CORRECTION | {"dual_clip"},
+    "ppo": _CLIP | {"dual_clip"},
+    "gspo": _CLIP,
+    "cispo": _CLIP,
+    "tis": _TAPER,
+    "topr": _TAPER,
+    "weighted_topr": _TAPER | {"positive_weight", "negative_weight"},
+    "reinforce": _CORRECTION,
+}
+"""What each loss reads; anything else that is set is an error, so that no option is ignored."""
+
+
+class LossConfig(Section):
+    name: Literal["decoupled_ppo", "ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "reinforce"] = (
+        "decoupled_ppo"
+    )
+    clip_low: Probability | None = None
+    """The ratio is clipped at 1 - clip_low. None is the loss's own: 0.2, in cispo 1.0, in gspo 3e-4."""
+    clip_high: PositiveFloat | None = None
+    """The ratio is clipped at 1 + clip_high. None is the loss's own: 0.2, in gspo 4e-4."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = None
+    """Bound of the loss for negative advantages (c of dual-clip PPO), None for none."""
+    correction: Literal["none", "tis", "mask"] = "tis"
+    """What is done with the ratio of proximal to behaviour policy: nothing, truncate, or drop outside the bounds."""
+    correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
+    """One ratio for each token, or one for a whole sequence: the product over its tokens, or their geometric mean."""
+    correction_cap: PositiveFloat | None = None
+    """Upper bound of `tis`; upper end of `mask`. None is the loss's own: 2.0; 1.0 in tis, topr and weighted_topr."""
+    correction_floor: NonNegativeFloat = 0.5
+    """Lower end of `mask`."""
+    positive_weight: NonNegativeFloat = 1.0
+    """Weight of what was better than expected (weighted_topr)."""
+    negative_weight: NonNegativeFloat = 1.0
+    """Weight of what was worse than expected (weighted_topr)."""
+
+    @model_validator(mode="after")
+    def _only_what_the_loss_reads(self) -> LossConfig:
+        for key, field in type(self).model_fields.items():
+            if key == "name" or key in LOSS_PARAMETERS[self.name] or getattr(self, key) == field.default:
+                continue
+            readers = [name for name, keys in LOSS_PARAMETERS.items() if key in keys]
+            raise ValueError(f"{key} is not read by {self.name}, only by {', '.join(readers)}; remove it")
+        if self.correction_floor > (2.0 if self.correction_cap is None else self.correction_cap):
+            raise ValueError("correction_floor is above correction_cap: every token would be dropped")
+        return self
+
+    def parameters(self) -> dict[str, Any]:
+        """Keyword arguments of the loss function: what it reads and what is not left to its own default."""
+        keys = LOSS_PARAMETERS[self.name]
+        return {key: value for key, value in self.model_dump().items() if key in keys and value is not None}
+
+    def off_policy_warning(self, async_ratio: float) -> str | None:
+        """One line where this loss does not correct for data of age `async_ratio`; None where it does."""
+        if async_ratio <= 0:
+            return None
+        advice = (
+            "use learner.loss.name=decoupled_ppo with its correction, or topr where the policy collapses on old data, "
+            f"or async_ratio=0 instead of {async_ratio:g}"
+        )
+        if "correction" in LOSS_PARAMETERS[self.name] and self.correction == "none":
+            return f"learner.loss: {self.name} with correction=none takes old episodes as if they were fresh; {advice}"
+        if self.name in ("ppo", "gspo") and async_ratio >= 1:
+            return (
+                f"learner.loss: the trust region of {self.name} lies around the policy that sampled, not the newest; "
+                f"old episodes hold the policy back or lose their gradient; {advice}"
+            )
+        return None
+
+
+class WarmStartConfig(Section):
+    demonstrations: LocalPath
+    """A run folder or its `episodes` folder, or a .jsonl file of `{"messages": [...]}`."""
+    steps: PositiveInt = 20
+    """Supervised steps; they do not count as steps of the run."""
+    batch_size: PositiveInt = 16
+    """Demonstrations of one supervised step."""
+    learning_rate: PositiveFloat | None = None
+    """None is the learner's."""
+    best: PositiveInt = 1024
+    """Most demonstrations; of a run's episodes those with the highest rewards."""
+    min_reward: float | None = None
+    """Leave out episodes that earned less."""
+
+
+class KlConfig(Section):
+    coefficient: NonNegativeFloat = 0.0
+    """Weight of the divergence from a frozen reference in the loss; 0 loads no reference."""
+    estimator: Literal["k1", "k2", "k3"] = "k2"
+    """How the divergence is estimated from a sampled token. k1 and k2 have the gradient of the reverse KL."""
+    reference: LocalPath | None = None
+    """Model folder of the reference; None is the model that the run starts from."""
+
+
+class LoraConfig(Section):
+    rank: NonNegativeInt = 0
+    """Width of the adapters; 0 trains all weights."""
+    alpha: PositiveFloat = 32.0
+    """Adapters are scaled by alpha / rank."""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """Last part of the names of the linear layers that get an adapter."""
+    publish: Literal["adapters", "merged"] = "adapters"
+    """What servers get: the adapters alone, a few MB, which they merge into the weights they were started with; or all
+    weights, merged by the learner, for an inference engine that cannot merge."""
+
+
+OFFLOAD_ON_CPU = (
+    "activation_offload is of no use on a CPU, whose activations are in host memory already; set it to false"
+)
+
+
+class LearnerConfig(Section):
+    engine: str = "fsdp"
+    ranks: PositiveInt = 1
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: PositiveInt = 1
+    """CPU threads of each rank (CPU only)."""
+    learning_rate: PositiveFloat = 1e-5
+    warmup_steps: NonNegativeInt = 0
+    weight_decay: NonNegativeFloat = 0.0
+    """Of matrices. Norms and biases have none."""
+    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    max_grad_norm: PositiveFloat = 1.0
+    advantage: Literal["grpo", "rloo", "reinforce++", "gigpo"] = "grpo"
+    normalize_advantage: Literal["group", "batch", "none"] | None = None
+    """What advantages are divided by: the standard deviation of the group's rewards, that of the whole step (which
+    then is computed when its last group is in), or nothing. None: group for grpo and gigpo, batch for reinforce++,
+    none for rloo. `none` with grpo is Dr. GRPO."""
+    turn_weight: NonNegativeFloat = 1.0
+    """Weight of the advantage of a turn against that of its episode (gigpo)."""
+    turn_discount: Probability = 0.95
+    """Discount for each turn until a reward comes (gigpo)."""
+    loss: LossConfig = LossConfig()
+    loss_normalization: Literal["tokens", "sequences"] = "tokens"
+    """The loss is the mean over all policy tokens of a step, or the mean over its sequences of their mean tokens."""
+    entropy_bonus: NonNegativeFloat = 0.0
+    """Weight of the policy's entropy, which is added to the objective."""
+    kl: KlConfig = KlConfig()
+    """Divergence from a frozen reference, as part of the loss."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps for each batch. With more than one, log-probabilities of the step's start are computed first,
+    and training begins when the last group is in."""
+    lora: LoraConfig = LoraConfig()
+    """Train low-rank adapters and leave the model's own weights as they are."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time."""
+    activation_offload: bool = False
+    """Keep these inputs in host memory until the backward pass (GPU only, with `gradient_checkpointing`)."""
+    compile: bool = False
+    """Compile the layers with torch.compile. The first passes take long, and how much the others gain depends on model
+    and machine: measure. Needs a C++ compiler on a CPU, Triton on a GPU."""
+    gradient_sync: Literal["row", "step"] = "row"
+    """When several ranks add up their gradients: after each row, where each keeps only its share of them; or once a
+    step, which communicates less and holds the gradient of all weights on every rank."""
+    micro_batch_tokens: PositiveInt = 2048
+    """Most tokens of one forward pass, shared prefixes counted once; a group larger than that is split. Memory grows
+    with it: about 1.6 MB per token for a model of 135 M parameters in float32."""
+    max_skipped_steps: NonNegativeInt = 3
+    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
+    start_timeout_s: PositiveFloat = 300.0
+    step_timeout_s: PositiveFloat = 1800.0
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> LearnerConfig:
+        if (self.advantage, self.normalize_advantage) in (("reinforce++", "group"), ("gigpo", "batch")):
+            raise ValueError(f"normalize_advantage: {self.advantage} has no {self.normalize_advantage} normalisation")
+        if self.activation_offload and not self.gradient_checkpointing:
+            raise ValueError("activation_offload moves what gradient_checkpointing keeps; set that to true too")
+        if self.activation_offload and self.device == "cpu":
+            raise ValueError(OFFLOAD_ON_CPU)
+        if self.advantage != "gigpo" and (self.turn_weight, self.turn_discount) != (1.0, 0.95):
+            raise ValueError(f"turn_weight and turn_discount are not read by {self.advantage}, only by gigpo")
+        return self

@@ -1,0 +1,303 @@
+"""`roll-flash eval`: from what a user says to a Config, a model and an evaluation."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_flash.chat.openai_client import api_key_from
+from roll_flash.config import Config, EnvConfig, load_config
+from roll_flash.errors import ConfigError
+from roll_flash.evaluate.endpoint_check import check_endpoint
+from roll_flash.evaluate.evaluation import (
+    EpisodeRunner,
+    Status,
+    eval_sampling,
+    evaluate,
+    evaluation_plan,
+    is_complete,
+)
+from roll_flash.evaluate.isolation import require_isolation
+from roll_flash.evaluate.result import EvalResult
+from roll_flash.processes.background import first_failure
+from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.interrupt import Interrupts
+from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_own
+from roll_flash.run.trained_tasks import read_trained_tasks
+from roll_flash.start_checks import check_parts, check_sandboxes
+from roll_flash.terminal import say
+
+EVAL_OPTIONS = (
+    "tasks",
+    "attempts",
+    "temperature",
+    "max_concurrent",
+    "max_tokens_total",
+    "max_cost",
+    "max_minutes",
+    "price_prompt",
+    "price_completion",
+)
+"""Fields of `EvalRequest` that are keys of `eval` in a config."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRequest:
+    """The arguments of `roll-flash eval`; None is what the user left out."""
+
+    config: str | None = None
+    """A YAML file, or a folder of task folders."""
+    env: str | None = None
+    model: str | None = None
+    """A model folder, a name of `roll_flash.models`, a run (`NAME`, `NAME@step`, its folder), or with an endpoint the
+    model's name there."""
+    tasks: int | None = None
+    attempts: int | None = None
+    endpoint: str | None = None
+    api_key_env: str | None = None
+    temperature: float | None = None
+    max_concurrent: int | None = None
+    max_tokens_total: int | None = None
+    max_cost: float | None = None
+    max_minutes: float | None = None
+    price_prompt: float | None = None
+    price_completion: float | None = None
+    pass_at: str | None = None
+    """The k of pass@k to report, separated by commas."""
+    out: str | None = None
+    allow_weak: bool = False
+    overrides: tuple[str, ...] = ()
+    status: Status | None = None
+    """Is told how far the evaluation is, for a person."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvalPlan:
+    """What will be run: a whole config, the model folder or name, and where the results go."""
+
+    config: Config
+    model: str
+    endpoint: str | None
+    folder: Path
+    about: Mapping[str, Any]
+    trained: Collection[str] = ()
+    """Hashes of the tasks that the model was trained on, where it comes from a run."""
+
+
+async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
+    """Run what is missing; returns the result and its folder. Nothing is started for one that is already complete.
+
+    Each environment of the config is evaluated, `extra_envs` into folders below that of `env`. Raises ConfigError
+    before anything is started, else RollFlashError.
+    """
+    plan = plan_evaluation(request)
+    require_own(plan.folder)
+    if all(_is_complete(plan, index) for index in range(len(plan.config.envs))):
+        return await _scored(plan, None, request.status), plan.folder
+    serves = plan.endpoint is None
+    checked = await call_in_thread(lambda: check_parts(plan.config, trains=False, serves=serves))
+    require_isolation(plan.config, await check_sandboxes(plan.config, checked.sandboxes))
+    make_own_folder(plan.folder, "--out")
+    if plan.endpoint is not None:
+        warning = await check_endpoint(plan.endpoint, plan.model, request.api_key_env, plan.config.eval)
+        if warning:
+            say(f"roll-flash: {warning}", error=True)
+    if plan.endpoint is None:
+        say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
+    with first_failure() as failure:
+        async with Interrupts(_note) as interrupts:
+            opening = await call_in_thread(lambda: _open_runner(plan, request.api_key_env))  # imports Ray
+            async with opening as runner:
+                work = _scored(plan, runner, request.status)
+                return await interrupts.run_until_stopped(work, failure=failure), plan.folder
+
+
+def _note(text: str) -> None:
+    say(text, error=True)
+
+
+async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status | None) -> EvalResult:
+    results: list[EvalResult] = []
+    for index, env in enumerate(plan.config.envs):
+        results.append(
+            await evaluate(
+                runner,
+                env=env,
+                eval=plan.config.eval,
+                sampling=eval_sampling(plan.config),
+                max_concurrent=plan.config.eval.max_concurrent or plan.config.rollout.max_concurrent,
+                folder=_folder_of(plan, index),
+                label=_label(plan, env),
+                about=plan.about,
+                status=status,
+                before=results,
+                trained=plan.trained,
+            )
+        )
+    others = {f"extra_env_{index}": result for index, result in enumerate(results) if index}
+    return results[0].with_others(others)
+
+
+def _is_complete(plan: EvalPlan, index: int) -> bool:
+    env, config = plan.config.envs[index], plan.config
+    folder, sampling = _folder_of(plan, index), eval_sampling(config)
+    return is_complete(folder, env, config.eval, sampling, _label(plan, env), plan.about)
+
+
+def _folder_of(plan: EvalPlan, index: int) -> Path:
+    return plan.folder / f"extra_env_{index}" if index else plan.folder
+
+
+def _label(plan: EvalPlan, env: EnvConfig) -> str:
+    return f"{env.id} with {plan.about['model']}"
+
+
+def _open_runner(plan: EvalPlan, api_key_env: str | None) -> AbstractAsyncContextManager[EpisodeRunner]:
+    from roll_flash.models import resolve_model
+    from roll_flash.rollout.worker import ChatEndpoint
+    from roll_flash.system import open_rollout
+
+    logs = plan.folder / "logs"
+    if plan.endpoint is not None:
+        return open_rollout(plan.config, None, endpoint=ChatEndpoint(plan.endpoint, plan.model, api_key_env), logs=logs)
+    return open_rollout(plan.config, resolve_model(plan.model), logs=logs)
+
+
+def plan_evaluation(request: EvalRequest) -> EvalPlan:
+    """Settle all that the request leaves open. Raises ConfigError; starts and writes nothing."""
+    endpoint = _endpoint(request)
+    model, about, run_config = _model(request)
+    config = _config(request, model, run_config)
+    model = model or config.model.path
+    about = {"model": model, **about}
+    folder = Path(request.out).expanduser() if request.out else _default_folder(config, about)
+    trained = read_trained_tasks(run_config.parent / "logs") if run_config is not None else ()
+    return EvalPlan(config, model, endpoint, folder, about, trained)
+
+
+def _endpoint(request: EvalRequest) -> str | None:
+    if request.endpoint is None:
+        if request.api_key_env:
+            raise ConfigError("--api-key-env is for an --endpoint; give one, for example http://localhost:8000/v1")
+        return None
+    if not re.match(r"https?://[^/]", request.endpoint):
+        raise ConfigError(f"--endpoint {request.endpoint}: must look like http://host:port/v1")
+    if not request.model:
+        raise ConfigError("--endpoint needs --model NAME: the model's name at that endpoint")
+    api_key_from(request.api_key_env)
+    return request.endpoint
+
+
+def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | None]:
+    """The model's path, what to note about it, and the config of the run it comes from."""
+    if request.model is None:
+        return None, {}, None
+    if request.endpoint is not None:
+        return request.model, {"model": request.model, "endpoint": request.endpoint}, None
+    folder = Path(request.model).expanduser()
+    if (folder / "config.json").is_file():
+        return str(folder), {"model": str(folder), **_weights(folder)}, None
+    if _names_a_run(request.model):
+        checkpoint = find_checkpoint(request.model)
+        run = checkpoint.folder.parent.parent
+        if not (checkpoint.hf / "config.json").is_file():
+            raise ConfigError(f"{checkpoint.folder}: the checkpoint has no model folder hf/; evaluate another step")
+        about = {"model": f"{run.name}@{checkpoint.step}", **_weights(checkpoint.hf)}
+        return str(checkpoint.hf), about, run / "config.yaml"
+    return request.model, {"model": request.model}, None
+
+
+def _names_a_run(name: str) -> bool:
+    """A model's own name wins over a run that is called the same; that run is reached as `NAME@step` or `runs/NAME`."""
+    from roll_flash.models import RECIPES
+
+    if name in RECIPES:
+        return False
+    try:
+        find_run(name.partition("@")[0])
+    except ConfigError:
+        if "@" in name:
+            raise
+        return False
+    return True
+
+
+def _config(request: EvalRequest, model: str | None, run_config: Path | None) -> Config:
+    """CONFIG, or --env alone, or the config of the run that the model comes from; then the options on top."""
+    overrides = [*request.overrides, *_options(request)]
+    source: str | Path | dict[str, Any]
+    if request.config is not None and Path(request.config).expanduser().is_dir():
+        return load_config(_task_folders(request, model), overrides)
+    if request.config is not None:
+        source = request.config
+    elif run_config is not None and (request.env is None or load_config(run_config).env.id == request.env):
+        source = run_config
+    elif request.env is None:
+        raise ConfigError("nothing to evaluate on: give a CONFIG file, --env ID, or a run's --model")
+    elif model is None:
+        raise ConfigError("nothing to evaluate: --env needs --model FOLDER, NAME or RUN")
+    else:
+        source = {"name": "eval", "model": {"path": model}, "env": {"id": request.env}}
+    if request.env is not None and not isinstance(source, dict):
+        overrides += [f"env.id={json.dumps(request.env)}", "extra_envs=[]"]
+    if model is not None and not isinstance(source, dict):
+        overrides.append(f"model.path={json.dumps(model)}")
+    return load_config(source, overrides)
+
+
+def _task_folders(request: EvalRequest, model: str | None) -> dict[str, Any]:
+    from roll_flash.evaluate.task_folder_config import task_folder_config
+
+    assert request.config is not None
+    if request.env is not None:
+        raise ConfigError(f"{request.config} is a folder of tasks and --env an environment; give one of them")
+    if model is None:
+        raise ConfigError("nothing to evaluate: a folder of tasks needs --model FOLDER, NAME or RUN")
+    return task_folder_config(request.config, model, at_endpoint=request.endpoint is not None)
+
+
+def _options(request: EvalRequest) -> list[str]:
+    """What was said with options, as overrides of the config."""
+    found = [f"eval.{name}={value}" for name in EVAL_OPTIONS if (value := getattr(request, name)) is not None]
+    if request.pass_at is not None:
+        if not re.fullmatch(r"\d+(,\d+)*", request.pass_at):
+            raise ConfigError(f"--pass-at {request.pass_at}: numbers separated by commas, such as 1,4")
+        found.append(f"eval.pass_at=[{request.pass_at}]")
+    if request.allow_weak:
+        found.append("sandbox.allow_weak=true")
+    return found
+
+
+def _default_folder(config: Config, about: Mapping[str, Any]) -> Path:
+    """One folder for each plan, so that the same command resumes and a different one never mixes with it."""
+    plan = evaluation_plan(config.env, config.eval, eval_sampling(config), about)
+    if config.extra_envs:
+        plan["extra_envs"] = [{"id": env.id, "kwargs": env.kwargs} for env in config.extra_envs]
+    digest = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return Path(config.runs) / "eval" / "-".join([_slug(config.env.id), _slug(str(about["model"])), digest])
+
+
+def _slug(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9.@]+", "-", text).strip("-.")[-60:]
+
+
+def _weights(folder: Path) -> dict[str, str]:
+    """A fingerprint of a model folder, so that results of weights that were replaced since are not taken for its."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
+    described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return {"weights": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]}
+
+
+def report(result: EvalResult, folder: Path) -> str:
+    """What is printed when an evaluation is done."""
+    lines = (
+        result.table(),
+        f"  results in {folder} (report.html, results.json, episodes.jsonl, transcripts/)",
+    )
+    return "\n".join(lines)

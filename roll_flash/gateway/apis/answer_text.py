@@ -1,0 +1,109 @@
+"""What a model wrote, taken apart: thinking, text, and tool calls in the format it was taught.
+
+Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 nothing but
+`{"name": ..., "parameters": {...}}`. Something that is meant as a call and is none stays text: the agent sees what the
+model wrote, and answers it as it likes. So does what comes after the first MOST_CALLS.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Collection
+from typing import Any
+
+from roll_flash.chat.model_text import MOST_CALLS, after_blanks, encodable
+from roll_flash.gateway.model_call import ToolCall
+
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
+_LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
+_SEPARATOR = re.compile(r"[; \n\t]*+")
+_decoder = json.JSONDecoder(strict=False)  # models write raw newlines into strings
+
+
+def split_thinking(text: str) -> tuple[str, str]:
+    """(thinking, the rest), both stripped. The opening tag may stand in the prompt; thinking may never end."""
+    if THINK_CLOSE in text:
+        before, _, after = text.partition(THINK_CLOSE)
+        lead, _, thinking = before.rpartition(THINK_OPEN) if THINK_OPEN in before else ("", "", before)
+        return thinking.strip(), (lead + after).strip()
+    lead, opened, thinking = text.partition(THINK_OPEN)
+    return (thinking.strip(), lead.strip()) if opened else ("", text.strip())
+
+
+def split_tool_calls(text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
+    """(text without the calls, the calls). `names` are the declared tools; without any, nothing is a call."""
+    if not names:
+        return text, ()
+    if start := _LLAMA_START.match(text):
+        calls = _bare_calls(text[start.end() :], names)
+        if calls:
+            return "", calls
+    return _tagged_calls(text)
+
+
+def _tagged_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    kept: list[str] = []
+    calls: list[ToolCall] = []
+    position = 0
+    for _ in range(MOST_CALLS):
+        if (found := text.find(CALL_OPEN, position)) < 0:
+            break
+        start = after_blanks(text, found + len(CALL_OPEN))
+        call, end = _decode(text, start)
+        kept.append(text[position:found])
+        if call is None:
+            end = start
+            kept.append(text[found:end])
+        else:
+            calls.append(call)
+            after = after_blanks(text, end)
+            end = after + len(CALL_CLOSE) if text.startswith(CALL_CLOSE, after) else end
+        position = end
+    kept.append(text[position:])
+    return "".join(kept).strip(), tuple(calls)
+
+
+def _bare_calls(text: str, names: Collection[str]) -> tuple[ToolCall, ...]:
+    """Of an answer that is calls and nothing else; empty if it is not."""
+    calls: list[ToolCall] = []
+    position = 0
+    while position < len(text):
+        if len(calls) == MOST_CALLS:
+            return ()
+        call, position = _decode(text, position)
+        if call is None or call.name not in names:
+            return ()
+        calls.append(call)
+        separator = _SEPARATOR.match(text, position)
+        position = separator.end() if separator else position
+    return tuple(calls)
+
+
+def _decode(text: str, start: int) -> tuple[ToolCall | None, int]:
+    """The call that begins at `start`, and where it ends: an argument may hold any closing tag, so JSON decides."""
+    try:
+        value, end = _decoder.raw_decode(text, start)
+        return _call_of(value), end
+    except (ValueError, RecursionError):  # also nesting that can be read and not written
+        return None, start
+
+
+def _call_of(value: Any) -> ToolCall | None:
+    """Raises ValueError and RecursionError for arguments that JSON cannot say."""
+    if not isinstance(value, dict):
+        return None
+    if isinstance(value.get("function"), dict):
+        value = value["function"]
+    name = value.get("name", value.get("function"))
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if not isinstance(name, str) or not name:
+        return None
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    return ToolCall(new_call_id(), encodable(name), encodable(text))
+
+
+def new_call_id() -> str:
+    return f"call_{uuid.uuid4().hex[:24]}"

@@ -1,0 +1,109 @@
+"""From messages and tools to tokens: the model's chat template, and what it needs where it knows nothing of tools.
+
+A template that has no place for tools (plain ChatML) gets them described in the system message, in the format that
+Hermes and Qwen models were taught; calls and results are written into the text then.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from roll_flash.chat.templates import Tools, chat_template_of
+from roll_flash.gateway.apis.answer_text import CALL_CLOSE, CALL_OPEN
+from roll_flash.gateway.apis.api_error import bad_request, unsupported
+from roll_flash.gateway.model_call import ModelCall, parsed_arguments
+from roll_flash.types import Message
+
+_TOOLS_TEXT = """# Tools
+
+You may call one or more functions. They are described within <tools></tools>:
+<tools>
+{tools}
+</tools>
+
+To call one, write a JSON object with its name and arguments within <tool_call></tool_call>:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+class PromptText:
+    """The prompts of one tokenizer. Everything returned is token ids."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Raises ModelError for a tokenizer without a chat template."""
+        self._tokenizer = tokenizer
+        self._template = chat_template_of(tokenizer)
+        source = str(tokenizer.chat_template)
+        self.knows_tools = "tools" in source
+        self._calls_are_bare = self.knows_tools and CALL_OPEN not in source
+
+    def whole(self, call: ModelCall) -> list[int]:
+        """A conversation of which nothing is recorded. Raises ModelError for roles that the template refuses."""
+        messages = self._shown(call.messages)
+        if call.tools and not self.knows_tools:
+            messages = _with_tools_described(messages, call.tools)
+        return [*self._template.prompt(messages, self._tools(call)), *self.forced(call)]
+
+    def continued(self, messages: Sequence[Message], call: ModelCall, after: int) -> list[int]:
+        """What follows a recorded turn of the model that ended with token `after`."""
+        delta = self._template.delta(self._shown(messages), after=after, tools=self._tools(call))
+        return [*delta, *self.forced(call)]
+
+    def forced(self, call: ModelCall) -> list[int]:
+        """The beginning of a tool call, written for the model where it must make one: not the policy's tokens."""
+        text = self.forced_text(call)
+        return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
+
+    def forced_text(self, call: ModelCall) -> str:
+        if call.tool_choice in ("auto", "none"):
+            return ""
+        if not call.tools:
+            raise unsupported("tool_choice", "no tools are declared that could be called")
+        _, _, name = call.tool_choice.partition(":")
+        if name and all(tool["function"]["name"] != name for tool in call.tools):
+            raise bad_request(f"tool_choice names {name[:60]!r}, which is not among the tools", "tool_choice")
+        opening = "" if self._calls_are_bare else f"{CALL_OPEN}\n"
+        arguments = "parameters" if self._calls_are_bare else "arguments"
+        rest = f'{json.dumps(name)}, "{arguments}": ' if name else '"'
+        return f'{opening}{{"name": {rest}'
+
+    def _tools(self, call: ModelCall) -> Tools:
+        return list(call.tools) if call.tools and self.knows_tools else None
+
+    def _shown(self, messages: Sequence[Message]) -> list[Message]:
+        shown = [_for_template(message) for message in messages]
+        return shown if self.knows_tools else [_in_text(message) for message in shown]
+
+
+def _for_template(message: Message) -> Message:
+    """Templates take the arguments of a call as the object they are."""
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": parsed_arguments(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _in_text(message: Message) -> Message:
+    if message["role"] == "tool":
+        return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+    if not message.get("tool_calls"):
+        return message
+    calls = [
+        f"{CALL_OPEN}\n{json.dumps(call['function'], ensure_ascii=False)}\n{CALL_CLOSE}"
+        for call in message["tool_calls"]
+    ]
+    return {"role": "assistant", "content": "\n".join([*filter(None, [message["content"]]), *calls])}
+
+
+def _with_tools_described(messages: list[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    text = _TOOLS_TEXT.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    if messages and messages[0]["role"] == "system":
+        first = {"role": "system", "content": f"{messages[0]['content']}\n\n{text}"}
+        return [first, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]

@@ -1,0 +1,62 @@
+"""A session that is over, as the trajectory or the failure that a run keeps."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from roll_flash.gateway.sessions.session import Session
+from roll_flash.types import EpisodeEnd, Task, Trajectory
+
+
+def finished_episode(
+    session: Session, *, group_id: str, task: Task, reward: float, info: Mapping[str, Any]
+) -> Trajectory:
+    """The sample with the most policy tokens is the trajectory, the others its branches; the reward is its last turn's.
+
+    `info["success"]` is what it says. Raises ValueError for a session that recorded nothing.
+    """
+    samples = session.history.samples()
+    if not samples:
+        raise ValueError("nothing was recorded")
+    own, *branches = samples
+    turns = (*own.turns[:-1], replace(own.turns[-1], reward=reward))
+    success = info.get("success")
+    return Trajectory(
+        episode_id=session.session_id,
+        group_id=group_id,
+        task=task,
+        token_ids=own.token_ids,
+        policy_mask=own.policy_mask,
+        logprobs=own.logprobs,
+        versions=own.versions,
+        turns=turns,
+        messages=own.messages,
+        reward=reward,
+        success=None if success is None else bool(success),
+        end=_end(session),
+        prompt_length=own.prompt_length,
+        started_s=session.started_s,
+        finished_s=time.time(),
+        info={**info, "gateway": session_figures(session)},
+        branches=tuple(branches),
+    )
+
+
+def session_figures(session: Session) -> dict[str, int]:
+    """What a session did so far."""
+    history = session.history
+    return {
+        "calls": session.calls,
+        "answers": len(history.records),
+        "forks": history.forks,
+        "rewrites": history.rewrites,
+    }
+
+
+def _end(session: Session) -> EpisodeEnd:
+    if session.reached_max_calls:
+        return "max_turns"
+    return "context_limit" if session.context_was_full else "terminated"

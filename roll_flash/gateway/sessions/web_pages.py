@@ -1,0 +1,62 @@
+"""Keeps web pages in a user's browser away from a gateway on the same machine.
+
+A page cannot know a key. Still it is refused what it could send without one: requests that say where they come from
+(`Origin`), that have a form's type of content, or that reach a loopback address by another name (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+from urllib.parse import urlsplit
+
+from aiohttp import web
+
+from roll_flash.gateway.apis.api_error import ApiError
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@web.middleware
+async def refuse_web_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Raises ApiError."""
+    origin = request.headers.get("Origin")
+    if origin is not None and not is_loopback(_host(origin)):
+        raise ApiError(403, "foreign_origin", "web pages of other machines may not use this gateway")
+    host = _host(f"//{request.headers.get('Host', '')}")
+    if is_loopback(_local_address(request)[0]) and not is_loopback(host):
+        raise ApiError(403, "foreign_host", f"this is a loopback address; ask for it as {local_url(request)}")
+    kind = request.headers.get("Content-Type")
+    if request.can_read_body and kind is not None and request.content_type != "application/json":
+        raise ApiError(415, "unsupported_media_type", "send Content-Type: application/json")
+    return await handler(request)
+
+
+def local_url(request: web.Request) -> str:
+    """The address at which a request came in, whatever it calls it."""
+    address, port = _local_address(request)
+    return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _host(url: str) -> str:
+    """Empty for what is no address."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
+
+
+def _local_address(request: web.Request) -> tuple[str, int]:
+    if request.transport is None:
+        raise ConnectionResetError("the agent has gone away")
+    address, port, *_ = request.transport.get_extra_info("sockname")
+    return str(address), int(port)

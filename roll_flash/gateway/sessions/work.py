@@ -1,0 +1,87 @@
+"""What a gateway computes for its sessions, so that no agent holds up another.
+
+Invariants: of one session one piece of work is done at a time, in the order in which it came; what is large is done in
+a thread, of which one session has at most one, also when its agent goes away meanwhile; between two small pieces of one
+session the event loop turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from roll_flash.errors import InferenceError
+from roll_flash.gateway.apis.api_error import ApiError
+
+T = TypeVar("T")
+
+THREADS = 4
+SMALL_CHARACTERS = 4096
+"""What is read, rendered or tokenised on the event loop: a few milliseconds."""
+
+
+class WorkThreads:
+    """The threads of a gateway, shared by its sessions; first come, first served."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="gateway")
+
+    def submit(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        return asyncio.wrap_future(self._pool.submit(work))
+
+    async def close(self) -> None:
+        """What has begun comes to its end; its size is bounded."""
+        await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
+
+
+class SessionWork:
+    """The work of one session. Belongs to one event loop."""
+
+    def __init__(self, threads: WorkThreads, timeout_s: float) -> None:
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._turn = asyncio.Lock()
+        self._in_thread: asyncio.Future[Any] | None = None
+        """May still run although whoever asked for it has gone."""
+
+    async def do(self, work: Callable[[], T], characters: int) -> T:
+        """`work` on so much text. Cancelling does not end what a thread has begun, but nothing more begins before it.
+
+        Raises ApiError where the session's own earlier work takes too long, InferenceError where that of others does.
+        """
+        await self._acquire_turn()
+        try:
+            if characters > SMALL_CHARACTERS:
+                return await self._do_in_thread(work)
+            found = work()
+            await asyncio.sleep(0)
+            return found
+        finally:
+            self._turn.release()
+
+    async def _acquire_turn(self) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            message = f"the other requests of this session took more than {self._timeout_s:g} s to read"
+            raise ApiError(429, "session_busy", message) from None
+
+    async def _do_in_thread(self, work: Callable[[], T]) -> T:
+        if self._in_thread is not None:
+            await asyncio.wait([self._in_thread])
+        future = self._threads.submit(work)
+        self._in_thread = future
+        future.add_done_callback(_retrieve)
+        await asyncio.wait([future], timeout=self._timeout_s)
+        if not future.done():
+            raise InferenceError(f"the gateway had no thread for a request for {self._timeout_s:g} s")
+        return future.result()
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """An error that nobody waits for any more is no news."""
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,114 @@
+"""Watches the servers of one client: takes out those that do not answer, brings back those that do.
+
+A server is asked only while requests are outstanding at it, or after it was removed. It comes back when it is healthy
+and has no older weights than this client has seen of it: one that was started again first has to get the newest ones.
+Every question has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from roll_flash.inference.client.http_connections import BadAnswerError, ConnectionLostError, HttpConnections
+from roll_flash.inference.client.token_protocol import UNLABELLED_VERSION
+
+HEARTBEATS = 4
+"""How often a busy server is asked within `health_timeout_s`."""
+PROBE_EVERY_S = 0.25
+PROBE_TIMEOUT_S = 5.0
+FIRST_PENALTY_S = 0.25
+LONGEST_PENALTY_S = 30.0
+"""A server that goes on failing after each return stays out twice as long each time, at most so long."""
+
+
+class ServerHealth:
+    """One server. `run` is a task that ends when it is cancelled; `removed` and `returned` call back."""
+
+    def __init__(
+        self,
+        connections: HttpConnections,
+        *,
+        timeout_s: float,
+        is_busy: Callable[[], bool],
+        on_hung: Callable[[str], None],
+        on_return: Callable[[], None],
+    ) -> None:
+        self._connections = connections
+        self._timeout_s = timeout_s
+        self._is_busy = is_busy
+        self._on_hung = on_hung
+        self._on_return = on_return
+        self._penalty_s = FIRST_PENALTY_S
+        self._out_until = 0.0
+        self._is_out = False
+        self._was_removed = asyncio.Event()
+        self.newest_version = 0
+        """The newest weights that this client got tokens from."""
+
+    def removed(self) -> None:
+        self._is_out = True
+        self._out_until = time.monotonic() + self._penalty_s
+        self._penalty_s = min(2 * self._penalty_s, LONGEST_PENALTY_S)
+        self._was_removed.set()
+
+    def succeeded(self) -> None:
+        self._penalty_s = FIRST_PENALTY_S
+
+    def sampled_with(self, version: int) -> None:
+        """The server gave tokens of `version`."""
+        self.newest_version = max(self.newest_version, version)
+
+    async def run(self) -> None:
+        while True:
+            if self._is_out:
+                await self._until_back()
+            else:
+                await self._until_removed_or_hung()
+
+    async def _until_back(self) -> None:
+        await asyncio.sleep(max(PROBE_EVERY_S, self._out_until - time.monotonic()))
+        try:
+            async with asyncio.timeout(min(PROBE_TIMEOUT_S, self._timeout_s)):
+                is_back = await self._is_healthy() and await self._version() >= self.newest_version
+        except (TimeoutError, ConnectionLostError, BadAnswerError):
+            return
+        if is_back:
+            self._is_out = False
+            self._was_removed.clear()
+            self._on_return()
+
+    async def _until_removed_or_hung(self) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._timeout_s / HEARTBEATS):
+                await self._was_removed.wait()
+        if self._is_out or not self._is_busy():
+            return
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                healthy = await self._is_healthy()
+        except TimeoutError:
+            self._on_hung(f"no answer to /health within {self._timeout_s:g} s")
+        except (ConnectionLostError, BadAnswerError) as error:
+            self._on_hung(f"/health failed: {error}")
+        else:
+            if not healthy:
+                self._on_hung("/health says that it is not healthy")
+
+    async def _is_healthy(self) -> bool:
+        return (await self._connections.get("/health")).status == 200
+
+    async def _version(self) -> int:
+        """The version of the server's weights; the newest known where it does not tell."""
+        answer = await self._connections.get("/weight_info")
+        if answer.status != 200:
+            return self.newest_version
+        try:
+            label = msgspec.json.decode(answer.body)["weight_version"]
+            return 0 if label in (None, UNLABELLED_VERSION) else int(label)
+        except (msgspec.DecodeError, LookupError, TypeError, ValueError):
+            return self.newest_version

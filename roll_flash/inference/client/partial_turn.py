@@ -1,0 +1,191 @@
+"""One turn that may be sampled in several requests: what is known of it so far, and what to ask for next.
+
+A request ends early when its server dies, hangs or aborts it for new weights. What it made before is kept, exactly as
+it was sampled: the next request continues after it, and every token keeps the logprob and the version it was sampled
+with. A token whose version nobody told is not kept, because its version would be a guess.
+
+A server looks for stop strings in what it made itself. One that began in an earlier request is looked for here, and
+the turn is cut after it; without a way to decode tokens a turn with stop strings begins again instead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from roll_flash.engines.inference import Generation
+from roll_flash.inference.client.http_connections import BadAnswerError
+from roll_flash.inference.client.token_protocol import Piece, encode_request
+from roll_flash.types import FinishReason, SamplingParams
+
+Decode = Callable[[list[int]], str]
+
+
+class PartialTurn:
+    """`request`, then `take` for each piece, then `finish` or `end_early`; again until `finish_reason` is known."""
+
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        new_tokens: int,
+        request_id: str,
+        stream_every: int | None,
+        decode: Decode | None = None,
+    ) -> None:
+        self._prompt = token_ids
+        self._sampling = sampling
+        self._new_tokens = new_tokens
+        self.request_id = request_id
+        self._stream_every = stream_every if stream_every is not None and stream_every < new_tokens else None
+        self._decode = decode
+        self._seams: list[int] = []
+        """Where requests after the first began."""
+        self._begun = time.monotonic()
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions: list[int] = []
+        """One for each token that is kept; fewer than tokens while a request is under way."""
+        self._kept = 0
+        """Tokens of earlier requests."""
+        self._requests = 0
+        self._told: FinishReason | None = None
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def tokens(self) -> int:
+        """The most that the next request may occupy on its server: the prompt, what is known, what may follow."""
+        return len(self._prompt) + self._new_tokens
+
+    @property
+    def known_tokens(self) -> int:
+        return len(self._token_ids)
+
+    @property
+    def newest_version(self) -> int | None:
+        """Of the weights that the last token was sampled with; None where there is none yet."""
+        return self._versions[-1] if self._versions else None
+
+    @property
+    def is_streamed(self) -> bool:
+        return self._stream_every is not None
+
+    def request(self) -> bytes:
+        """The body of the next request."""
+        self._requests += 1
+        self._told = None
+        if self._requests == 1:
+            return encode_request(self._prompt, self._sampling, self._new_tokens, self.request_id, self._stream_every)
+        sampling = self._sampling
+        if sampling.seed is not None:
+            # The same seed again would draw the same numbers again.
+            sampling = _with_seed(sampling, sampling.seed + self._kept)
+        return encode_request(
+            [*self._prompt, *self._token_ids],
+            sampling,
+            self._new_tokens - self._kept,
+            f"{self.request_id}.{self._requests}",
+            self._stream_every,
+        )
+
+    def take(self, piece: Piece) -> None:
+        """Raises BadAnswerError for more tokens than were asked for, or versions that do not cover them."""
+        if self._told is not None:
+            raise BadAnswerError("tokens after the end of the turn")
+        if len(self._token_ids) + len(piece.token_ids) > self._new_tokens:
+            raise BadAnswerError(f"more than the {self._new_tokens - self._kept} tokens that were asked for")
+        self._token_ids += piece.token_ids
+        self._logprobs += piece.logprobs
+        if piece.versions is not None:
+            self._label(piece.versions)
+        self._told = piece.finish_reason
+
+    def finish(self) -> int:
+        """The answer is complete. Raises BadAnswerError if it is not one.
+
+        An abort leaves the turn open; returns how many tokens of the aborted request are kept.
+        """
+        if self._told is None:
+            raise BadAnswerError("an answer that ended without a reason")
+        if self._told == "abort":
+            return self.end_early()
+        if not self._token_ids:
+            raise BadAnswerError(f"a turn of no tokens, finished by {self._told!r}")
+        if len(self._versions) < len(self._token_ids):
+            raise BadAnswerError(f"no weight version for {len(self._token_ids) - len(self._versions)} tokens")
+        self._end(self._told)
+        return 0
+
+    def end_early(self) -> int:
+        """The request is over before its end: keep what is certain. Returns how many of its tokens that are."""
+        told = len(self._versions)
+        if self._sampling.stop and self._decode is None:
+            told = self._kept
+        self._forget_after(told)
+        gained, self._kept = told - self._kept, told
+        if told >= self._new_tokens:
+            self._end("length")
+        elif gained:
+            self._seams.append(told)
+        return gained
+
+    def discard(self) -> None:
+        """The request answered with something wrong: nothing of it can be trusted."""
+        self._forget_after(self._kept)
+
+    def generation(self, server: str) -> Generation:
+        assert self.finish_reason is not None
+        return Generation(
+            np.array(self._token_ids, np.int32),
+            np.array(self._logprobs, np.float32),
+            np.array(self._versions, np.int32),
+            self.finish_reason,
+            server,
+            time.monotonic() - self._begun,
+        )
+
+    def _label(self, spans: list[tuple[int, int, int]]) -> None:
+        """Spans count from the beginning of the request, and tell of all its tokens each time."""
+        made = len(self._token_ids) - self._kept
+        versions: list[int] = []
+        for version, start, end in spans:
+            if start != len(versions) or not start <= end <= made or version < 0:
+                raise BadAnswerError(f"weight versions {spans} for {made} tokens")
+            versions += [version] * (end - start)
+        if len(versions) != made:
+            raise BadAnswerError(f"weight versions {spans} for {made} tokens")
+        self._versions[self._kept :] = versions
+
+    def _end(self, reason: FinishReason) -> None:
+        self.finish_reason = reason
+        if self._sampling.stop and self._seams:
+            self._cut_at_stop()
+
+    def _cut_at_stop(self) -> None:
+        """End the turn after the first stop string that lies across a seam: every token has a byte of it at least."""
+        assert self._decode is not None
+        longest = max(len(stop.encode()) for stop in self._sampling.stop)
+        for seam in self._seams:
+            first, last = max(0, seam - longest), min(seam + longest, len(self._token_ids))
+            for end in range(seam + 1, last + 1):
+                text = self._decode(self._token_ids[first:end])
+                if any(stop in text for stop in self._sampling.stop):
+                    self._forget_after(end)
+                    self.finish_reason = "stop"
+                    return
+
+    def _forget_after(self, length: int) -> None:
+        del self._token_ids[length:], self._logprobs[length:], self._versions[length:]
+
+
+def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        max_new_tokens=sampling.max_new_tokens,
+        stop=sampling.stop,
+        seed=seed,
+    )

@@ -1,0 +1,222 @@
+"""The worker's side: token ids to the servers, token ids with logprobs and weight versions back.
+
+A request is asked again, after the tokens that are known, when its server dies, hangs, answers garbage or aborts it for
+new weights; the caller sees one turn, or one error that says which server said what.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from roll_flash.engines.inference import ClientSpec, Generation, InferenceClient
+from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.inference.client.admission import Admission
+from roll_flash.inference.client.health import ServerHealth
+from roll_flash.inference.client.http_connections import BadAnswerError, ConnectionLostError, HttpConnections
+from roll_flash.inference.client.metrics import Counts
+from roll_flash.inference.client.partial_turn import Decode, PartialTurn
+from roll_flash.inference.client.router import Router
+from roll_flash.inference.client.token_protocol import GENERATE_PATH, decode_piece, event_splitter, excerpt
+from roll_flash.processes.background import start_background
+from roll_flash.types import SamplingParams
+
+MAX_BAD_ANSWERS = 3
+"""Answers that are none, after which a request fails: it may be the request that no server can answer."""
+BAD_ANSWERS_IN_A_ROW = 2
+"""After so many, without a good one between them, a server is removed."""
+BUSY_STATUS = frozenset({408, 425, 429})
+"""Refusals that may pass; the other 4xx say that the request is wrong."""
+ABORT_PAUSE_S = 0.05
+"""Before a request that was aborted without having made a token is asked again."""
+
+_log = logging.getLogger(__name__)
+
+
+def open_client(spec: ClientSpec, tokenizer: Any = None) -> InferenceClient:
+    """A client for the servers of `spec`, in any process. Needs a running event loop at its first call only.
+
+    With the model's `tokenizer` a turn with stop strings goes on after an interruption; without one it begins again.
+    """
+    if not spec.endpoints:
+        raise ConfigError(f"engine {spec.engine!r} gave no endpoints to connect to")
+    decode = partial(tokenizer.decode, skip_special_tokens=True) if tokenizer is not None else None
+    return VllmClient(spec, decode)
+
+
+class VllmClient:
+    """`InferenceClient` over HTTP. One per event loop; any number of calls at once."""
+
+    def __init__(self, spec: ClientSpec, decode: Decode | None = None, *, first: int | None = None) -> None:
+        """`first`: index of the server that is asked first of all; None differs from process to process."""
+        self._spec = spec
+        self._decode = decode
+        share = [tokens / spec.clients for tokens in spec.capacity_tokens]
+        self._router = Router(
+            spec.endpoints,
+            capacity_tokens=dict(zip(spec.endpoints, share, strict=True)) if share else None,
+            pinned=spec.pin_sessions,
+            first=os.getpid() if first is None else first,
+        )
+        self._admission = Admission(self._router)
+        self._connections = {server: HttpConnections(server, spec.key) for server in spec.endpoints}
+        self._bad_in_a_row = dict.fromkeys(spec.endpoints, 0)
+        self._health: dict[str, ServerHealth] = {}
+        self._watches: list[asyncio.Task[None]] = []
+        self._last_trouble = ""
+        self.counts = Counts()
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: SamplingParams,
+        *,
+        request_id: str,
+        session: str | None = None,
+        timeout_s: float,
+    ) -> Generation:
+        """See `InferenceClient`. With every server gone it waits for one to come back, until `timeout_s` is over."""
+        room = self._spec.max_model_len - len(token_ids)
+        if not token_ids or room < 1:
+            raise InferenceError(
+                f"request {request_id}: {len(token_ids)} tokens leave no room in {self._spec.max_model_len}"
+            )
+        if not self._watches:
+            self._begin_to_watch()
+        self.counts.requests += 1
+        new_tokens = min(sampling.max_new_tokens, room)
+        turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every, self._decode)
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._complete(turn, session)
+        except TimeoutError:
+            if self._router.healthy:
+                raise
+            raise InferenceError(
+                f"no server could be reached for {timeout_s:g} s; last: {self._last_trouble}"
+            ) from None
+
+    def metrics(self) -> dict[str, float]:
+        """Of this client alone. Servers are numbered in the order of the spec's endpoints."""
+        outstanding = [self._router.outstanding_tokens(server) for server in self._spec.endpoints]
+        return {
+            **{name: float(count) for name, count in asdict(self.counts).items()},
+            **{f"outstanding_tokens_{index}": float(tokens) for index, tokens in enumerate(outstanding)},
+            "servers_out": float(len(self._spec.endpoints) - self._router.healthy),
+            "spill_overs": float(self._router.spill_overs),
+            "queue_waiting": float(self._admission.waiting),
+            "queue_waits": float(self._admission.waits),
+            "queue_wait_s": self._admission.wait_s,
+            "queue_longest_wait_s": self._admission.longest_wait_s,
+        }
+
+    async def close(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)
+        self._watches = []
+        for connections in self._connections.values():
+            connections.close()
+
+    async def _complete(self, turn: PartialTurn, session: str | None) -> Generation:
+        bad_answers = 0
+        avoid: str | None = None
+        while True:
+            tokens = turn.tokens
+            server = await self._admission.enter(tokens, session, avoid)
+            failed = True
+            try:
+                await self._ask(server, turn)
+                failed = False
+            except ConnectionLostError as error:
+                self.counts.tokens_kept += turn.end_early()
+                self._note_version(server, turn)
+                self._remove(server, str(error))
+            except BadAnswerError as error:
+                turn.discard()
+                bad_answers += 1
+                self._note_bad_answer(server, str(error))
+                if bad_answers >= MAX_BAD_ANSWERS:
+                    raise InferenceError(
+                        f"request {turn.request_id}: {bad_answers} answers were wrong, the last of {server}: {error}"
+                    ) from None
+            finally:
+                self._admission.leave(server, tokens)
+            if turn.finish_reason is not None:
+                return turn.generation(server)
+            self.counts.asked_again += 1
+            # One that aborted it for new weights is back in a moment, and the load stays balanced.
+            avoid = server if failed else None
+
+    async def _ask(self, server: str, turn: PartialTurn) -> None:
+        receiver = event_splitter(turn.take) if turn.is_streamed else None
+        known = turn.known_tokens
+        answer = await self._connections[server].post(GENERATE_PATH, turn.request(), receiver)
+        if answer.status != 200:
+            said = f"HTTP {answer.status}: {excerpt(answer.body)}"
+            if 400 <= answer.status < 500 and answer.status not in BUSY_STATUS:
+                raise InferenceError(f"{server}: {said}")
+            raise BadAnswerError(said)
+        if answer.body:
+            turn.take(decode_piece(answer.body))
+        gained = turn.finish()
+        self._bad_in_a_row[server] = 0
+        self._health[server].succeeded()
+        self._note_version(server, turn)
+        if turn.finish_reason is None:
+            self.counts.aborted += 1
+            self.counts.tokens_kept += gained
+            if turn.known_tokens == known:
+                await asyncio.sleep(ABORT_PAUSE_S)
+
+    def _note_version(self, server: str, turn: PartialTurn) -> None:
+        """A server that comes back must have what the newest tokens were sampled with."""
+        if turn.newest_version is not None:
+            self._health[server].sampled_with(turn.newest_version)
+
+    def _note_bad_answer(self, server: str, trouble: str) -> None:
+        self.counts.bad_answers += 1
+        self._bad_in_a_row[server] += 1
+        self._last_trouble = f"{server}: {trouble}"
+        if self._bad_in_a_row[server] >= BAD_ANSWERS_IN_A_ROW:
+            self._remove(server, trouble)
+
+    def _remove(self, server: str, trouble: str) -> None:
+        self._last_trouble = f"{server}: {trouble}"
+        if self._router.remove(server):
+            self.counts.removed += 1
+            self._health[server].removed()
+            _log.warning("%s is left out: %s", server, trouble)
+
+    def _bring_back(self, server: str) -> None:
+        self._router.bring_back(server)
+        self._bad_in_a_row[server] = 0
+        self.counts.returned += 1
+        _log.info("%s is back", server)
+        self._admission.admit()
+
+    def _is_busy(self, server: str) -> bool:
+        return self._router.outstanding_tokens(server) > 0
+
+    def _interrupt(self, server: str, trouble: str) -> None:
+        """A server that hangs keeps its connections open: end its requests here, so that they go on elsewhere."""
+        self.counts.hung += 1
+        self._remove(server, trouble)
+        self._connections[server].interrupt(trouble)
+
+    def _begin_to_watch(self) -> None:
+        for server in self._spec.endpoints:
+            health = ServerHealth(
+                self._connections[server],
+                timeout_s=self._spec.health_timeout_s,
+                is_busy=partial(self._is_busy, server),
+                on_hung=partial(self._interrupt, server),
+                on_return=partial(self._bring_back, server),
+            )
+            self._health[server] = health
+            self._watches.append(start_background(health.run(), f"the health of {server}"))

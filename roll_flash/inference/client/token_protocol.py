@@ -1,0 +1,143 @@
+"""What goes over the wire for one turn: vLLM's `/inference/v1/generate`, in one piece or streamed.
+
+Everything a server says is checked here: types and shape by the decoder, then counts, finiteness and versions. Whatever
+is wrong raises BadAnswerError with what was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from roll_flash.inference.client.http_connections import BadAnswerError
+from roll_flash.types import SamplingParams
+
+GENERATE_PATH = "/inference/v1/generate"
+UNLABELLED_VERSION = "default"
+"""How vLLM names weights that nobody labelled: those it loaded itself."""
+END_OF_STREAM = b"[DONE]"
+LARGEST_LOGPROB = 1e-2
+"""Log-probabilities are at most 0; rounding may leave a little more."""
+
+
+class _Logprob(msgspec.Struct, gc=False):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct, gc=False):
+    content: list[_Logprob] | None = None
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(msgspec.Struct, gc=False):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Answer(msgspec.Struct, gc=False):
+    choices: list[_Choice] | None = None
+    error: Any = None
+
+
+class Piece(msgspec.Struct, gc=False):
+    """Tokens that a server made for one request; `versions` is None where it does not tell yet."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[tuple[int, int, int]] | None
+    """Spans (version, start, end) over all tokens that this request has made so far."""
+    finish_reason: Literal["stop", "length", "abort"] | None
+
+
+_encoder = msgspec.json.Encoder(enc_hook=int)  # a numpy integer among the token ids
+_decoder = msgspec.json.Decoder(_Answer)
+
+
+def encode_request(
+    token_ids: Sequence[int], sampling: SamplingParams, new_tokens: int, request_id: str, stream_every: int | None
+) -> bytes:
+    """The body of a request. `stream_every` asks for pieces of so many tokens, None for the whole turn at once."""
+    parameters: dict[str, Any] = {
+        "max_tokens": new_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        # 0 asks for the sampled token alone, without alternatives.
+        "logprobs": 0,
+        # Text is needed on the server only to look for stop strings.
+        "detokenize": bool(sampling.stop),
+    }
+    if sampling.stop:
+        parameters |= {"stop": sampling.stop, "include_stop_str_in_output": True}
+    if sampling.seed is not None:
+        parameters["seed"] = sampling.seed
+    body: dict[str, Any] = {"request_id": request_id, "token_ids": token_ids, "sampling_params": parameters}
+    if stream_every is not None:
+        parameters["stream_interval"] = stream_every
+        body["stream"] = True
+    return _encoder.encode(body)
+
+
+def decode_piece(content: bytes) -> Piece:
+    """One answer, or one event of a streamed one."""
+    try:
+        answer = _decoder.decode(content)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadAnswerError(f"not an answer to a generate request ({error}): {excerpt(content)}") from None
+    if answer.error is not None:
+        raise BadAnswerError(f"an error instead of tokens: {str(answer.error)[:200]}")
+    if not answer.choices:
+        raise BadAnswerError(f"an answer without choices: {excerpt(content)}")
+    choice = answer.choices[0]
+    token_ids = choice.token_ids or []
+    content_of = choice.logprobs.content if choice.logprobs is not None else None
+    logprobs = [entry.logprob for entry in content_of or ()]
+    if len(logprobs) != len(token_ids):
+        raise BadAnswerError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
+    if logprobs and not (max(logprobs) <= LARGEST_LOGPROB and math.isfinite(math.fsum(logprobs))):
+        raise BadAnswerError("a logprob that is positive or not finite")
+    if token_ids and min(token_ids) < 0:
+        raise BadAnswerError(f"the token id {min(token_ids)}")
+    return Piece(token_ids, logprobs, _versions(choice.weight_versions), choice.finish_reason)
+
+
+def event_splitter(take: Callable[[Piece], None]) -> Callable[[bytes], None]:
+    """A receiver of the bytes of a stream of server-sent events, that hands on each event's piece."""
+    buffer = bytearray()
+
+    def receive(part: bytes) -> None:
+        buffer.extend(part)
+        while (end := buffer.find(b"\n\n")) >= 0:
+            event = bytes(buffer[:end]).strip()
+            del buffer[: end + 2]
+            if not event.startswith(b"data:"):
+                raise BadAnswerError(f"not an event of a stream: {excerpt(event)}")
+            data = event[5:].strip()
+            if data != END_OF_STREAM:
+                take(decode_piece(data))
+
+    return receive
+
+
+def excerpt(content: bytes) -> str:
+    """The beginning of what a server said, on one line."""
+    return " ".join(content[:600].decode(errors="replace").split())[:200] or "nothing"
+
+
+def _versions(spans: list[_Span] | None) -> list[tuple[int, int, int]] | None:
+    if spans is None:
+        return None
+    try:
+        return [(0 if s.version == UNLABELLED_VERSION else int(s.version), s.start, s.end) for s in spans]
+    except ValueError:
+        raise BadAnswerError(f"a weight version that is no number: {spans[0].version!r}") from None

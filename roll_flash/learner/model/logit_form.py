@@ -1,0 +1,88 @@
+"""What a model does between its last hidden states and its logits, found by asking the model.
+
+Scales and softcaps have other names, and some the inverse meaning, in every architecture. So nothing is looked up: the
+output head's module is made to say chosen numbers, and the model shows what it makes of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from roll_flash.learner.model.policy_model import reset_dynamic_rope
+from roll_flash.learner.model.token_logprobs import LogitForm
+
+_TOLERANCE = 1e-5
+_SMALLEST, _LARGEST = 1e-3, 100.0
+"""Sizes of the numbers that are given: the smallest shows the scale, the largest any softcap."""
+
+
+@torch.no_grad()
+def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitForm | None:
+    """How logits follow from hidden states by the head's weight and bias; None where it is nothing a LogitForm says.
+
+    `token_ids` int64 [T], any text.
+    """
+    head = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        return None
+    given = _ramp(head.weight.shape[0]).to(head.weight.device)
+    seen: list[Tensor] = []
+
+    def instead(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        seen.append(inputs[0])
+        return given.expand_as(output)
+
+    hook = head.register_forward_hook(instead)
+    reset_dynamic_rope(model)
+    try:
+        logits = model(input_ids=token_ids[None], use_cache=False).logits[0, -1].float()
+    finally:
+        hook.remove()
+    reset_dynamic_rope(model)
+    hidden = model.base_model(input_ids=token_ids[None], use_cache=False).last_hidden_state
+    if len(seen) != 1 or seen[0].shape != hidden.shape or logits.shape != given.shape:
+        return None
+    before = _ratio(seen[0].flatten(), hidden.flatten())
+    if not _close(before * hidden, seen[0]) or (before != 1.0 and head.bias is not None):
+        return None
+    smallest = given.abs().argmin()
+    after = _ratio(logits[smallest, None], given[smallest, None])
+    for softcap in (None, *_softcaps(model.config)):
+        expected = after * given
+        if softcap is not None:
+            expected = softcap * torch.tanh(expected / softcap)
+        if _close(expected, logits):
+            return LogitForm(_rounded(before * after), softcap)
+    return None
+
+
+def _ramp(number: int) -> Tensor:
+    """[number], of both signs."""
+    sizes = torch.logspace(torch.tensor(_SMALLEST).log10(), torch.tensor(_LARGEST).log10(), number)
+    signs = torch.ones(number)
+    signs[::2] = -1
+    return sizes * signs
+
+
+def _softcaps(config: Any) -> list[float]:
+    """What the config calls a softcap of anything."""
+    named = (value for key, value in config.to_dict().items() if "softcap" in key.replace("_", ""))
+    return sorted({float(value) for value in named if isinstance(value, int | float) and value > 0})
+
+
+def _ratio(values: Tensor, to: Tensor) -> float:
+    wide, other = values.double(), to.double()
+    return _rounded(float((wide * other).sum() / (other * other).sum()))
+
+
+def _rounded(value: float) -> float:
+    """Without what float32 added to a number that somebody chose."""
+    return float(f"{value:.6g}")
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return bool((found - expected).abs().max() <= _TOLERANCE * expected.abs().max())

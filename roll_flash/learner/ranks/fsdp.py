@@ -1,0 +1,431 @@
+"""The learner as the driver sees it: FSDP ranks in Ray actors behind the LearnerEngine protocol.
+
+Invariants: every rank runs the same passes in the same order; the gradient of a step is that of the mean over all its
+policy tokens, however groups, rows and ranks split them; no call waits without a deadline; after a failure of any rank
+all ranks are gone and every further call says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.actor import ActorHandle
+
+from roll_flash.config.learner import LearnerConfig
+from roll_flash.engines.inference import StagedWeights, WeightTransfer
+from roll_flash.engines.learner import StepResult
+from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
+from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.packing.minibatches import split_minibatches
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
+from roll_flash.learner.packing.sequences import check_staleness, prepare_demonstrations, prepare_groups, text_sequence
+from roll_flash.learner.ranks import checkpoint
+from roll_flash.learner.ranks.background_write import write_in_background
+from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord
+from roll_flash.learner.ranks.rank_process import cluster_has_gpus, rank_actor, rank_environment
+from roll_flash.learner.ranks.step_totals import StepTotals
+from roll_flash.learner.weights.channel import NcclChannel
+from roll_flash.learner.weights.device import merge_handles
+from roll_flash.types import Group, Trajectory
+
+_CLOSE_TIMEOUT_S = 20.0
+
+
+class FsdpLearner:
+    """A learner of `config.ranks` ranks. Ray must be initialised; each rank is an actor of `num_cpus` CPUs.
+
+    `temperature` is that of sampling: log-probabilities are compared under the distribution that was sampled from.
+    """
+
+    def __init__(
+        self,
+        model_folder: Path,
+        config: LearnerConfig,
+        *,
+        async_ratio: float,
+        seed: int = 0,
+        temperature: float = 1.0,
+        run: str = "run",
+        num_cpus: float = 0.0,
+        transfer: WeightTransfer = "shm",
+    ) -> None:
+        self._folder = Path(model_folder)
+        self._config = config
+        self._async_ratio = async_ratio
+        self._seed = seed
+        self._temperature = temperature
+        self._run = run
+        self._num_cpus = num_cpus
+        self._transfer = transfer
+        self._ranks: list[ActorHandle[Any]] = []
+        self._forms: Forms = {}
+        self._left_busy = False
+        """A rank may still be at a call that nobody waits for any more."""
+        self._failure: str | None = "the learner has not been started"
+        self._fingerprint = ""
+        self._row_tokens = config.micro_batch_tokens
+        self._version = 0
+        self._skipped_in_a_row = 0
+        self._rules = CreditRules.of(config)
+        self._begin_step()
+
+    def _begin_step(self) -> None:
+        self._totals = StepTotals()
+        self._has_stepped = False
+        self._waiting: list[Group] = []
+        self._sequences: dict[str, list[TrainSequence]] = {}
+
+    @property
+    def version(self) -> int:
+        """Finished steps that changed the weights, supervised ones included: one for each set that is published.
+
+        With `minibatches` above 1 each of them is several optimizer steps, since no sampler ever sees what is between.
+        """
+        return self._version
+
+    async def check_model(self) -> None:
+        """Start the first rank alone, which loads the model and tries whether it is computed exactly.
+
+        Raises LearnerError, or ModelError for a model that cannot be trained; nothing is left running then.
+        """
+        self._failure = None
+        self._ranks = [self._new_rank(0)]
+        self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
+
+    async def start(self) -> None:
+        """Start all ranks, load the model. Raises LearnerError or ModelError; nothing is left running then."""
+        if not self._ranks:
+            await self.check_model()
+        config = self._config
+        self._ranks += [self._new_rank(rank) for rank in range(1, config.ranks)]
+        addresses = await self._on_all("node_address", timeout_s=config.start_timeout_s)
+        host = addresses[0] if len(set(addresses)) > 1 else None
+        address = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
+        fingerprints = await self._on_all("start", address, self._forms, timeout_s=config.start_timeout_s)
+        self._fingerprint = fingerprints[0]
+        if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
+            self._row_tokens = 1  # every sequence gets a row of its own
+
+    def _new_rank(self, rank: int) -> ActorHandle[Any]:
+        config = self._config
+        gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus()) else 0
+        actor = rank_actor(LearnerRank, self._transfer).options(
+            num_cpus=self._num_cpus,
+            num_gpus=gpus,
+            max_restarts=0,
+            runtime_env={"env_vars": rank_environment(config.threads)},
+        )
+        made: ActorHandle[Any] = actor.remote(
+            self._folder,
+            config,
+            rank=rank,
+            seed=self._seed,
+            temperature=self._temperature,
+            run=self._run,
+            transfer=self._transfer,
+        )
+        return made
+
+    async def accumulate(self, groups: Sequence[Group]) -> None:
+        """Forward and backward on whole groups with the current weights.
+
+        Raises LearnerError if a policy token is older than `version - async_ratio`, or if a rank fails.
+        """
+        check_staleness(groups, self._version, self._async_ratio)
+        self._check_usable()
+        if self._rules.needs_whole_batch:
+            self._totals.add_waiting(len(groups))
+            self._waiting.extend(groups)
+        else:
+            await self._take(groups)
+
+    async def finish_step(self) -> StepResult:
+        """Normalise, clip, step. Raises LearnerError when nothing was accumulated.
+
+        A step whose loss or gradient is not finite changes nothing and is reported as skipped; more than
+        `max_skipped_steps` in a row raise LearnerError.
+        """
+        self._check_usable()
+        if self._waiting:
+            waiting, self._waiting = self._waiting, []
+            await self._take(waiting)
+        rate = self._warmed_up(self._config.learning_rate)
+        normalizer = self._normalizer()
+        count = self._config.minibatches
+        if count == 1:
+            return self._finish(normalizer, rate, [await self._update(normalizer, rate)])
+        updates = []
+        for part in split_minibatches(self._sequences, count, (self._seed, self._version)):
+            await self._train_on(part)
+            updates.append(await self._update(normalizer / count, rate))
+        return self._finish(normalizer, rate, updates)
+
+    async def abandon_step(self) -> None:
+        """Forget what was accumulated. An update that had begun is another version: no checkpoint may mislabel it."""
+        await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
+        self._version += self._has_stepped
+        self._begin_step()
+
+    async def sft_step(
+        self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
+    ) -> StepResult:
+        """One supervised step: cross-entropy on the policy tokens of demonstrations.
+
+        It goes through the same packing, optimizer and version counter as any other step, since servers need the new
+        weights as much as after any other; unless it does not count, in a warm start before anything was sampled, which
+        then has no part in `warmup_steps` either. Raises LearnerError inside a step that `accumulate` has begun.
+        """
+        if not self._totals.empty:
+            raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
+        sequences = prepare_demonstrations(trajectories)
+        self._totals.add_demonstrations(sequences)
+        await self._train_on(sequences, supervised=True)
+        rate = self._config.learning_rate if learning_rate is None else learning_rate
+        rate = self._warmed_up(rate) if counts else rate
+        normalizer = self._totals.policy_tokens
+        updates = [await self._update(normalizer, rate)]
+        return self._finish(normalizer, rate, updates, off_policy=False, counts=counts)
+
+    async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
+        return (await self.logprobs_of([token_ids]))[0]
+
+    async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
+        """`logprobs` of each text, computed together, their prefixes shared as in rows that train."""
+        self._check_usable()
+        sequences = [text_sequence(text) for text in texts]
+        rows = pack(sequences, self._row_tokens)
+        found = with_prox_logprobs(sequences, *await self._on_rows("prox_logprobs", rows, temperature=1.0))
+        return [sequence.prox_logprobs[1:] for sequence in found if sequence.prox_logprobs is not None]
+
+    async def stage_weights(self) -> StagedWeights:
+        """Copy the current weights into shared memory; later steps do not touch the copy. The caller releases it."""
+        started = asyncio.get_running_loop().time()
+        results = await self._on_all("stage", self._version, timeout_s=self._config.step_timeout_s)
+        self._totals.staging_s += asyncio.get_running_loop().time() - started
+        staged = merge_handles([result for result in results if result is not None])
+        if self._transfer != "nccl":
+            return staged
+        return replace(staged, channel=NcclChannel(self._ranks[0], self._gather, self._config.step_timeout_s))
+
+    async def release_weights(self, weights: StagedWeights) -> None:
+        """Free a staged version. Raises LearnerError for one that is not staged any more."""
+        await self._on_all("release", replace(weights, channel=None), timeout_s=self._config.step_timeout_s)
+
+    async def save(self, folder: Path) -> None:
+        """`begin_save`, and wait until it is written."""
+        await (await self.begin_save(folder))
+
+    async def begin_save(self, folder: Path) -> asyncio.Task[None]:
+        """Write a complete checkpoint (weights, optimizer, random state, version) into a new folder, atomically.
+
+        When this returns the state has been copied and steps may go on; the task ends when all of it is on disk. Raises
+        CheckpointError, here or from the task, when the folder exists or cannot be written, LearnerError inside a step;
+        nothing is left behind then.
+        """
+        if not self._totals.empty:
+            raise LearnerError(f"{folder}: a checkpoint is written between steps, after finish_step")
+        metadata = {"model": self._fingerprint, "version": self._version, "ranks": self._config.ranks}
+        return await self._in_background("begin_save", folder, manifest=metadata)
+
+    async def load(self, folder: Path) -> None:
+        """Read a checkpoint back, at any number of ranks.
+
+        Raises CheckpointError. One that is missing, truncated or of another model is found before anything changes.
+        """
+        self._check_usable()
+        manifest = await asyncio.to_thread(checkpoint.read_manifest, folder, self._fingerprint)
+        try:
+            await self._on_all("load", folder, timeout_s=self._config.step_timeout_s)
+        except CheckpointError as error:
+            self._kill(f"its state is half loaded: {error}")
+            raise
+        self._version = int(manifest["version"])
+        self._begin_step()
+        self._skipped_in_a_row = 0
+
+    async def export_hf(self, folder: Path) -> None:
+        """`begin_export`, and wait until it is written."""
+        await (await self.begin_export(folder))
+
+    async def begin_export(self, folder: Path) -> asyncio.Task[None]:
+        """Write a model folder that `transformers` loads, tokenizer included, atomically; replaces an earlier one.
+
+        As `begin_save`. Raises CheckpointError when it cannot be written, or `folder` exists and is not a model folder.
+        """
+        return await self._in_background("begin_export", folder, replaces=(folder / "config.json").is_file())
+
+    async def _in_background(
+        self, begin: str, folder: Path, *, replaces: bool = False, manifest: dict[str, Any] | None = None
+    ) -> asyncio.Task[None]:
+        timeout_s = self._config.step_timeout_s
+
+        async def has_written(partial: Path) -> bool:
+            return all(await self._on_all("has_written", partial, timeout_s=timeout_s))
+
+        return await write_in_background(
+            folder,
+            begin=lambda partial: self._on_all(begin, partial, timeout_s=timeout_s),
+            has_written=has_written,
+            timeout_s=timeout_s,
+            replaces=replaces,
+            manifest=manifest,
+        )
+
+    async def close(self) -> None:
+        """Stop all ranks. Safe to call twice, and after a failure."""
+        # A rank that is still starting, or at work for nobody, answers nothing before it has done: it is killed at
+        # once. What it holds (weights in memory without a name) goes with it.
+        if self._ranks and self._failure is None and self._fingerprint and not self._left_busy:
+            try:
+                async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                    await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
+            except (TimeoutError, ray.exceptions.RayError) as error:
+                self._failure = f"a rank did not close in order: {_first_line(error)}"
+        self._kill(self._failure or "the learner is closed")
+
+    async def _take(self, groups: Sequence[Group]) -> None:
+        """Train on groups at once; where a step has minibatches, keep them with the log-probabilities of its start."""
+        sequences = []
+        for prepared in prepare_groups(groups, self._version, self._rules):
+            self._totals.add_group(prepared)
+            if self._config.minibatches > 1:
+                self._sequences[prepared.group_id] = await self._with_prox(prepared.sequences)
+            sequences.extend(prepared.sequences)
+        if self._config.minibatches == 1:
+            await self._train_on(sequences)
+
+    async def _with_prox(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
+        started = time.monotonic()
+        rows = pack(sequences, self._row_tokens)
+        found = await self._on_rows("prox_logprobs", rows)
+        self._totals.prox_s += time.monotonic() - started
+        return with_prox_logprobs(sequences, *found)
+
+    async def _train_on(self, sequences: list[TrainSequence], *, supervised: bool = False) -> None:
+        started = time.monotonic()
+        rows, records = await self._on_rows("accumulate", pack(sequences, self._row_tokens), supervised=supervised)
+        self._totals.add_rows(rows, records)
+        self._totals.forward_backward_s += time.monotonic() - started
+
+    async def _on_rows(self, method: str, rows: list[PackedRow], **kwargs: Any) -> tuple[list[PackedRow], list[Any]]:
+        """Rows, in the order of the results, and what `method` of the ranks gave for each."""
+        if not rows:
+            return [], []
+        shares = balance(rows, self._config.ranks)
+        passes = max(len(share) for share in shares)
+        # FSDP's collectives need every rank in every pass: ranks with fewer rows run idle passes.
+        work: list[list[PackedRow | None]] = [[*share, *[None] * (passes - len(share))] for share in shares]
+        results = await self._gather(
+            [getattr(rank, method).remote(part, **kwargs) for rank, part in zip(self._ranks, work, strict=True)],
+            method,
+            self._config.step_timeout_s,
+        )
+        return [row for share in shares for row in share], [result for part in results for result in part]
+
+    async def _update(self, normalizer: float, rate: float) -> UpdateRecord:
+        self._has_stepped = True
+        updates: list[UpdateRecord] = await self._on_all(
+            "update", normalizer, rate, skip=not self._totals.loss_is_finite(), timeout_s=self._config.step_timeout_s
+        )
+        self._count_skipped(updates[0].skipped)
+        return replace(updates[0], seconds=max(update.seconds for update in updates))
+
+    def _normalizer(self) -> int:
+        normalizer = self._totals.normalizer(self._config.loss_normalization)
+        if normalizer == 0:
+            reason = f"there is nothing to step on: {self._totals.describe()}"
+            self._begin_step()
+            raise LearnerError(reason)
+        return normalizer
+
+    def _warmed_up(self, rate: float) -> float:
+        warmup = self._config.warmup_steps
+        return rate * min(1.0, (self._version + 1) / warmup) if warmup else rate
+
+    def _finish(
+        self,
+        normalizer: float,
+        rate: float,
+        updates: list[UpdateRecord],
+        *,
+        off_policy: bool = True,
+        counts: bool = True,
+    ) -> StepResult:
+        totals, began = self._totals, self._version
+        self._begin_step()
+        applied = [update for update in updates if not update.skipped]
+        if applied and counts:
+            self._version += 1
+        metrics = totals.metrics(normalizer, began if off_policy else None) | {
+            "learning_rate": rate,
+            "skipped": float(len(updates) - len(applied)),
+            "optimizer_steps": float(len(applied)),
+            "grad_norm": max(update.grad_norm for update in updates),
+            "optimizer_s": sum(update.seconds for update in updates),
+        }
+        return StepResult(self._version, totals.policy_tokens, not applied, metrics)
+
+    def _count_skipped(self, skipped: bool) -> None:
+        self._skipped_in_a_row = self._skipped_in_a_row + 1 if skipped else 0
+        if self._skipped_in_a_row > self._config.max_skipped_steps:
+            raise LearnerError(
+                f"{self._skipped_in_a_row} steps in a row had a loss or gradient that is not finite and were "
+                "skipped; lower learner.learning_rate, or look at rewards and log-probabilities of the last episodes"
+            )
+
+    async def _on_all(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
+        self._check_usable()
+        calls = [getattr(rank, method).remote(*args, **kwargs) for rank in self._ranks]
+        return await self._gather(calls, method, timeout_s)
+
+    async def _on_rank(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:
+        self._check_usable()
+        (result,) = await self._gather([getattr(self._ranks[rank], method).remote(*args)], method, timeout_s)
+        return result
+
+    async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
+        """Results of all ranks, or one clear error; ranks that are left after a failure are ended."""
+        try:
+            async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
+                results = list(await asyncio.gather(*calls))
+            self._left_busy = False
+            return results
+        except asyncio.CancelledError:
+            self._left_busy = True
+            raise
+        except TimeoutError:
+            self._kill(f"{method} took longer than {timeout_s:g} s; a rank hangs, or the time-out is too short")
+        except ray.exceptions.RayTaskError as error:
+            cause = error.cause
+            if isinstance(cause, RollFlashError):
+                if method in ("check_model", "start"):
+                    self._kill(str(cause))
+                raise cause from None
+            self._kill(f"{method} failed on a rank: {type(cause).__name__}: {_first_line(cause)}")
+        except ray.exceptions.RayError as error:
+            self._kill(f"a rank died during {method}: {_first_line(error)}")
+        raise LearnerError(str(self._failure))
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise LearnerError(f"the learner cannot be used: {self._failure}")
+
+    def _kill(self, reason: str) -> None:
+        self._failure = reason
+        for rank in self._ranks:
+            ray.kill(rank)
+        self._ranks = []
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,365 @@
+"""What one rank of the learner does: FSDP, forward and backward on packed rows, the optimizer.
+
+Every method marked as a collective must be called on all ranks in the same order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import ray
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from transformers import AutoTokenizer
+
+from roll_flash.config.learner import OFFLOAD_ON_CPU, LearnerConfig
+from roll_flash.engines.inference import StagedWeights, WeightTransfer
+from roll_flash.errors import ConfigError
+from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord
+from roll_flash.learner.model import lora
+from roll_flash.learner.model.compiled_layers import compile_layers
+from roll_flash.learner.model.policy_model import ModelForm, PolicyModel, check_same_vocabulary, load_policy_model
+from roll_flash.learner.packing.rows import PackedRow
+from roll_flash.learner.ranks import checkpoint
+from roll_flash.learner.ranks.gradient_sync import GradientSync
+from roll_flash.learner.ranks.meeting import is_on_one_machine, join_meeting, open_meeting
+from roll_flash.learner.weights.device import DeviceWeightStage, free_port
+from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
+
+_LOG = logging.getLogger(__name__)
+
+Forms = Mapping[Path, ModelForm]
+"""How the model of each folder is computed exactly."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRecord:
+    """What the optimizer did. `grad_norm` is that of the normalised gradient, before clipping."""
+
+    grad_norm: float
+    skipped: bool
+    seconds: float
+
+
+class LearnerRank:
+    def __init__(
+        self,
+        model_folder: Path,
+        config: LearnerConfig,
+        *,
+        rank: int,
+        seed: int,
+        temperature: float,
+        run: str,
+        transfer: WeightTransfer = "shm",
+    ) -> None:
+        self._folder = model_folder
+        self._config = config
+        self._rank = rank
+        self._seed = seed
+        self._temperature = temperature
+        self._run = run
+        self._transfer = transfer
+        self._store: dist.Store | None = None
+        self._loaded: PolicyModel | None = None
+        self._writing: dict[Path, Future[Any]] = {}
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
+        self._device = _device(config.device, rank)
+        if self._device.type == "cpu":
+            torch.set_num_threads(config.threads)
+
+    def node_address(self) -> str:
+        """The address under which other ranks reach this one's machine."""
+        address: str = ray.util.get_node_ip_address()
+        return address
+
+    def check_model(self) -> Forms:
+        """First rank only, before anything else starts: loads the model and finds out how it, and a reference of a
+        folder of its own, are computed exactly. Raises ModelError where that cannot be."""
+        if self._config.activation_offload and self._device.type == "cpu":
+            raise ConfigError(f"learner.{OFFLOAD_ON_CPU}")
+        forms: dict[Path, ModelForm] = {}
+        reference = self._reference_folder()
+        if reference is not None and reference != self._folder:
+            # Not kept: with the policy's, it would be two whole models in one process.
+            forms[reference] = load_policy_model(reference, self._temperature).form
+        self._loaded = load_policy_model(self._folder, self._temperature)
+        forms[self._folder] = self._loaded.form
+        for folder, form in forms.items():
+            check_same_vocabulary(form, forms[self._folder], folder)
+        check_can_be_staged(self._loaded.model, self._folder)
+        return forms
+
+    def open_store(self, host: str | None) -> str:
+        """First rank only: opens the meeting point of all ranks, returns its address. None: all are on this
+        machine."""
+        self._store, address = open_meeting(self._config.ranks, host, self._timeout)
+        return address
+
+    def start(self, address: str, forms: Forms) -> str:
+        """Join the other ranks, load the model, shard it; returns the model's fingerprint. A collective."""
+        if is_on_one_machine(address):
+            os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        store = self._store if self._rank == 0 else join_meeting(address, self._config.ranks, self._timeout)
+        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        ranks = self._config.ranks
+        dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
+        # What the background says to other ranks must not come between what FSDP says to them.
+        self._background = dist.new_group(backend="gloo", timeout=self._timeout)
+        torch.manual_seed(self._seed + self._rank)
+        policy = self._loaded or load_policy_model(self._folder, self._temperature, forms[self._folder])
+        self._loaded = None
+        if self._config.lora.rank:
+            # Alike on every rank: what differs between their shards would be one matrix of several minds.
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self._seed)
+                lora.adapt(policy.model, self._config.lora)
+        if self._config.gradient_checkpointing:
+            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+        policy.offload_activations = self._config.activation_offload
+        self._flex_attention = self._device.type == "cuda" and _flex_attention_works(self._device)
+        fingerprint = checkpoint.fingerprint(policy.model)
+        self._tied = policy.tied_names()
+        self._policy = self._shard(policy)
+        if self._config.compile:
+            compile_layers(self._policy)
+        reference = self._load_reference(forms)
+        self._shares = policy.shares_prefixes and (reference is None or reference.shares_prefixes)
+        self._objective = Objective(self._config, self._policy, reference)
+        self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
+        self._optimizer = torch.optim.AdamW(
+            self._parameter_groups(), lr=self._config.learning_rate, betas=self._config.betas, fused=True
+        )
+        self._stage = self._open_stage()
+        if self._rank == 0:
+            self._stage.reserve()
+        return fingerprint
+
+    def shares_prefixes(self) -> bool:
+        """Whether a row may hold several sequences."""
+        return self._shares
+
+    def accumulate(self, rows: Sequence[PackedRow | None], *, supervised: bool = False) -> list[RowRecord]:
+        """Forward and backward of each row, adding to the gradients. A collective.
+
+        None stands for a pass in which this rank has nothing to do but to take part: its loss is multiplied by zero.
+        """
+        self._policy.train()
+        records = []
+        for row in rows:
+            self._sync.begin_pass()
+            if row is None:
+                self._objective.add_nothing(supervised=supervised)
+            else:
+                records.append(self._objective.add_gradient(row, supervised=supervised))
+        return records
+
+    def prox_logprobs(
+        self, rows: Sequence[PackedRow | None], temperature: float | None = None
+    ) -> list[NDArray[np.float32]]:
+        """Log-probabilities of each row's policy tokens, in its order; None is the sampler's temperature. A
+        collective."""
+        found = []
+        for row in rows:
+            logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row, temperature)
+            if row is not None:
+                found.append(logprobs.cpu().numpy())
+        return found
+
+    def update(self, normalizer: float, learning_rate: float, *, skip: bool) -> UpdateRecord:
+        """Divide the gradients by `normalizer` (the policy tokens or sequences of the step), clip, step. A collective.
+
+        Nothing changes when the gradient is not finite, or `skip`. A step in which no group had a signal has the
+        gradient zero and is taken as such: momentum goes on, as in a loop that computes it.
+        """
+        started = time.perf_counter()
+        self._sync.finish()
+        for parameter in self._trained:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        gradients = [_local(p.grad) for p in self._trained if p.grad is not None]
+        # FSDP averages over the ranks; the loss is a sum over them.
+        scale = dist.get_world_size() / normalizer
+        norm = self._total_norm() * scale
+        skipped = skip or not np.isfinite(norm)
+        if not skipped:
+            torch._foreach_mul_(gradients, scale * min(1.0, self._config.max_grad_norm / (norm + 1e-6)))
+            for group in self._optimizer.param_groups:
+                group["lr"] = learning_rate
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return UpdateRecord(grad_norm=norm, skipped=skipped, seconds=time.perf_counter() - started)
+
+    def abandon(self) -> None:
+        """Forget the gradient of the step under way. A collective."""
+        self._sync.finish()
+        self._optimizer.zero_grad()
+
+    def stage(self, version: int) -> StagedWeights | None:
+        """The first rank returns the staged weights, with `ipc` every rank. A collective."""
+        if self._rank == 0 or self._transfer == "ipc":
+            return self._stage.stage(version)
+        self._stage.gather()
+        return None
+
+    def release(self, weights: StagedWeights) -> None:
+        """On ranks that staged them."""
+        if self._rank == 0 or self._transfer == "ipc":
+            self._stage.release(weights)
+
+    def transfer_address(self) -> tuple[str, int]:
+        """Where a server can meet this rank."""
+        host = self.node_address()
+        return host, free_port(host)
+
+    def join_transfer(self, endpoint: str, host: str, port: int, world_size: int) -> None:
+        """`nccl`, first rank only, in its transfer thread: become a group with one server."""
+        torch.cuda.set_device(self._device)
+        cast(DeviceWeightStage, self._stage).join(endpoint, host, port, world_size)
+
+    def send_weights(self, endpoint: str, weights: StagedWeights) -> None:
+        """`nccl`, first rank only, in its transfer thread: send to a server that receives."""
+        torch.cuda.set_device(self._device)
+        cast(DeviceWeightStage, self._stage).send(endpoint, weights)
+
+    def begin_save(self, folder: Path) -> None:
+        """Copy this rank's part of a checkpoint aside and write it in the background. A collective."""
+        self._writing[folder] = checkpoint.begin_write(
+            folder, self._policy, self._optimizer, self._rank, self._background
+        )
+
+    def has_written(self, folder: Path) -> bool:
+        """Whether what was begun for `folder` is done. Raises CheckpointError if it went wrong."""
+        writing = self._writing.get(folder)
+        if writing is not None and not writing.done():
+            return False
+        if writing is not None:
+            del self._writing[folder]
+            checkpoint.finish_write(folder, writing)
+        return True
+
+    def load(self, folder: Path) -> None:
+        """Read a checkpoint; a step under way is forgotten. A collective."""
+        self.abandon()
+        checkpoint.read_state(folder, self._policy, self._optimizer, self._rank)
+
+    def begin_export(self, folder: Path) -> None:
+        """Copy the weights aside; the first rank writes a Hugging Face folder in the background. A collective."""
+        first = self._rank == 0
+        tensors = {}
+        for name, tensor in whole_tensors(self._policy.model, self._tied):
+            if first:
+                tensors[name] = tensor.to("cpu", copy=True)
+        if first:
+            self._writing[folder] = self._writer.submit(self._write_model, folder, tensors)
+
+    def _write_model(self, folder: Path, tensors: dict[str, Tensor]) -> None:
+        self._policy.model.save_pretrained(folder, state_dict=tensors)
+        AutoTokenizer.from_pretrained(self._folder).save_pretrained(folder)
+
+    def close(self) -> None:
+        self._writer.shutdown(cancel_futures=True)
+        self._stage.close()
+        dist.destroy_process_group()
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self._config.step_timeout_s)
+
+    @property
+    def _trained(self) -> list[torch.nn.Parameter]:
+        return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
+
+    def _parameter_groups(self) -> list[dict[str, Any]]:
+        """Weight decay is for matrices: norms and biases have none. Without any, one group is all there is."""
+        decay = self._config.weight_decay
+        if not decay:
+            return [{"params": self._trained, "weight_decay": 0.0}]
+        decays: list[torch.nn.Parameter] = []
+        others: list[torch.nn.Parameter] = []
+        for name, parameter in self._policy.named_parameters():
+            if parameter.requires_grad:
+                owner = self._policy.get_submodule(name.rpartition(".")[0])
+                (decays if _is_matrix(name, parameter, owner) else others).append(parameter)
+        groups = [{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        return [group for group in groups if group["params"]]
+
+    def _open_stage(self) -> WeightStage | DeviceWeightStage:
+        model, dtype = self._policy.model, torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        if self._transfer == "nccl" or self._transfer == "ipc":
+            return DeviceWeightStage(model, self._tied, dtype, self._transfer, self._rank)
+        changed_only = self._config.lora.publish == "adapters"
+        return WeightStage(model, self._tied, dtype, self._run, changed_only=changed_only)
+
+    def _shard(self, policy: PolicyModel) -> PolicyModel:
+        policy = policy.to(self._device)
+        policy.flex_attention = self._flex_attention
+        mesh = init_device_mesh(self._device.type, (self._config.ranks,))
+        half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        precision = half if self._device.type == "cuda" else MixedPrecisionPolicy()
+        for layer in policy.layers:
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(policy, mesh=mesh, mp_policy=precision)
+        return policy
+
+    def _reference_folder(self) -> Path | None:
+        """None without a reference, or if the policy holds it in itself."""
+        kl = self._config.kl
+        if not kl.coefficient or (self._config.lora.rank and kl.reference is None):
+            return None
+        return self._folder if kl.reference is None else Path(kl.reference)
+
+    def _load_reference(self, forms: Forms) -> PolicyModel | None:
+        """The frozen reference, sharded as the policy is."""
+        folder = self._reference_folder()
+        if folder is None:
+            return None
+        return self._shard(load_policy_model(folder, self._temperature, forms[folder]).requires_grad_(False))
+
+    def _total_norm(self) -> float:
+        gradients = [p.grad for p in self._trained if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
+
+def _device(name: str, rank: int) -> torch.device:
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    # Ray shows each actor only its own device, as number 0.
+    device = torch.device("cuda", rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def _flex_attention_works(device: torch.device) -> bool:
+    """Says so in the log where it does not: plain attention over a dense mask takes its place."""
+    from roll_flash.learner.packing.flex_tree import why_not
+
+    reason = why_not(device)
+    if reason is not None:
+        _LOG.warning("FlexAttention cannot be used here, a dense mask takes its place: %s", reason)
+    return reason is None
+
+
+def _is_matrix(name: str, parameter: Tensor, owner: torch.nn.Module) -> bool:
+    """Norms of heads have two dimensions too, as have the logarithms of a state space's rates of decay."""
+    is_norm = "Norm" in type(owner).__name__ and not isinstance(owner, torch.nn.Embedding)
+    return parameter.ndim > 1 and not is_norm and not name.endswith(("bias", "A_log"))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,108 @@
+"""What adds up between the first `accumulate` of a step and its `finish_step`."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from roll_flash.learner.losses.diagnostics import by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.learner.losses.objective import RowRecord
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence
+from roll_flash.learner.packing.sequences import Prepared
+
+
+class StepTotals:
+    """Counts, losses and per-token records of one step."""
+
+    def __init__(self) -> None:
+        self.policy_tokens = 0
+        self.sequences = 0
+        self.rows = 0
+        self.prox_s = 0.0
+        self.forward_backward_s = 0.0
+        self.staging_s = 0.0
+        self._counts: Counter[str] = Counter()
+        self._ages: Counter[int] = Counter()
+        self._records: list[RowRecord] = []
+        self._computed_tokens = 0
+        self._padded_tokens = 0
+        self._waiting = 0
+        self._checked = 0
+
+    @property
+    def empty(self) -> bool:
+        return self.policy_tokens == 0 and not self._counts and not self._waiting
+
+    def normalizer(self, normalization: Literal["tokens", "sequences"]) -> int:
+        """What the gradient of the whole step is divided by."""
+        return self.policy_tokens if normalization == "tokens" else self.sequences
+
+    def add_group(self, prepared: Prepared) -> None:
+        self._counts.update(prepared.counts)
+        self._ages.update(dict(prepared.staleness))
+        self.policy_tokens += prepared.policy_tokens
+        self.sequences += prepared.trajectories
+
+    def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
+        self.policy_tokens += sum(int(sequence.policy_mask.sum()) for sequence in sequences)
+        self.sequences += len(sequences)
+
+    def add_waiting(self, groups: int) -> None:
+        """Groups that are given but prepared only when the step is complete."""
+        self._waiting += groups
+
+    def loss_is_finite(self) -> bool:
+        """Whether that of all rows added since the last call is."""
+        new, self._checked = self._records[self._checked :], len(self._records)
+        return all(math.isfinite(record.loss) for record in new)
+
+    def add_rows(self, rows: Sequence[PackedRow], records: Sequence[RowRecord]) -> None:
+        self.rows += len(rows)
+        self._records.extend(records)
+        self._computed_tokens += sum(row.num_tokens for row in rows)
+        self._padded_tokens += sum(row.padded_tokens for row in rows)
+
+    def describe(self) -> str:
+        """The counts in words, for an error message."""
+        return ", ".join(f"{name} {number}" for name, number in sorted(self._counts.items())) or "no groups were given"
+
+    def metrics(self, normalizer: float, version: int | None) -> dict[str, float]:
+        """All of the step, flat. Diagnostics are over the tokens that were computed.
+
+        `version` is that at the step's begin; None leaves out what compares with the sampler.
+        """
+        tokens = [len(record.logprobs) for record in self._records]
+        names = {name for record in self._records for name in record.means}
+        metrics = {
+            "policy_tokens": float(self.policy_tokens),
+            "computed_policy_tokens": float(sum(tokens)),
+            "computed_tokens": float(self._computed_tokens),
+            "shared_tokens_saved": float(self._padded_tokens - self._computed_tokens),
+            "rows": float(self.rows),
+            "loss": sum(record.loss for record in self._records) / max(1, normalizer),
+            "sequences": float(self.sequences),
+            "prox_s": self.prox_s,
+            "forward_backward_s": self.forward_backward_s,
+            "staging_s": self.staging_s,
+            **{name: float(number) for name, number in self._counts.items()},
+            **staleness_metrics(sorted(self._ages.items())),
+        }
+        for name in names:
+            total = sum(r.means[name] * n for r, n in zip(self._records, tokens, strict=True) if name in r.means)
+            metrics[name] = total / max(1, sum(tokens))
+        if self._records and version is not None:
+            metrics |= self._off_policy_metrics(version)
+        return metrics
+
+    def _off_policy_metrics(self, version: int) -> dict[str, float]:
+        logprobs = np.concatenate([record.logprobs for record in self._records])
+        behavior = np.concatenate([record.behavior_logprobs for record in self._records])
+        ages = version - np.concatenate([record.versions for record in self._records])
+        names = {name for record in self._records for name in record.indicators}
+        indicators = {name: np.concatenate([r.indicators[name] for r in self._records]) for name in sorted(names)}
+        entropies = np.concatenate([record.entropies for record in self._records])
+        return off_policy_metrics(logprobs, behavior, entropies) | by_staleness(logprobs - behavior, ages, indicators)

@@ -1,0 +1,52 @@
+"""The driver's end of a learner that sends weights itself (NCCL): it tells the first rank when, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from roll_flash.engines.inference import StagedWeights
+from roll_flash.processes.background import all_or_first_error
+
+TRANSFER = "transfer"
+"""Concurrency group of the rank's actor: it sends in a thread of its own while it computes in another."""
+
+Gather = Callable[[list[Any], str, float], Awaitable[list[Any]]]
+
+
+class NcclChannel:
+    """`gather` waits for calls of ranks as the learner does, with its deadline and its errors."""
+
+    def __init__(self, first_rank: Any, gather: Gather, timeout_s: float) -> None:
+        self._first_rank = first_rank
+        self._gather = gather
+        self._timeout_s = timeout_s
+
+    async def join(self, endpoint: str, world_size: int, receive: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
+        """Make a group of the first rank and a server's `world_size` workers; `receive` has the server join."""
+        from vllm.distributed.weight_transfer.packed_tensor import (
+            DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            DEFAULT_PACKED_NUM_BUFFERS,
+        )
+
+        host, port = await self._call("transfer_address")
+        info = {
+            "master_address": host,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": 1 + world_size,
+            "packed": True,
+            "packed_buffer_size_bytes": DEFAULT_PACKED_BUFFER_SIZE_BYTES,
+            "packed_num_buffers": DEFAULT_PACKED_NUM_BUFFERS,
+        }
+        await all_or_first_error(self._call("join_transfer", endpoint, host, port, 1 + world_size), receive(info))
+
+    async def send(self, endpoint: str, weights: StagedWeights, receive: Awaitable[Any]) -> None:
+        """Send while the server receives."""
+        await all_or_first_error(self._call("send_weights", endpoint, replace(weights, channel=None)), receive)
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        call = getattr(self._first_rank, method).options(concurrency_group=TRANSFER).remote(*arguments)
+        (result,) = await self._gather([call], method, self._timeout_s)
+        return result

@@ -1,0 +1,67 @@
+"""Ends what a local Ray leaves behind when its driver is killed: `python -m roll_flash.processes.ray_guard FOLDER`.
+
+Most of Ray's processes die with their driver; its agents do not notice for minutes. The guard reads a pipe from the
+driver. The word `done` says that Ray was shut down in order; an end of file without it, that the driver is gone: then
+every process that holds a file of the folder open is killed. Either way the folder is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+DONE = b"done\n"
+ROUNDS = 20
+ROUND_S = 0.1
+STOP_TIMEOUT_S = 10.0
+
+
+class RayGuard:
+    """The driver's end of the pipe."""
+
+    def __init__(self, folder: Path) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "roll_flash.processes.ray_guard", str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # Ctrl-C is the driver's
+        )
+
+    def stop(self) -> None:
+        """After ray.shutdown(): the guard removes the folder and ends."""
+        with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
+            self._process.communicate(DONE, timeout=STOP_TIMEOUT_S)
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+
+
+def main(folder: Path) -> None:
+    if sys.stdin.buffer.read() != DONE:
+        for _ in range(ROUNDS):  # more than once: a process may be starting another
+            for pid in _users_of(folder):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(ROUND_S)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _users_of(folder: Path) -> set[int]:
+    """Processes of this machine with an open file below `folder`."""
+    found = set()
+    prefix = f"{folder}/"
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+            if any(os.readlink(file).startswith(prefix) for file in (process / "fd").iterdir()):
+                found.add(int(process.name))
+    return found - {os.getpid()}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

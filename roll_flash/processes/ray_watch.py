@@ -1,0 +1,86 @@
+"""Notices within seconds that Ray itself has died: the raylet of this node, or the cluster's control store (GCS).
+
+Ray's own driver goes on for up to a minute and is then ended with words of Ray's. Calls between processes that are
+there already still work for some seconds, so that a checkpoint can be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from roll_flash.errors import RollFlashError, RunError
+from roll_flash.processes.background import beside
+
+EVERY_S = 1.0
+CONNECT_TIMEOUT_S = 10.0
+
+
+class RayDiedError(RunError):
+    """A process of Ray's is gone that nothing works without."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayProcess:
+    """Something of Ray's that listens at a port for as long as it lives."""
+
+    name: str
+    host: str
+    port: int
+
+    async def check(self) -> None:
+        """Raises RayDiedError when nobody listens there. A machine that is too busy to answer is given time."""
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                _, writer = await asyncio.open_connection(self.host, self.port)
+            writer.transport.abort()
+        except ConnectionRefusedError:
+            raise RayDiedError(
+                f"{self.name} is gone (nobody listens at {self.host}:{self.port}): it was killed, or the machine ran "
+                "out of memory"
+            ) from None
+        except (TimeoutError, OSError) as error:
+            raise RayDiedError(
+                f"{self.name} cannot be reached at {self.host}:{self.port}: {type(error).__name__} {error}"
+            ) from None
+
+
+def ray_processes() -> list[RayProcess]:
+    """What this driver needs of Ray, which must be initialised."""
+    import ray
+
+    context = ray.get_runtime_context()
+    node = next(node for node in ray.nodes() if node["NodeID"] == context.get_node_id())
+    host, _, port = context.gcs_address.rpartition(":")
+    return [
+        RayProcess("Ray's raylet on this node", node["NodeManagerAddress"], int(node["NodeManagerPort"])),
+        RayProcess("Ray's control store (GCS)", host, int(port)),
+    ]
+
+
+@asynccontextmanager
+async def watching_ray() -> AsyncIterator[None]:
+    """While the block runs, the death of Ray ends the run (`start_background`). What else fails then is its
+    consequence, and the block raises RayDiedError instead."""
+    processes = await asyncio.to_thread(ray_processes)
+    try:
+        async with beside(_watch(processes), "the watch over Ray"):
+            yield
+    except RayDiedError:
+        raise
+    except RollFlashError:
+        await _check(processes)
+        raise
+
+
+async def _check(processes: list[RayProcess]) -> None:
+    for process in processes:
+        await process.check()
+
+
+async def _watch(processes: list[RayProcess]) -> None:
+    while True:
+        await _check(processes)
+        await asyncio.sleep(EVERY_S)

@@ -1,0 +1,268 @@
+"""Child processes that cannot outlive us: a guard between us and the child kills its whole tree when we go away.
+
+`GuardedProcess.start` runs `python -m roll_flash.processes.supervise ... -- COMMAND`. The guard holds the reading end
+of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes, whatever
+closed it (`stop`, an exit, `kill -9`), it terminates all descendants, those in sessions of their own too, and removes the scratch folder and
+what they left in /dev/shm (Python's own cleaning misses semaphores of a process that was terminated).
+When the guard itself is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group.
+
+This file is also run as the guard, so it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import glob
+import multiprocessing
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+TERMINATE_GRACE_S = 5.0
+TRACKER_GRACE_S = 2.0
+"""How long processes that clean up after the others (multiprocessing's resource tracker) may still run."""
+GUARD_MARGIN_S = 5.0
+POLL_S = 0.05
+SHARED_MEMORY_EVERY_S = 10.0
+GUARD_VARIABLE = "ROLL_FLASH_GUARD"
+"""Environment variable with the process id of the guard, for `claim_semaphores`."""
+
+
+class GuardedProcess:
+    """A command with its guard. Not thread-safe."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process = process
+
+    @classmethod
+    def start(
+        cls, command: Sequence[str], *, env: Mapping[str, str], log: Path, scratch: Path | None = None
+    ) -> GuardedProcess:
+        """Run `command` with stdout and stderr appended to `log`. `scratch` is removed when everything is gone."""
+        guard = [sys.executable, "-m", "roll_flash.processes.supervise"]
+        if scratch is not None:
+            guard += ["--scratch", str(scratch)]
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                [*guard, "--", *command],
+                env=dict(env),
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        return cls(process)
+
+    @property
+    def pid(self) -> int:
+        """Of the guard; its process group holds the command."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """None while the command runs; then its exit status, negative for a signal as in `subprocess`."""
+        code = self._process.poll()
+        return code if code is None or code <= 128 else 128 - code
+
+    def stop(self) -> None:
+        """End the whole tree and wait for it. Blocks for at most the grace times. Safe to call twice."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.send_signal(signal.SIGCONT)  # a guard that somebody stopped
+        try:
+            self._process.wait(TERMINATE_GRACE_S + TRACKER_GRACE_S + GUARD_MARGIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(GUARD_MARGIN_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def claim_semaphores() -> None:
+    """Name this process's multiprocessing semaphores after its guard, if it has one, so that the guard finds them.
+
+    A semaphore that nobody has mapped (any more) cannot be attributed otherwise.
+    """
+    guard = os.environ.get(GUARD_VARIABLE)
+    if guard:
+        multiprocessing.current_process()._config["semprefix"] = f"/{_semaphore_prefix(int(guard))}"  # type: ignore[attr-defined]
+
+
+def _semaphore_prefix(guard: int) -> str:
+    return f"mp-roll-flash-{guard}"
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m roll_flash.processes.supervise")
+    parser.add_argument("--scratch", type=Path)
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args(arguments)
+    _prctl(PR_SET_CHILD_SUBREAPER, 1)
+    stopping = _StopSignals()
+    guard = os.getpid()
+    command = subprocess.Popen(
+        options.command,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, GUARD_VARIABLE: str(guard)},
+        preexec_fn=lambda: _die_with(guard),
+    )
+    children = _Children(command.pid)
+    shared_memory = _SharedMemory()
+    while children.exit_status() is None and not stopping.seen and not _owner_is_gone():
+        shared_memory.look(at_most_every_s=SHARED_MEMORY_EVERY_S)
+    shared_memory.look()
+    _end_descendants()
+    shared_memory.remove()
+    if options.scratch is not None:
+        shutil.rmtree(options.scratch, ignore_errors=True)
+    status = children.exit_status()
+    return 1 if status is None else status if status >= 0 else 128 - status
+
+
+class _Children:
+    """The command and the orphans that the guard adopted: all are collected, one status is remembered."""
+
+    def __init__(self, command: int) -> None:
+        self._command = command
+        self._status: int | None = None
+
+    def exit_status(self) -> int | None:
+        with contextlib.suppress(ChildProcessError):
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                if ended[0] == self._command:
+                    self._status = os.waitstatus_to_exitcode(ended[1])
+        return self._status
+
+
+class _SharedMemory:
+    """Files in /dev/shm that the descendants have mapped, seen while they live and removed when they are gone."""
+
+    def __init__(self) -> None:
+        self._paths: set[str] = set()
+        self._looked_s = time.monotonic()
+
+    def look(self, at_most_every_s: float = 0.0) -> None:
+        if time.monotonic() - self._looked_s >= at_most_every_s:
+            self._looked_s = time.monotonic()
+            self._paths.update(*(_mapped_shared_memory(pid) for pid in _descendants()))
+
+    def remove(self) -> None:
+        """All but what some other process still uses."""
+        semaphores = glob.glob(f"/dev/shm/sem.{_semaphore_prefix(os.getpid())}-*")
+        left = {path for path in (*self._paths, *semaphores) if os.path.exists(path)}
+        if not left:
+            return
+        in_use = set().union(*(_mapped_shared_memory(int(pid)) for pid in os.listdir("/proc") if pid.isdigit()))
+        for path in left - in_use:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+
+def _mapped_shared_memory(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return set()
+    return {line[line.index("/dev/shm/") :] for line in lines if "/dev/shm/" in line}
+
+
+class _StopSignals:
+    """SIGTERM and the terminal's signals mean: end the tree."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._see)
+
+    def _see(self, *_: object) -> None:
+        self.seen = True
+
+
+def _owner_is_gone(wait_s: float = 0.5) -> bool:
+    """Waits a little for the end of file on the pipe from the owner."""
+    readable, _, _ = select.select([0], [], [], wait_s)
+    return bool(readable) and not os.read(0, 4096)
+
+
+def _end_descendants() -> None:
+    """Terminate, then kill; those that clean up after the others go last, by themselves if they can."""
+    _signal(_descendants(), signal.SIGTERM)
+    _wait_until_gone(TERMINATE_GRACE_S, trackers=False)
+    while workers := [pid for pid in _descendants() if not _is_tracker(pid)]:
+        _signal(workers, signal.SIGKILL)
+        time.sleep(POLL_S)
+    _wait_until_gone(TRACKER_GRACE_S, trackers=True)
+    while left := _descendants():
+        _signal(left, signal.SIGKILL)
+        time.sleep(POLL_S)
+
+
+def _wait_until_gone(limit_s: float, *, trackers: bool) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        if all(not trackers and _is_tracker(pid) for pid in _descendants()):
+            return
+        time.sleep(POLL_S)
+
+
+def _descendants() -> list[int]:
+    """Everything below this process that is not dead yet, from /proc."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and (stat := _stat(entry)) and stat[0] not in "ZX":
+            children.setdefault(int(stat[1]), []).append(int(entry))
+    found: list[int] = []
+    frontier = [os.getpid()]
+    while frontier:
+        below = children.get(frontier.pop(), [])
+        found += below
+        frontier += below
+    return found
+
+
+def _stat(pid: str) -> list[str] | None:
+    """State and parent; None for a process that has just gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+
+
+def _die_with(parent: int) -> None:
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, os.strerror(number))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

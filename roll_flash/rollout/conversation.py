@@ -1,0 +1,220 @@
+"""One episode's view of the model: messages go in, text comes out, and what was sampled is remembered.
+
+`TokenPolicy` speaks token ids to a server of ours and keeps logprobs and weight versions: its episodes can be trained.
+`ChatPolicy` speaks chat messages to any compatible endpoint: its episodes can be evaluated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll_flash.chat.templates import Conversation, Tools, chat_template_of
+from roll_flash.engines.inference import InferenceClient
+from roll_flash.errors import RollFlashError
+from roll_flash.rollout.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
+from roll_flash.types import FinishReason, Message, SamplingParams
+
+if TYPE_CHECKING:
+    from roll_flash.chat.openai_client import ChatReply, OpenAIChatClient
+
+logger = logging.getLogger(__name__)
+
+MAY_MEAN_TOOLS = frozenset({400, 404, 422, 501})
+"""With these an endpoint may say that it takes no declared tools; so they are left out once to find out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One answer of the model. `start:end` are its policy tokens in the episode (0:0 where tokens are not known)."""
+
+    text: str
+    start: int
+    end: int
+    finish_reason: FinishReason
+    elapsed_s: float
+    prompt_tokens: int | None = None
+    """None, as `completion_tokens`, where the endpoint does not tell."""
+    completion_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrays:
+    """The arrays of a `Trajectory`, each of shape [T]."""
+
+    token_ids: NDArray[np.int32]
+    policy_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    prompt_length: int
+
+
+class ContextFullError(RollFlashError):
+    """The conversation leaves no room for another token."""
+
+
+class Policy(Protocol):
+    @property
+    def tools_shown(self) -> ToolsShown | None:
+        """How the model was told the tools that were offered, once it has begun; None if there were none."""
+        ...
+
+    def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
+        """`tools` that the environment offers, in OpenAI's form."""
+        ...
+
+    async def act(self, timeout_s: float) -> Action:
+        """Raises TimeoutError, InferenceError, or ContextFullError."""
+        ...
+
+    def observe(self, messages: Sequence[Message]) -> None: ...
+
+    def messages(self) -> tuple[Message, ...]: ...
+
+    def arrays(self) -> TokenArrays: ...
+
+
+class TokenPolicy:
+    """Token in, token out."""
+
+    def __init__(
+        self,
+        client: InferenceClient,
+        tokenizer: Any,
+        sampling: SamplingParams,
+        *,
+        episode_id: str,
+        max_length: int,
+        session: str | None = None,
+    ) -> None:
+        """`session`: requests of the same one share a server's prefix cache; by default each episode is one."""
+        self._client = client
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._episode_id = episode_id
+        self._session = session or episode_id
+        self._max_length = max_length
+        self._turn = 0
+
+    def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
+        self._tools = ToolChat(tools, chat_template_of(self._tokenizer) if tools else None)
+        self._conversation = Conversation(self._tokenizer, self._tools.opening(messages), self._tools.native)
+
+    @property
+    def tools_shown(self) -> ToolsShown | None:
+        return self._tools.shown
+
+    async def act(self, timeout_s: float) -> Action:
+        start = len(self._conversation.token_ids)
+        room = self._max_length - start
+        if room < 1:
+            raise ContextFullError(f"{start} tokens fill the context of {self._max_length} (model.max_length)")
+        generation = await self._client.generate(
+            self._conversation.token_ids,
+            replace(self._sampling, max_new_tokens=min(room, self._sampling.max_new_tokens)),
+            request_id=f"{self._episode_id}-{self._turn}",
+            session=self._session,
+            timeout_s=timeout_s,
+        )
+        self._turn += 1
+        text = self._conversation.add_generation(generation)
+        end = start + len(generation.token_ids)
+        return Action(text, start, end, generation.finish_reason, generation.elapsed_s, start, end - start)
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        self._conversation.add_observation(self._tools.results(messages))
+
+    def messages(self) -> tuple[Message, ...]:
+        return tuple(self._conversation.messages)
+
+    def arrays(self) -> TokenArrays:
+        """Up to the last token that the model wrote: nothing is learnt from an observation that nobody answered, and
+        one that filled the context may be a million tokens long."""
+        conversation = self._conversation
+        token_ids, policy_mask, logprobs, versions = conversation.arrays()
+        written = np.flatnonzero(policy_mask)
+        end = int(written[-1]) + 1 if len(written) else len(token_ids)
+        return TokenArrays(
+            token_ids[:end], policy_mask[:end], logprobs[:end], versions[:end], conversation.prompt_length
+        )
+
+
+class ChatPolicy:
+    """Messages in, messages out. Tools are declared to the endpoint; to one that refuses them they are described."""
+
+    def __init__(self, client: OpenAIChatClient, sampling: SamplingParams) -> None:
+        self._client = client
+        self._sampling = sampling
+        self._messages: list[Message] = []
+
+    def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
+        self._declared = tools if self._client.takes_tools else None
+        self._described = ToolChat(tools, None)
+        self._opening = list(messages)
+        self._messages = list(messages) if self._declared else self._described.opening(messages)
+        self._calls: tuple[dict[str, Any], ...] = ()
+
+    @property
+    def tools_shown(self) -> ToolsShown | None:
+        return "request" if self._declared else self._described.shown
+
+    async def act(self, timeout_s: float) -> Action:
+        from roll_flash.chat.openai_client import EndpointRefusedError
+
+        try:
+            async with asyncio.timeout(timeout_s):
+                reply = await self._ask(timeout_s)
+        except EndpointRefusedError as error:
+            if error.is_too_long:  # the model's doing, as with servers of ours: it is scored
+                raise ContextFullError(str(error)) from None
+            raise
+        self._calls = reply.tool_calls
+        self._messages.append(
+            {"role": "assistant", "content": reply.text} | ({"tool_calls": list(self._calls)} if self._calls else {})
+        )
+        text = calls_as_text(reply.text, self._calls)
+        return Action(text, 0, 0, reply.finish_reason, reply.elapsed_s, reply.prompt_tokens, reply.completion_tokens)
+
+    async def _ask(self, timeout_s: float) -> ChatReply:
+        from roll_flash.chat.openai_client import EndpointRefusedError
+
+        try:
+            return await self._client.chat(self._messages, self._sampling, timeout_s=timeout_s, tools=self._declared)
+        except EndpointRefusedError as error:
+            begun = len(self._messages) > len(self._opening)
+            if not self._declared or begun or error.is_too_long or error.status not in MAY_MEAN_TOOLS:
+                raise
+            refused = str(error)
+        self._declared, self._messages = None, self._described.opening(self._opening)
+        reply = await self._client.chat(self._messages, self._sampling, timeout_s=timeout_s)
+        if self._client.takes_tools:
+            logger.warning("tools are described in the prompt, as the endpoint does not take them: %s", refused)
+            self._client.takes_tools = False
+        return reply
+
+    def observe(self, messages: Sequence[Message]) -> None:
+        if self._calls:
+            self._messages.extend(results_of_calls(messages, self._calls))
+        else:
+            self._messages.extend(self._described.results(messages))
+
+    def messages(self) -> tuple[Message, ...]:
+        """For people and for imitation: calls are part of the text, as the environment was given them."""
+        return tuple(
+            {"role": message["role"], "content": calls_as_text(str(message["content"]), message["tool_calls"])}
+            if message.get("tool_calls")
+            else message
+            for message in self._messages
+        )
+
+    def arrays(self) -> TokenArrays:
+        empty = np.empty(0)
+        return TokenArrays(
+            empty.astype(np.int32), empty.astype(np.bool_), empty.astype(np.float32), empty.astype(np.int32), 0
+        )

@@ -1,0 +1,404 @@
+"""The run folder `runs/NAME/`: who may use it, what lies where in it, and which checkpoints are complete.
+
+A checkpoint is written into `checkpoints/step_N.partial` and renamed when all of it is on disk, so that a folder
+`step_N` with its `COMPLETE` marker is always whole. One process at a time holds the folder (flock).
+"""
+
+from __future__ import annotations
+
+import difflib
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from roll_flash.config import Config, load_config
+from roll_flash.errors import CheckpointError, ConfigError, RunError
+from roll_flash.monitor.episodes import DROPPED_FILE, EpisodesWriter, read_episodes
+from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.monitor.metrics import keep_steps_until
+from roll_flash.run.trained_tasks import TRAINED_TASKS
+
+__all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes"]
+
+FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
+COMPLETE = "COMPLETE"
+PRIVATE = 0o700
+"""A run's folder holds what a model and its tasks said, and logs: its user's alone."""
+MIN_FREE_BYTES = 1 << 30
+_STEP = re.compile(r"step_(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A complete checkpoint. `state` is what the learner saved, `hf` a model folder, `trainer` the run's own state."""
+
+    step: int
+    folder: Path
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def hf(self) -> Path:
+        return self.folder / "hf"
+
+    @property
+    def trainer(self) -> Path:
+        return self.folder / "trainer.json"
+
+
+class RunDir:
+    """A run folder, locked for this process until `close`."""
+
+    def __init__(self, folder: Path, lock: IO[str]) -> None:
+        self.folder = folder
+        self._lock = lock
+
+    @classmethod
+    def create(cls, config: Config, *, resume: bool) -> RunDir:
+        """Make (or, with `resume`, take over) `config.run_folder` and save the resolved config in it.
+
+        Raises ConfigError when the name is taken, in use, or the saved run is another one; RunError for a full disk.
+        """
+        folder = config.run_folder
+        require_own(folder)
+        if resume:
+            _check_same_run(config, folder)
+        else:
+            _make_new(folder)
+        try:
+            run = cls(folder, _lock(folder))
+            try:
+                run._fill(config)
+            except BaseException:
+                run.close()
+                if not resume:
+                    shutil.rmtree(folder, ignore_errors=True)
+                raise
+        except OSError as error:
+            raise _cannot_be_written(folder, error) from None
+        return run
+
+    def _fill(self, config: Config) -> None:
+        self.require_space(MIN_FREE_BYTES)
+        for name in FOLDERS:
+            (self.folder / name).mkdir(exist_ok=True)
+        self._save_config(config)
+        self._repair_checkpoints()
+
+    @property
+    def episodes(self) -> Path:
+        return self.folder / "episodes"
+
+    @property
+    def checkpoints_folder(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    @property
+    def eval(self) -> Path:
+        return self.folder / "eval"
+
+    @property
+    def model(self) -> Path:
+        """Where the exported model of the finished run lies."""
+        return self.folder / "model"
+
+    def episodes_writer(self) -> EpisodesWriter:
+        return EpisodesWriter(self.episodes)
+
+    def log_decision(self, decision: Mapping[str, Any]) -> None:
+        """Append what `async_ratio: auto` decided after a step, and why, to `logs/async_ratio.jsonl`."""
+        with closing(JsonLinesFile(self.logs / "async_ratio.jsonl")) as file:
+            file.write(decision)
+
+    def checkpoint_folder(self, step: int) -> Path:
+        return self.checkpoints_folder / f"step_{step}"
+
+    def latest_checkpoint(self) -> Checkpoint | None:
+        found = list_checkpoints(self.folder)
+        return found[-1] if found else None
+
+    @contextmanager
+    def writing_checkpoint(self, step: int) -> Iterator[Path]:
+        """An empty folder to write a checkpoint into; it becomes `step_N` when the block ends without an error."""
+        final = self.checkpoint_folder(step)
+        partial = final.with_name(f"{final.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        try:
+            yield partial
+            (partial / COMPLETE).touch()
+            _sync_tree(partial)
+            _replace_folder(partial, final)
+        except OSError as error:
+            raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+    def prune_checkpoints(self, keep: int) -> list[Path]:
+        """Remove all but the newest `keep` complete checkpoints; returns what was removed."""
+        removed = [checkpoint.folder for checkpoint in list_checkpoints(self.folder)[:-keep]] if keep > 0 else []
+        for folder in removed:
+            (folder / COMPLETE).unlink()
+            shutil.rmtree(folder)
+        return removed
+
+    def rewind(self, step: int) -> int:
+        """Set aside (as `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
+        all of them with -1.
+
+        Returns how many files and folders were set aside.
+        """
+        count = 0
+        for parent in (self.episodes, self.eval, self.checkpoints_folder):
+            for path in sorted(parent.glob("step_*")):
+                match = _STEP.fullmatch(path.name.removesuffix(".jsonl"))
+                if match and int(match[1]) > step:
+                    path.rename(_free_name(path))
+                    count += 1
+        for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS):
+            keep_steps_until(path, step)
+        return count
+
+    def require_space(self, num_bytes: int) -> None:
+        """Raises RunError when the disk of the run folder has less than `num_bytes` free."""
+        free = shutil.disk_usage(self.folder).free
+        if free < num_bytes:
+            raise RunError(
+                f"{self.folder}: {num_bytes / 2**30:.1f} GiB are needed on this disk but only {free / 2**30:.1f} GiB "
+                "are free; free some or set `runs` to a folder on another disk"
+            )
+
+    def close(self) -> None:
+        """Give the folder free for others. Safe to call twice."""
+        self._lock.close()
+
+    def __enter__(self) -> RunDir:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _save_config(self, config: Config) -> None:
+        path, text = self.folder / "config.yaml", config.to_yaml()
+        if path.exists() and path.read_text() != text:
+            path.rename(_free_name(path))
+        if not path.exists():
+            path.write_text(text)
+
+    def _repair_checkpoints(self) -> None:
+        """Clear up after a process that was killed while it wrote or replaced a checkpoint."""
+        for path in self.checkpoints_folder.glob("step_*.partial"):
+            shutil.rmtree(path)
+        for path in self.checkpoints_folder.glob("step_*.old"):
+            if path.with_suffix("").exists():
+                shutil.rmtree(path)
+            else:
+                path.rename(path.with_suffix(""))
+
+
+def require_own(folder: Path) -> None:
+    """Raises ConfigError for a folder of somebody else, who could read all of it and plant links for us to follow."""
+    if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
+        raise ConfigError(
+            f"{folder}: belongs to the user with id {owner}, who could read and change all of it; make it your own "
+            "with chown, or choose another"
+        )
+
+
+def make_own_folder(folder: Path, name: str) -> None:
+    """A folder for what a model says, where it is not there yet; `name` is what the user calls it.
+
+    Raises ConfigError for one of somebody else, or that cannot be made.
+    """
+    require_own(folder)
+    try:
+        folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+        (folder / "logs").mkdir(exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{name} {folder}: {error.strerror}; choose another") from None
+
+
+def check_run_folder(config: Config, *, resume: bool) -> None:
+    """Raises ConfigError as `RunDir.create` would, as far as can be told without making anything."""
+    folder = config.run_folder
+    require_own(folder)
+    if resume:
+        _check_same_run(config, folder)
+    elif folder.exists():
+        _require_unused(folder)
+    existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        raise ConfigError(f"{folder}: the run folder cannot be made: {existing} may not be written; set `runs`")
+
+
+def link_folder(source: Path, target: Path) -> None:
+    """Make `target` hold the files of `source`, replacing what it was. They share their bytes on disk and each outlives
+    the other; where the file system has no hard links they are copied."""
+
+    def link_or_copy(file: str, to: str) -> None:
+        try:
+            os.link(file, to)
+        except OSError:
+            shutil.copyfile(file, to)
+
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.copytree(source, partial, copy_function=link_or_copy)
+    _replace_folder(partial, target)
+
+
+def list_checkpoints(run_folder: Path) -> list[Checkpoint]:
+    """Complete checkpoints of a run folder, oldest step first."""
+    found = []
+    for path in (run_folder / "checkpoints").glob("step_*"):
+        match = _STEP.fullmatch(path.name)
+        if match and (path / COMPLETE).exists():
+            found.append(Checkpoint(int(match[1]), path))
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def find_run(name: str, runs: str = "runs") -> Path:
+    """The folder of a run given as a path or as a name under `runs`. Raises ConfigError with a suggestion."""
+    for folder in (Path(name).expanduser(), Path(runs) / name):
+        if (folder / "config.yaml").is_file():
+            return folder
+    known = [path.parent.name for path in Path(runs).glob("*/config.yaml")]
+    near = difflib.get_close_matches(name, known, n=1)
+    hint = f"; did you mean {near[0]}?" if near else f"; runs in {runs}/: {', '.join(sorted(known)) or 'none'}"
+    raise ConfigError(f"{name}: no run of this name and no run folder{hint}")
+
+
+def find_checkpoint(reference: str, runs: str = "runs") -> Checkpoint:
+    """The checkpoint that `RUN` (the newest) or `RUN@step` names. Raises ConfigError saying which there are."""
+    name, _, step = reference.partition("@")
+    folder = find_run(name, runs)
+    found = list_checkpoints(folder)
+    if not found:
+        raise ConfigError(
+            f"{folder}: the run has no complete checkpoint yet; the first is written after its first step"
+        )
+    if not step:
+        return found[-1]
+    for checkpoint in found:
+        if step.removeprefix("step_") == str(checkpoint.step):
+            return checkpoint
+    steps = ", ".join(str(checkpoint.step) for checkpoint in found)
+    raise ConfigError(f"{reference}: no complete checkpoint of that step; {folder} has: {steps}")
+
+
+def _make_new(folder: Path) -> None:
+    try:
+        folder.mkdir(PRIVATE, parents=True)
+    except FileExistsError:
+        _require_unused(folder)
+        folder.chmod(PRIVATE)
+    except OSError as error:
+        raise _cannot_be_written(folder, error) from None
+
+
+def _require_unused(folder: Path) -> None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is a file; choose another with name=OTHER or runs=FOLDER")
+    if any(path.name != ".lock" for path in folder.iterdir()) and not _never_began(folder):
+        raise ConfigError(
+            f"{folder}: this run exists; continue it with --resume or choose another name with name=OTHER"
+        )
+
+
+def _cannot_be_written(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{folder}: the run folder cannot be written: {error.strerror or error}; set `runs`")
+
+
+def _never_began(folder: Path) -> bool:
+    """Whether this is the folder of a run that failed while it started: its name is free."""
+    played = (path for name in ("episodes", "eval", "checkpoints") for path in (folder / name).glob("*"))
+    return (folder / "config.yaml").is_file() and not any(played)
+
+
+def _check_same_run(config: Config, folder: Path) -> None:
+    saved_path = folder / "config.yaml"
+    if not saved_path.is_file():
+        raise ConfigError(f"{folder}: there is no run to resume; start it without --resume")
+    saved = load_config(saved_path)
+    for key, old, new in (
+        ("model.path", saved.model.path, config.model.path),
+        ("env.id", saved.env.id, config.env.id),
+        ("env.kwargs", saved.env.kwargs, config.env.kwargs),
+        ("env.levels", saved.env.levels, config.env.levels),
+        ("extra_envs", saved.extra_envs, config.extra_envs),
+        ("learner.engine", saved.learner.engine, config.learner.engine),
+        ("learner.advantage", saved.learner.advantage, config.learner.advantage),
+        ("learner.loss.name", saved.learner.loss.name, config.learner.loss.name),
+        ("learner.lora.alpha", saved.learner.lora.alpha, config.learner.lora.alpha),
+    ):
+        if old != new:
+            raise ConfigError(
+                f"{key}: the run in {folder} was started with {old!r}, not {new!r}; "
+                "resume it with that value or start another run with name=OTHER"
+            )
+
+
+def _lock(folder: Path) -> IO[str]:
+    path = folder / ".lock"
+    if path.is_symlink():
+        raise ConfigError(f"{path}: is a link, which none of ours is; remove it")
+    file = path.open("a+")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise ConfigError(
+            f"{folder}: the run is in use by process {holder}; wait for it, stop it, or choose name=OTHER"
+        ) from None
+    file.truncate(0)
+    file.write(str(os.getpid()))
+    file.flush()
+    return file
+
+
+def _free_name(path: Path) -> Path:
+    candidate, number = path.with_name(path.name + ".bak"), 1
+    while candidate.exists():
+        number += 1
+        candidate = path.with_name(f"{path.name}.bak{number}")
+    return candidate
+
+
+def _replace_folder(new: Path, final: Path) -> None:
+    """Rename `new` to `final`; one that was there before goes away only after it has been replaced."""
+    old = final.with_name(f"{final.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if final.exists():
+        final.rename(old)
+    new.rename(final)
+    shutil.rmtree(old, ignore_errors=True)
+    _sync(final.parent)
+
+
+def _sync_tree(folder: Path) -> None:
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            _sync(Path(parent) / name)
+        _sync(Path(parent))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,44 @@
+"""Batch scheduling, for comparison: groups start in waves, and a wave is handed out when all of it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from roll_flash.scheduling.open_group import OpenGroup
+
+
+class Waves:
+    def __init__(self) -> None:
+        self._unfinished: set[str] = set()
+        self._held_back: list[OpenGroup] = []
+
+    def may_begin(self, group: OpenGroup) -> bool:
+        return group.group_id in self._unfinished
+
+    @property
+    def is_over(self) -> bool:
+        return not self._unfinished
+
+    def begin(self, group_ids: Iterable[str]) -> None:
+        assert self.is_over, "a wave begins when the one before is done"
+        self._unfinished = set(group_ids)
+
+    def hold_back(self, group: OpenGroup) -> None:
+        """A group of the wave is complete."""
+        self._held_back.append(group)
+
+    def settle(self, group: OpenGroup) -> list[OpenGroup]:
+        """A group of the wave is complete or dropped. Returns the groups to hand out: none before the wave is over."""
+        self._unfinished.discard(group.group_id)
+        if self._unfinished:
+            return []
+        released, self._held_back = self._held_back, []
+        return released
+
+    def forget(self, group: OpenGroup) -> None:
+        """A group that was held back is dropped."""
+        self._held_back = [held for held in self._held_back if held is not group]
+
+    @property
+    def held_back(self) -> list[OpenGroup]:
+        return self._held_back

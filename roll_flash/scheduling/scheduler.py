@@ -1,0 +1,469 @@
+"""Queue scheduling with prompt replication, as a state machine: no asyncio, no clock, no I/O.
+
+Every replica of every task is an episode of its own in one queue, and a free slot takes the next. Groups complete in
+any order. The owner feeds in what happened (`admit`, `finished`, `published`, `version_advanced`) and asks what to do
+(`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulingPolicy` says how it behaves.
+The time is an input like any other (`now_s`). When all that begins is lost for nothing, `problem` says so.
+
+Invariants, checked by the property tests:
+- every admitted group leaves exactly once: taken by the learner or dropped with a reason;
+- every started episode ends exactly once: with a trajectory, with a failure, or cancelled;
+- `admitted == taken + dropped + waiting`, and a group holds replicas of its own task only;
+- no group is handed out that holds a token older than the staleness rule allows;
+- no group begins that the rule could not train in time, and nothing else keeps a slot idle while work is queued;
+- a step takes `groups_per_step` groups, whatever the policies.
+
+Each event costs time in proportion to the group it is about, not to what runs or waits.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import replace
+
+from roll_flash.scheduling.batches import Waves
+from roll_flash.scheduling.group_queues import DeadlineBuckets, SubmissionOrder
+from roll_flash.scheduling.no_progress import NoProgress
+from roll_flash.scheduling.open_group import DroppedGroup, DropReason, OpenGroup
+from roll_flash.scheduling.policy import SMALLEST_GROUP, SchedulingPolicy
+from roll_flash.scheduling.requeue import RequeuedTasks
+from roll_flash.scheduling.selection_bias import SelectionBias
+from roll_flash.scheduling.staleness import StalenessRule
+from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory
+
+
+class Scheduler:
+    """Decides which episode starts next, which are cancelled, and which groups the learner may have."""
+
+    def __init__(
+        self,
+        rule: StalenessRule,
+        policy: SchedulingPolicy,
+        *,
+        max_turns: int,
+        sampling: SamplingParams,
+        version: int = 0,
+        first_group: int = 0,
+        bias: SelectionBias | None = None,
+    ) -> None:
+        if policy.fair and rule.extra_groups:
+            raise ValueError("fair training takes no extra_groups: a group that is overtaken would never be trained")
+        self._rule = rule
+        self._policy = policy
+        self._max_turns = max_turns
+        self._sampling = sampling
+        self._next_group = first_group
+        self._groups: dict[str, OpenGroup] = {}
+        """All that were admitted and not yet taken or dropped."""
+        self._running: dict[str, OpenGroup] = {}
+        self._queue: deque[EpisodeSpec] = deque()
+        """Episodes to start; those cancelled meanwhile stay in it until they reach the front."""
+        self._queued = 0
+        self._begun = DeadlineBuckets()
+        """Groups that have begun and may not be handed out yet."""
+        self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.fair else DeadlineBuckets()
+        self._waves = Waves() if policy.mode == "batch" else None
+        self._in_step: list[tuple[OpenGroup, Group]] = []
+        self._filtered_in_step = 0
+        self._cancelled: list[str] = []
+        self._dropped: list[DroppedGroup] = []
+        self.learner_version = version
+        self.server_version = version
+        self.now_s = 0.0
+        """Seconds by the owner's clock, which the owner sets before it tells or asks anything."""
+        self._requeued = RequeuedTasks(policy.most_requeues)
+        self._progress = NoProgress(policy)
+        self.bias = bias or SelectionBias()
+        self.dropped_groups: Counter[str] = Counter()
+        self.trajectories: Counter[str] = Counter()
+        """`produced` == `trained` + every `dropped_*` + `waiting_trajectories()`."""
+        self.failures: Counter[str] = Counter()
+        self.cancelled_episodes = 0
+        self.started_episodes = 0
+        self.admitted = 0
+        self.trained_groups = 0
+
+    # What the owner asks
+
+    def room(self) -> int:
+        """How many tasks may be admitted now."""
+        held = len(self._groups) + len(self._in_step)
+        return max(0, self._rule.capacity(self.server_version, self.learner_version) - held)
+
+    def next_episodes(self, free_slots: int) -> list[EpisodeSpec]:
+        """The episodes to start now, at most `free_slots`, first come first served. They count as started.
+
+        With `replicate=False` the replicas of a group come one after the other and belong on one server.
+        """
+        starting: list[EpisodeSpec] = []
+        while len(starting) < free_slots and (episode := self._front()) is not None:
+            group = self._groups[episode.group_id]
+            if not group.has_begun and not self._may_begin(group, free_slots - len(starting)):
+                break
+            starting.append(self._start(group, episode))
+        return starting
+
+    def groups_wanted(self) -> int:
+        """Groups that the step in progress still needs; 0 when it may finish.
+
+        With `on_stale="wait"` places are kept for those that would go stale if it finished without them.
+        """
+        return self._rule.groups_per_step - len(self._in_step)
+
+    def take_ready(self) -> list[Group]:
+        """Complete, fresh groups for the step in progress, the oldest versions first; at most what it needs.
+
+        When the step is full, what cannot be trained by a later one is dropped and cancelled at once.
+        """
+        taken = []
+        while (group := self._ready.first()) is not None and self._has_place_for(group):
+            taken.append(self._hand_out(group))
+        if self.groups_wanted() == 0:
+            waits = self._policy.on_stale == "wait"
+            self._drop_all(self._stale_after(self.learner_version), "surplus" if waits else "stale")
+            if self._policy.surplus == "cancel":
+                self._drop_all(self._surplus_groups(), "surplus")
+        return taken
+
+    def take_cancelled(self) -> list[str]:
+        """Running episodes to stop, each named once."""
+        cancelled, self._cancelled = self._cancelled, []
+        return cancelled
+
+    def take_dropped(self) -> list[DroppedGroup]:
+        """Groups that were dropped since the last call."""
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    @property
+    def running(self) -> int:
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        return self._queued
+
+    @property
+    def startable(self) -> int:
+        """Queued episodes that lack nothing but a slot: the rest may not begin before the version allows it."""
+        front = self._front()
+        if front is None:
+            return 0
+        group = self._groups[front.group_id]
+        may_start = group.has_begun or self._may_begin(group, self._policy.replicas)
+        return len(group.queued) if may_start else 0
+
+    @property
+    def ready(self) -> int:
+        return len(self._ready)
+
+    def waiting_trajectories(self) -> int:
+        """Trajectories that were produced and neither trained nor dropped yet."""
+        waiting = sum(len(group.trajectories) for group in self._groups.values())
+        return waiting + sum(len(group.trajectories) for _, group in self._in_step)
+
+    def unfinished_tasks(self) -> list[Task]:
+        """Tasks whose groups no finished step has seen, oldest first: what a checkpoint must bring back."""
+        waiting = [*(group for group, _ in self._in_step), *self._groups.values()]
+        return [*self._requeued.tasks, *(group.task for group in sorted(waiting, key=lambda g: g.number))]
+
+    @property
+    def problem(self) -> str | None:
+        """Why going on is pointless, as one line that says what to do; None while there is progress."""
+        return self._progress.problem
+
+    @property
+    def steps_without_signal(self) -> int:
+        """Steps in a row, up to the last one, of which no group had signal; 0 without a filter."""
+        return self._progress.steps_without_signal
+
+    @property
+    def requeued_tasks(self) -> list[Task]:
+        """Tasks that want to be admitted again, oldest first."""
+        return self._requeued.tasks
+
+    def counts(self) -> dict[str, int]:
+        """Groups whose task was put back or given up, and groups trained without signal for want of better ones."""
+        return {
+            "requeued": self._requeued.requeued,
+            "given_up": self._requeued.given_up,
+            "unfiltered": self._progress.unfiltered_groups,
+        }
+
+    # What the owner reports
+
+    def put_back(self, tasks: Iterable[Task]) -> None:
+        """Tasks that an earlier run did not finish: `admit_requeued` takes them first."""
+        self._requeued.put_back(tasks)
+
+    def admit_requeued(self) -> Task | None:
+        """Admit the oldest task that wants to be played again; None if there is none."""
+        again = self._requeued.pop()
+        if again is not None:
+            self.admit(again[0], requeues=again[1])
+        return again[0] if again is not None else None
+
+    def admit(self, task: Task, *, requeues: int = 0) -> None:
+        """Take in a task and queue its replicas."""
+        group = OpenGroup(self._next_group, f"g{self._next_group:08d}", task, requeues=requeues)
+        self._next_group += 1
+        self.admitted += 1
+        self._groups[group.group_id] = group
+        for replica in range(self._policy.replicas):
+            self._enqueue(group, self._episode(group, replica))
+
+    def finished(self, outcome: Trajectory | EpisodeFailure) -> None:
+        """An episode ended by itself. Unknown ones (cancelled meanwhile) are ignored: they are already counted."""
+        group = self._running.pop(outcome.episode_id, None)
+        if group is None:
+            return
+        episode = group.running.pop(outcome.episode_id)
+        if isinstance(outcome, EpisodeFailure):
+            self.failures[outcome.cause] += 1
+            self._take_failure(group, episode, outcome)
+        else:
+            del group.started_s[outcome.episode_id]
+            self.trajectories["produced"] += 1
+            self._take_trajectory(group, outcome)
+        if not group.is_complete and (len(group.trajectories) >= self._policy.group_size or not group.is_waiting):
+            self._complete(group)
+
+    def published(self, version: int) -> None:
+        """All servers sample with `version` from now on."""
+        self.server_version = version
+
+    def version_advanced(self, version: int) -> None:
+        """A step finished: what it trained is counted, and what is too old now is dropped."""
+        self.learner_version = version
+        self._progress.step_finished()
+        self._filtered_in_step = 0
+        self.trained_groups += len(self._in_step)
+        self.trajectories["trained"] += sum(len(group.trajectories) for _, group in self._in_step)
+        for group, _ in self._in_step:
+            self.bias.trained(group)
+        self._in_step.clear()
+        self._drop_all(self._stale_after(version - 1), "stale")
+
+    @property
+    def next_group(self) -> int:
+        """Number of the next group to be admitted: a resumed run must not use one twice."""
+        return self._next_group
+
+    @property
+    def async_ratio(self) -> float:
+        return self._rule.async_ratio
+
+    def set_async_ratio(self, async_ratio: float) -> None:
+        """From now on. Groups that have begun keep the bound they began with, so lowering it throws nothing away."""
+        self._rule = replace(self._rule, async_ratio=async_ratio)
+        if self._waves is not None:
+            self._shrink_wave(self._waves)
+
+    # Starting
+
+    def _episode(self, group: OpenGroup, replica: int) -> EpisodeSpec:
+        episode_id = f"{group.group_id}-r{replica}"
+        max_turns = group.task.max_turns or self._max_turns
+        return EpisodeSpec(episode_id, group.group_id, replica, group.task, self._sampling, max_turns)
+
+    def _enqueue(self, group: OpenGroup, episode: EpisodeSpec, *, first: bool = False) -> None:
+        group.queued[episode.episode_id] = episode
+        self._queued += 1
+        if first:
+            self._queue.appendleft(episode)
+        else:
+            self._queue.append(episode)
+
+    def _front(self) -> EpisodeSpec | None:
+        while self._queue:
+            group = self._groups.get(self._queue[0].group_id)
+            if group is not None and self._queue[0].episode_id in group.queued:
+                return self._queue[0]
+            self._queue.popleft()
+        return None
+
+    def _may_begin(self, group: OpenGroup, free_slots: int) -> bool:
+        if not self._policy.replicate and len(group.queued) > free_slots:
+            return False
+        places = self._places()
+        return places > 0 and (self._waves is None or self._is_in_wave(self._waves, group, places))
+
+    def _places(self) -> int:
+        """Groups that may begin now; negative after alpha was lowered."""
+        is_full = self.groups_wanted() == 0
+        held = len(self._begun) + len(self._ready) + (0 if is_full else len(self._in_step))
+        return self._rule.startable(self.server_version, self.learner_version + is_full) - held
+
+    def _shrink_wave(self, waves: Waves) -> None:
+        """Groups of the wave that lost their place go to a later one: nobody may wait for what cannot begin."""
+        not_begun = [g for g in self._groups.values() if not g.has_begun and waves.may_begin(g)]
+        for group in not_begun[max(0, self._places()) :]:
+            self._settle_in_wave(group)
+
+    def _is_in_wave(self, waves: Waves, group: OpenGroup, places: int) -> bool:
+        if waves.is_over:
+            size = min(places, self._rule.groups_per_step + self._rule.extra_groups)
+            not_begun = [g.group_id for g in self._groups.values() if not g.has_begun]
+            waves.begin(not_begun[:size])
+        return waves.may_begin(group)
+
+    def _start(self, group: OpenGroup, episode: EpisodeSpec) -> EpisodeSpec:
+        self._queue.popleft()
+        del group.queued[episode.episode_id]
+        self._queued -= 1
+        group.running[episode.episode_id] = episode
+        group.started_s[episode.episode_id] = self.now_s
+        self._running[episode.episode_id] = group
+        self.started_episodes += 1
+        if not group.has_begun:
+            group.last_step = self._rule.last_step(self.server_version)
+            group.oldest_age = self._rule.oldest_age
+            self._begun.add(group)
+        return episode
+
+    # Ending
+
+    def _take_trajectory(self, group: OpenGroup, trajectory: Trajectory) -> None:
+        if not group.is_complete:
+            group.trajectories.append(trajectory)
+            return
+        assert group.last_step is not None
+        if trajectory.oldest_version + group.oldest_age >= group.last_step:
+            group.trajectories.append(trajectory)
+        else:  # it would make its group go stale earlier
+            self.trajectories["dropped_surplus"] += 1
+            self.bias.dropped_alone(group.task, trajectory)
+
+    def _take_failure(self, group: OpenGroup, episode: EpisodeSpec, failure: EpisodeFailure) -> None:
+        lasted_s = self.now_s - group.started_s.pop(episode.episode_id)
+        if not group.is_complete and episode.attempt < self._policy.retries:
+            self._enqueue(group, replace(episode, attempt=episode.attempt + 1), first=True)
+            return
+        group.failures.append(failure)
+        group.unfinished_s.append(lasted_s)
+        if group.is_complete:
+            return
+        if self._policy.on_failure == "refill" and group.refills < self._policy.group_size:
+            self._enqueue(group, self._episode(group, self._policy.replicas + group.refills), first=True)
+            group.refills += 1
+
+    def _complete(self, group: OpenGroup) -> None:
+        """It has all that it will wait for: judge it by what is in it."""
+        group.is_complete = True
+        self._cancel_surplus(group)
+        if len(group.trajectories) < SMALLEST_GROUP:
+            self._progress.lost([failure.cause for failure in group.failures])
+            return self._drop(group, "too_few_trajectories")
+        self._begun.remove(group)
+        last_step = group.judge_by_tokens()
+        self._begun.add(group)
+        if last_step < self.learner_version + (self.groups_wanted() == 0):
+            self._progress.lost(["tokens too old when they came"])
+            return self._drop(group, "stale")
+        self._progress.completed()
+        if self._is_refused(group):
+            self._filtered_in_step += 1
+            return self._drop(group, "no_signal")
+        if self._waves is None:
+            return self._make_ready(group)
+        self._waves.hold_back(group)
+        self._settle_in_wave(group)
+
+    def _is_refused(self, group: OpenGroup) -> bool:
+        if self._policy.group_filter is None:
+            return False
+        has_signal = self._policy.group_filter(group.closed())
+        if not has_signal and self._filtered_in_step < self._policy.most_filtered_per_step:
+            return True
+        self._progress.passed(has_signal=has_signal)
+        return False
+
+    def _make_ready(self, group: OpenGroup) -> None:
+        self._begun.remove(group)
+        self._ready.add(group)
+
+    def _settle_in_wave(self, group: OpenGroup) -> None:
+        assert self._waves is not None
+        for held_back in self._waves.settle(group):
+            self._make_ready(held_back)
+
+    def _cancel_surplus(self, group: OpenGroup) -> None:
+        """Queued surplus has cost nothing yet and is never started; running surplus goes by policy."""
+        self._unqueue(group)
+        if self._policy.surplus == "cancel":
+            self._stop(group)
+
+    # Handing out
+
+    def _has_place_for(self, group: OpenGroup) -> bool:
+        """Whether this step may take it: `wait` keeps the places that more urgent groups need, in each step to come."""
+        assert group.last_step is not None
+        taken, size, first = len(self._in_step), self._rule.groups_per_step, self.learner_version
+        if taken >= size or self._policy.on_stale != "wait" or self._policy.fair:  # fair takes them in their order
+            return taken < size
+        return all(
+            taken + self._begun.due_by(step) + self._ready.due_by(step) < (step - first + 1) * size
+            for step in range(first, group.last_step)
+        )
+
+    def _hand_out(self, group: OpenGroup) -> Group:
+        self._ready.remove(group)
+        self._leave(group)
+        closed = group.closed()
+        self._in_step.append((group, closed))
+        return closed
+
+    # Dropping
+
+    def _stale_after(self, version: int) -> list[OpenGroup]:
+        """Groups no step after that of `version` may train: ready ones by their tokens, others by their start."""
+        return [*self._begun.list_due_by(version), *self._ready.list_due_by(version)]
+
+    def _surplus_groups(self) -> list[OpenGroup]:
+        """When the step is full: the longest under way of what is beyond the places of the steps to come."""
+        places = self._rule.oldest_age * self._rule.groups_per_step
+        excess = len(self._begun) + len(self._ready) - places
+        return list(self._begun)[: max(0, excess)]
+
+    def _drop_all(self, groups: list[OpenGroup], reason: DropReason) -> None:
+        for group in groups:
+            self._drop(group, reason)
+
+    def _drop(self, group: OpenGroup, reason: DropReason) -> None:
+        if self._ready.holds(group):
+            self._ready.remove(group)
+        else:
+            self._begun.remove(group)
+        self._leave(group)
+        self.dropped_groups[reason] += 1
+        self.trajectories[f"dropped_{reason}"] += len(group.trajectories)
+        self.bias.dropped(group)
+        tokens = sum(trajectory.policy_tokens for trajectory in group.trajectories)
+        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, len(group.trajectories), tokens))
+        if reason == "stale" and self._policy.on_stale == "requeue":
+            self._requeued.stale(group)
+        if self._waves is not None:
+            self._waves.forget(group)
+            self._settle_in_wave(group)
+
+    def _leave(self, group: OpenGroup) -> None:
+        """The group is taken or dropped: whatever of it still runs or waits is stopped."""
+        del self._groups[group.group_id]
+        group.is_complete = True
+        self._unqueue(group)
+        self._stop(group)
+        if isinstance(self._ready, SubmissionOrder):
+            self._ready.settle(group.number)
+
+    def _unqueue(self, group: OpenGroup) -> None:
+        self._queued -= len(group.queued)
+        group.queued.clear()
+
+    def _stop(self, group: OpenGroup) -> None:
+        for episode_id in group.running:
+            del self._running[episode_id]
+            self._cancelled.append(episode_id)
+            self.cancelled_episodes += 1
+            group.unfinished_s.append(self.now_s - group.started_s.pop(episode_id))
+        group.running.clear()

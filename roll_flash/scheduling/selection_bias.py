@@ -1,0 +1,175 @@
+"""What training sees against what was submitted: whether long, slow or hard episodes are lost on the way. No I/O.
+
+Only settled groups count: those that were trained or dropped. An episode that was stopped, or that failed for good, was
+submitted too. How long it would have lasted is not known, only that it lasted at least so long (it is censored), so
+ratios and distances are intervals in which the true figure lies: `_low` to `_high`. Without such episodes both are the
+same. Every figure but `unfinished` is a ratio of trained to submitted, or a distance between 0 (the same) and 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from roll_flash.scheduling.open_group import OpenGroup
+from roll_flash.scheduling.tasks import level_name
+from roll_flash.types import Task, Trajectory
+
+BINS_PER_DOUBLING = 4
+MOST_LEVELS, OTHER_LEVELS = 32, "other"
+"""Levels after the first 32 are counted together: a task source may make every task a level of its own."""
+
+
+class Distribution:
+    """Positive numbers in logarithmic bins (19 % wide), with their exact mean."""
+
+    def __init__(self) -> None:
+        self._bins: Counter[int] = Counter()
+        self.total = 0.0
+        self.count = 0
+
+    def add(self, value: float) -> None:
+        self._bins[math.floor(BINS_PER_DOUBLING * math.log2(max(value, 1e-6)))] += 1
+        self.total += value
+        self.count += 1
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else math.nan
+
+    def distance(self, other: Distribution) -> float:
+        """Kolmogorov-Smirnov: the largest difference of the cumulative shares; 0 if either is empty."""
+        if not self.count or not other.count:
+            return 0.0
+        difference = largest = 0.0
+        for index in sorted(self._bins.keys() | other._bins.keys()):
+            difference += self._bins[index] / self.count - other._bins[index] / other.count
+            largest = max(largest, abs(difference))
+        return largest
+
+
+class Measure:
+    """One property of episodes, such as their latency: of those submitted, and of those trained."""
+
+    def __init__(self, longest: float) -> None:
+        """`longest`: no episode has more of it."""
+        self.submitted, self.trained = Distribution(), Distribution()
+        self._longest = longest
+        self._unfinished = 0
+        self._unfinished_total = 0.0
+
+    def add(self, value: float, *, is_trained: bool) -> None:
+        self.submitted.add(value)
+        if is_trained:
+            self.trained.add(value)
+
+    def add_unfinished(self, at_least: float) -> None:
+        self._unfinished += 1
+        self._unfinished_total += at_least
+
+    @property
+    def unfinished(self) -> float:
+        """Share of the submitted episodes whose value nobody knows."""
+        return self._unfinished / max(1, self._unfinished + self.submitted.count)
+
+    def ratio(self, name: str) -> dict[str, float]:
+        """Between which figures the mean of the trained over the mean of the submitted is; empty if none is trained."""
+        if not self.trained.count:
+            return {}
+        count = self.submitted.count + self._unfinished
+        least = (self.submitted.total + self._unfinished_total) / count
+        most = math.inf
+        if not self._unfinished:
+            most = least
+        elif math.isfinite(self._longest):
+            most = (self.submitted.total + self._unfinished * self._longest) / count
+        low, high = (self.trained.mean / max(most, least), self.trained.mean / least) if least > 0 else (1.0, 1.0)
+        return {f"{name}_ratio_low": low, f"{name}_ratio_high": high}
+
+    def distance(self) -> tuple[float, float]:
+        """Between which figures the distance of the two distributions is: the unknown share may move either."""
+        known = self.trained.distance(self.submitted)
+        return max(0.0, known - self.unfinished), min(1.0, known + self.unfinished)
+
+
+class SelectionBias:
+    """Fed by the scheduler with every group that settles. `label` names the level of a task.
+
+    `longest_s`: no episode lasts longer, which bounds what an unfinished one would have been.
+    """
+
+    def __init__(
+        self,
+        label: Callable[[Task], str] = level_name,
+        *,
+        longest_s: float = math.inf,
+    ) -> None:
+        self._label = label
+        self._tasks = {"submitted": Counter[str](), "trained": Counter[str]()}
+        self._episodes = {"submitted": Counter[str](), "trained": Counter[str]()}
+        self._lengths = Measure(math.inf)
+        self._latencies = Measure(longest_s)
+        self._latencies_of: dict[str, Measure] = {}
+        self._longest_s = longest_s
+
+    def trained(self, group: OpenGroup) -> None:
+        self._add(group, is_trained=True)
+
+    def dropped(self, group: OpenGroup) -> None:
+        self._add(group, is_trained=False)
+
+    def dropped_alone(self, task: Task, trajectory: Trajectory) -> None:
+        """One trajectory of a group is not trained whatever becomes of the group."""
+        self._add_episodes(self._level(task), [trajectory], [], is_trained=False)
+
+    def metrics(self) -> dict[str, float]:
+        """Intervals of ratios and distances, the share never finished, and by level what share of it was trained."""
+        found: dict[str, float] = {}
+        for name, measure in (("length", self._lengths), ("latency", self._latencies)):
+            found |= measure.ratio(name)
+            found[f"{name}_distance_low"], found[f"{name}_distance_high"] = measure.distance()
+        found["task_distance"] = _total_variation(self._tasks["trained"], self._tasks["submitted"])
+        found["unfinished"] = self._latencies.unfinished
+        for level, measure in self._latencies_of.items():
+            share = self._episodes["trained"][level] / max(1, self._episodes["submitted"][level])
+            found[f"{level}/trained_share"] = share
+            found[f"{level}/unfinished"] = measure.unfinished
+            found |= measure.ratio(f"{level}/latency")
+        return found
+
+    def _level(self, task: Task) -> str:
+        level = self._label(task)
+        if level not in self._latencies_of and len(self._latencies_of) >= MOST_LEVELS:
+            level = OTHER_LEVELS
+        self._latencies_of.setdefault(level, Measure(self._longest_s))
+        return level
+
+    def _add(self, group: OpenGroup, *, is_trained: bool) -> None:
+        level = self._level(group.task)
+        for book in ("submitted", "trained") if is_trained else ("submitted",):
+            self._tasks[book][level] += 1
+        self._add_episodes(level, group.trajectories, group.unfinished_s, is_trained=is_trained)
+
+    def _add_episodes(
+        self, level: str, trajectories: Iterable[Trajectory], unfinished_s: Iterable[float], *, is_trained: bool
+    ) -> None:
+        for trajectory in trajectories:
+            self._episodes["submitted"][level] += 1
+            self._episodes["trained"][level] += is_trained
+            self._lengths.add(trajectory.policy_tokens, is_trained=is_trained)
+            for latencies in (self._latencies, self._latencies_of[level]):
+                latencies.add(trajectory.finished_s - trajectory.started_s, is_trained=is_trained)
+        for lasted_s in unfinished_s:
+            self._episodes["submitted"][level] += 1
+            self._lengths.add_unfinished(0)  # what it had sampled by then is not known here
+            for latencies in (self._latencies, self._latencies_of[level]):
+                latencies.add_unfinished(lasted_s)
+
+
+def _total_variation(one: Counter[str], other: Counter[str]) -> float:
+    """Half the sum of the differences of shares; 0 if either is empty."""
+    if not one.total() or not other.total():
+        return 0.0
+    labels = one.keys() | other.keys()
+    return sum(abs(one[label] / one.total() - other[label] / other.total()) for label in labels) / 2

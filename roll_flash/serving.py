@@ -1,0 +1,166 @@
+"""`roll-flash serve-gateway`: from what a user says to a model, a server and a folder of episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import secrets
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.config import Config, load_config
+from roll_flash.errors import ConfigError
+from roll_flash.gateway.backend import Backend
+from roll_flash.gateway.server import GatewayServer
+from roll_flash.gateway.sessions.routes import SessionRoutes
+from roll_flash.gateway.sessions.verifier import Verifier
+from roll_flash.inference.servers.process import require_free_port
+from roll_flash.models import RECIPES, resolve_model
+from roll_flash.monitor.episodes import EpisodesWriter, step_file
+from roll_flash.processes.background import beside, first_failure
+from roll_flash.processes.interrupt import Interrupts
+from roll_flash.run.run_dir import find_checkpoint, make_own_folder
+
+DEFAULT_PORT = 8321
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayRequest:
+    """The arguments of `roll-flash serve-gateway`."""
+
+    model: str | None
+    """A model folder, a name of `roll_flash.models`, a run (`NAME`, `NAME@step`), or the model's name at `endpoint`."""
+    endpoint: str | None = None
+    endpoint_key_env: str | None = None
+    name: str | None = None
+    """What agents ask for; the last part of `model` by default."""
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    api_key_env: str | None = None
+    """Environment variable with the key that opens sessions; None makes one."""
+    url: str | None = None
+    """What sessions are told, where agents reach the gateway at another address than whoever opens a session."""
+    out: str = "runs/gateway"
+    verifier: str | None = None
+    idle_s: float = 3600.0
+    overrides: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A gateway that answers."""
+
+    url: str
+    api_key: str = field(repr=False)
+    """Opens sessions."""
+    model: str
+    episodes: Path
+    routes: SessionRoutes
+
+
+async def serve(request: GatewayRequest, announce: Callable[[Serving], None], note: Callable[[str], None]) -> None:
+    """Serve until cancelled. Raises ConfigError before anything is started, else RollFlashError."""
+    with first_failure() as failure:
+        async with Interrupts(note) as interrupts, open_gateway(request, note) as serving:
+            announce(serving)
+            await interrupts.run_until_stopped(asyncio.Event().wait(), failure=failure)
+
+
+@asynccontextmanager
+async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[Serving]:
+    """A running gateway; sessions that are open at the end are given up and written as such."""
+    admin_key = api_key_from(request.api_key_env) or f"rf-{secrets.token_urlsafe(24)}"
+    if not 0 <= request.port <= MAX_PORT:
+        raise ConfigError(f"--port {request.port}: a port is a number from 0 to {MAX_PORT}")
+    if request.url is not None and not re.match(r"https?://[^/]", request.url):
+        raise ConfigError(f"--url {request.url}: must look like http://host:port")
+    verifier = Verifier(request.verifier) if request.verifier else None
+    config = _config(request)
+    folder = _out_folder(request)
+    if request.port:
+        require_free_port(request.host, request.port, "choose another with --port")  # before a model is started
+    async with AsyncExitStack() as stack:
+        backend = await _open_backend(request, config, folder, stack, note)
+        episodes = stack.enter_context(EpisodesWriter(folder))
+        timeout_s = config.rollout.generate_timeout_s
+        gateway = GatewayServer(backend, call_timeout_s=timeout_s, admin_key=admin_key)
+        url = request.url.rstrip("/").removesuffix("/v1") if request.url else None
+        routes = SessionRoutes(gateway, episodes, verifier=verifier, idle_s=request.idle_s, url=url)
+        stack.push_async_callback(gateway.close)
+        stack.push_async_callback(routes.close)
+        try:
+            port = await gateway.start(request.host, request.port)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"{request.host}:{request.port}: {reason}; choose another with --port") from None
+        await stack.enter_async_context(beside(routes.sweep(), "the sweep over unused sessions"))
+        url = url or f"http://{request.host}:{port}"
+        yield Serving(url, admin_key, backend.model, step_file(folder, 0), routes)
+
+
+async def _open_backend(
+    request: GatewayRequest, config: Config, folder: Path, stack: AsyncExitStack, note: Callable[[str], None]
+) -> Backend:
+    assert request.model is not None
+    if request.endpoint is not None:
+        from roll_flash.gateway.endpoint_backend import EndpointBackend
+
+        key = api_key_from(request.endpoint_key_env)
+        chat = OpenAIChatClient(request.endpoint, request.model, key)
+        stack.push_async_callback(chat.close)
+        return EndpointBackend(chat, request.name)
+    from roll_flash.chat.tokenizer import load_tokenizer
+    from roll_flash.gateway.token_backend import TokenBackend
+    from roll_flash.inference.client.token_client import open_client
+    from roll_flash.inference.open import open_engine
+
+    model_folder = resolve_model(config.model.path)
+    logs = folder / "logs"
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_folder)
+    name = request.name or re.split(r"[/\\]", request.model.rstrip("/"))[-1]
+    length = config.model.max_length
+    engine = open_engine(config.inference, model_folder=model_folder, max_model_len=length, logs=logs)
+    stack.push_async_callback(engine.close)
+    note(f"starting {config.inference.engine} with {model_folder}; its log is in {logs}")
+    await engine.start()
+    client = open_client(engine.client_spec(), tokenizer)
+    stack.push_async_callback(client.close)
+    return TokenBackend(client, tokenizer, model=name, max_length=length)
+
+
+def _config(request: GatewayRequest) -> Config:
+    """`inference.*`, `model.max_length` and `rollout.generate_timeout_s` matter here; those of a run are taken over."""
+    if request.model is None:
+        raise ConfigError("nothing to serve: give --model FOLDER, NAME or RUN, or --endpoint URL with --model NAME")
+    if request.endpoint is not None:
+        if not re.match(r"https?://[^/]", request.endpoint):
+            raise ConfigError(f"--endpoint {request.endpoint}: must look like http://host:port/v1")
+        return load_config(_tree(request.model), request.overrides)
+    if request.endpoint_key_env:
+        raise ConfigError("--endpoint-key-env is for an --endpoint; give one, for example http://localhost:8000/v1")
+    folder = Path(request.model).expanduser()
+    if (folder / "config.json").is_file() or request.model in RECIPES:
+        return load_config(_tree(str(request.model)), request.overrides)
+    try:
+        checkpoint = find_checkpoint(request.model)
+    except ConfigError as error:
+        known = ", ".join(RECIPES)
+        message = f"--model {request.model}: no model folder and none of {known}; as a run, {error}"
+        raise ConfigError(message) from None
+    run_config = checkpoint.folder.parent.parent / "config.yaml"
+    return load_config(run_config, [f"model.path={checkpoint.hf}", *request.overrides])
+
+
+def _tree(model: str) -> dict[str, object]:
+    return {"name": "gateway", "model": {"path": model, "max_length": 4096}, "env": {"id": "agents"}}
+
+
+def _out_folder(request: GatewayRequest) -> Path:
+    """Made if need be. Raises ConfigError for one that cannot be written to."""
+    folder = Path(request.out).expanduser()
+    make_own_folder(folder, "--out")
+    return folder

@@ -1,0 +1,139 @@
+"""Weights on their way from the learner to the servers (delayed parameter update, AsyncFlow arXiv 2507.01663).
+
+After a step the new weights are copied aside, and the servers take them in the background while the learner goes on
+with the next step. A parity probe after each publication compares what servers and learner say (`parity.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll_flash.config import WeightsConfig
+from roll_flash.engines.inference import InferenceEngine, StagedWeights
+from roll_flash.engines.learner import LearnerEngine
+from roll_flash.errors import RunError
+from roll_flash.processes.background import start_background
+from roll_flash.weight_sync.parity import Parity, Probe, check, compare
+
+
+@dataclass(frozen=True, slots=True)
+class Publication:
+    """How one set of weights reached all servers."""
+
+    version: int
+    parity: Parity
+    paused_s: float
+    """Time in which the slowest server generated nothing because of the update."""
+    total_s: float
+    num_bytes: int
+    """What was published: all tensors of the model, or what is trained of them."""
+    share: float = 1.0
+    """`num_bytes` as a share of the whole model's."""
+
+    def metrics(self) -> dict[str, float]:
+        return {
+            "weights/parity": self.parity.percentile,
+            "weights/parity_mean": self.parity.mean,
+            "weights/parity_max": self.parity.largest,
+            "weights/paused_s": self.paused_s,
+            "weights/total_s": self.total_s,
+            "weights/mib": self.num_bytes / 2**20,
+            "weights/published_share": self.share,
+        }
+
+
+class Publisher:
+    """Publishes one version at a time; `on_published` gets each version that all servers have. A publication that
+    fails ends the run."""
+
+    def __init__(
+        self,
+        learner: LearnerEngine,
+        engine: InferenceEngine,
+        config: WeightsConfig,
+        *,
+        probe: Probe,
+        threshold: float,
+        on_published: Callable[[int], None],
+    ) -> None:
+        self._learner = learner
+        self._engine = engine
+        self._timeout_s = config.publish_timeout_s
+        self._in_flight = config.in_flight
+        self._probe = probe
+        self._threshold = threshold
+        self._on_published = on_published
+        self._checked = False
+        self._begun = 0
+        self._task: asyncio.Task[Publication] | None = None
+
+    async def begin(self) -> None:
+        """Copy the learner's current weights aside and start their publication; the learner may step on at once.
+
+        Call `settled` first: one publication is under way at a time.
+        """
+        if self._task is not None:
+            raise RunError("a publication is still under way")
+        # All of the probe once; after every update a few of its texts.
+        probe = self._probe.after_update(self._begun) if self._checked else self._probe
+        self._begun, self._checked = self._begun + 1, True
+        expected = await self._learner.logprobs_of(probe.texts)
+        weights = await self._learner.stage_weights()
+        self._task = start_background(
+            self._publish(weights, probe, expected), f"the publication of step {weights.version}"
+        )
+
+    async def settled(self) -> Publication | None:
+        """Wait for the publication under way, if any. Raises ParityError, InferenceError or RunError if it failed."""
+        if self._task is None:
+            return None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await self._task
+        except TimeoutError:
+            raise RunError(
+                f"the servers did not take the new weights within {self._timeout_s:g} s (weights.publish_timeout_s)"
+            ) from None
+        finally:
+            self._task = None
+
+    async def check(self) -> Parity:
+        """The whole parity probe alone: before the first step, with the weights that both sides loaded themselves."""
+        expected = await self._learner.logprobs_of(self._probe.texts)
+        self._checked = True
+        return await self._compare(self._probe, expected)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def _publish(
+        self, weights: StagedWeights, probe: Probe, expected: Sequence[NDArray[np.float32]]
+    ) -> Publication:
+        started = time.monotonic()
+        try:
+            updates = await self._engine.publish(weights, in_flight=self._in_flight)
+            parity = await self._compare(probe, expected)
+            self._on_published(weights.version)
+            total_s = time.monotonic() - started
+        finally:
+            # Last, because the learner is already at its next step and answers when it has a moment.
+            await self._learner.release_weights(weights)
+        paused_s = max(update.paused_s for update in updates)
+        share = weights.num_bytes / weights.model_bytes if weights.model_bytes else 1.0
+        return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, share)
+
+    async def _compare(self, probe: Probe, expected: Sequence[NDArray[np.float32]]) -> Parity:
+        """Raises ParityError where a server says something else about the probe."""
+        found = [await self._engine.score(text) for text in probe.texts]
+        parity = compare(expected, found)
+        check(parity, self._threshold)
+        return parity

@@ -1,0 +1,210 @@
+"""A second set of weights beside the one that a vLLM model computes with, and their exchange (CPU).
+
+vLLM packs the weights of its linear layers for oneDNN when they are loaded, so that new ones cannot be copied into
+place. Packing takes several times as long as copying. Here new tensors are loaded and packed into doubles of the
+modules that they belong to, by a thread, while the model itself generates; the exchange moves references only.
+
+The doubles are made with what vLLM records for its own layerwise reload, and loaded by the model's own `load_weights`,
+so that fused and renamed tensors come out as vLLM makes them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+from roll_flash.weight_sync.published import TIED_HEAD, ModelFolder, PublishedWeights
+
+PACKED = "cpu_linear"
+
+
+class UnknownModelError(Exception):
+    """A model whose modules cannot be doubled: it is quantised, or loads weights in a way of its own."""
+
+
+class SecondWeights:
+    """`prepare`, then `exchange` or `discard`. `prepare` may run in a thread while the model generates."""
+
+    def __init__(self, model: nn.Module, folder: ModelFolder) -> None:
+        """Raises UnknownModelError."""
+        self._model = model
+        self._names_of = _find_modules(model, folder)
+        self._tied_to = _tied_modules(model, self._names_of)
+        self._differing: set[str] = set()
+        """Names of the tensors that are no longer those of the model folder."""
+        self._ready: list[tuple[nn.Module, nn.Module]] = []
+        self._changed: set[str] = set()
+
+    @torch.no_grad()
+    def prepare(self, weights: PublishedWeights) -> None:
+        """Load and pack what differs between the model and `weights`."""
+        self.discard()
+        self._changed = set(weights.changed)
+        wanted = self._changed | self._differing
+        modules = [module for module, names in self._names_of.items() if not wanted.isdisjoint(names)]
+        double = Doubles(self._model)
+        for module in modules:
+            double.materialize(module)
+        names = [name for name in weights.names if any(name in self._names_of[module] for module in modules)]
+        double.root.load_weights((name, weights.tensor(name)) for name in names)  # type: ignore[operator]
+        for module in modules:
+            twin = double.of[module]
+            _pack(twin)
+            self._ready.append((module, twin))
+            for follower in self._tied_to.get(module, ()):
+                twin_follower = double.of[follower]
+                twin_follower._parameters["weight"] = twin._parameters["weight"]
+                _pack(twin_follower)
+                self._ready.append((follower, twin_follower))
+
+    def exchange(self) -> None:
+        """From here on the model computes with what was prepared."""
+        for module, twin in self._ready:
+            module._parameters.update(twin._parameters)
+            if hasattr(twin, PACKED):
+                setattr(module, PACKED, getattr(twin, PACKED))
+        self._differing = self._changed
+        self.discard()
+
+    def discard(self) -> None:
+        self._ready = []
+        self._changed = set()
+
+
+class Preparation:
+    """`SecondWeights.prepare` in a thread. The file descriptor `hold` is closed when it has ended, however."""
+
+    def __init__(self, second: SecondWeights, weights: PublishedWeights, hold: int) -> None:
+        self._done: Future[None] = Future()
+        # A daemon: a server that ends does not wait for weights that nobody will use.
+        thread = threading.Thread(target=self._run, args=(second, weights, hold), name="prepare-weights", daemon=True)
+        thread.start()
+
+    def result(self) -> None:
+        """Wait until it ended. Raises what went wrong."""
+        self._done.result()
+
+    def wait(self) -> None:
+        """Wait until it ended, however."""
+        self._done.exception()
+
+    def _run(self, second: SecondWeights, weights: PublishedWeights, hold: int) -> None:
+        try:
+            with weights:
+                second.prepare(weights)
+        except Exception as error:
+            self._done.set_exception(error)
+        else:
+            self._done.set_result(None)
+        finally:
+            os.close(hold)
+
+
+class Doubles:
+    """A model of the same modules, each with tensors of its own; all else is shared. It can be loaded, not run."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.of: dict[nn.Module, nn.Module] = {}
+        self.root = self._double(model)
+
+    def materialize(self, module: nn.Module) -> None:
+        """Room for the parameters of one module, as its checkpoint has them; without it they are on device `meta`."""
+        parameters: dict[str, Any] = self.of[module]._parameters
+        with get_layerwise_info(module).restore_device:
+            for name, parameter in parameters.items():
+                if parameter is not None:
+                    parameters[name] = materialize_meta_tensor(parameter)
+
+    def _double(self, module: nn.Module) -> nn.Module:
+        if module in self.of:
+            return self.of[module]
+        twin: nn.Module = object.__new__(type(module))
+        twin.__dict__ = dict(module.__dict__)
+        for members in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            twin.__dict__[members] = module.__dict__[members].copy()
+        self.of[module] = twin
+        # Copies, of what vLLM recorded before it packed, and of biases, which it leaves as they are.
+        recorded, _ = get_layerwise_info(module).restore_metadata
+        parameters: dict[str, Any] = twin._parameters
+        for name, parameter in {**parameters, **recorded}.items():
+            if parameter is not None:
+                parameters[name] = restore_layer_refs(to_meta_tensor(parameter), twin)
+        for name, child in module._modules.items():
+            if child is not None:
+                twin._modules[name] = self._double(child)
+        return twin
+
+
+def repack_tied_heads(modules: Iterable[nn.Module]) -> None:
+    """Pack the output head of a tied embedding again (vLLM on CPU).
+
+    vLLM computes logits with a packed copy of the embedding. A reload replaces the embedding and leaves the copy, so
+    that logprobs are silently those of an older head (off by up to 1.0 after one update).
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+    for module in modules:
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, PACKED):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _pack(twin: nn.Module) -> None:
+    method = getattr(twin, "quant_method", None)
+    if method is not None:
+        method.process_weights_after_loading(twin)
+
+
+def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, frozenset[str]]:
+    """Which tensors of the checkpoint each module is made of, seen by letting the model load tensors without data."""
+    double = Doubles(model)
+    found: dict[nn.Module, set[str]] = {}
+    current = ""
+
+    def recorder(module: nn.Module) -> Callable[..., None]:
+        return lambda *_, **__: found.setdefault(module, set()).add(current)
+
+    for module, twin in double.of.items():
+        for parameter in twin._parameters.values():
+            if parameter is not None:
+                parameter.weight_loader = recorder(module)  # type: ignore[attr-defined]
+
+    def tensors() -> Iterator[tuple[str, Tensor]]:
+        nonlocal current
+        for name, shape in folder.shapes.items():
+            current = name
+            yield name, torch.empty(shape, device="meta")
+
+    double.root.load_weights(tensors())  # type: ignore[operator]
+    lost = folder.shapes.keys() - set().union(*found.values()) - {TIED_HEAD}
+    if lost:
+        raise UnknownModelError(f"{type(model).__name__} loads {sorted(lost)[0]} in a way of its own")
+    for module in found:
+        method = getattr(module, "quant_method", None)
+        if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+            raise UnknownModelError(f"its layers are prepared by {type(method).__name__}")
+    return {module: frozenset(names) for module, names in found.items()}
+
+
+def _tied_modules(
+    model: nn.Module, names_of: dict[nn.Module, frozenset[str]]
+) -> dict[nn.Module, tuple[nn.Module, ...]]:
+    """Modules that no tensor is loaded into, because they use the weight of another one."""
+    tied: dict[nn.Module, tuple[nn.Module, ...]] = {}
+    for module in names_of:
+        weight = module._parameters.get("weight")
+        if weight is None or not weight.numel():
+            continue
+        others = (other for other in model.modules() if other is not module and other not in names_of)
+        tied[module] = tuple(other for other in others if other._parameters.get("weight") is weight)
+    return tied

@@ -1,0 +1,121 @@
+"""vLLM's side of a publication: new weights from a safetensors file in shared memory into the running model.
+
+Runs inside vLLM's worker process. A file that does not fit the model is refused before the model is touched. On CPU
+the new weights are made ready beside the old ones while generation goes on, and exchanged in a pause of milliseconds
+(`second_weights.py`); where that cannot be done they are loaded layer by layer in the pause.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
+from roll_flash.weight_sync.second import Preparation, SecondWeights, UnknownModelError, repack_tied_heads
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class SharedMemoryInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: each update names its file."""
+
+
+@dataclass
+class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
+    path: str
+    """A safetensors file, as `published_weights.py` describes it."""
+    hold: str = ""
+    """Only make the weights ready, and hold this file (a pipe) open until that is done."""
+
+
+class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
+    """Between `start_weight_update` and `finish_weight_update` comes one `update_weights` that loads, and before it, if
+    generation is to go on meanwhile, one that only makes ready (`hold`)."""
+
+    init_info_cls = SharedMemoryInitInfo
+    update_info_cls = SharedMemoryUpdateInfo
+
+    def init_transfer_engine(self, init_info: SharedMemoryInitInfo) -> None:
+        self._folder = ModelFolder(Path(self.model_config.model))
+        self._tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
+        self._preparation: Preparation | None = None
+        self._second = self._second_weights()
+
+    def start_weight_update(self) -> None:
+        """What an update that was given up left behind is discarded."""
+        self._discard()
+
+    def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
+        """Raises ValueError, with the model unchanged, if the file's names or shapes are not the model's."""
+        if update_info.hold:
+            self._begin_preparation(update_info.path, update_info.hold)
+        elif self._second is None:
+            self._load_layer_by_layer(update_info.path)
+        else:
+            self._exchange(self._second, update_info.path)
+
+    def finish_weight_update(self) -> None:
+        """Nothing: `receive_weights` leaves a complete model."""
+
+    def shutdown(self) -> None:
+        self._discard()
+
+    def _read(self, path: str) -> PublishedWeights:
+        return PublishedWeights(path, self._folder, tied=self._tied)
+
+    def _begin_preparation(self, path: str, hold: str) -> None:
+        self._discard()
+        self._refuse_misfits(path)
+        if self._second is not None:
+            self._preparation = Preparation(self._second, self._read(path), os.open(hold, os.O_WRONLY))
+
+    def _exchange(self, second: SecondWeights, path: str) -> None:
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.result()
+        else:
+            with self._read(path) as weights:
+                second.prepare(weights)
+        second.exchange()
+
+    def _refuse_misfits(self, path: str) -> None:
+        self._read(path).__enter__().__exit__(None, None, None)
+
+    def _discard(self) -> None:
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None and self._second is not None:
+            preparation.wait()
+            self._second.discard()
+
+    def _second_weights(self) -> SecondWeights | None:
+        if self.device.type != "cpu":
+            return None
+        try:
+            return SecondWeights(self.model, self._folder)
+        except UnknownModelError as error:
+            _log.warning("new weights are loaded while generation is paused: %s", error)
+            return None
+
+    def _load_layer_by_layer(self, path: str) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model: Any = self.model
+        with self._read(path) as weights, self.device:
+            initialize_layerwise_reload(model)
+            try:
+                # All of them: a layer that gets a part of its tensors would have nothing in the rest.
+                model.load_weights((name, weights.tensor(name)) for name in weights.names)
+            finally:
+                finalize_layerwise_reload(model, self.model_config)
+        if self.device.type == "cpu":
+            repack_tied_heads(model.modules())

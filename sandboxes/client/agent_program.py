@@ -1,0 +1,118 @@
+"""The agent as bytes: a static C program, for the processor of the machine or the engine that it is to run on.
+
+It comes with the wheel. In a source checkout it is built once, with the `ziglang` package or the machine's C
+compiler, into the user's cache folder under the hash of its sources.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+from roll_flash.sandboxes.errors import SandboxUnavailable
+
+SOURCES = Path(__file__).parents[1] / "agent"
+BUILD_TIMEOUT_S = 300.0
+FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-Os", "-s", "-static", "-Wall", "-Wextra")
+PROCESSORS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+
+
+@dataclass(frozen=True, slots=True)
+class AgentProgram:
+    content: bytes
+    digest: str
+    """First 16 hexadecimal digits of the content's SHA-256."""
+    command: tuple[str, ...]
+    """How it is started where it lies in a sandbox (FOLDER/agent)."""
+
+
+FOLDER = "/.roll-flash"
+
+
+def agent_program(processor: str | None = None) -> AgentProgram:
+    """The agent for a processor (this machine's by default), built if need be.
+
+    Raises SandboxUnavailable for a processor that there is no agent for, or if it cannot be built.
+    """
+    machine = processor or platform.machine()
+    known = PROCESSORS.get(machine.lower())
+    if known is None:
+        raise SandboxUnavailable(
+            f"the sandbox agent runs on {' and '.join(sorted(set(PROCESSORS.values())))} processors, not on {machine}: "
+            "name a docker engine on one of those (DOCKER_HOST); local sandboxes need this machine to be one"
+        )
+    return _program(known)
+
+
+@cache
+def _program(processor: str) -> AgentProgram:
+    shipped = SOURCES / f"agent-{processor}"
+    content = (shipped if shipped.exists() else _cached_build(processor)).read_bytes()
+    return AgentProgram(content, _digest(content), (f"{FOLDER}/agent",))
+
+
+def cache_folder() -> Path:
+    """What sandboxes keep on this machine, for this user."""
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll-flash"
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _cached_build(processor: str) -> Path:
+    sources = hashlib.sha256()
+    for source in sorted((*SOURCES.glob("*.c"), *SOURCES.glob("*.h"))):
+        sources.update(source.name.encode() + b"\0" + source.read_bytes())
+    root = cache_folder()
+    target = root / f"agent-{processor}-{sources.hexdigest()[:16]}"
+    with open(root / "agent.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            for unfinished in root.glob("agent-*.new"):  # of a compilation that was killed: this one holds the lock
+                unfinished.unlink()
+            build(processor, target)
+    return target
+
+
+def build(processor: str, target: Path) -> None:
+    """Compile the agent into `target`, which appears whole. Raises SandboxUnavailable."""
+    compile_static(processor, sorted(SOURCES.glob("*.c")), target)
+
+
+def compile_static(processor: str, sources: Sequence[Path], target: Path) -> None:
+    """A static Linux program of C sources. Raises SandboxUnavailable."""
+    temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
+    command = [*_compiler(processor), *FLAGS, *map(str, sources), "-o", str(temporary)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise SandboxUnavailable(f"building {target.name}: {error}") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        raise SandboxUnavailable(f"building {target.name} for {processor} failed: {first[:300]}")
+    temporary.chmod(0o755)
+    temporary.rename(target)
+
+
+def _compiler(processor: str) -> list[str]:
+    if find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc", "-target", f"{processor}-linux-musl"]
+    compiler = shutil.which("musl-gcc") or shutil.which("cc")
+    if compiler and PROCESSORS.get(platform.machine().lower()) == processor:
+        return [compiler]
+    raise SandboxUnavailable(
+        f"the sandbox agent for {processor} is not built and there is no compiler for it: pip install ziglang"
+    )

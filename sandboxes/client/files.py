@@ -1,0 +1,85 @@
+"""Single files over a connection."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from roll_flash.sandboxes.client import frames
+from roll_flash.sandboxes.client.channels import FileChannel
+from roll_flash.sandboxes.client.commands import send_data
+from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.frames import WINDOW, Entry, Request
+
+FILE_TIMEOUT_S = 300.0
+
+
+async def read_file(connection: AgentConnection, path: str, max_bytes: int) -> bytes:
+    """Raises SandboxFileError, also for a file larger than `max_bytes`."""
+    channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, most_bytes=max_bytes)
+    number = connection.open(Request.READ, frames.read_request(path, max_bytes, WINDOW), channel)
+    data = bytearray()
+    async with connection.finishing(number, FILE_TIMEOUT_S):
+        while (piece := await channel.next()) is not None:
+            data += piece
+            if not channel.done.done():
+                channel.add_credit(len(piece))
+                connection.send(Request.CREDIT, number, frames.u32(len(piece)))
+    return bytes(data)
+
+
+async def write_file(connection: AgentConnection, path: str, data: bytes, mode: int) -> None:
+    channel = FileChannel(f"sandbox {connection.name}: write")
+    number = connection.open(Request.WRITE, frames.mode_and_path(mode, path), channel)
+    async with connection.finishing(number, FILE_TIMEOUT_S):
+        await send_data(connection, number, channel, data)
+        if not channel.done.done():
+            connection.send(Request.END, number)
+        await channel.done
+
+
+async def make_directory(connection: AgentConnection, path: str, mode: int) -> None:
+    await _simple(connection, Request.MKDIR, frames.mode_and_path(mode, path), "make directory")
+
+
+async def make_symlink(connection: AgentConnection, target: str, path: str) -> None:
+    await _simple(connection, Request.SYMLINK, frames.text(target) + frames.text(path), "make symbolic link")
+
+
+async def remove(connection: AgentConnection, path: str) -> None:
+    """Remove a file or a tree; with a slash at the end only what the directory holds."""
+    await _simple(connection, Request.REMOVE, frames.text(path), "remove")
+
+
+async def list_tree(connection: AgentConnection, path: str, max_entries: int) -> list[Entry]:
+    """Every member below a directory, symbolic links not followed. Raises SandboxFileError if there are more."""
+    channel = FileChannel(f"sandbox {connection.name}: list", entries=max_entries)
+    number = connection.open(Request.LIST, frames.list_request(path, max_entries), channel)
+    async with connection.finishing(number, FILE_TIMEOUT_S):
+        await channel.done
+    return channel.entries
+
+
+async def kill_all(connection: AgentConnection) -> None:
+    """Kill everything but the agent, and wait until it is gone."""
+    await _simple(connection, Request.KILL_ALL, b"", "kill")
+
+
+@asynccontextmanager
+async def paused(connection: AgentConnection) -> AsyncIterator[None]:
+    """Everything but the agent stands still, and the engine can start a program in the sandbox: what it reads for that
+    are plain files. Raises SandboxFileError."""
+    await _simple(connection, Request.PAUSE, b"", "pause")
+    try:
+        yield
+    finally:
+        if connection.usable:
+            await asyncio.shield(_simple(connection, Request.GO_ON, b"", "go on"))
+
+
+async def _simple(connection: AgentConnection, kind: Request, payload: bytes, what: str) -> None:
+    channel = FileChannel(f"sandbox {connection.name}: {what}")
+    number = connection.open(kind, payload, channel)
+    async with connection.finishing(number, FILE_TIMEOUT_S):
+        await channel.done

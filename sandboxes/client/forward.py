@@ -1,0 +1,67 @@
+"""One port of this machine's loopback address inside a sandbox that has no network; nothing else is reached.
+
+Programs inside connect to 127.0.0.1:PORT; this side connects each to one address that is fixed here, outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import TracebackType
+
+from roll_flash.sandboxes.client.commands import Command, CommandStream
+from roll_flash.sandboxes.network.relay import Relay, RelayedConnection, join
+
+CONNECT_TIMEOUT_S = 10.0
+EVICT_AFTER_S = 600.0
+"""An answer of a model may take minutes, and nothing moves meanwhile."""
+
+_log = logging.getLogger("roll_flash.sandboxes")
+
+
+class Forward:
+    """`async with sandbox.forward(port, host_port) as forward`; see `Sandbox.forward`."""
+
+    def __init__(self, start: Callable[[Command], CommandStream], port: int, host_port: int) -> None:
+        if not 1024 <= port <= 65535 or not 1 <= host_port <= 65535:
+            raise ValueError(f"forward({port}, {host_port}): ports lie between 1024 (inside; 1 outside) and 65535")
+        self.port = port
+        self.host_port = host_port
+        self.refused = 0
+        """Connections that nobody took on this machine."""
+        self._start = start
+        self._relay: Relay | None = None
+
+    @property
+    def accepted(self) -> int:
+        """Connections from inside so far."""
+        return self._relay.accepted if self._relay is not None else 0
+
+    @property
+    def open_connections(self) -> int:
+        return self._relay.open_connections if self._relay is not None else 0
+
+    async def __aenter__(self) -> Forward:
+        self._relay = Relay(self._start, self.port, self._serve, evict_after_s=EVICT_AFTER_S)
+        await self._relay.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._relay is not None, "__aenter__ comes first"
+        await self._relay.close()
+
+    async def _serve(self, connection: RelayedConnection) -> None:
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                reader, writer = await asyncio.open_connection("127.0.0.1", self.host_port)
+        except OSError as error:  # TimeoutError is one
+            self.refused += 1
+            _log.warning("a sandbox's port %d leads to port %d here: %s", self.port, self.host_port, error)
+            return
+        try:
+            await join(connection, reader, writer)
+        except ConnectionError as error:
+            _log.debug("a connection out of a sandbox broke: %s", error)

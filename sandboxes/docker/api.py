@@ -1,0 +1,237 @@
+"""The part of the Docker Engine API that sandboxes need, spoken directly in a version that both sides know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, cast
+from urllib.parse import urlsplit
+
+import httpx
+
+from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.frames import FrameError
+from roll_flash.sandboxes.client.multiplex import STDOUT, Demultiplexer
+from roll_flash.sandboxes.docker.address import EngineAddress
+from roll_flash.sandboxes.errors import (
+    SandboxDiskFull,
+    SandboxError,
+    SandboxImageMissing,
+    SandboxStartError,
+    SandboxUnavailable,
+    SandboxUnreachable,
+)
+
+OLDEST_VERSION = "1.41"
+NEWEST_VERSION = "1.44"
+"""Versions of the API that this module speaks: engine 20.10 has no newer than 1.41, engine 29 none older than 1.44."""
+REQUEST_TIMEOUT_S = 30.0
+PROBE_TIMEOUT_S = 5.0
+MAX_HEADER = 1 << 14
+
+
+class EngineApi:
+    """One engine. Used from one event loop; `close` when done."""
+
+    def __init__(self, address: EngineAddress) -> None:
+        self.address = address
+        self._tls = address.tls()
+        self._client = httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=address.socket_path, verify=self._tls or True),
+            base_url=address.base_url,
+            timeout=httpx.Timeout(REQUEST_TIMEOUT_S, pool=None),
+        )
+        self.version = OLDEST_VERSION
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def connect(self) -> dict[str, Any]:
+        """Ask for the engine's version and settle on the API's. Raises SandboxUnavailable with what to do."""
+        host = self.address.host
+        try:
+            response = await self._client.get("/version", timeout=PROBE_TIMEOUT_S)
+            if response.status_code == 400 and "HTTPS" in response.text:
+                raise SandboxUnavailable(
+                    f"the Docker engine at {host} speaks TLS: set DOCKER_TLS_VERIFY=1 and DOCKER_CERT_PATH, "
+                    f"or write {host}?certificates=FOLDER"
+                )
+            version: dict[str, Any] = response.json()
+        except httpx.ConnectError as error:
+            raise self.address.why_unreachable(error) from None
+        except (httpx.HTTPError, ValueError) as error:
+            raise SandboxUnavailable(f"the Docker engine at {host} does not answer properly: {error!r}") from None
+        newest, oldest = str(version.get("ApiVersion", "0")), str(version.get("MinAPIVersion", "0"))
+        self.version = negotiated_version(host, oldest, newest)
+        return version
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Any = None,
+        content: bytes | None = None,
+        accept: tuple[int, ...] = (),
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> httpx.Response:
+        """A request. Statuses of 400 and above raise, except those in `accept`."""
+        try:
+            response = await self._client.request(
+                method,
+                f"/v{self.version}{path}",
+                params=dict(query) if query else None,
+                json=body,
+                content=content,
+                headers={"Content-Type": "application/x-tar"} if content is not None else None,
+                timeout=httpx.Timeout(timeout_s, pool=None),
+            )
+        except httpx.ConnectError as error:
+            raise SandboxUnreachable(str(self.address.why_unreachable(error))) from None
+        except httpx.HTTPError as error:
+            raise SandboxUnreachable(f"the Docker engine at {self.address.host}: {error!r}") from None
+        if response.status_code >= 400 and response.status_code not in accept:
+            raise _error_of(method, path, response)
+        return response
+
+    async def json(self, method: str, path: str, **options: Any) -> Any:
+        return (await self.call(method, path, **options)).json()
+
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Any = None,
+        content: AsyncIterator[bytes] | bytes | None = None,
+        idle_timeout_s: float | None = REQUEST_TIMEOUT_S,
+    ) -> AsyncIterator[dict[str, Any]]:
+        """A request whose answer is a row of JSON objects. Raises SandboxError; httpx errors pass through."""
+        timeout = httpx.Timeout(idle_timeout_s, pool=None)
+        async with self._client.stream(
+            method, f"/v{self.version}{path}", params=query, content=content, timeout=timeout
+        ) as response:
+            if response.status_code >= 400:
+                await response.aread()
+                raise _error_of(method, path, response)
+            async for line in response.aiter_lines():
+                if line.strip():
+                    yield json.loads(line)
+
+    async def attach(self, container: str, connection: AgentConnection) -> None:
+        """Join a container's stdin, stdout and stderr to `connection`. Raises SandboxStartError."""
+        loop = asyncio.get_running_loop()
+        request = (
+            f"POST /v{self.version}/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1 HTTP/1.1\r\n"
+            "Host: docker\r\nConnection: Upgrade\r\nUpgrade: tcp\r\nContent-Length: 0\r\n\r\n"
+        )
+        protocol = _AttachProtocol(connection, request.encode())
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_S):
+                if path := self.address.socket_path:
+                    await loop.create_unix_connection(lambda: protocol, path)
+                else:
+                    where = urlsplit(self.address.host)
+                    await loop.create_connection(
+                        lambda: protocol, where.hostname or "", where.port or 2375, ssl=self._tls
+                    )
+                await protocol.upgraded
+        except (OSError, TimeoutError) as error:
+            raise SandboxUnreachable(f"attaching to container {container[:12]}: {error!r}") from None
+
+
+class _AttachProtocol(asyncio.Protocol):
+    """Sends the upgrade request, checks the answer, then hands the demultiplexed stream on."""
+
+    def __init__(self, connection: AgentConnection, request: bytes) -> None:
+        self.upgraded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._connection = connection
+        self._request = request
+        self._header = bytearray()
+        self._demultiplexer = Demultiplexer()
+        self._transport: asyncio.WriteTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Not isinstance: the transports of uvloop, which Ray runs, are no subclasses.
+        transport = cast(asyncio.WriteTransport, transport)
+        self._transport = transport
+        self._connection.opened(transport)
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if not self.upgraded.done():
+            self._header += data
+            head, found, data = bytes(self._header).partition(b"\r\n\r\n")
+            if not found:
+                if len(self._header) > MAX_HEADER:
+                    self._refuse("its answer has no end")
+                return
+            if b" 101 " not in head.split(b"\r\n")[0] + b" ":
+                self._refuse((head.split(b"\r\n")[0] + b" " + data).decode(errors="replace"))
+                return
+            self.upgraded.set_result(None)
+        try:
+            for stream, piece in self._demultiplexer.feed(data):
+                if stream == STDOUT:
+                    self._connection.receive(piece)
+                else:
+                    self._connection.receive_diagnostics(piece)
+        except FrameError as error:
+            self._connection.lost(SandboxUnreachable(f"sandbox {self._connection.name}: {error}"))
+
+    def _refuse(self, why: str) -> None:
+        if not self.upgraded.done():
+            self.upgraded.set_exception(SandboxStartError(f"the Docker engine refused to attach: {why[:300]}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._refuse("it closed the connection")
+        self._connection.end_of_stream()
+
+    def pause_writing(self) -> None:
+        self._connection.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._connection.resume_writing()
+
+
+def negotiated_version(host: str, oldest: str, newest: str) -> str:
+    """The highest version that an engine with `oldest` to `newest` and this module both know.
+
+    Raises SandboxUnavailable if there is none.
+    """
+    if _version_key(newest) < _version_key(OLDEST_VERSION):
+        raise SandboxUnavailable(
+            f"the Docker engine at {host} is too old (its API ends at {newest}); {OLDEST_VERSION} is needed (20.10)"
+        )
+    if _version_key(oldest) > _version_key(NEWEST_VERSION):
+        raise SandboxUnavailable(
+            f"the Docker engine at {host} is too new (its API begins at {oldest}, {NEWEST_VERSION} is the newest that "
+            "this roll-flash speaks); upgrade roll-flash, or lower the engine's DOCKER_MIN_API_VERSION"
+        )
+    return min(newest, NEWEST_VERSION, key=_version_key)
+
+
+def _version_key(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
+
+
+def _error_of(method: str, path: str, response: httpx.Response) -> SandboxError:
+    try:
+        message = str(json.loads(response.text)["message"])
+    except (ValueError, KeyError, TypeError):
+        message = response.text[:300] or f"status {response.status_code}"
+    if response.status_code == 404 and "image" in message.lower():
+        return SandboxImageMissing(
+            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images ensure`"
+        )
+    if "no space left" in message:
+        return disk_full(message)
+    return SandboxStartError(f"Docker engine, {method} {path}: {message}")
+
+
+def disk_full(message: str) -> SandboxDiskFull:
+    return SandboxDiskFull(
+        f"the Docker engine's disk is full: {message[:300]}; free space (docker system df, docker system prune)"
+    )

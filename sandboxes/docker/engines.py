@@ -1,0 +1,151 @@
+"""Several Docker engines as one provider: each sandbox starts on the engine with the fewest.
+
+An engine that fails is set aside, for longer each time, and tried again afterwards; with no other left it is tried at
+once, so that nobody is refused by an engine that was not asked. Starts side by side are limited for each engine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+
+from roll_flash.sandboxes.docker.provider import DockerProvider
+from roll_flash.sandboxes.errors import (
+    SandboxDiskFull,
+    SandboxError,
+    SandboxImageMissing,
+    SandboxSpecError,
+    SandboxStartError,
+    SandboxUnavailable,
+    SandboxUnreachable,
+)
+from roll_flash.sandboxes.protocol import Isolation, Sandbox
+from roll_flash.sandboxes.spec import SandboxSpec
+
+FIRST_ASIDE_S = 5.0
+LONGEST_ASIDE_S = 300.0
+ENGINE_FAILED = (SandboxUnavailable, SandboxUnreachable, SandboxDiskFull)
+"""The engine is at fault: it is set aside."""
+OTHERS_MAY = (SandboxImageMissing, SandboxSpecError)
+"""This engine cannot, another one might: it lacks the image, or the memory."""
+
+_log = logging.getLogger("roll_flash.sandboxes")
+
+
+class _Member:
+    """One engine of a set."""
+
+    def __init__(self, host: str, max_parallel_starts: int) -> None:
+        self.host = host
+        self.provider = DockerProvider(host, max_parallel_starts=max_parallel_starts)
+        self.connected = False
+        self.opening = 0
+        self.failures = 0
+        self.aside_until = 0.0
+        self._connecting = asyncio.Lock()
+
+    async def connect(self) -> None:
+        async with self._connecting:
+            if not self.connected:
+                await self.provider.connect()
+                self.connected = True
+
+    @property
+    def load(self) -> int:
+        return self.opening + self.provider.live
+
+    def set_aside(self, error: SandboxError) -> None:
+        wait_s = min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**self.failures)
+        self.failures += 1
+        self.aside_until = time.monotonic() + wait_s
+        _log.warning("the engine at %s is set aside for %g s: %s", self.host, wait_s, error)
+
+    def works(self) -> None:
+        self.failures, self.aside_until = 0, 0.0
+
+
+class EngineSet:
+    name = "docker"
+    isolation: Isolation = "strong"
+
+    def __init__(self, hosts: Sequence[str], *, max_parallel_starts: int = 8) -> None:
+        """`hosts` as `EngineAddress.from_environment` takes them. Raises SandboxUnavailable for one that is none."""
+        if not hosts or len(set(hosts)) != len(hosts):
+            raise SandboxUnavailable("engines: name at least one Docker engine, and each once")
+        self._members = [_Member(host, max_parallel_starts) for host in hosts]
+
+    async def connect(self) -> None:
+        """Raises SandboxUnavailable if no engine answers; those that do not are set aside."""
+        outcomes = await asyncio.gather(*(member.connect() for member in self._members), return_exceptions=True)
+        failed: list[str] = []
+        for member, outcome in zip(self._members, outcomes, strict=True):
+            if isinstance(outcome, SandboxError):
+                member.set_aside(outcome)
+                failed.append(str(outcome))
+            elif outcome is not None:
+                raise outcome
+        if len(failed) == len(self._members):
+            raise SandboxUnavailable(f"none of the engines can be used: {'; '.join(failed)}")
+
+    async def has_image(self, image: str) -> bool:
+        """Whether at least one of the engines that answered at `connect` has it."""
+        answers = (member.provider.has_image(image) for member in self._members if member.connected)
+        return any(await asyncio.gather(*answers))
+
+    def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
+        """Of the engines that are connected, with all that they differ in."""
+        found = [member.provider.describe_isolation(spec) for member in self._members if member.connected]
+        return {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in (found[0] if found else ())}
+
+    async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
+        asked: list[_Member] = []
+        refusals: list[SandboxError] = []
+        while (member := self._next(asked)) is not None:
+            asked.append(member)
+            member.opening += 1
+            try:
+                await member.connect()
+                sandbox = await member.provider.open(spec, run=run, timeout_s=timeout_s)
+            except ENGINE_FAILED as error:
+                member.set_aside(error)
+                refusals.append(error)
+            except OTHERS_MAY as error:
+                refusals.append(error)
+            else:
+                member.works()
+                return sandbox
+            finally:
+                member.opening -= 1
+        if len(refusals) == 1 or all(isinstance(error, OTHERS_MAY) for error in refusals):
+            raise refusals[-1]
+        raise SandboxStartError(f"no engine could start a sandbox: {'; '.join(map(str, refusals))}")
+
+    def _next(self, asked: Sequence[_Member]) -> _Member | None:
+        """The least loaded engine that is not set aside; when there is none, the one that has waited longest."""
+        left = [member for member in self._members if member not in asked]
+        now = time.monotonic()
+        fit = [member for member in left if member.aside_until <= now]
+        if fit:
+            return min(fit, key=lambda member: member.load)
+        return min(left, key=lambda member: member.aside_until, default=None)
+
+    async def sweep(self) -> int:
+        removed = 0
+        for member in self._members:
+            if not member.connected or member.aside_until > time.monotonic():
+                continue
+            try:
+                removed += await member.provider.sweep()
+            except SandboxError as error:
+                member.set_aside(error)
+        return removed
+
+    async def close(self) -> None:
+        outcomes = await asyncio.gather(*(member.provider.close() for member in self._members), return_exceptions=True)
+        for member, outcome in zip(self._members, outcomes, strict=True):
+            if isinstance(outcome, SandboxError):
+                _log.warning("closing the engine at %s: %s", member.host, outcome)
+            elif outcome is not None:
+                raise outcome

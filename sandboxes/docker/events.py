@@ -1,0 +1,103 @@
+"""Why a container ended, from the engine's event stream: one connection for all containers of a provider."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import OrderedDict
+from collections.abc import Container
+
+import httpx
+
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.errors import SandboxError
+
+REMEMBERED = 4096
+WAIT_S = 1.0
+"""How long the event of a container's end may come after the end of its stream."""
+OOM_WAIT_S = 0.3
+"""How long the event that it ran out of memory may come after that; engines send the two on different ways."""
+RECONNECT_S = 0.5
+SIGKILL_CODE = 137
+
+
+class EngineEvents:
+    """`watch` runs as a task for as long as the provider is open; `why` answers from what it has seen."""
+
+    def __init__(self, engine: EngineApi, label: str) -> None:
+        self._engine = engine
+        self._label = label
+        self._codes: OrderedDict[str, int] = OrderedDict()
+        self._oom: OrderedDict[str, None] = OrderedDict()
+        self._news = asyncio.Event()
+        self.connected = asyncio.Event()
+        self.ooms = 0
+
+    async def watch(self) -> None:
+        filters = json.dumps({"type": ["container"], "event": ["die", "oom"], "label": [self._label]})
+        while True:
+            try:
+                events = self._engine.stream("GET", "/events", query={"filters": filters}, idle_timeout_s=None)
+                self.connected.set()
+                async for event in events:
+                    self._take(event)
+            except (httpx.HTTPError, SandboxError, ValueError):
+                self.connected.clear()
+                await asyncio.sleep(RECONNECT_S)
+
+    def forget(self, name: str) -> None:
+        """The name begins anew."""
+        self._codes.pop(name, None)
+        self._oom.pop(name, None)
+
+    def _take(self, event: dict[str, object]) -> None:
+        actor = event.get("Actor")
+        marks = actor.get("Attributes", {}) if isinstance(actor, dict) else {}
+        name = str(marks.get("name", ""))
+        if event.get("Action") == "oom":
+            self.ooms += 1
+            self._oom[name] = None
+        else:
+            self._codes[name] = int(marks.get("exitCode", -1))
+        for seen in (self._codes, self._oom):
+            while len(seen) > REMEMBERED:
+                seen.popitem(last=False)
+        self._news.set()
+
+    async def why(self, name: str) -> tuple[str, str]:
+        """(reason of SandboxDied, text). Waits a moment for an event that is on its way."""
+        if not await self._seen(name, self._codes, WAIT_S):
+            return await self._why_unknown()
+        code = self._codes[name]
+        if code == SIGKILL_CODE and await self._seen(name, self._oom, OOM_WAIT_S):
+            return "oom", "it ran out of memory and the kernel ended it; raise memory_mb"
+        if gone := await self._why_engine_is_gone():
+            return "daemon", gone
+        if code == SIGKILL_CODE:
+            return "killed", "it was killed from outside (docker rm, docker kill, or a reaper)"
+        return "agent", f"its agent ended with status {code}"
+
+    async def _seen(self, name: str, among: Container[str], within_s: float) -> bool:
+        try:
+            async with asyncio.timeout(within_s):
+                while name not in among:
+                    self._news.clear()
+                    await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def _why_unknown(self) -> tuple[str, str]:
+        gone = await self._why_engine_is_gone()
+        return "daemon", gone or "the Docker engine closed its stream; it may have been restarted"
+
+    async def _why_engine_is_gone(self) -> str | None:
+        """None if it answers. Asked on a new connection: one that is shutting down still serves those it has."""
+        probe = EngineApi(self._engine.address)
+        try:
+            await probe.connect()
+        except SandboxError as error:
+            return f"the Docker engine went away: {error}"
+        finally:
+            await probe.close()
+        return None

@@ -1,0 +1,157 @@
+"""The bytes of an archive, decompressed piece by piece and counted before they are held."""
+
+from __future__ import annotations
+
+import bz2
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.files.tree_model import StepCounter
+
+MAX_RATIO = 200
+"""Largest unpacked size of an archive as a multiple of its packed size (beyond the first MiB)."""
+FREE_BYTES = 1 << 20
+CHUNK = 1 << 16
+BLOCK = 512
+MAX_LZMA_BYTES = 1 << 27
+"""Most memory for the dictionary of an .xz file; `xz -9` takes half of it."""
+HEADERS_PER_ENTRY = 4
+EFBIG = 27
+
+
+class ArchiveError(Exception):
+    """What is no archive, or none that is taken."""
+
+
+class Budget:
+    """What may still be unpacked: bytes of content and of long names, members, headers of any kind, steps."""
+
+    def __init__(self, packed_bytes: int, max_bytes: int, max_entries: int) -> None:
+        self._bytes = min(max_bytes, FREE_BYTES + MAX_RATIO * packed_bytes)
+        self._entries = max_entries
+        self._headers = HEADERS_PER_ENTRY * (max_entries + 1)
+        self.step = StepCounter(max_entries)
+        self._error = f"the archive unpacks to more than {self._bytes} bytes or {max_entries} files"
+
+    def take(self, count: int = 0, *, entries: int = 0, headers: int = 0) -> None:
+        """Raises SandboxFileError when one of the three is used up."""
+        self._bytes -= count
+        self._entries -= entries
+        self._headers -= headers
+        if min(self._bytes, self._entries, self._headers) < 0:
+            raise SandboxFileError(self._error, EFBIG)
+
+
+class Decompressor(Protocol):
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+class _Gzip:
+    """zlib's decompressor as those of bz2 and lzma are used."""
+
+    def __init__(self) -> None:
+        self._inner = zlib.decompressobj(wbits=31)
+        self.needs_input = True
+
+    def decompress(self, data: bytes, max_length: int) -> bytes:
+        piece = self._inner.decompress(self._inner.unconsumed_tail + data, max_length)
+        self.needs_input = len(piece) < max_length
+        return piece
+
+    @property
+    def eof(self) -> bool:
+        return self._inner.eof
+
+    @property
+    def unused_data(self) -> bytes:
+        return self._inner.unused_data
+
+
+def _lzma() -> Decompressor:
+    return lzma.LZMADecompressor(memlimit=MAX_LZMA_BYTES)
+
+
+_FORMATS: tuple[tuple[bytes, Callable[[], Decompressor]], ...] = (
+    (b"\x1f\x8b", _Gzip),
+    (b"BZh", bz2.BZ2Decompressor),
+    (b"\xfd7zXZ\0", _lzma),
+    (b"]\0\0", _lzma),
+)
+
+
+def decompressed(packed: bytes, budget: Budget) -> Iterator[bytes]:
+    """Pieces of at most CHUNK bytes. What is in none of the known formats comes as it is.
+
+    Raises ArchiveError for a stream that is damaged, cut short or followed by something else.
+    """
+    make = next((make for magic, make in _FORMATS if packed.startswith(magic)), None)
+    at = 0
+    while at < len(packed):
+        if make is None:
+            yield packed[at : at + CHUNK]
+            at += CHUNK
+            continue
+        budget.take(headers=1)
+        stream = make()
+        try:
+            while not stream.eof:
+                given = packed[at : at + CHUNK] if stream.needs_input else b""
+                if stream.needs_input and not given:
+                    raise ArchiveError("it is cut short")
+                at += len(given)
+                if piece := stream.decompress(given, CHUNK):
+                    yield piece
+        except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as error:
+            raise ArchiveError(str(error)) from None
+        at -= len(stream.unused_data)
+        if not packed[at : at + CHUNK].strip(b"\0") and not packed[at:].strip(b"\0"):  # many streams: not all for each
+            return
+
+
+class Blocks:
+    """A stream read in the 512-byte blocks of a tar archive."""
+
+    def __init__(self, pieces: Iterator[bytes]) -> None:
+        self._pieces = pieces
+        self._held, self._at = b"", 0
+
+    def block(self) -> bytes | None:
+        """The next block; None at the end. Raises ArchiveError for a part of one."""
+        block = self._take(BLOCK)
+        if block and len(block) < BLOCK:
+            raise ArchiveError("it is cut short")
+        return block or None
+
+    def content(self, size: int) -> Iterator[bytes]:
+        """`size` bytes in pieces; the rest of the last block is thrown away. Raises ArchiveError."""
+        padding = -size % BLOCK
+        while size:
+            if not (piece := self._take(min(size, CHUNK))):
+                raise ArchiveError("it is cut short")
+            size -= len(piece)
+            yield piece
+        self._take(padding)
+
+    def drain(self, most: int) -> None:
+        """Read to the end, so that a damaged end is found. Raises ArchiveError if there is more than `most`."""
+        while piece := self._take(CHUNK):
+            most -= len(piece)
+            if most < 0:
+                raise ArchiveError("something large follows its end")
+
+    def _take(self, count: int) -> bytes:
+        """Fewer bytes only at the end of the stream."""
+        while len(self._held) - self._at < count and (piece := next(self._pieces, b"")):
+            self._held, self._at = self._held[self._at :] + piece, 0
+        taken = self._held[self._at : self._at + count]
+        self._at += len(taken)
+        return taken

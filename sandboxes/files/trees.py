@@ -1,0 +1,253 @@
+"""Directory trees in and out. What comes out of a sandbox is hostile: names, links and sizes are checked here."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import stat
+import tempfile
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from roll_flash.sandboxes.client import files
+from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.frames import Entry
+from roll_flash.sandboxes.errors import SandboxFileError
+from roll_flash.sandboxes.files.archives import EFBIG, EINVAL, max_packed, unpack
+from roll_flash.sandboxes.files.tree_model import File, Folder, LeadsOut, Link, StepCounter, follow, parts_of, walk
+from roll_flash.sandboxes.files.tree_writer import TreeWriter
+
+MAX_ENTRIES = 20_000
+MAX_BYTES = 1 << 28
+PARALLEL_FILES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class TreeReport:
+    """What a transfer moved, and which members it left out because they are no regular file, directory or safe link."""
+
+    files: int
+    bytes: int
+    left_out: list[str] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Plan:
+    """What of a listing will be written. Its names and links are a sandbox's: each is checked against the others."""
+
+    folders: list[str] = field(default_factory=list)
+    files: list[tuple[Entry, str]] = field(default_factory=list)
+    links: list[tuple[str, str]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+def _plan(entries: list[Entry]) -> _Plan:
+    plan = _Plan()
+    known = {"": Folder()}
+    links: list[tuple[Folder, str, str]] = []
+    for entry in entries:
+        path = os.fsdecode(entry.path)
+        above, _, name = path.rpartition("/")
+        folder = known.get(above)
+        if not is_safe_name(entry.path) or folder is None or name in folder.members:
+            plan.left_out.append(path)
+        elif stat.S_ISDIR(entry.mode):
+            plan.folders.append(path)
+            known[path] = folder.members[name] = Folder(folder)
+        elif stat.S_ISREG(entry.mode):
+            plan.files.append((entry, path))
+            folder.members[name] = File(entry.mode, entry.size)
+        elif stat.S_ISLNK(entry.mode):
+            folder.members[name] = Link(os.fsdecode(entry.target))
+            links.append((folder, path, os.fsdecode(entry.target)))
+        else:
+            plan.left_out.append(path)
+    count = StepCounter(len(entries))
+    for folder, path, target in links:
+        if _stays_inside(folder, target, count):
+            plan.links.append((path, target))
+        else:
+            plan.left_out.append(path)
+    return plan
+
+
+def is_safe_name(raw: bytes) -> bool:
+    """A relative path that leads nowhere but down."""
+    try:
+        parts_of(os.fsdecode(raw))
+    except LeadsOut:
+        return False
+    return True
+
+
+def _stays_inside(folder: Folder, target: str, count: StepCounter) -> bool:
+    try:
+        follow(folder, target, count)
+    except LeadsOut:
+        return False
+    return True
+
+
+async def get_tree(
+    connection: AgentConnection, path: str, destination: Path, *, max_bytes: int, max_entries: int
+) -> TreeReport:
+    """Copy a directory of the sandbox into `destination`, which must not exist or be empty.
+
+    Raises SandboxFileError before anything is written if the limits are passed. Links that are absolute or that lead
+    out of the tree at any step, devices, FIFOs and sockets are left out; set-id bits are dropped.
+    """
+    entries = await files.list_tree(connection, path, max_entries)
+    total = sum(entry.size for entry in entries if stat.S_ISREG(entry.mode))
+    if total > max_bytes:
+        raise SandboxFileError(
+            f"sandbox {connection.name}: {path} holds {total} bytes; {max_bytes} is the limit", EFBIG
+        )
+    plan = await asyncio.to_thread(_plan, entries)
+    with await asyncio.to_thread(TreeWriter, destination) as writer:
+        await asyncio.to_thread(writer.make_folders, plan.folders)
+        moved = await _fetch_files(connection, path, writer, plan.files, max_bytes)
+        await asyncio.to_thread(writer.make_links, plan.links)
+    return TreeReport(len(plan.files), moved, plan.left_out)
+
+
+async def _fetch_files(
+    connection: AgentConnection, path: str, writer: TreeWriter, entries: list[tuple[Entry, str]], max_bytes: int
+) -> int:
+    limit = asyncio.Semaphore(PARALLEL_FILES)
+    moved = 0
+
+    async def fetch(entry: Entry, name: str) -> int:
+        nonlocal moved
+        async with limit:
+            data = await files.read_file(connection, f"{path.rstrip('/')}/{name}", min(max_bytes, entry.size + 4096))
+            moved += len(data)
+            if moved > max_bytes:
+                raise SandboxFileError(f"sandbox {connection.name}: {path} grew past {max_bytes} bytes", EFBIG)
+            await asyncio.to_thread(writer.write_file, name, data, entry.mode & 0o777 | 0o600)
+            return len(data)
+
+    await _together([fetch(entry, name) for entry, name in entries])
+    return moved
+
+
+async def _together(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
+    """All of them, or the first error, after the rest has been cancelled."""
+    tasks = [asyncio.ensure_future(move) for move in moves]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@dataclass(slots=True)
+class _Outgoing:
+    """What is sent: folders before what they hold, links last."""
+
+    folders: list[str] = field(default_factory=list)
+    files: list[tuple[str, int, Callable[[], bytes]]] = field(default_factory=list)
+    """Path, mode, and what reads the content."""
+    links: list[tuple[str, str]] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+
+async def put_tree(
+    connection: AgentConnection, source: Path | bytes, path: str, *, max_bytes: int, max_entries: int
+) -> TreeReport:
+    """Copy a directory, or the content of a tar or zip archive (a file, or its bytes), into a directory of the sandbox.
+
+    Raises SandboxFileError for an archive that leads outside, is too large or unpacks to more than
+    `archives.MAX_RATIO` times its size, before anything is sent.
+    """
+    if not isinstance(source, bytes) and await asyncio.to_thread(source.is_dir):
+        return await _send(connection, await asyncio.to_thread(_of_folder, source, max_bytes, max_entries), path)
+    with tempfile.TemporaryFile(prefix="roll-flash-tree-") as contents:
+        outgoing = await asyncio.to_thread(_of_archive, source, contents, max_bytes, max_entries)
+        return await _send(connection, outgoing, path)
+
+
+async def _send(connection: AgentConnection, outgoing: _Outgoing, path: str) -> TreeReport:
+    limit = asyncio.Semaphore(PARALLEL_FILES)
+    target = path.rstrip("/")
+
+    async def send(name: str, mode: int, content: Callable[[], bytes]) -> int:
+        async with limit:
+            data = await asyncio.to_thread(content)
+            await files.write_file(connection, f"{target}/{name}", data, mode & 0o777)
+            return len(data)
+
+    await files.make_directory(connection, path, 0o755)
+    for name in outgoing.folders:
+        await files.make_directory(connection, f"{target}/{name}", 0o755)
+    sent = await _together([send(*file) for file in outgoing.files])
+    for name, leads_to in outgoing.links:
+        await files.make_symlink(connection, leads_to, f"{target}/{name}")
+    return TreeReport(len(sent), sum(sent), outgoing.left_out)
+
+
+def _of_archive(source: Path | bytes, contents: BinaryIO, max_bytes: int, max_entries: int) -> _Outgoing:
+    packed = source if isinstance(source, bytes) else _read_archive(source, max_packed(max_bytes, max_entries))
+    outgoing = _Outgoing()
+    for folder, name, member in walk(unpack(packed, contents, max_bytes=max_bytes, max_entries=max_entries)):
+        path = folder.path_of(name)
+        if isinstance(member, Folder):
+            outgoing.folders.append(path)
+        elif isinstance(member, Link):
+            outgoing.links.append((path, member.target))
+        else:
+            outgoing.files.append((path, member.mode, partial(_read_part, contents, member.offset, member.size)))
+    contents.flush()
+    return outgoing
+
+
+def _read_part(contents: BinaryIO, offset: int, size: int) -> bytes:
+    return os.pread(contents.fileno(), size, offset)
+
+
+def _read_archive(source: Path, limit: int) -> bytes:
+    try:
+        with open(os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise SandboxFileError(f"{source} is neither a folder nor an archive", EINVAL)
+            if status.st_size > limit:
+                raise SandboxFileError(f"{source} has {status.st_size} bytes; {limit} is the limit", EFBIG)
+            return file.read(limit + 1)
+    except OSError as error:
+        raise SandboxFileError(f"{source} cannot be read: {error.strerror}", error.errno or EINVAL) from None
+
+
+def _of_folder(source: Path, max_bytes: int, max_entries: int) -> _Outgoing:
+    outgoing, total, count = _Outgoing(), 0, 0
+    try:
+        for folder, folders, names in os.walk(source, onerror=_raise):
+            for name in (*folders, *names):
+                member = Path(folder) / name
+                status = member.lstat()
+                count += 1
+                total += status.st_size if stat.S_ISREG(status.st_mode) else 0
+                if count > max_entries or total > max_bytes:
+                    raise SandboxFileError(f"{source} has more than {max_entries} members or {max_bytes} bytes", EFBIG)
+                _add(outgoing, member, str(member.relative_to(source)), status.st_mode)
+    except OSError as error:
+        raise SandboxFileError(f"{error.filename} cannot be read: {error.strerror}", error.errno or EINVAL) from None
+    return outgoing
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _add(outgoing: _Outgoing, member: Path, name: str, mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        outgoing.folders.append(name)
+    elif stat.S_ISREG(mode):
+        outgoing.files.append((name, mode, member.read_bytes))
+    elif stat.S_ISLNK(mode):
+        outgoing.links.append((name, os.readlink(member)))
+    else:
+        outgoing.left_out.append(str(member))

@@ -1,0 +1,79 @@
+"""The images that an engine keeps for sandboxes: snapshots, which end with their owner, and builds, which age.
+
+A build belongs to nobody: its name is the hash of what went into it, and whoever asks for the same finds it. The engine
+itself keeps when it was last asked for, as the time at which the image last got its name; so all controllers of an
+engine see the same. One that nobody has asked for in BUILD_AGE_S is removed.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import datetime
+from typing import Any
+
+from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.errors import SandboxError
+from roll_flash.sandboxes.identity import LABEL
+
+SNAPSHOTS = "roll-flash-snapshot"
+BUILDS = "roll-flash-build"
+BUILD_LABEL = f"{LABEL}=image"
+BUILD_AGE_S = 7 * 86400.0
+NOTE_EVERY_S = 3600.0
+"""How exact the time of last use is."""
+
+
+async def list_images(engine: EngineApi, repository: str, label: str) -> list[dict[str, Any]]:
+    """As the engine lists them, those with a name."""
+    query = {"filters": json.dumps({"reference": [repository], "label": [label]})}
+    return [image for image in await engine.json("GET", "/images/json", query=query) if image.get("RepoTags")]
+
+
+async def remove_image(engine: EngineApi, name: str, *, force: bool = False) -> bool:
+    """False for one that is gone, or that a container uses (with `force`: that runs)."""
+    query = {"force": "1"} if force else None
+    return (await engine.call("DELETE", f"/images/{name}", query=query, accept=(404, 409))).status_code == 200
+
+
+async def use_build(engine: EngineApi, name: str) -> bool:
+    """Whether the engine has this build; from now on it counts as used now."""
+    age_s = await _unused_s(engine, name)
+    if age_s is not None and age_s > NOTE_EVERY_S:
+        repository, _, tag = name.partition(":")
+        query = {"repo": repository, "tag": tag}
+        answer = await engine.call("POST", f"/images/{name}/tag", query=query, accept=(404,))
+        return answer.status_code != 404
+    return age_s is not None
+
+
+async def prune_builds(engine: EngineApi, older_than_s: float = BUILD_AGE_S) -> list[tuple[str, float]]:
+    """Remove the builds that nobody has asked for in so long; their names and how long that was."""
+    removed = []
+    for image in await list_images(engine, BUILDS, BUILD_LABEL):
+        for name in image["RepoTags"]:
+            age_s = await _unused_s(engine, name)
+            if age_s is not None and age_s > older_than_s and await remove_image(engine, name):
+                removed.append((name, age_s))
+    return removed
+
+
+async def _unused_s(engine: EngineApi, name: str) -> float | None:
+    """Seconds since it was last asked for; None if there is no such image. Raises SandboxError."""
+    answer = await engine.call("GET", f"/images/{name}/json", accept=(404,))
+    if answer.status_code == 404:
+        return None
+    described = answer.json()
+    times = (str(described.get("Metadata", {}).get("LastTagTime", "")), str(described.get("Created", "")))
+    known = [moment for moment in map(_seconds, times) if moment > 0]
+    if not known:
+        raise SandboxError(f"the engine does not tell how old its image {name} is")
+    return max(0.0, time.time() - max(known))
+
+
+def _seconds(moment: str) -> float:
+    """Since 1970, of a time as engines write it (nanoseconds, zone); 0 for none."""
+    try:
+        return datetime.fromisoformat(moment).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0

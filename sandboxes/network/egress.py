@@ -1,0 +1,204 @@
+"""The way out of a sandbox with `network="allowlist"`: a proxy inside, decided upon here, outside.
+
+The sandbox still has no network but loopback. Its agent's binary listens on 127.0.0.1:3128 (as `agent --relay`) and
+passes connections on over a command's stdin and stdout; this side reads the proxy request, compares host and port with
+the spec's list, resolves the name, once, and connects to an address that it has checked, or answers 403.
+`HTTP_PROXY` and `HTTPS_PROXY` are set for every command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from urllib.parse import urlsplit
+
+from roll_flash.sandboxes.client.commands import Command, CommandStream
+from roll_flash.sandboxes.network.allowlist import Address, as_address, is_allowed, is_public, may_connect
+from roll_flash.sandboxes.network.relay import Relay, RelayedConnection, join
+from roll_flash.sandboxes.spec import PROXY_PORT
+
+MAX_HEAD = 1 << 14
+HEAD_TIMEOUT_S = 10.0
+"""For a program inside to send its whole request head."""
+CONNECT_TIMEOUT_S = 20.0
+"""To resolve a name and to connect."""
+EVICT_AFTER_S = 1.0
+LOOKUPS, LOOKUPS_OF_ONE = 8, 2
+"""Names that this process, and one sandbox, look up at a time: a slow name server holds up no others."""
+MAX_SAID = 16
+FIELD = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]+:[^\r\n\0]*")
+OURS = ("proxy-", "connection:", "host:")
+"""Fields that are not passed on."""
+
+_log = logging.getLogger("roll_flash.sandboxes")
+
+
+class _Refused(Exception):
+    """The list does not allow it."""
+
+
+class Egress:
+    """Runs for as long as its sandbox. Counts what it let through and what it refused."""
+
+    def __init__(self, start: Callable[[Command], CommandStream], allow: tuple[str, ...]) -> None:
+        self._relay = Relay(start, PROXY_PORT, self._serve, evict_after_s=EVICT_AFTER_S)
+        self._allow = allow
+        self._lookups = asyncio.Semaphore(LOOKUPS_OF_ONE)
+        self._said: set[str] = set()
+        self.allowed = self.refused = 0
+
+    async def start(self) -> None:
+        """Raises SandboxStartError."""
+        await self._relay.start()
+
+    async def close(self) -> None:
+        await self._relay.close()
+
+    async def _serve(self, connection: RelayedConnection) -> None:
+        try:
+            async with asyncio.timeout(HEAD_TIMEOUT_S):
+                head, rest = await _read_head(connection)
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                host, port, first = _target(head)
+                reader, writer = await self._connect(host, port)
+        except _Refused:
+            self.refused += 1
+            await _refuse(connection, "403 Forbidden")
+            return
+        except (OSError, ValueError):  # TimeoutError is an OSError
+            await _refuse(connection, "502 Bad Gateway")
+            return
+        self.allowed += 1
+        await self._join(connection, reader, writer, first, rest)
+
+    async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """To an address of the host that was checked: nobody is asked for the name again. Raises _Refused, OSError."""
+        if not is_allowed(self._allow, host, port):
+            raise _Refused
+        found = await self._resolve(host, port)
+        good = [address for address in found if self._may_connect(address, port)]
+        if not good:
+            self._say(f"{host}:{port} leads to {', '.join(map(str, found))}", found, port)
+            raise _Refused
+        failures = []
+        for address in good:
+            try:
+                return await asyncio.open_connection(str(address), port)
+            except OSError as error:
+                failures.append(error)
+        raise failures[0]
+
+    async def _resolve(self, host: str, port: int) -> list[Address]:
+        if (address := as_address(host)) is not None:
+            return [address]
+        looking = asyncio.ensure_future(self._look_up(host, port))
+        looking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        return await asyncio.shield(looking)
+
+    async def _look_up(self, host: str, port: int) -> list[Address]:
+        """Counts as long as its thread is busy, also when nobody waits for it any more."""
+        async with self._lookups:
+            return await asyncio.get_running_loop().run_in_executor(_resolvers(), resolve, host, port)
+
+    def _may_connect(self, address: Address, port: int) -> bool:
+        if not may_connect(self._allow, address, port):
+            return False
+        return not (is_public(address) and is_own(address)) or is_allowed(self._allow, str(address), port)
+
+    def _say(self, what: str, found: list[Address], port: int) -> None:
+        if what not in self._said and len(self._said) < MAX_SAID:
+            self._said.add(what)
+            _log.warning("a sandbox's proxy refused: %s, not public; allow %s:%d too if it may", what, found[0], port)
+
+    async def _join(
+        self,
+        connection: RelayedConnection,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        first: bytes | None,
+        rest: bytes,
+    ) -> None:
+        try:
+            if first is None:
+                await connection.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
+            writer.write((first or b"") + rest)
+            await join(connection, reader, writer)
+        except ConnectionError:
+            return
+        finally:
+            writer.close()
+
+
+async def _refuse(connection: RelayedConnection, status: str) -> None:
+    with contextlib.suppress(ConnectionError):
+        await connection.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode())
+
+
+async def _read_head(connection: RelayedConnection) -> tuple[bytes, bytes]:
+    head = b""
+    while b"\r\n\r\n" not in head:
+        piece = await connection.read()
+        head += piece
+        if not piece or len(head) > MAX_HEAD:
+            raise ValueError("no proxy request")
+    head, _, rest = head.partition(b"\r\n\r\n")
+    return head, rest
+
+
+def _target(head: bytes) -> tuple[str, int, bytes | None]:
+    """(host, port, what to send first) of a proxy request; None in third place for CONNECT.
+
+    Raises _Refused for one of another kind, ValueError for none.
+    """
+    line, *fields = head.decode("latin-1").split("\r\n")
+    fields = [field for field in fields if field]
+    if any(end in line for end in "\r\n\0") or not all(map(FIELD.fullmatch, fields)):
+        raise ValueError("no request head")
+    words = line.split(" ")
+    if len(words) != 3:
+        raise _Refused
+    method, where, version = words
+    if method == "CONNECT":
+        host, _, port = where.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit():
+            raise _Refused
+        return host, int(port), None
+    url = urlsplit(where)
+    if url.scheme != "http" or not url.hostname:
+        raise _Refused
+    path = (url.path or "/") + (f"?{url.query}" if url.query else "")
+    kept = [field for field in fields if not field.lower().startswith(OURS)]
+    authority = url.netloc.rpartition("@")[2]  # a host of its own in `Host` would be another one than was allowed
+    first = "\r\n".join([f"{method} {path} {version}", f"Host: {authority}", *kept, "Connection: close", "", ""])
+    return url.hostname, url.port or 80, first.encode("latin-1")
+
+
+def resolve(host: str, port: int) -> list[Address]:
+    """The addresses of a name. Blocks. Raises OSError."""
+    found = (
+        as_address(str(entry[4][0]).partition("%")[0])
+        for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    )
+    return [address for address in dict.fromkeys(found) if address is not None]
+
+
+@cache
+def _resolvers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(LOOKUPS, thread_name_prefix="sandbox names")
+
+
+def is_own(address: Address) -> bool:
+    """Whether it is one of this machine's. Sends nothing: a route to oneself begins at the address itself."""
+    family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), 9))
+            return as_address(str(probe.getsockname()[0])) == address
+    except OSError:
+        return False

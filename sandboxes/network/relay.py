@@ -1,0 +1,328 @@
+"""Connections that programs in a sandbox open on its loopback address, taken up here, outside.
+
+The sandbox has no network. Its agent's binary listens on 127.0.0.1:PORT in there (`agent --relay PORT`) and passes
+connections on over a command's stdin and stdout; `serve` decides here what each leads to. Each direction of each
+connection has `WINDOW` bytes of credit, so one that nobody reads holds up no other and nothing piles up. When all
+places are taken, those that have moved nothing for longest give theirs up.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from roll_flash.sandboxes.client.agent_program import FOLDER
+from roll_flash.sandboxes.client.commands import Command, CommandStream
+from roll_flash.sandboxes.client.frames import (
+    CHUNK,
+    HEADER,
+    WINDOW,
+    Frame,
+    FrameDecoder,
+    FrameError,
+    Reply,
+    Request,
+    encode,
+    parse_u32,
+    u32,
+)
+from roll_flash.sandboxes.errors import SandboxError, SandboxStartError
+
+ACCEPTED = 1
+MAX_CONNECTIONS = 128
+"""Of one relay at a time; more wait in the sandbox until one of these ends or is evicted."""
+EVICT_S = 0.1
+EVICT_AT_ONCE = MAX_CONNECTIONS // 4
+"""While all places are taken, so many of those that were idle for longest are closed every EVICT_S."""
+PIECE = CHUNK - HEADER.size
+START_TIMEOUT_S = 10.0
+RESTART_S = 0.5
+MAX_COMPLAINT = 300
+
+_log = logging.getLogger("roll_flash.sandboxes")
+
+
+def relay_command(port: int) -> Command:
+    return Command([f"{FOLDER}/agent", "--relay", str(port)], None, grace=0.0, has_stdin=True)
+
+
+class RelayedConnection:
+    """One connection from inside. `read` and `write` are used by one task each."""
+
+    def __init__(self, channel: int, send: Callable[[bytes], Awaitable[None]]) -> None:
+        self.channel = channel
+        self._send = send
+        self._pieces: deque[bytes] = deque()
+        self._held = 0
+        self._ended = False
+        self._lost = self._broken = False
+        self._on_break: Callable[[], object] | None = None
+        self._granted = WINDOW
+        self._changed = asyncio.Condition()
+        self.moved_at = time.monotonic()
+        """When a byte last came or went."""
+
+    async def read(self) -> bytes:
+        """What came, at most `WINDOW` bytes; empty at the end."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._pieces or self._ended or self._lost)
+            if not self._pieces or self._lost:
+                return b""
+            piece = self._pieces.popleft()
+            self._held -= len(piece)
+        if not self._ended:
+            await self._send(encode(Request.CREDIT, self.channel, u32(len(piece))))
+        return piece
+
+    async def write(self, data: bytes) -> None:
+        """As fast as the program inside reads. Raises ConnectionResetError if the relay has ended."""
+        for at in range(0, len(data), PIECE):
+            piece = data[at : at + PIECE]
+            await self._take_credit(len(piece))
+            await self._send(encode(Request.DATA, self.channel, piece))
+            self.moved_at = time.monotonic()
+
+    async def _take_credit(self, size: int) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._granted >= size or self._lost or self._broken)
+            if self._lost or self._broken:
+                raise ConnectionResetError("the connection into the sandbox is gone")
+            self._granted -= size
+
+    async def end(self) -> None:
+        """Nothing more is written; what comes from inside may still be read."""
+        await self._send(encode(Request.END, self.channel))
+
+    async def close(self) -> None:
+        """What was written still goes in; then the connection is closed."""
+        if not self._lost:
+            await self._send(encode(Request.CANCEL, self.channel))
+
+    async def receive(self, frame: Frame) -> None:
+        """Raises FrameError for what an honest relay would not send."""
+        async with self._changed:
+            if frame.type == Request.DATA:
+                self.moved_at = time.monotonic()
+                self._held += len(frame.payload)
+                if self._held > WINDOW or self._ended:
+                    raise FrameError("the relay sent more than was granted")
+                self._pieces.append(frame.payload)
+            elif frame.type == Request.END:
+                self._ended = True
+            else:
+                self._granted += parse_u32(frame.payload)
+                if self._granted > WINDOW:
+                    raise FrameError("the relay granted more than it was sent")
+            self._changed.notify_all()
+
+    async def break_off(self) -> None:
+        """The program inside is gone: nothing goes in any more; what came from it may still be read."""
+        async with self._changed:
+            self._broken = self._ended = True
+            self._changed.notify_all()
+        if self._on_break is not None:
+            self._on_break()
+
+    def on_break(self, call: Callable[[], object]) -> None:
+        """What to call when the program inside is gone."""
+        self._on_break = call
+        if self._broken:
+            call()
+
+    async def lose(self) -> None:
+        async with self._changed:
+            self._lost = True
+            self._pieces.clear()
+            self._changed.notify_all()
+
+
+Serve = Callable[[RelayedConnection], Coroutine[Any, Any, None]]
+
+
+class Relay:
+    """Listens in the sandbox on `port` and runs `serve` for each connection; ended by `close`, or with its sandbox.
+
+    Code inside may kill the listening process: it is started again, and connections that were open are lost.
+    """
+
+    def __init__(
+        self, start: Callable[[Command], CommandStream], port: int, serve: Serve, *, evict_after_s: float
+    ) -> None:
+        """`evict_after_s`: with all places taken, a connection that has moved nothing for so long may be closed."""
+        self._start = start
+        self._port = port
+        self._serve = serve
+        self._evict_after_s = evict_after_s
+        self._stream: CommandStream | None = None
+        self._sending = asyncio.Lock()
+        self._connections: dict[int, RelayedConnection] = {}
+        """By channel, of the relay that runs now; one that is started again counts from 1 again."""
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._serving: dict[RelayedConnection, asyncio.Task[None]] = {}
+        self._evicting = False
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._complaint = bytearray()
+        self.accepted = 0
+        """Connections from inside so far."""
+        self.restarts = 0
+        self.evicted = 0
+
+    @property
+    def open_connections(self) -> int:
+        return len(self._connections)
+
+    async def start(self) -> None:
+        """Raises SandboxStartError if the port is taken, SandboxDied if the sandbox is gone."""
+        self._spawn(self._run())
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await asyncio.shield(self._ready)
+        except TimeoutError:
+            await self.close()
+            raise SandboxStartError(f"the relay of a sandbox did not start within {START_TIMEOUT_S:g} s") from None
+        except BaseException:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._ready.done() and not self._ready.cancelled():
+            self._ready.exception()
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                await self._run_once()
+                if not self._ready.done():
+                    self._ready.set_exception(SandboxStartError(self._why("ended at once")))
+                    return
+                self.restarts += 1
+                await asyncio.sleep(RESTART_S)
+        except (SandboxError, FrameError) as error:
+            _log.debug("the relay of a sandbox ended with it: %s", error)
+            if not self._ready.done():
+                is_sandbox = isinstance(error, SandboxError)
+                self._ready.set_exception(error if is_sandbox else SandboxStartError(self._why(str(error))))
+
+    def _why(self, otherwise: str) -> str:
+        said = self._complaint.decode(errors="replace").strip()
+        return f"a sandbox cannot listen on its port {self._port}: {said or otherwise}"
+
+    async def _run_once(self) -> None:
+        decoder = FrameDecoder()
+        self._stream = self._start(relay_command(self._port))
+        try:
+            async with self._stream as stream:
+                async for chunk in stream:
+                    if chunk.source == "stderr":
+                        self._complaint += chunk.data[: MAX_COMPLAINT - len(self._complaint)]
+                        continue
+                    for frame in decoder.feed(chunk.data):
+                        await self._take(frame)
+        finally:
+            lost, self._connections = self._connections, {}
+            for connection in lost.values():
+                await connection.lose()
+
+    async def _take(self, frame: Frame) -> None:
+        if frame.type == Reply.READY:
+            if not self._ready.done():
+                self._ready.set_result(None)
+        elif frame.type == ACCEPTED:
+            if frame.channel in self._connections or len(self._connections) >= 2 * MAX_CONNECTIONS:
+                raise FrameError("the relay took more connections than it may")
+            self.accepted += 1
+            connection = RelayedConnection(frame.channel, self._sender(self._stream))
+            self._connections[frame.channel] = connection
+            self._serving[connection] = self._spawn(self._serve_one(connection))
+            if len(self._connections) >= MAX_CONNECTIONS and not self._evicting:
+                self._evicting = True
+                self._spawn(self._make_room())
+        elif frame.type == Request.CANCEL:
+            if frame.channel in self._connections:
+                await self._connections[frame.channel].break_off()
+        elif frame.type in (Request.DATA, Request.END, Request.CREDIT):
+            if frame.channel in self._connections:
+                await self._connections[frame.channel].receive(frame)
+        else:
+            raise FrameError(f"the relay sent a frame of type {frame.type}")
+
+    async def _make_room(self) -> None:
+        try:
+            while len(self._connections) >= MAX_CONNECTIONS:
+                latest = time.monotonic() - self._evict_after_s
+                idle = sorted((one for one in self._connections.values() if one.moved_at <= latest), key=_moved_at)
+                for connection in idle[:EVICT_AT_ONCE]:
+                    self.evicted += 1
+                    self._serving[connection].cancel()
+                await asyncio.sleep(EVICT_S)
+        finally:
+            self._evicting = False
+
+    def _sender(self, stream: CommandStream | None) -> Callable[[bytes], Awaitable[None]]:
+        assert stream is not None
+
+        async def send(frame: bytes) -> None:
+            """One frame at a time: pieces of two must not mix. Into a relay that has ended it goes nowhere."""
+            async with self._sending:
+                with contextlib.suppress(SandboxError):
+                    await stream.send(frame)
+
+        return send
+
+    async def _serve_one(self, connection: RelayedConnection) -> None:
+        try:
+            await self._serve(connection)
+        finally:
+            del self._serving[connection]
+            if self._connections.get(connection.channel) is connection:
+                del self._connections[connection.channel]
+            await connection.close()
+
+
+def _moved_at(connection: RelayedConnection) -> float:
+    return connection.moved_at
+
+
+async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Copy both ways until both have ended, or either is gone."""
+    upward = asyncio.ensure_future(_copy_out(connection, writer))
+    downward = asyncio.ensure_future(_copy_in(reader, connection))
+    connection.on_break(downward.cancel)
+    try:
+        done, _ = await asyncio.wait({upward, downward}, return_when=asyncio.FIRST_EXCEPTION)
+        for copy in done:
+            if not copy.cancelled():
+                copy.result()
+    finally:
+        for copy in (upward, downward):
+            copy.cancel()
+        await asyncio.gather(upward, downward, return_exceptions=True)
+        writer.close()
+
+
+async def _copy_out(connection: RelayedConnection, writer: asyncio.StreamWriter) -> None:
+    while piece := await connection.read():
+        writer.write(piece)
+        await writer.drain()
+    if writer.can_write_eof():
+        writer.write_eof()
+
+
+async def _copy_in(reader: asyncio.StreamReader, connection: RelayedConnection) -> None:
+    while piece := await reader.read(CHUNK):
+        await connection.write(piece)
+    await connection.end()

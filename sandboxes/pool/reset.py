@@ -1,0 +1,80 @@
+"""Make a used sandbox as good as new, and make sure that it is. Whoever is in doubt closes it instead."""
+
+from __future__ import annotations
+
+from roll_flash.sandboxes.client.agent_program import FOLDER
+from roll_flash.sandboxes.client.commands import Command, run_command
+from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.files import kill_all, list_tree, remove
+from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
+from roll_flash.sandboxes.files.snapshot import populate
+from roll_flash.sandboxes.result import ExecResult
+from roll_flash.sandboxes.spec import SandboxSpec
+
+WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
+TIMEOUT_S = 5.0
+MAX_SAID = 1 << 16
+REMAINS = (
+    "for entry in /proc/[0-9]*; do case ${entry#/proc/} in 1|$$) ;; *) echo $entry;; esac; done; "
+    "tail -q -n +2 /proc/sysvipc/shm /proc/sysvipc/msg /proc/sysvipc/sem && "
+    "for table in /proc/net/tcp /proc/net/tcp6; do test ! -e $table || tail -n +2 $table; done"
+)
+"""Prints processes, System V memory and connections: closed ones hold their port for a minute."""
+
+
+def is_reusable(spec: SandboxSpec) -> bool:
+    """A sandbox with a writable root or a way out is never taken again."""
+    return not spec.writable_root and spec.network == "none"
+
+
+async def describe_folders(connection: AgentConnection, spec: SandboxSpec, *words: str) -> bytes:
+    """A line for each writable folder: mode, flags, owner, attributes; empty if that fails. Raises SandboxError."""
+    told = await _run(connection, spec, [f"{FOLDER}/agent", "--folders", *words, *_folders(spec)])
+    return told.stdout if told.exit_code == 0 else b""
+
+
+async def reset(connection: AgentConnection, spec: SandboxSpec, folders: bytes) -> bool:
+    """Kill every process, empty every writable place, put its mode and attributes back, then look. False: close it.
+
+    `folders`: what `describe_folders` said when the sandbox was new. An image without a shell is never taken again.
+    """
+    if not is_reusable(spec) or not folders:
+        return False
+    try:
+        await kill_all(connection)
+        await describe_folders(connection, spec, *_restoring(spec, folders))
+        for folder in _folders(spec):
+            if not await _emptied(connection, folder):
+                return False
+        left = await _run(connection, spec, REMAINS)
+        if left.exit_code != 0 or left.stdout.strip() or await describe_folders(connection, spec) != folders:
+            return False
+        await populate(connection, spec)
+    except SandboxError:
+        return False
+    return connection.usable
+
+
+def _folders(spec: SandboxSpec) -> tuple[str, ...]:
+    return (spec.workdir, *WRITABLE)
+
+
+async def _run(connection: AgentConnection, spec: SandboxSpec, command: str | list[str]) -> ExecResult:
+    return await run_command(connection, spec, Command(command, TIMEOUT_S, max_output=MAX_SAID), None)
+
+
+def _restoring(spec: SandboxSpec, folders: bytes) -> list[str]:
+    words: list[str] = []
+    for path, line in zip(_folders(spec), folders.decode().splitlines(), strict=True):
+        mode, flags, *_ = line.split(" ")
+        if mode.isdigit():  # else there is no such folder
+            words += ["--restore", mode, flags, path]
+    return words
+
+
+async def _emptied(connection: AgentConnection, folder: str) -> bool:
+    try:
+        await remove(connection, folder + "/")
+        return not await list_tree(connection, folder, 1)
+    except SandboxFileError as error:
+        return error.errno == 2
