@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config import Config, load_config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
 from roll_flash.summary import read_books

@@ -28,7 +28,7 @@ from rollout_engine import Measured, Processes, mock_servers
 from rollout_env import TURNS
 from rollout_peers import VERIFIERS_VERSION, verifiers
 
-from roll_flash.config import Config, load_config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.evaluate.evaluation import eval_sampling, evaluate
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.worker import ChatEndpoint

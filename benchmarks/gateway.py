@@ -49,7 +49,7 @@ class Measured:
 
 def tokenizer() -> Any:
     from roll_flash.chat.tokenizer import load_tokenizer
-    from roll_flash.models import resolve_model
+    from roll_flash.models.prepare import resolve_model
 
     return load_tokenizer(resolve_model(MODEL))
 

@@ -279,7 +279,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="one small comparison, within a minute")
     parser.add_argument("--json", action="store_true", help="one object of named figures on standard output")
     parser.add_argument(
-        "--model", help="a name of roll_flash.models, a model folder, or random-qwen3 (default: by device)"
+        "--model", help="a name of roll_flash.models.prepare, a model folder, or random-qwen3 (default: by device)"
     )
     parser.add_argument("--layers", type=int, default=28, help="of random-qwen3")
     parser.add_argument("--vocabulary", type=int, default=151936, help="of random-qwen3")

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from roll_flash.learner.model.policy_model import load_policy_model
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 
 
 def peak_mib(side: str, folder: Path, tokens: int) -> float:

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config
 
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 
 RANDOM_QWEN3 = "random-qwen3"
 """Qwen3-0.6B's shape: 28 layers, 0.6 billion parameters, of which the (tied) embedding has 156 million."""

@@ -23,9 +23,9 @@ import psutil
 from rollout_env import TURNS
 
 from roll_flash.chat.tokenizer import load_tokenizer
-from roll_flash.config import Config, RayConfig, load_config
+from roll_flash.config.tree import Config, RayConfig, load_config
 from roll_flash.engines.inference import ClientSpec
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.rollout.fleet import WorkerFleet

@@ -38,7 +38,7 @@ from roll_flash.learner.losses.advantages import grpo
 from roll_flash.learner.losses.policy import policy_loss
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 
 AGES = (0, 1, 4, 8)
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -33,12 +33,12 @@ import numpy as np
 import torch
 from machine import machine
 
-from roll_flash.config import InferenceConfig, LearnerConfig, LoraConfig, RayConfig, WeightsConfig
+from roll_flash.config.tree import InferenceConfig, LearnerConfig, LoraConfig, RayConfig, WeightsConfig
 from roll_flash.inference.client.token_client import open_client
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.vllm.server import VllmEngine
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.types import Group, SamplingParams, Task, Trajectory
 from roll_flash.weight_sync.parity import FLOAT32_THRESHOLD, load_probe

@@ -29,7 +29,7 @@ from roll_flash.errors import RollFlashError
 from roll_flash.sandboxes.docker.address import EngineAddress
 from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxImageError
-from roll_flash.sandboxes.images import find_image
+from roll_flash.sandboxes.images.default_image import find_image
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements" / "agents.txt"

@@ -15,7 +15,7 @@ from local_instead import use_local
 
 from roll_flash.doctor import check_bubblewrap, check_docker
 from roll_flash.errors import RollFlashError
-from roll_flash.sandboxes.images import ensure_image
+from roll_flash.sandboxes.images.default_image import ensure_image
 
 
 def main() -> int:

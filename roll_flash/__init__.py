@@ -1,6 +1,6 @@
 """ROLL Flash: asynchronous reinforcement learning for language-model agents.
 
-The public names are imported on first use, so that `import roll_flash.config` stays light.
+The public names are imported on first use, so that `import roll_flash.config.tree` stays light.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from roll_flash.config import Config, load_config
+    from roll_flash.config.tree import Config, load_config
     from roll_flash.envs.base import Env, SandboxEnv
     from roll_flash.envs.registration import make_env, register_env
     from roll_flash.envs.rewards.functions import Rubric, reward
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Config": "roll_flash.config",
-    "load_config": "roll_flash.config",
+    "Config": "roll_flash.config.tree",
+    "load_config": "roll_flash.config.tree",
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
     "SandboxToolEnv": "roll_flash.envs.tools.tool_env",

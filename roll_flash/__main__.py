@@ -2,6 +2,6 @@
 
 import sys
 
-from roll_flash.cli import main
+from roll_flash.cli.main import main
 
 sys.exit(main())

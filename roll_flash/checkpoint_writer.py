@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_flash.config import CheckpointConfig
+from roll_flash.config.tree import CheckpointConfig
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import CheckpointError
 from roll_flash.processes.background import in_thread, start_background

@@ -165,7 +165,7 @@ def _explain_engine(error: Exception) -> tuple[str, str]:
 def check_image() -> Check:
     import docker
 
-    from roll_flash.config import SandboxConfig
+    from roll_flash.config.tree import SandboxConfig
 
     image = SandboxConfig().image
     try:
@@ -184,7 +184,7 @@ def check_image() -> Check:
 def check_model() -> Check:
     """Whether the quickstart's model is prepared; a run prepares it otherwise."""
     from roll_flash.errors import ModelError
-    from roll_flash.models import check_model_folder, prepared_folder
+    from roll_flash.models.prepare import check_model_folder, prepared_folder
 
     folder = prepared_folder(QUICKSTART_MODEL)
     if not folder.is_dir():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.chat.openai_client import api_key_from
-from roll_flash.config import Config, EnvConfig, load_config
+from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.evaluate.endpoint_check import check_endpoint
 from roll_flash.evaluate.evaluation import (
@@ -55,7 +55,7 @@ class EvalRequest:
     """A YAML file, or a folder of task folders."""
     env: str | None = None
     model: str | None = None
-    """A model folder, a name of `roll_flash.models`, a run (`NAME`, `NAME@step`, its folder), or with an endpoint the
+    """A model folder, `smollm2-135m`, `tiny`, a run (`NAME`, `NAME@step`, its folder), or with an endpoint the
     model's name there."""
     tasks: int | None = None
     attempts: int | None = None
@@ -159,7 +159,7 @@ def _label(plan: EvalPlan, env: EnvConfig) -> str:
 
 
 def _open_runner(plan: EvalPlan, api_key_env: str | None) -> AbstractAsyncContextManager[EpisodeRunner]:
-    from roll_flash.models import resolve_model
+    from roll_flash.models.prepare import resolve_model
     from roll_flash.rollout.worker import ChatEndpoint
     from roll_flash.system import open_rollout
 
@@ -215,7 +215,7 @@ def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | Non
 
 def _names_a_run(name: str) -> bool:
     """A model's own name wins over a run that is called the same; that run is reached as `NAME@step` or `runs/NAME`."""
-    from roll_flash.models import RECIPES
+    from roll_flash.models.prepare import RECIPES
 
     if name in RECIPES:
         return False

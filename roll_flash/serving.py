@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config import Config, load_config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.routes import SessionRoutes
 from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.inference.servers.process import require_free_port
-from roll_flash.models import RECIPES, resolve_model
+from roll_flash.models.prepare import RECIPES, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
 from roll_flash.processes.background import beside, first_failure
 from roll_flash.processes.interrupt import Interrupts
@@ -33,7 +33,7 @@ class GatewayRequest:
     """The arguments of `roll-flash serve-gateway`."""
 
     model: str | None
-    """A model folder, a name of `roll_flash.models`, a run (`NAME`, `NAME@step`), or the model's name at `endpoint`."""
+    """A model folder, `smollm2-135m`, `tiny`, a run (`NAME`, `NAME@step`), or the model's name at `endpoint`."""
     endpoint: str | None = None
     endpoint_key_env: str | None = None
     name: str | None = None

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.config import Config
+from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.inference.open import check_engine
 from roll_flash.learner.open import check_learner
 from roll_flash.learner.warm_start import check_demonstrations
-from roll_flash.models import check_model_folder, resolve_model
+from roll_flash.models.prepare import check_model_folder, resolve_model
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.stages.reward_stage import check_stages
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.checkpoint_writer import CheckpointWriter
-from roll_flash.config import Config
 from roll_flash.config.learner import WarmStartConfig
+from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.envs.hosting.environments import check_environments

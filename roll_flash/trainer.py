@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import Any
 
 from roll_flash.checkpoint_writer import CheckpointSchedule
-from roll_flash.config import Config
+from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.learner.open import open_learner

@@ -16,7 +16,7 @@ from functools import partial
 
 from roll_flash.sandboxes.errors import SandboxStartError
 from roll_flash.sandboxes.opening import connect_provider
-from roll_flash.sandboxes.pool import SandboxPool
+from roll_flash.sandboxes.pool.sandbox_pool import SandboxPool
 from roll_flash.sandboxes.protocol import Provider, Sandbox
 from roll_flash.sandboxes.spec import SandboxSpec
 

@@ -82,7 +82,8 @@ async def _require_image(provider: Provider, spec: SandboxSpec) -> None:
     try:
         if not await provider.has_image(DEFAULT_IMAGE):
             raise SandboxUnavailable(
-                f"the engine has no image {DEFAULT_IMAGE}; to build it: python -m roll_flash.sandboxes.images ensure"
+                f"the engine has no image {DEFAULT_IMAGE}; to build it: "
+                "python -m roll_flash.sandboxes.images.default_image ensure"
             )
     except BaseException:
         await provider.close()

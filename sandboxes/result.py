@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from roll_flash.sandboxes.pool.histogram import Histogram
+from roll_flash.sandboxes.histogram import Histogram
 
 
 @dataclass(frozen=True, slots=True)

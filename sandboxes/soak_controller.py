@@ -16,7 +16,7 @@ import sys
 
 from roll_flash.sandboxes.docker.provider import DockerProvider
 from roll_flash.sandboxes.errors import SandboxDied
-from roll_flash.sandboxes.pool import SandboxPool
+from roll_flash.sandboxes.pool.sandbox_pool import SandboxPool
 from roll_flash.sandboxes.protocol import Sandbox
 
 SIDE_BY_SIDE = 4

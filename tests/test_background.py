@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from roll_flash import system, trainer
 from roll_flash.checkpoint_writer import CheckpointSchedule
-from roll_flash.config import CheckpointConfig, load_config
+from roll_flash.config.tree import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
 from roll_flash.processes.background import first_failure, given_up_after, in_thread, start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_flash.cli import main
-from roll_flash.config import load_config
+from roll_flash.cli.main import main
+from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.evaluate.result import score
 from roll_flash.run.run_dir import RunDir
@@ -80,7 +80,7 @@ def roll_flash(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
 
 def test_help_answers_in_half_a_second_and_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom roll_flash.cli import main\n"
+        "import sys\nfrom roll_flash.cli.main import main\n"
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "heavy = ('torch', 'ray', 'vllm', 'transformers', 'gymnasium', 'pydantic', 'numpy')\n"
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)"

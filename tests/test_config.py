@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
 
-import roll_flash.config as config_module
-from roll_flash.config import Config, Section, load_config
+import roll_flash.config.tree as config_module
+from roll_flash.config.tree import Config, Section, load_config
 from roll_flash.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
@@ -319,7 +319,7 @@ def test_the_configs_that_ship_are_valid() -> None:
 
 def test_reading_a_config_imports_nothing_heavy() -> None:
     code = (
-        "import sys, roll_flash.config\n"
+        "import sys, roll_flash.config.tree\n"
         "heavy = ('torch', 'ray', 'vllm', 'transformers', 'gymnasium', 'numpy')\n"
         "print([name for name in heavy if name in sys.modules])"
     )

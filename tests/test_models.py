@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from roll_flash.errors import ModelError
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 
 
 def test_the_tiny_model_loads_speaks_chatml_and_is_the_same_each_time(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_smollm2_comes_from_its_package_with_its_chat_template() -> None:
 
 def test_the_command_prints_the_folder_or_one_line_and_no_progress_bar_into_a_log(tmp_path: Path) -> None:
     good = subprocess.run(
-        [sys.executable, "-m", "roll_flash.models", "tiny"],
+        [sys.executable, "-m", "roll_flash.models.prepare", "tiny"],
         env={**os.environ, "ROLL_FLASH_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -112,7 +112,7 @@ def test_the_command_prints_the_folder_or_one_line_and_no_progress_bar_into_a_lo
     assert Path(good.stdout.strip()) == resolve_model("tiny", tmp_path / "models")
     assert "%|" not in good.stderr
     bad = subprocess.run(
-        [sys.executable, "-m", "roll_flash.models", "nope"], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "roll_flash.models.prepare", "nope"], capture_output=True, text=True, check=False
     )
     assert bad.returncode == 2
     assert bad.stderr.count("\n") == 1

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_flash.config import WeightsConfig
+from roll_flash.config.tree import WeightsConfig
 from roll_flash.errors import ParityError, RunError
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.weight_sync.parity import BFLOAT16_THRESHOLD, FLOAT32_THRESHOLD, check, compare, load_probe
 
 TEXT = WeightsConfig().parity_text

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from roll_flash.cli import build_parser
+from roll_flash.cli.main import build_parser
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from roll_flash import system
-from roll_flash.config import Config, load_config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.run.export import export_checkpoint
 from roll_flash.run.run_dir import Checkpoint, RunDir, find_checkpoint, find_run, list_checkpoints, read_episodes
@@ -144,7 +144,7 @@ def test_resume_may_change_the_number_of_steps_and_keeps_the_old_config(tmp_path
 def test_two_processes_cannot_share_a_run_folder(tmp_path: Path) -> None:
     RunDir.create(config(tmp_path), resume=False).close()
     code = (
-        "import sys\nfrom pathlib import Path\nfrom roll_flash.config import load_config\n"
+        "import sys\nfrom pathlib import Path\nfrom roll_flash.config.tree import load_config\n"
         "from roll_flash.run.run_dir import RunDir\n"
         "run = RunDir.create(load_config(Path(sys.argv[1])), resume=True)\nprint('held', flush=True)\nsys.stdin.read()"
     )
@@ -278,7 +278,7 @@ def test_kill_9_while_a_checkpoint_is_written_costs_only_that_checkpoint(tmp_pat
     with RunDir.create(config(tmp_path), resume=False) as run:
         write_checkpoint(run, 4)
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom roll_flash.config import load_config\n"
+        "import os, sys\nfrom pathlib import Path\nfrom roll_flash.config.tree import load_config\n"
         "from roll_flash.run.run_dir import RunDir\n"
         "run = RunDir.create(load_config(Path(sys.argv[1])), resume=True)\n"
         "with run.writing_checkpoint(5) as folder:\n"

@@ -15,7 +15,7 @@ import pytest
 from leaks import Session
 
 from roll_flash import doctor
-from roll_flash.models import prepared_folder
+from roll_flash.models.prepare import prepared_folder
 
 ROOT = Path(__file__).parent.parent
 REQUIREMENTS = ROOT / "requirements"

@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from roll_flash import evaluation as command
 from roll_flash import trainer
-from roll_flash.cli import main
-from roll_flash.config import Config, load_config
+from roll_flash.cli.main import main
+from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ModelError
 from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from roll_flash.start_checks import check_parts, check_sandboxes

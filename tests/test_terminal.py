@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import roll_flash
-from roll_flash.cli import main
+from roll_flash.cli.main import main
 from roll_flash.envs.tools.printed_output import capped_prints
 from roll_flash.monitor.progress import Progress
 from roll_flash.terminal import one_line, printable

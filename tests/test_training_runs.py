@@ -19,7 +19,7 @@ import pytest
 from leaks import Session
 from listening import key_holders, open_to_everybody
 
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
 from roll_flash.run.run_dir import list_checkpoints

@@ -106,7 +106,7 @@ _TEST = '''\
 """$id is fit to train on."""
 
 from $module import $cls
-from roll_flash.envs.check import check_environment
+from roll_flash.envs.check.checks import check_environment
 
 
 def test_it_is_fit_to_train_on() -> None:

@@ -17,7 +17,7 @@ from typing import Any, cast
 import gymnasium
 
 from roll_flash.chat.model_text import encodable
-from roll_flash.config import EnvConfig, RolloutConfig
+from roll_flash.config.tree import EnvConfig, RolloutConfig
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.registration import make_env

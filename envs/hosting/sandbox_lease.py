@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from roll_flash.config import SandboxConfig
+from roll_flash.config.tree import SandboxConfig
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.client.commands import CommandStream
 from roll_flash.sandboxes.client.forward import Forward

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from roll_flash.config import Config, EnvConfig
+from roll_flash.config.tree import Config, EnvConfig
 from roll_flash.envs.hosting.environments import AsyncEnvironment, open_environment
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.errors import EnvError, RollFlashError

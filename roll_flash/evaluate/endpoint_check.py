@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config import EvalConfig
+from roll_flash.config.tree import EvalConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.types import SamplingParams
 

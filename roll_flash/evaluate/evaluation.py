@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll_flash.config import Config, EnvConfig, EvalConfig
+from roll_flash.config.tree import Config, EnvConfig, EvalConfig
 from roll_flash.evaluate.attempts import Attempts
 from roll_flash.evaluate.budget import Budget
 from roll_flash.evaluate.journal import Journal

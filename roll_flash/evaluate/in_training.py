@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from roll_flash.config import Config
+from roll_flash.config.tree import Config
 from roll_flash.errors import RollFlashError
 from roll_flash.evaluate.evaluation import EpisodeRunner, eval_sampling, evaluate
 from roll_flash.evaluate.result import EvalResult

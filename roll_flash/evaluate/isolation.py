@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_flash.config import Config
+from roll_flash.config.tree import Config
 from roll_flash.sandboxes import SandboxUnavailable
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from roll_flash.envs.adapters.task_folders.format import FolderOptions, find_tasks, longest_limits
 from roll_flash.evaluate.tasks import TASK_FOLDER_ENV
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 
 MAX_LENGTH = 16_384
 MAX_TURNS = 50

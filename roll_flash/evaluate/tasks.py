@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.types import EpisodeSpec, SamplingParams, Task
 
 TASK_FOLDER_ENV = "TaskFolder-v0"

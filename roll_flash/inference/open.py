@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import InferenceEngine
 from roll_flash.errors import ConfigError
 from roll_flash.inference.servers.process import HOST, require_free_port

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 from pathlib import Path
 
-from roll_flash.config import Config
+from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import ConfigError
 

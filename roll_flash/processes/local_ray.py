@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config import RayConfig
+from roll_flash.config.tree import RayConfig
 from roll_flash.errors import RunError
 from roll_flash.processes.background import in_thread
 from roll_flash.processes.keys import new_key

@@ -1,10 +1,10 @@
 """Child processes that cannot outlive us: a guard between us and the child kills its whole tree when we go away.
 
 `GuardedProcess.start` runs `python -m roll_flash.processes.supervise ... -- COMMAND`. The guard holds the reading end
-of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes, whatever
-closed it (`stop`, an exit, `kill -9`), it terminates all descendants, those in sessions of their own too, and removes the scratch folder and
-what they left in /dev/shm (Python's own cleaning misses semaphores of a process that was terminated).
-When the guard itself is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group.
+of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes, whatever closed it
+(`stop`, an exit, `kill -9`), it terminates all descendants, those in sessions of their own too, and removes the scratch
+folder and what they left in /dev/shm (Python's own cleaning misses semaphores of a process that was terminated). When
+the guard itself is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group.
 
 This file is also run as the guard, so it imports the standard library only.
 """

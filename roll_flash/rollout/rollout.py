@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from roll_flash.config import Config
+from roll_flash.config.tree import Config
 from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
 from roll_flash.processes.background import start_background

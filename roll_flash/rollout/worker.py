@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from roll_flash.config import SandboxConfig
+from roll_flash.config.tree import SandboxConfig
 from roll_flash.engines.inference import ClientSpec, InferenceClient
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool

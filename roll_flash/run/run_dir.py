@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from roll_flash.config import Config, load_config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import DROPPED_FILE, EpisodesWriter, read_episodes
 from roll_flash.monitor.json_lines import JsonLinesFile

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_flash.config import Config, EnvConfig
+from roll_flash.config.tree import Config, EnvConfig
 from roll_flash.scheduling.tasks import SeedTasks, TaskSource
 from roll_flash.types import Task
 

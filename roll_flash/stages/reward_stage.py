@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Awaitable, Sequence
 from typing import Any, Protocol
 
-from roll_flash.config import Config
 from roll_flash.config.stages import StageConfig
+from roll_flash.config.tree import Config
 from roll_flash.envs.check.source_files import import_module, load_file
 from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.types import Trajectory

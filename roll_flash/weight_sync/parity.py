@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.chat.tokenizer import load_tokenizer
-from roll_flash.config import WeightsConfig
+from roll_flash.config.tree import WeightsConfig
 from roll_flash.errors import ParityError, RunError
 
 FLOAT32_THRESHOLD = 1e-3

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_flash.config import WeightsConfig
+from roll_flash.config.tree import WeightsConfig
 from roll_flash.engines.inference import InferenceEngine, StagedWeights
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError

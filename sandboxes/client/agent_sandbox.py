@@ -16,14 +16,14 @@ from roll_flash.sandboxes.client.commands import Command, CommandStream, inside,
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.forward import Forward
 from roll_flash.sandboxes.client.frames import Request
+from roll_flash.sandboxes.client.reset import describe_folders, is_reusable, reset
 from roll_flash.sandboxes.client.shell import Shell
+from roll_flash.sandboxes.client.usage import read_usage
 from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError, SandboxUnreachable
 from roll_flash.sandboxes.files import trees
 from roll_flash.sandboxes.files.snapshot import capture, populate
+from roll_flash.sandboxes.histogram import Histogram
 from roll_flash.sandboxes.network.egress import Egress
-from roll_flash.sandboxes.pool.histogram import Histogram
-from roll_flash.sandboxes.pool.reset import describe_folders, is_reusable, reset
-from roll_flash.sandboxes.pool.usage import read_usage
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.result import ExecResult, SandboxStats
 from roll_flash.sandboxes.spec import SandboxSpec

@@ -224,7 +224,7 @@ def _error_of(method: str, path: str, response: httpx.Response) -> SandboxError:
         message = response.text[:300] or f"status {response.status_code}"
     if response.status_code == 404 and "image" in message.lower():
         return SandboxImageMissing(
-            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images ensure`"
+            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images.default_image ensure`"
         )
     if "no space left" in message:
         return disk_full(message)

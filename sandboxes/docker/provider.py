@@ -37,8 +37,8 @@ from roll_flash.sandboxes.errors import (
     SandboxUnreachable,
 )
 from roll_flash.sandboxes.identity import GROUP, LABEL_OWNER, Owner, labels, new_user
-from roll_flash.sandboxes.images import find_image
 from roll_flash.sandboxes.images.build import image_of, one_at_a_time
+from roll_flash.sandboxes.images.default_image import find_image
 from roll_flash.sandboxes.images.kept import SNAPSHOTS, remove_image
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.scratch import own_folders

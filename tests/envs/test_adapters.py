@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from roll_flash.envs.check import check_environment
+from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_flash.cli import build_parser
+from roll_flash.cli.main import build_parser
 from roll_flash.envs.registration import ADAPTERS, make_env
 
 ROOT = Path(__file__).parents[2]

@@ -18,7 +18,7 @@ import pytest
 import yaml
 from scripted_chat import Access, Answer, Script, calls, says, scripted_chat
 
-from roll_flash.config import RolloutConfig
+from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs import make_env
 from roll_flash.envs.agents.agent_env import AgentEnv
 from roll_flash.envs.agents.presets import AGENTS_IMAGE

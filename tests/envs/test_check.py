@@ -13,11 +13,11 @@ from typing import Any
 import gymnasium
 import pytest
 
-from roll_flash.cli import main
+from roll_flash.cli.main import main
 from roll_flash.envs import Env, TextSpace
 from roll_flash.envs.base import StepResult
-from roll_flash.envs.check import EnvReport, check_environment
 from roll_flash.envs.check import leftovers as left_behind
+from roll_flash.envs.check.checks import EnvReport, check_environment
 from roll_flash.envs.registration import SHIPPED, register_env
 from roll_flash.errors import ConfigError
 

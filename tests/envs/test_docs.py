@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.cli import build_parser
-from roll_flash.envs.check import check_environment
+from roll_flash.cli.main import build_parser
+from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import SHIPPED
 from roll_flash.envs.tools.calls import ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import make_tool

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from roll_flash.chat.openai_client import OpenAIChatClient
-from roll_flash.envs.check import check_environment
+from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError

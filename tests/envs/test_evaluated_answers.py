@@ -22,10 +22,10 @@ from typing import Any
 import pytest
 import sympy  # type: ignore[import-untyped]
 
-from roll_flash.config import RolloutConfig
+from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.adapters.reasoning_gym import ReasoningGym
+from roll_flash.envs.rewards import evaluated_answers, scoring_process
 from roll_flash.envs.rewards.evaluated_answers import EvaluatedAnswerError, check_answer
-from roll_flash.envs.rewards.functions import evaluated_answers, scoring_process
 from roll_flash.envs.rewards.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_apart
 from roll_flash.errors import EnvError
 

@@ -15,7 +15,7 @@ import uvicorn
 from aiohttp import web
 
 from roll_flash.envs.adapters.openenv.client import OpenEnv
-from roll_flash.envs.check import check_environment
+from roll_flash.envs.check.checks import check_environment
 from roll_flash.errors import ConfigError, EnvError
 
 Steps = list[tuple[str, float, bool, dict[str, Any]]]

@@ -13,7 +13,7 @@ import pytest
 
 from roll_flash.envs.adapters.task_folders.env import SPARE_S, TaskFolder, find_tasks, load_task
 from roll_flash.envs.adapters.task_folders.tests import reward_of_json, reward_of_text
-from roll_flash.envs.check import check_environment
+from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox

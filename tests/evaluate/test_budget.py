@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from scripted_runner import ScriptedRunner, trajectory_of
 
-from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.evaluate.attempts import TRIED_AGAIN, Attempts
 from roll_flash.evaluate.budget import Budget, Prices
 from roll_flash.evaluate.evaluation import evaluate

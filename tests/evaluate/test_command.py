@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.config import Config, EnvConfig, EvalConfig, load_config
+from roll_flash.config.tree import Config, EnvConfig, EvalConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluate.journal import transcript_name
 from roll_flash.evaluate.tasks import build_episodes, held_out_tasks

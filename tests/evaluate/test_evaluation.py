@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_runner import Script, ScriptedRunner
 
-from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.errors import ConfigError
 from roll_flash.evaluate.evaluation import evaluate, is_complete
 from roll_flash.evaluate.result import EvalResult

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_flash.cli import main
-from roll_flash.config import load_config
+from roll_flash.cli.main import main
+from roll_flash.config.tree import load_config
 from roll_flash.evaluate.attempts import TRIED_AGAIN
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.types import FailureCause

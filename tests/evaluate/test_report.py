@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner, trajectory_of
 
-from roll_flash.cli import main
-from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.cli.main import main
+from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.errors import ConfigError
 from roll_flash.evaluate.comparison import compare_folders, estimate_difference
 from roll_flash.evaluate.evaluation import evaluate

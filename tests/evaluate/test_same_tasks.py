@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.config import EnvConfig, EvalConfig
+from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.evaluate.evaluation import evaluate
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks

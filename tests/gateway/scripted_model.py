@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from roll_flash.engines.inference import Generation
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.types import SamplingParams
 
 TEMPLATES = Path(__file__).parent / "templates"

@@ -19,7 +19,7 @@ from roll_flash.envs import Env, register_env
 from roll_flash.envs.agents.session_access import AgentGateway, PlaysItself
 from roll_flash.learner.losses.token_advantages import CreditRules
 from roll_flash.learner.packing.sequences import check_staleness, prepare_group
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, Worker, WorkerSettings

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.cli import build_parser
+from roll_flash.cli.main import build_parser
 from roll_flash.engines.inference import ClientSpec
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.worker import Worker, WorkerSettings
 from roll_flash.scheduling.tasks import make_task

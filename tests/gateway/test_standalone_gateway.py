@@ -16,7 +16,7 @@ from aiohttp import web
 from conftest import until
 from scripted_model import END, ScriptedClient, TinyModel
 
-from roll_flash.cli import main
+from roll_flash.cli.main import main
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions import routes as session_routes
 from roll_flash.gateway.sessions.routes import SessionRoutes

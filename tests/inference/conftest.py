@@ -10,10 +10,10 @@ from typing import Any, TypeVar
 import pytest
 from safetensors.torch import save_file
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import InferenceEngine, StagedWeights
 from roll_flash.inference.open import open_engine
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 
 MAX_MODEL_LEN = 512
 T = TypeVar("T")

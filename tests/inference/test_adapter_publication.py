@@ -15,7 +15,7 @@ from roll_flash.config.learner import LoraConfig
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.learner.model import lora
 from roll_flash.learner.weights.staged import WeightStage, whole_tensors
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 
 from .conftest import Served

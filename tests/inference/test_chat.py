@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from roll_flash.chat.templates import Conversation
 from roll_flash.engines.inference import Generation
 from roll_flash.errors import ModelError
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.types import FinishReason, Message
 
 CHATML = (

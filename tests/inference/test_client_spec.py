@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from roll_flash.config import InferenceConfig, load_config
+from roll_flash.config.tree import InferenceConfig, load_config
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.inference.client.metrics import combined
 from roll_flash.inference.servers.metrics import kv_cache_tokens, logged_figures
 from roll_flash.inference.transformers.engine import TransformersEngine
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.system import worker_settings
 
 METRICS = """# HELP vllm:num_requests_running Number of requests in model execution batches.

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from roll_flash.config import InferenceConfig, WeightsConfig
+from roll_flash.config.tree import InferenceConfig, WeightsConfig
 from roll_flash.inference.open import open_engine
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.weight_sync.parity import Probe
 from roll_flash.weight_sync.publication import Publisher
 from tests.learner.in_process import in_process

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from roll_flash.config import WeightsConfig
+from roll_flash.config.tree import WeightsConfig
 from roll_flash.engines.inference import InferenceEngine, InFlight, ServerUpdate, StagedWeights
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.weight_sync.parity import Probe

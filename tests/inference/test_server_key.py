@@ -86,9 +86,9 @@ def test_the_key_is_in_no_log_no_command_line_and_no_text_of_ours(served: Served
 
 
 def test_two_runs_have_two_keys(served: Served, tmp_path: Path) -> None:
-    from roll_flash.config import InferenceConfig
+    from roll_flash.config.tree import InferenceConfig
     from roll_flash.inference.open import open_engine
-    from roll_flash.models import resolve_model
+    from roll_flash.models.prepare import resolve_model
 
     config = InferenceConfig(engine="transformers")
     engine = open_engine(config, model_folder=resolve_model("tiny"), max_model_len=64, logs=tmp_path)

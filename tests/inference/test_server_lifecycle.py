@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.open import open_engine
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.supervise import GuardedProcess
 
 TREE = """

@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 import pytest
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import ServerUpdate, StagedWeights
 from roll_flash.errors import InferenceError
 from roll_flash.inference.open import open_engine

@@ -10,7 +10,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from roll_flash.chat.tokenizer import load_tokenizer
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 
 TEXT = "Zwölf <|im_start|> échelles\n\tat 3:00, 12+34=46 🙂"
 

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import Generation, InFlight
 from roll_flash.inference.client.token_client import VllmClient
 from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.engine import ServerEngine
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.types import SamplingParams
 
 from .conftest import MAX_MODEL_LEN, Served

@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from roll_flash.checkpoint_writer import CheckpointWriter
-from roll_flash.config import load_config
 from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.tree import load_config
 from roll_flash.errors import CheckpointError, LearnerError
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.learner.ranks.rank import LearnerRank

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from roll_flash.config import load_config
 from roll_flash.config.learner import LoraConfig
+from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import ConfigError, InferenceError, LearnerError
 from roll_flash.inference.servers.process import ServerProcess
@@ -26,7 +26,7 @@ from roll_flash.learner.weights import device as device_weights
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
 from roll_flash.learner.weights.staged import WeightStage
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import all_or_first_error
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 from tests.learner.architectures import write_model

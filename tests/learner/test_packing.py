@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from roll_flash.learner.losses.policy import policy_loss
 from roll_flash.learner.losses.token_advantages import CreditRules
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
+from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import (
     PackedRow,
     TrainSequence,
@@ -19,7 +20,6 @@ from roll_flash.learner.packing.rows import (
     balance,
     common_prefix_length,
     pack,
-    tree_attention,
 )
 from roll_flash.learner.packing.sequences import prepare_group
 from tests.learner.samples import make_group

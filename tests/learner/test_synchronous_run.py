@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.types import Group, Trajectory
 from tests.learner.in_process import assert_equal_weights

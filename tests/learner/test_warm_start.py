@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from roll_flash.config import load_config
 from roll_flash.config.learner import WarmStartConfig
+from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.learner.warm_start import load_demonstrations, warm_start
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.types import Trajectory
 from tests.learner.in_process import in_process

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from roll_flash.cli import build_parser
-from roll_flash.config import load_config
+from roll_flash.cli.main import build_parser
+from roll_flash.config.tree import load_config
 from roll_flash.evaluate.result import EvalResult, score
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.run.run_dir import RunDir

@@ -14,7 +14,7 @@ import gymnasium
 import numpy as np
 import pytest
 
-from roll_flash.config import RolloutConfig
+from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
 from roll_flash.envs.hosting.environments import (
     AsyncEnvironment,

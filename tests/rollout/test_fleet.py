@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from roll_flash.config import load_config
+from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import first_failure

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.config import load_config
+from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
 from roll_flash.scheduling.mixed_tasks import CurriculumTasks, MixedTasks, open_tasks
 from roll_flash.scheduling.tasks import SeedTasks

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from roll_flash.engines.inference import Generation
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.conversation import ContextFullError, TokenPolicy
 from roll_flash.types import SamplingParams
 

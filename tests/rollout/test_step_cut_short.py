@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from test_rollout import Log, ThisProcess, plays, tasks_of
 
-from roll_flash.config import load_config
+from roll_flash.config.tree import load_config
 from roll_flash.engines.learner import StepResult
 from roll_flash.monitor.metrics import STEP_S
 from roll_flash.rollout.rollout import Rollout

@@ -16,11 +16,11 @@ import pytest
 from scheduler_world import trajectory
 
 from roll_flash.chat.tokenizer import load_tokenizer
-from roll_flash.config import SandboxConfig
+from roll_flash.config.tree import SandboxConfig
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.envs import Env, SandboxEnv, register_env
 from roll_flash.errors import EnvError
-from roll_flash.models import resolve_model
+from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout import environment_threads
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines

@@ -30,9 +30,9 @@ from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.files.build_context import packed_files
 from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.images import build as image_build
-from roll_flash.sandboxes.images import ensure_image
 from roll_flash.sandboxes.images import kept as kept_images
 from roll_flash.sandboxes.images.build import build_error, image_key, one_at_a_time
+from roll_flash.sandboxes.images.default_image import ensure_image
 from roll_flash.sandboxes.images.kept import BUILDS, prune_builds, use_build
 from roll_flash.sandboxes.opening import connect_provider
 

@@ -27,9 +27,9 @@ from roll_flash.sandboxes import (
     list_sandboxes,
     opening,
 )
+from roll_flash.sandboxes.client import reset
 from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.opening import connect_provider
-from roll_flash.sandboxes.pool import reset
 from roll_flash.sandboxes.pool.warm import Shelf
 from roll_flash.sandboxes.protocol import Provider
 

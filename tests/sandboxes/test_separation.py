@@ -12,7 +12,7 @@ import pytest
 from abuse import attack_program, shell, within
 from conftest import need
 
-from roll_flash.cli import main
+from roll_flash.cli.main import main
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, SandboxSpecError
 from roll_flash.sandboxes.conformance import run_checks
 from roll_flash.sandboxes.docker import provider as docker_provider

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from roll_flash.config import load_config
+from roll_flash.config.tree import load_config
 from roll_flash.stages.reward_stage import check_stages, make_stage
 
 from .test_stages import trajectory

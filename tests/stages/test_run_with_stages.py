@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from roll_flash.config import load_config
-from roll_flash.models import resolve_model
+from roll_flash.config.tree import load_config
+from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.monitor.metrics import REWARD, STEP_S, read_metrics
 from roll_flash.trainer import train

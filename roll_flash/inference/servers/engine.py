@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import ClientSpec, InFlight, ServerUpdate, StagedWeights
 from roll_flash.errors import InferenceError
 from roll_flash.inference.servers.metrics import logged_figures

@@ -17,10 +17,10 @@ from typing import Any, Literal
 
 import httpx
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import InferenceError
 from roll_flash.inference.servers.metrics import kv_cache_tokens
-from roll_flash.models import cache_folder
+from roll_flash.models.prepare import cache_folder
 from roll_flash.processes.keys import VARIABLE, bearer
 from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_scratch_folder

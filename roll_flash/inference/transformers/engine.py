@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import ConfigError
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.servers.process import Launcher

@@ -9,11 +9,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from roll_flash.config import InferenceConfig
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.servers.process import HOST, Launcher
-from roll_flash.models import model_type
+from roll_flash.models.prepare import model_type
 
 MODEL_NAME = "policy"
 SCHEDULER = "roll_flash.inference.vllm.scheduler.KeepingScheduler"

