@@ -30,13 +30,6 @@ def add_sandbox(command: Command) -> None:
     checking.add_argument("--image", metavar="IMAGE", help="check sandboxes of this image")
     checking.add_argument("--runtime", metavar="NAME", help="check sandboxes of this OCI runtime of the engine")
     checking.add_argument("--userns", choices=("engine", "required", "host"), default="engine", help="user namespace")
-    measuring = command("bench", _sandbox_bench, "what sandboxes cost on this machine")
-    measuring.add_argument(
-        "--provider", default="auto", metavar="NAME", help="docker, local, a plug-in's name, or auto"
-    )
-    soaking = command("soak", _sandbox_soak, "kill sandboxes, agents and controllers; nothing may be left")
-    soaking.add_argument("--leases", type=int, default=500, metavar="N")
-    soaking.add_argument("--seed", type=int, default=0, metavar="N")
 
 
 def _sandbox_ls(arguments: argparse.Namespace) -> int:
@@ -72,34 +65,6 @@ def _checked_spec(arguments: argparse.Namespace) -> SandboxSpec:
     from roll_flash.sandboxes import SandboxSpec
 
     return SandboxSpec(image=arguments.image, runtime=arguments.runtime, userns=arguments.userns)
-
-
-def _sandbox_bench(arguments: argparse.Namespace) -> int:
-    import asyncio
-
-    from roll_flash.sandboxes.bench import bench
-
-    found = asyncio.run(bench(arguments.provider))
-    if arguments.json:
-        _print_json(dataclasses.asdict(found))
-        return 0
-    say(f"{found.provider} ({found.isolation} isolation), {found.cores} cores, load {found.load:g}")
-    for figure in found.figures:
-        say(f"  {figure.name:<28} {figure.value:.3g} {figure.unit}")
-    return 0
-
-
-def _sandbox_soak(arguments: argparse.Namespace) -> int:
-    import asyncio
-
-    from roll_flash.sandboxes.soak import soak
-
-    found = asyncio.run(soak(arguments.leases, seed=arguments.seed))
-    if arguments.json:
-        _print_json(found.to_dict())
-    else:
-        say(found.table())
-    return 0 if found.ok else 1
 
 
 def _print_sandboxes(arguments: argparse.Namespace, found: Sequence[SandboxEntry], none: str) -> int:

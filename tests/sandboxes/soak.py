@@ -1,6 +1,7 @@
 """The soak: many leases while sandboxes, agents and whole controllers are killed at random. Nothing may be left.
 
-`roll-flash sandbox soak --leases 500`. Docker provider; the engine of DOCKER_HOST or of this machine.
+Docker provider; the engine of DOCKER_HOST or of this machine. `ROLL_FLASH_SOAK_LEASES=500 pytest
+tests/sandboxes/test_sandbox_soak.py` is the long form.
 """
 
 from __future__ import annotations
@@ -13,9 +14,8 @@ import signal
 import sys
 import time
 import uuid
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from roll_flash.sandboxes.docker.address import EngineAddress
 from roll_flash.sandboxes.docker.api import EngineApi
@@ -23,6 +23,7 @@ from roll_flash.sandboxes.docker.reaper import labelled
 from roll_flash.sandboxes.errors import SandboxError
 from roll_flash.sandboxes.identity import LABEL_RUN
 
+CONTROLLER = Path(__file__).with_name("soak_controller.py")
 CONTROLLERS = 2
 LEASES_OF_ONE = (4, 24)
 """A controller is killed after a number of leases between these."""
@@ -54,18 +55,6 @@ class SoakReport:
     def ok(self) -> bool:
         return not (self.left_containers or self.left_processes or (self.left_sockets or 0) > 0)
 
-    def table(self) -> str:
-        """What is printed."""
-        ended = ", ".join(f"{count} {outcome}" for outcome, count in sorted(self.outcomes.items()))
-        sockets = "not looked at" if self.left_sockets is None else str(self.left_sockets)
-        return (
-            f"{self.leases} leases ({ended}), {self.controllers_killed} controllers killed, {self.duration_s:.0f} s\n"
-            f"left: containers {len(self.left_containers)}, processes {len(self.left_processes)}, sockets {sockets}"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "ok": self.ok}
-
 
 async def soak(leases: int, *, seed: int = 0, sockets: bool = True) -> SoakReport:
     """`sockets`: wait for the engine's ends of connections too; for a machine on which nobody else uses the engine.
@@ -92,7 +81,7 @@ async def _controllers(name: str, leases: int, chance: random.Random, report: So
     """One controller after another, each killed in the middle of what it does."""
     while report.leases < leases:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "roll_flash.sandboxes.soak_controller", name, str(chance.randrange(1 << 30))),
+            *(sys.executable, str(CONTROLLER), name, str(chance.randrange(1 << 30))),
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, MARK: name},
             start_new_session=True,

@@ -1,6 +1,6 @@
 """One controller of the soak: leases without end, and does to them what can happen. Ends when it is killed.
 
-    python -m roll_flash.sandboxes.soak_controller RUN SEED
+    python tests/sandboxes/soak_controller.py RUN SEED
 
 Prints one word for each lease that has ended: `fine`, or the `reason` of the SandboxDied that ended it.
 """
