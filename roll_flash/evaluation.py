@@ -25,8 +25,7 @@ from roll_flash.evaluate.evaluation import (
 )
 from roll_flash.evaluate.isolation import require_isolation
 from roll_flash.evaluate.result import EvalResult
-from roll_flash.processes.background import first_failure
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_own
 from roll_flash.run.trained_tasks import read_trained_tasks

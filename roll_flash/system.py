@@ -25,8 +25,7 @@ from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import next_group_number
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
-from roll_flash.processes.background import FirstFailure, all_or_first_error, given_up_after
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import FirstFailure, all_or_first_error, call_in_thread, given_up_after
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.processes.ray_watch import watching_ray
 from roll_flash.rollout.episode import Deadlines

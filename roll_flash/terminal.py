@@ -6,6 +6,7 @@ they are shown as escapes. Every line that the command line prints goes through 
 
 from __future__ import annotations
 
+import os
 import sys
 
 _CONTROLS = (
@@ -30,3 +31,10 @@ def one_line(text: str) -> str:
 def say(text: str = "", *, error: bool = False, end: str = "\n") -> None:
     """Print for a person, on standard output or standard error."""
     print(printable(text), file=sys.stderr if error else sys.stdout, end=end, flush=True)
+
+
+def progress_bars_on_terminals_only() -> None:
+    """Must be called before anything imports tqdm, which reads its settings then."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

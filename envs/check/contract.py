@@ -12,7 +12,7 @@ from gymnasium.utils.env_checker import check_env
 
 from roll_flash.envs.base import Env
 from roll_flash.envs.check.play import Player, call
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import SandboxError
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from roll_flash.envs.base import SandboxEnv
 from roll_flash.envs.registration import make_env
-from roll_flash.processes.daemon_threads import DaemonThreads, call_in_thread
+from roll_flash.processes.background import DaemonThreads, call_in_thread
 from roll_flash.sandboxes import Sandbox, SandboxError, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.types import Message

@@ -22,8 +22,7 @@ from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.reward_range import as_reward
-from roll_flash.types import Message, Task
+from roll_flash.types import Message, Task, as_reward
 
 QUICK_MAKE_S = 1e-3
 """An asynchronous environment that is made faster than this needs no thread for it."""

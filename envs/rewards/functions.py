@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from roll_flash.errors import EnvError
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 
 When = Literal["turn", "final"]
 REWARD_TIMEOUT_S = 60.0

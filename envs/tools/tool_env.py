@@ -35,7 +35,7 @@ from roll_flash.envs.tools.prompt import (
 )
 from roll_flash.envs.tools.results import render_result, shortened
 from roll_flash.errors import EnvError
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError
 from roll_flash.types import Message
 

@@ -8,7 +8,7 @@ from roll_flash.config.tree import Config, EnvConfig
 from roll_flash.envs.hosting.environments import AsyncEnvironment, open_environment
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.errors import EnvError, RollFlashError
-from roll_flash.processes.daemon_threads import DaemonThreads
+from roll_flash.processes.background import DaemonThreads
 from roll_flash.run.run_dir import check_run_folder
 from roll_flash.scheduling.tasks import make_task
 from roll_flash.start_checks import check_parts

@@ -24,8 +24,7 @@ from roll_flash.cli.evaluate import add_eval
 from roll_flash.cli.gateway import add_gateway
 from roll_flash.cli.sandbox import add_sandbox
 from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.progress_bars import progress_bars_on_terminals_only
-from roll_flash.terminal import printable, say
+from roll_flash.terminal import printable, progress_bars_on_terminals_only, say
 
 if TYPE_CHECKING:
     from roll_flash.config.tree import Config

@@ -19,7 +19,7 @@ from roll_flash.engines.inference import Generation
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import ConfigError, ModelError
 from roll_flash.monitor.episodes import read_episodes
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, Task, Trajectory
 
 

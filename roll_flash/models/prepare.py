@@ -18,8 +18,7 @@ from pathlib import Path
 
 from roll_flash.errors import ModelError, RollFlashError
 from roll_flash.models import tiny as tiny_model
-from roll_flash.progress_bars import progress_bars_on_terminals_only
-from roll_flash.terminal import say
+from roll_flash.terminal import progress_bars_on_terminals_only, say
 
 RECIPE = 1
 """Part of the cache folder's name; raised when a recipe below changes, so that nobody keeps a model of the old one."""

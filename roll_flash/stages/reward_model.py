@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ModelError
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Trajectory
 
 

@@ -16,16 +16,14 @@ import numpy as np
 from roll_flash.config.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
-from roll_flash.processes.background import start_background
-from roll_flash.processes.daemon_threads import call_in_thread
-from roll_flash.reward_range import as_reward
+from roll_flash.processes.background import call_in_thread, start_background
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream.rows import Batch, Columns, Consumer
 from roll_flash.stream.samplers import Groups, Sampler, Sequential
 from roll_flash.stream.stage import Compute, Stage
 from roll_flash.stream.stream import TrajectoryStream
 from roll_flash.stream.trajectories import ENV_REWARD, REWARD, TRAJECTORY_COLUMNS, row_trajectory
-from roll_flash.types import Trajectory
+from roll_flash.types import Trajectory, as_reward
 
 EPISODE_COLUMNS = (*(name for name in TRAJECTORY_COLUMNS if name != REWARD), ENV_REWARD)
 """What a stage reads: the trajectory with the reward that its environment gave."""

@@ -15,7 +15,7 @@ from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.gateway.endpoint_backend import EndpointBackend
-from roll_flash.processes.daemon_threads import DaemonThreads
+from roll_flash.processes.background import DaemonThreads
 from roll_flash.rollout.agent_episode import AgentEpisodes
 from roll_flash.rollout.episode import Deadlines, Progress
 from roll_flash.types import EpisodeSpec, Message, SamplingParams, Task, Trajectory

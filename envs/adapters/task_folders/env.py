@@ -36,7 +36,7 @@ from roll_flash.envs.tools.functions import tool
 from roll_flash.envs.tools.prompt import ToolFormat
 from roll_flash.envs.tools.tool_env import OUT_OF_MEMORY, SandboxToolEnv
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
 

@@ -15,7 +15,7 @@ from typing import Any
 from roll_flash.envs.adapters.task_folders.format import FolderTask
 from roll_flash.envs.tools.results import shortened
 from roll_flash.errors import EnvError
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.scratch import scratch_folder

@@ -17,7 +17,7 @@ from roll_flash.envs.adapters.textarena.table import BrokenMove, Table
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.tools.calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError, InferenceError
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message
 
 if TYPE_CHECKING:

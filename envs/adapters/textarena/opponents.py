@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from roll_flash.envs.check.source_files import import_module, load_file
 from roll_flash.envs.tools.calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError, InferenceError
-from roll_flash.processes.daemon_threads import call_in_thread
+from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, SamplingParams
 
 SELF = "self"

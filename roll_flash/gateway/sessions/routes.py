@@ -36,8 +36,7 @@ from roll_flash.gateway.sessions.session import DEFAULT_MAX_TOKENS, Session, Ses
 from roll_flash.gateway.sessions.verifier import Verifier, VerifierError
 from roll_flash.gateway.sessions.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
-from roll_flash.reward_range import MOST_REWARD
-from roll_flash.types import EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
+from roll_flash.types import MOST_REWARD, EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Any
 
 from roll_flash.envs.check.source_files import import_module, load_file
 from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.reward_range import as_reward
-from roll_flash.types import Trajectory
+from roll_flash.types import Trajectory, as_reward
 
 TIMEOUT_S = 600.0
 

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.token_advantages import CreditRules, token_advantages
 from roll_flash.learner.packing.rows import TrainSequence
-from roll_flash.reward_range import MOST_REWARD
-from roll_flash.types import Branch, Group, Trajectory
+from roll_flash.types import MOST_REWARD, Branch, Group, Trajectory
 
 NO_LOGPROB = -9999.0
 """What vLLM says for a log-probability that is nan or minus infinity."""
