@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium
 
-from roll_flash.envs.shipped.text_space import TextSpace
+from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.types import Message
 
 if TYPE_CHECKING:

@@ -26,8 +26,8 @@ SHIPPED = {
     "GymText-v0": "roll_flash.envs.shipped.gym_text:GymText",
     "PythonRepair-v0": "roll_flash.envs.shipped.python_repair:PythonRepair",
     "ShellMath-v0": "roll_flash.envs.shipped.shell_math:ShellMath",
-    "TextFrozenLake-v0": "roll_flash.envs.shipped.frozen_lake:TextFrozenLake",
-    "TextSokoban-v0": "roll_flash.envs.shipped.sokoban:TextSokoban",
+    "TextFrozenLake-v0": "roll_flash.envs.shipped.move_env:TextFrozenLake",
+    "TextSokoban-v0": "roll_flash.envs.shipped.sokoban_level:TextSokoban",
 }
 ADAPTERS = {
     "BFCL-v4": "roll_flash.envs.adapters.bfcl.env:BFCL",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from roll_flash.envs.registration import make_env, register_env
     from roll_flash.envs.rewards.functions import Rubric, reward
     from roll_flash.envs.rewards.judge import Judge
-    from roll_flash.envs.shipped.text_space import TextSpace
+    from roll_flash.envs.shipped.move_env import TextSpace
     from roll_flash.envs.tools.functions import tool
     from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
     from roll_flash.sandboxes import ExecResult, SandboxSpec, open_sandbox
@@ -27,7 +27,7 @@ _HOMES = {
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
     "SandboxToolEnv": "roll_flash.envs.tools.tool_env",
-    "TextSpace": "roll_flash.envs.shipped.text_space",
+    "TextSpace": "roll_flash.envs.shipped.move_env",
     "ToolEnv": "roll_flash.envs.tools.tool_env",
     "Judge": "roll_flash.envs.rewards.judge",
     "Rubric": "roll_flash.envs.rewards.functions",

@@ -14,7 +14,7 @@ from typing import Any
 from roll_flash.chat.openai_client import api_key_from
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.endpoint_check import check_endpoint
+from roll_flash.evaluate.endpoint_check import check_endpoint, require_isolation
 from roll_flash.evaluate.evaluation import (
     EpisodeRunner,
     Status,
@@ -23,7 +23,6 @@ from roll_flash.evaluate.evaluation import (
     evaluation_plan,
     is_complete,
 )
-from roll_flash.evaluate.isolation import require_isolation
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.processes.background import call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts

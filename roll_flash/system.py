@@ -35,7 +35,7 @@ from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes.scratch import sweep_folders
-from roll_flash.scheduling.mixed_tasks import open_tasks
+from roll_flash.scheduling.tasks import open_tasks
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer, load_stream

@@ -17,8 +17,15 @@ import pytest
 from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.run.export import export_checkpoint
-from roll_flash.run.run_dir import Checkpoint, RunDir, find_checkpoint, find_run, list_checkpoints, read_episodes
+from roll_flash.run.run_dir import (
+    Checkpoint,
+    RunDir,
+    export_checkpoint,
+    find_checkpoint,
+    find_run,
+    list_checkpoints,
+    read_episodes,
+)
 from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
 TASK = Task("Maze-v0:7", "Maze-v0", 7, {"size": 3})

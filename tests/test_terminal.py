@@ -16,7 +16,7 @@ import pytest
 
 import roll_flash
 from roll_flash.cli.main import main
-from roll_flash.envs.tools.printed_output import capped_prints
+from roll_flash.envs.tools.results import capped_prints
 from roll_flash.monitor.progress import Progress
 from roll_flash.terminal import one_line, printable
 from roll_flash.terminal_logs import make_logs_printable

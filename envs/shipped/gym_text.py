@@ -15,8 +15,7 @@ import gymnasium
 import numpy as np
 from gymnasium.envs.registration import load_env_creator
 
-from roll_flash.envs.shipped.move_env import MoveEnv
-from roll_flash.envs.shipped.toy_text_plan import best_actions, likely_path, transitions_of
+from roll_flash.envs.shipped.move_env import MoveEnv, best_actions, likely_path, transitions_of
 from roll_flash.errors import ConfigError
 
 _WORDS = {

@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
+import random
 import re
-from collections.abc import Sequence
+import string
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium
+from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from roll_flash.chat.model_text import tagged
-from roll_flash.envs.held_out import HELD_OUT_SEEDS
-from roll_flash.envs.shipped.text_space import TextSpace
+from roll_flash.envs.held_out import HELD_OUT_SEEDS, draw_problem
 from roll_flash.envs.tools.calls import without_thinking
 
 _BETWEEN = re.compile(r"[\s,;|]+|->|\.(?=\s|$)")
+
+
+class TextSpace(gymnasium.Space[Any]):
+    """Any `str`, of any length and in any script, and any list of chat messages.
+
+    `gymnasium.spaces.Text` holds only the characters that it is given, by default letters and digits.
+    """
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """Up to LONGEST_SAMPLE printable characters."""
+        length = int(self.np_random.integers(LONGEST_SAMPLE + 1))
+        return "".join(self.np_random.choice(list(string.printable), size=length))
+
+    def contains(self, x: Any) -> bool:
+        if isinstance(x, str):
+            return True
+        return isinstance(x, list) and all(isinstance(message, dict) and "role" in message for message in x)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextSpace)
+
+    def __hash__(self) -> int:
+        return hash(TextSpace)
+
+    def __repr__(self) -> str:
+        return "TextSpace()"
 
 
 def parse_moves(text: str, words: Sequence[str]) -> list[int] | None:
@@ -96,3 +128,119 @@ class MoveEnv(gymnasium.Env[str, str]):
             success = False if truncated and won is None else won
             info |= {} if success is None else {"success": success}
         return said + self.show(), total, is_over, truncated, info
+
+
+LONGEST_SAMPLE = 200
+
+
+class TextFrozenLake(MoveEnv):
+    """Arguments: `size` of the map, `frozen` (share of safe cells), `slippery`, `max_turns`, `moves_per_turn`."""
+
+    words = ("left", "down", "right", "up")  # the order of gymnasium's actions
+
+    def __init__(
+        self,
+        size: int = 4,
+        frozen: float = 0.8,
+        slippery: bool = False,
+        max_turns: int = 8,
+        moves_per_turn: int = 5,
+    ) -> None:
+        super().__init__(max_turns=max_turns, moves_per_turn=moves_per_turn)
+        if size < 2 or not 0.1 <= frozen < 1:
+            raise ValueError("TextFrozenLake: size >= 2 and 0.1 <= frozen < 1")
+        self._size = size
+        self._frozen = frozen
+        self._slippery = slippery
+        self._game: FrozenLakeEnv | None = None
+        self._policy: dict[int, int] = {}
+
+    def begin(self, seed: int) -> str:
+        rows = draw_problem(seed, self._draw, "".join)
+        self._game = FrozenLakeEnv(desc=rows, is_slippery=self._slippery)
+        self._game.reset(seed=seed % (1 << 31))
+        self._policy = {}
+        ice = "The ice is slippery: you may slide to the side. " if self._slippery else ""
+        return f"Walk from P to the goal G over frozen cells _ and keep out of the holes O. {ice}".strip()
+
+    def move(self, index: int) -> tuple[float, bool, bool | None]:
+        _, reward, is_over, _, _ = self._lake.step(index)
+        return float(reward), bool(is_over), bool(reward > 0) if is_over else None
+
+    def show(self) -> str:
+        cells = [[{"S": "_", "F": "_", "H": "O", "G": "G"}[cell.decode()] for cell in row] for row in self._lake.desc]
+        row, column = divmod(self._state, self._size)
+        cells[row][column] = {"_": "P", "O": "X", "G": "W"}[cells[row][column]]
+        return "\n".join(" ".join(row) for row in cells)
+
+    def plan(self) -> Sequence[int]:
+        transitions: Transitions = self._lake.P
+        self._policy = self._policy or best_actions(transitions)
+        path, _ = likely_path(transitions, self._state, self._policy, 4 * self._size * self._size)
+        return path[:1] if self._slippery else path
+
+    @property
+    def _lake(self) -> Any:
+        assert self._game is not None, "reset() comes first"
+        return self._game
+
+    @property
+    def _state(self) -> int:
+        return int(self._lake.s)
+
+    def _draw(self, generator: random.Random) -> list[str]:
+        return list(generate_random_map(self._size, self._frozen, seed=generator.randrange(1 << 31)))
+
+
+Transitions = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]]]
+"""`P[state][action]` is a list of (probability, next state, reward, is over)."""
+
+DISCOUNT = 0.99
+"""Below 1, so that of two ways to a reward the shorter is better."""
+
+
+def transitions_of(env: Any) -> Transitions | None:
+    """None for an environment that does not tell them."""
+    found = getattr(env.unwrapped, "P", None)
+    return found if isinstance(found, Mapping) and found else None
+
+
+def best_actions(transitions: Transitions, *, tolerance: float = 1e-9) -> dict[int, int]:
+    """By value iteration."""
+    values = dict.fromkeys(transitions, 0.0)
+    while True:
+        change = 0.0
+        for state, actions in transitions.items():
+            best = max(_value(outcomes, values) for outcomes in actions.values())
+            change = max(change, abs(best - values[state]))
+            values[state] = best
+        if change < tolerance:
+            break
+    return {
+        state: max(actions, key=lambda action: _value(actions[action], values))
+        for state, actions in transitions.items()
+    }
+
+
+def _value(outcomes: Sequence[tuple[float, int, float, bool]], values: Mapping[int, float]) -> float:
+    return sum(
+        float(probability) * (float(reward) + (0.0 if is_over else DISCOUNT * values[int(state)]))
+        for probability, state, reward, is_over in outcomes
+    )
+
+
+def likely_path(
+    transitions: Transitions, state: int, policy: Mapping[int, int], longest: int
+) -> tuple[list[int], float]:
+    """The policy's actions from `state` to the end, as far as the most likely outcomes go, and their reward."""
+    path: list[int] = []
+    total = 0.0
+    while len(path) < longest:
+        action = policy[state]
+        _, state, reward, is_over = max(transitions[state][action], key=lambda outcome: outcome[0])
+        state = int(state)
+        path.append(action)
+        total += float(reward)
+        if is_over:
+            break
+    return path, total

@@ -24,7 +24,6 @@ from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.rewards.functions import Rubric
 from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls, without_thinking
 from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
-from roll_flash.envs.tools.printed_output import capped_prints
 from roll_flash.envs.tools.prompt import (
     TOOL_FORMATS,
     TOOL_SCHEMAS,
@@ -33,7 +32,7 @@ from roll_flash.envs.tools.prompt import (
     show_results,
     with_system_text,
 )
-from roll_flash.envs.tools.results import render_result, shortened
+from roll_flash.envs.tools.results import capped_prints, render_result, shortened
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError

@@ -290,7 +290,7 @@ def _add_export(commands: Any) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from roll_flash.run.export import export_checkpoint
+    from roll_flash.run.run_dir import export_checkpoint
 
     checkpoint, folder = export_checkpoint(arguments.run, arguments.folder)
     if arguments.json:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config.tree import EvalConfig
+from roll_flash.config.tree import Config, EvalConfig
 from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.sandboxes import SandboxUnavailable
 from roll_flash.types import SamplingParams
 
 CHECK_TIMEOUT_S = 60.0
@@ -36,3 +37,14 @@ async def check_endpoint(
     if eval.max_tokens_total is not None or eval.max_cost is not None:
         raise ConfigError(f"{silence}: --max-tokens-total and --max-cost cannot be kept; use --max-minutes")
     return f"{silence}; tokens and cost will not be known"
+
+
+def require_isolation(config: Config, isolation: str | None) -> None:
+    """`isolation` is that of the sandboxes which can be had here, None where none is needed. Raises SandboxUnavailable
+    if it is weak."""
+    if isolation == "weak" and not config.sandbox.allow_weak:
+        ids = ", ".join(env.id for env in config.envs)
+        raise SandboxUnavailable(
+            f"{ids} would run in a sandbox whose isolation is weak (`local`): start a Docker engine "
+            "(`make engine`), or, for a model that you trust, add --allow-weak (sandbox.allow_weak=true)"
+        )

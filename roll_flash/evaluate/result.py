@@ -16,7 +16,6 @@ from roll_flash.evaluate.statistics import (
     estimate_success,
     ks_to_report,
 )
-from roll_flash.evaluate.tool_statistics import ToolStatistics, tool_statistics
 from roll_flash.monitor.metrics import EVAL_REWARD, EVAL_SUCCESS, EVAL_SUCCESS_HIGH, EVAL_SUCCESS_LOW
 from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
 
@@ -123,7 +122,7 @@ class EvalResult:
 
     def table(self) -> str:
         """A few aligned lines for the terminal."""
-        from roll_flash.evaluate.result_table import table
+        from roll_flash.evaluate.result import table
 
         return table(self)
 
@@ -207,3 +206,100 @@ def _notes(wanted: Sequence[int], attempts: int, successes: Sequence[Sequence[bo
     if usage.unknown:
         notes.append(f"the tokens of {usage.unknown} attempts are not known: the endpoint does not tell them")
     return tuple(notes)
+
+
+def table(result: EvalResult) -> str:
+    rows = _score_rows(result)
+    rows += [
+        ("ended by", _counts(result.ends)),
+        ("not scored", _counts(result.failures)),
+        ("time-outs", _counts(result.timeouts)),
+        *(
+            [("tried again", f"{result.tried_again} attempts, after infrastructure failed")]
+            if result.tried_again
+            else []
+        ),
+        ("tokens, turns", f"{_tokens(result.usage)}, {result.turns:,} turns"),
+        *([("cost", f"{result.usage.cost:.4g}")] if result.usage.cost is not None else []),
+        *([("weight versions", ", ".join(result.versions))] if len(result.versions) > 1 else []),
+        ("seconds", f"{result.seconds:.1f}"),
+        *(("note", note) for note in result.notes),
+    ]
+    if result.stopped:
+        rows.append(("STOPPED", f"{result.stopped}; {result.missing} of {result.tasks * result.attempts} are missing"))
+    width = max(len(name) for name, _ in rows)
+    lines = [result.label, *(f"  {name:<{width}}  {text}" for name, text in rows), *_tool_lines(result)]
+    return "\n".join([*lines, *(table(other) for other in result.others.values())])
+
+
+def _score_rows(result: EvalResult) -> list[tuple[str, str]]:
+    rows = [("tasks x attempts", f"{result.tasks} x {result.attempts}, {result.scored} scored")]
+    if result.success:
+        rows.append(("success", f"{result.success}  (95 % interval, {result.success.count} tasks)"))
+    else:
+        rows.append(("success", "not reported by the environment" if result.scored else "nothing was scored"))
+    if result.reward:
+        rows.append(("reward", str(result.reward)))
+    for k, estimate in result.pass_at_k.items():
+        tasks = "" if estimate.count == result.tasks else f"  ({estimate.count} tasks)"
+        rows.append((f"pass@{k}", f"{estimate}{tasks}"))
+    return rows
+
+
+def _tool_lines(result: EvalResult) -> list[str]:
+    if not result.tools:
+        return []
+    width = max(len("tool"), *(len(name) for name in result.tools))
+    lines = [f"  {'tool':<{width}}  {'calls':>7}  {'errors':>7}  {'time-outs':>9}  {'s/call':>8}"]
+    lines += [
+        f"  {name:<{width}}  {use.calls:>7,}  {use.errors:>7,}  {use.timeouts:>9,}  {use.seconds_per_call:>8.3f}"
+        for name, use in result.tools.items()
+    ]
+    return lines
+
+
+def _tokens(usage: Usage) -> str:
+    if not usage.prompt_tokens and not usage.completion_tokens:
+        return "not known" if usage.unknown else "0"
+    return f"{usage.prompt_tokens:,} read, {usage.completion_tokens:,} written"
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
+
+
+@dataclass(slots=True)
+class ToolStatistics:
+    """Of one tool. `errors` counts wrong calls, exceptions and `timeouts`; `attempts` those that called it at all."""
+
+    calls: int = 0
+    errors: int = 0
+    timeouts: int = 0
+    seconds: float = 0.0
+    attempts: int = 0
+
+    @property
+    def seconds_per_call(self) -> float:
+        return self.seconds / self.calls if self.calls else 0.0
+
+
+def tool_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, ToolStatistics]:
+    """Sums of `info["tools"]` (see `roll_flash.envs.tools.tool_env`), the most called first. An environment of somebody
+    else may put anything there: what does not look like counts is left out."""
+    found: dict[str, ToolStatistics] = {}
+    for record in records:
+        tools = record.get("info", {}).get("tools")
+        if not isinstance(tools, Mapping):
+            continue
+        for name, use in tools.items():
+            if isinstance(use, Mapping) and isinstance(use.get("calls"), (int, float)):
+                _add(found.setdefault(str(name), ToolStatistics()), use)
+    return dict(sorted(found.items(), key=lambda item: (-item[1].calls, item[0])))
+
+
+def _add(total: ToolStatistics, use: Mapping[str, Any]) -> None:
+    total.attempts += 1
+    total.calls += int(use["calls"])
+    total.errors += int(use.get("errors") or 0)
+    total.timeouts += int(use.get("timeouts") or 0)
+    total.seconds += float(use.get("seconds") or 0.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from roll_flash.scheduling.open_group import OpenGroup
+from roll_flash.scheduling.group_queues import OpenGroup
 
 
 class Waves:

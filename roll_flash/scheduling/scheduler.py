@@ -23,11 +23,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from roll_flash.scheduling.batches import Waves
-from roll_flash.scheduling.group_queues import DeadlineBuckets, SubmissionOrder
-from roll_flash.scheduling.no_progress import NoProgress
-from roll_flash.scheduling.open_group import DroppedGroup, DropReason, OpenGroup
+from roll_flash.scheduling.group_queues import DeadlineBuckets, DroppedGroup, DropReason, OpenGroup, SubmissionOrder
 from roll_flash.scheduling.policy import SMALLEST_GROUP, SchedulingPolicy
-from roll_flash.scheduling.requeue import RequeuedTasks
+from roll_flash.scheduling.requeue import NoProgress, RequeuedTasks
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory

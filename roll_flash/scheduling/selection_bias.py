@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from roll_flash.scheduling.open_group import OpenGroup
+from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.tasks import level_name
 from roll_flash.types import Task, Trajectory
 

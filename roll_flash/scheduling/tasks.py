@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+from roll_flash.config.tree import Config, EnvConfig
 from roll_flash.types import Task
 
 
@@ -92,3 +93,158 @@ def _coprime(count: int, generator: random.Random) -> int:
         stride = generator.randrange(1, count + 1)
         if math.gcd(stride, count) == 1:
             return stride
+
+
+def open_tasks(config: Config) -> TaskSource:
+    """The training tasks of a run: one environment's seeds, its levels by success, several environments by weight."""
+    sources = [_tasks_of(env, config.seed) for env in config.envs]
+    if len(sources) == 1:
+        return sources[0]
+    return MixedTasks(sources, [env.weight for env in config.envs])
+
+
+def _tasks_of(env: EnvConfig, seed: int) -> TaskSource:
+    levels = [SeedTasks(env.id, kwargs, env.train_seeds, seed, max_turns=env.max_turns) for kwargs in env.variants]
+    return levels[0] if len(levels) == 1 else CurriculumTasks(levels, seed=seed)
+
+
+class MixedTasks:
+    """Interleaves sources in proportion to their weights.
+
+    Smooth weighted round robin: after any number of draws each source is within one task of its share per source, and
+    nothing is random. When a source has no task any more the others go on.
+    """
+
+    def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]) -> None:
+        if not sources or len(sources) != len(weights):
+            raise ValueError(f"{len(sources)} sources need as many weights, not {len(weights)}; at least one")
+        if min(weights) <= 0:
+            raise ValueError("weights must be positive; leave out a source that should not be used")
+        self._sources = list(sources)
+        self._weights = [weight / sum(weights) for weight in weights]
+        self._credits = [0.0] * len(weights)
+
+    def next(self) -> Task:
+        while any(self._weights):
+            credits = [credit + weight for credit, weight in zip(self._credits, self._weights, strict=True)]
+            chosen = max(range(len(credits)), key=lambda index: (self._weights[index] > 0, credits[index], -index))
+            try:
+                task = self._sources[chosen].next()
+            except StopIteration:
+                self._weights[chosen] = self._credits[chosen] = 0.0
+                continue
+            credits[chosen] -= sum(self._weights)
+            self._credits = credits
+            return task
+        raise StopIteration
+
+    def report(self, task: Task, score: float) -> None:
+        for source in self._sources:
+            source.report(task, score)
+
+    def state(self) -> dict[str, Any]:
+        return {"credits": list(self._credits), "sources": [source.state() for source in self._sources]}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        _restore_all(self._sources, state["sources"])
+        self._credits = [float(credit) for credit in state["credits"]]
+
+    def metrics(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for index, source in enumerate(self._sources):
+            found |= {f"env_{index}/{name}": value for name, value in source.metrics().items()}
+        return found
+
+
+class CurriculumTasks:
+    """Draws from the levels in proportion to what they can teach.
+
+    A group of replicas teaches something if its rewards differ. With success rate p the variance of a reward is p(1-p):
+    largest where the model succeeds half the time, zero where it always or never does. The rate of a level is a mean
+    that forgets, so a level comes back when the model changes; `exploration` is the share of draws that ignore it.
+    A draw is a function of the seed, the number of the draw and the reports before it.
+    """
+
+    def __init__(
+        self, levels: Sequence[TaskSource], *, seed: int, exploration: float = 0.1, memory: float = 200.0
+    ) -> None:
+        """`memory`: replicas over which the success rate of a level is averaged."""
+        if not levels:
+            raise ValueError("a curriculum needs at least one level")
+        if not 0 < exploration <= 1 or memory < 1:
+            raise ValueError("exploration must be in (0, 1] and memory >= 1, or a level could be lost for good")
+        self._levels = list(levels)
+        self._seed = seed
+        self._exploration = exploration
+        self._memory = memory
+        self._draws = 0
+        self._level_of: dict[str, int] = {}
+        self._scores = [0.5] * len(levels)
+        self._counts = [1.0] * len(levels)
+
+    def next(self) -> Task:
+        generator = random.Random(f"{self._seed}:{self._draws}")
+        self._draws += 1
+        shares = self.probabilities()
+        while any(shares):
+            level = generator.choices(range(len(self._levels)), shares)[0]
+            try:
+                task = self._levels[level].next()
+            except StopIteration:  # the other levels go on
+                shares[level] = 0.0
+                continue
+            self._level_of[_kind(task)] = level
+            return task
+        raise StopIteration
+
+    def report(self, task: Task, score: float) -> None:
+        level = self._level_of.get(_kind(task))
+        if level is None:  # of another source beside this one
+            return
+        keep = 1 - 1 / self._memory
+        self._scores[level] = self._scores[level] * keep + min(1.0, max(0.0, score))
+        self._counts[level] = self._counts[level] * keep + 1
+
+    def success_rates(self) -> list[float]:
+        return [score / count for score, count in zip(self._scores, self._counts, strict=True)]
+
+    def probabilities(self) -> list[float]:
+        """How likely each level is drawn next; they add up to 1."""
+        signal = [rate * (1 - rate) for rate in self.success_rates()]
+        total, count = sum(signal), len(self._levels)
+        if total == 0:
+            return [1 / count] * count
+        return [self._exploration / count + (1 - self._exploration) * value / total for value in signal]
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "draws": self._draws,
+            "scores": list(self._scores),
+            "counts": list(self._counts),
+            "level_of": dict(self._level_of),
+            "sources": [level.state() for level in self._levels],
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        _restore_all(self._levels, state["sources"])
+        self._draws = int(state["draws"])
+        self._scores = [float(score) for score in state["scores"]]
+        self._counts = [float(count) for count in state["counts"]]
+        self._level_of = {str(kind): int(level) for kind, level in state["level_of"].items()}
+
+    def metrics(self) -> dict[str, float]:
+        """Success and share of each level."""
+        found = {f"level_{index}_success": rate for index, rate in enumerate(self.success_rates())}
+        return found | {f"level_{index}_share": share for index, share in enumerate(self.probabilities())}
+
+
+def _kind(task: Task) -> str:
+    """Tasks of one level differ in their seed only."""
+    return f"{task.env_id} {sorted(task.kwargs.items())!r}"
+
+
+def _restore_all(sources: Sequence[TaskSource], states: Sequence[Mapping[str, Any]]) -> None:
+    if len(sources) != len(states):
+        raise ValueError(f"the saved state is of {len(states)} task sources, this run has {len(sources)}")
+    for source, state in zip(sources, states, strict=True):
+        source.restore(state)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Sequence
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Literal, Protocol
 
 from roll_flash.config.stages import StageConfig
 from roll_flash.config.tree import Config
 from roll_flash.envs.check.source_files import import_module, load_file
-from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.types import Trajectory
+from roll_flash.envs.rewards.judge import Judge
+from roll_flash.errors import ConfigError, ModelError, RollFlashError
+from roll_flash.processes.background import call_in_thread
+from roll_flash.types import Message, Trajectory
 
 BUILT_IN = {
-    "judge": "roll_flash.stages.judge:JudgeStage",
-    "reward_model": "roll_flash.stages.reward_model:RewardModelStage",
+    "judge": "roll_flash.stages.reward_stage:JudgeStage",
+    "reward_model": "roll_flash.stages.reward_stage:RewardModelStage",
 }
 
 
@@ -78,3 +82,116 @@ def _call(stage: StageConfig, factory: Any) -> Any:
         raise
     except Exception as error:  # users' code may raise anything
         raise ConfigError(f"stage {stage.name}: {stage.entry_point} raised {type(error).__name__}: {error}") from error
+
+
+class JudgeStage:
+    """Score 0 to 1. `judged`: the model's last message, or everything after the task.
+
+    `reference` names a key of the episode's `info` that holds the right answer. What is left of the arguments is that
+    of `roll_flash.envs.rewards.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s,
+    max_new_tokens.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        model: str,
+        *,
+        judged: Literal["answer", "conversation"] = "answer",
+        reference: str | None = None,
+        **judge: Any,
+    ) -> None:
+        if judged not in ("answer", "conversation"):
+            raise ValueError(f"judged must be answer or conversation, not {judged!r}")
+        self._judge = Judge(endpoint, model, **judge)
+        self._judged = judged
+        self._reference = reference
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        """Raises EnvError if the endpoint does not answer or its model gives no score."""
+        return list(await asyncio.gather(*(self._score(trajectory) for trajectory in trajectories)))
+
+    async def close(self) -> None:
+        await self._judge.close()
+
+    async def _score(self, trajectory: Trajectory) -> float:
+        question, answer = split_conversation(trajectory.messages)
+        reference = None
+        if self._reference is not None:
+            # A task without its reference would be judged by another measure than the others.
+            reference = str(trajectory.info[self._reference])
+        said = _text(answer[-1:] if self._judged == "answer" else answer)
+        return await self._judge.score(question=_text(question), answer=said, reference=reference)
+
+
+def split_conversation(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
+    """What came before the model's first message, and from there to its last one."""
+    own = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+    if not own:
+        raise ValueError("there is no message of the model to judge")
+    return list(messages[: own[0]]), list(messages[own[0] : own[-1] + 1])
+
+
+def _text(messages: Sequence[Message]) -> str:
+    if len(messages) == 1:
+        return str(messages[0]["content"])
+    return "\n".join(f"[{message['role']}] {message['content']}" for message in messages)
+
+
+class RewardModelStage:
+    """Score: the model's output number `label` for the conversation, or its sigmoid.
+
+    `path`: a folder with a model and its tokenizer. A conversation longer than `max_length` tokens loses its beginning.
+    `device`: where it computes. Use one worker: calls would only share the same cores.
+    """
+
+    def __init__(
+        self, path: str, *, label: int = 0, sigmoid: bool = False, max_length: int = 2048, device: str = "cpu"
+    ) -> None:
+        """Raises ModelError if there is no such folder."""
+        self._path = Path(path).expanduser()
+        if not (self._path / "config.json").is_file():
+            raise ModelError(f"{self._path}: no such model folder")
+        self._label = label
+        self._sigmoid = sigmoid
+        self._max_length = max_length
+        self._device = device
+
+    async def start(self) -> None:
+        """Raises ModelError if the folder's model gives no score."""
+        await call_in_thread(self._load)
+
+    def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        import torch
+
+        texts = [self._text(trajectory) for trajectory in trajectories]
+        with torch.inference_mode():
+            found = [self._outputs(text)[self._label] for text in texts]
+            return [float(output.sigmoid() if self._sigmoid else output) for output in found]
+
+    def _load(self) -> None:
+        import torch
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(self._path)
+            self._model: Any = AutoModelForSequenceClassification.from_pretrained(self._path, dtype=torch.float32)
+        except (OSError, ValueError) as error:
+            raise ModelError(f"{self._path}: not a sequence-classification model: {error}") from None
+        labels = self._model.config.num_labels
+        if not 0 <= self._label < labels:
+            raise ModelError(f"{self._path}: label {self._label} of a model with {labels} outputs")
+        self._model.to(self._device).eval()
+
+    def _outputs(self, text: str) -> Any:
+        """Shape [labels]. One text at a time: padding would change what some models say."""
+        import torch
+
+        token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"][-self._max_length :]
+        return self._model(torch.tensor([token_ids], device=self._device)).logits[0]
+
+    def _text(self, trajectory: Trajectory) -> str:
+        messages = [dict(message) for message in trajectory.messages]
+        if self._tokenizer.chat_template:
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False))
+        return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

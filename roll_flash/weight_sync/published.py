@@ -8,8 +8,10 @@ the very same function, so that both have the same numbers.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,6 +19,8 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+from roll_flash.engines.inference import StagedWeights
 
 TIED_HEAD = "lm_head.weight"
 DOWN, UP = "lora_a", "lora_b"
@@ -128,3 +132,39 @@ class PublishedWeights:
             down, up = (list(self._file.get_slice(f"{layer}.{part}").get_shape()) for part in (DOWN, UP))
             if [up[0], down[1]] != expected[name] or up[1] != down[0]:
                 raise ValueError(f"the factors {up} x {down} do not fit the weight {name}, {expected[name]}")
+
+
+CHUNK_BYTES = 64 * 2**20
+
+
+class KeptWeights:
+    """A copy of our own in anonymous shared memory, because the publisher uses its memory again.
+
+    It has no name in any file system: the kernel frees it when this process ends, however it ends.
+    """
+
+    def __init__(self) -> None:
+        self._descriptor: int | None = None
+        self.weights: StagedWeights | None = None
+        """What is kept, under a path that other processes of this machine can open."""
+
+    def keep(self, weights: StagedWeights) -> None:
+        """Copy `weights` in place of what was kept. Raises OSError if they cannot be read."""
+        if self._descriptor is None:
+            self._descriptor = os.memfd_create("roll-flash-newest")
+        self.weights = None
+        with open(weights.path, "rb") as source:
+            size = os.fstat(source.fileno()).st_size
+            os.truncate(self._descriptor, size)
+            done = 0
+            while done < size:
+                os.lseek(self._descriptor, done, os.SEEK_SET)
+                done += os.sendfile(self._descriptor, source.fileno(), done, min(CHUNK_BYTES, size - done))
+        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.weights = replace(weights, path=path)
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+        self.weights = None

@@ -22,10 +22,9 @@ from roll_flash.sandboxes.client.usage import read_usage
 from roll_flash.sandboxes.errors import SandboxDied, SandboxSpecError, SandboxUnreachable
 from roll_flash.sandboxes.files import trees
 from roll_flash.sandboxes.files.snapshot import capture, populate
-from roll_flash.sandboxes.histogram import Histogram
 from roll_flash.sandboxes.network.egress import Egress
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
-from roll_flash.sandboxes.result import ExecResult, SandboxStats
+from roll_flash.sandboxes.result import ExecResult, Histogram, SandboxStats
 from roll_flash.sandboxes.spec import SandboxSpec
 
 SHELL_TIMEOUT_S = 7 * 86400.0

@@ -11,8 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from roll_flash.sandboxes.client.connection import AgentConnection
-from roll_flash.sandboxes.client.frames import FrameError
-from roll_flash.sandboxes.client.multiplex import STDOUT, Demultiplexer
+from roll_flash.sandboxes.client.frames import STDOUT, Demultiplexer, FrameError
 from roll_flash.sandboxes.docker.address import EngineAddress
 from roll_flash.sandboxes.errors import (
     SandboxDiskFull,

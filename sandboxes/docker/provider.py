@@ -19,7 +19,7 @@ from roll_flash.sandboxes.client.agent_program import AgentProgram, agent_progra
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.files import paused
-from roll_flash.sandboxes.client.multiplex import Demultiplexer
+from roll_flash.sandboxes.client.frames import Demultiplexer
 from roll_flash.sandboxes.docker.address import EngineAddress
 from roll_flash.sandboxes.docker.agent_volume import fill, filler_config, make_volume
 from roll_flash.sandboxes.docker.api import EngineApi

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from roll_flash.sandboxes.histogram import Histogram
-from roll_flash.sandboxes.result import SandboxStats
+from roll_flash.sandboxes.result import Histogram, SandboxStats
 
 
 @dataclass

@@ -18,8 +18,7 @@ from roll_flash.envs.shipped.move_env import parse_moves
 from roll_flash.envs.shipped.python_repair import PythonRepair
 from roll_flash.envs.shipped.repair_bugs import broken_versions, draw_bug, make_repair, outcome
 from roll_flash.envs.shipped.repair_programs import DRAWERS
-from roll_flash.envs.shipped.sokoban import TextSokoban
-from roll_flash.envs.shipped.sokoban_level import draw_level, solve
+from roll_flash.envs.shipped.sokoban_level import TextSokoban, draw_level, solve
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import SandboxSpec, open_sandbox
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from roll_flash.learner.losses.objective import kl_penalty
 from roll_flash.learner.losses.policy import policy_loss, weighted_sum
-from roll_flash.learner.losses.regularizers import kl_penalty
 from tests.learner.test_losses import VARIANTS, tensors
 
 

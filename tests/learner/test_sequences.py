@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from roll_flash.errors import LearnerError
-from roll_flash.learner.losses.diagnostics import by_staleness, off_policy_metrics, staleness_metrics
+from roll_flash.learner.losses.objective import by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.losses.token_advantages import CreditRules
 from roll_flash.learner.packing.sequences import NO_LOGPROB, check_staleness, prepare_demonstrations, prepare_group
 from roll_flash.types import Trajectory

@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
 from roll_flash.learner.losses.token_advantages import CreditRules
-from roll_flash.learner.packing.minibatches import split_minibatches
-from roll_flash.learner.packing.sequences import prepare_group
+from roll_flash.learner.packing.sequences import prepare_group, split_minibatches
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.types import Group
 from tests.learner.conftest import make_tiny_model

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
-from roll_flash.scheduling.mixed_tasks import CurriculumTasks, MixedTasks, open_tasks
-from roll_flash.scheduling.tasks import SeedTasks
+from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, open_tasks
 
 
 def source(name: str, **kwargs: int) -> SeedTasks:

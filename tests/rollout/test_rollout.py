@@ -13,8 +13,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import Outcome
-from roll_flash.scheduling.mixed_tasks import CurriculumTasks, MixedTasks
-from roll_flash.scheduling.tasks import SeedTasks
+from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
 from roll_flash.types import EpisodeSpec, Group, Task
 
 Play = Callable[[EpisodeSpec, int], Outcome | None]

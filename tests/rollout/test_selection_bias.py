@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scheduler_world import trajectory
 
-from roll_flash.scheduling.open_group import OpenGroup
+from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.selection_bias import Distribution, SelectionBias
 from roll_flash.types import EpisodeSpec, SamplingParams, Task
 

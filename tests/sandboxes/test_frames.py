@@ -22,6 +22,7 @@ from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import (
     HEADER,
     MAX_REPLY,
+    Demultiplexer,
     ExitFlag,
     Frame,
     FrameDecoder,
@@ -30,7 +31,6 @@ from roll_flash.sandboxes.client.frames import (
     encode,
     u32,
 )
-from roll_flash.sandboxes.client.multiplex import Demultiplexer
 from roll_flash.sandboxes.files import trees
 from roll_flash.sandboxes.files.tree_writer import TreeWriter
 

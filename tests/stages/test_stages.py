@@ -15,8 +15,7 @@ from roll_flash.config.stages import StageConfig
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, ModelError, RunError, StreamError
 from roll_flash.monitor.json_lines import read_lines
-from roll_flash.stages.judge import JudgeStage, split_conversation
-from roll_flash.stages.reward_stage import check_stages
+from roll_flash.stages.reward_stage import JudgeStage, check_stages, split_conversation
 from roll_flash.stages.running import final_reward, open_stages, stage_consumers
 from roll_flash.stream import LearnerLoader, TrajectoryStream, learner_consumer
 from roll_flash.types import Group, Task, Trajectory, Turn

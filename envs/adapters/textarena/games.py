@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 
 from roll_flash.envs.adapters.textarena.table import BrokenMove, Table
-from roll_flash.envs.shipped.text_space import TextSpace
+from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.envs.tools.calls import without_thinking
 
 

@@ -28,7 +28,7 @@ from roll_flash.inference.servers.update import update_server
 from roll_flash.processes.background import start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.keys import new_key
-from roll_flash.weight_sync.kept import KeptWeights
+from roll_flash.weight_sync.published import KeptWeights
 
 SUPERVISE_EVERY_S = 0.5
 HUNG_AFTER = 3

@@ -7,11 +7,14 @@ differ from it, is incomplete. Folders are written beside their place and rename
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
+import io
 import json
 import os
+import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,11 +26,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, Metadata
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from roll_flash.errors import CheckpointError
-from roll_flash.learner.ranks.saved_data import DataPlanner, DataReader
+from roll_flash.learner.ranks import checkpoint
+from roll_flash.processes.background import begin_in_background, in_thread
 
 _MANIFEST = "learner.json"
 _FORMAT = 1
@@ -152,3 +159,90 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_POLL_S = 0.1
+"""Between two questions whether all is written."""
+
+
+async def write_in_background(
+    folder: Path,
+    *,
+    begin: Callable[[Path], Awaitable[Any]],
+    has_written: Callable[[Path], Awaitable[bool]],
+    timeout_s: float,
+    replaces: bool = False,
+    manifest: dict[str, Any] | None = None,
+) -> asyncio.Task[None]:
+    """Returns when `begin` has copied what is to be written; the task ends when `folder` is complete.
+
+    `manifest`: metadata of a checkpoint, written last. Raises CheckpointError, here or from the task, when the disk
+    says no or it takes longer than `timeout_s`, and whatever `begin` and `has_written` raise; nothing is left then.
+    """
+
+    async def write(copied: asyncio.Event) -> None:
+        async with in_thread(checkpoint.new_folder(folder, replaces=replaces)) as partial:
+            await begin(partial)
+            copied.set()
+            await _until_written(folder, partial, has_written, timeout_s)
+            if manifest is not None:
+                await asyncio.to_thread(checkpoint.write_manifest, partial, manifest)
+
+    return await begin_in_background(write)
+
+
+async def _until_written(
+    folder: Path, partial: Path, has_written: Callable[[Path], Awaitable[bool]], timeout_s: float
+) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            while not await has_written(partial):  # noqa: ASYNC110 - another process writes, and can set no event here
+                await asyncio.sleep(_POLL_S)
+    except TimeoutError:
+        raise CheckpointError(f"{folder}: not written within {timeout_s:g} s (learner.step_timeout_s)") from None
+
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_KNOWN = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties")),
+    *((_METADATA, name) for name in ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata")),
+    (_METADATA, "_MEM_FORMAT_ENCODING"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if (module, name) in _KNOWN or is_dtype:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint")
+
+
+class DataReader(FileSystemReader):
+    """Raises UnpicklingError, which torch.distributed.checkpoint passes on as CheckpointException."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+
+    def read_metadata(self, *_: Any, **options: Any) -> Metadata:
+        path = self._get_metadata_path(options.get("rank"))
+        with self.fs.create_stream(path, "rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class DataPlanner(DefaultLoadPlanner):
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """What was read as data goes on as bytes anew: torch's own planner reads those as a program."""
+        anew = io.BytesIO()
+        torch.save(torch.load(value, weights_only=True), anew)
+        anew.seek(0)
+        super().load_bytes(read_item, anew)

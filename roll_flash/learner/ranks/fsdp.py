@@ -24,11 +24,16 @@ from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
 from roll_flash.learner.losses.token_advantages import CreditRules
-from roll_flash.learner.packing.minibatches import split_minibatches
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
-from roll_flash.learner.packing.sequences import check_staleness, prepare_demonstrations, prepare_groups, text_sequence
+from roll_flash.learner.packing.sequences import (
+    check_staleness,
+    prepare_demonstrations,
+    prepare_groups,
+    split_minibatches,
+    text_sequence,
+)
 from roll_flash.learner.ranks import checkpoint
-from roll_flash.learner.ranks.background_write import write_in_background
+from roll_flash.learner.ranks.checkpoint import write_in_background
 from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord
 from roll_flash.learner.ranks.rank_process import cluster_has_gpus, rank_actor, rank_environment
 from roll_flash.learner.ranks.step_totals import StepTotals

@@ -9,8 +9,7 @@ from typing import Literal
 
 import numpy as np
 
-from roll_flash.learner.losses.diagnostics import by_staleness, off_policy_metrics, staleness_metrics
-from roll_flash.learner.losses.objective import RowRecord
+from roll_flash.learner.losses.objective import RowRecord, by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence
 from roll_flash.learner.packing.sequences import Prepared
 
