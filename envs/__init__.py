@@ -1,6 +1,6 @@
-"""Environments that ship with ROLL Flash, and the API that they and a user's own are written against.
+"""Environments that ship with ROLL Flash, and the API for writing an environment.
 
-Importing this package registers what ships, so that `gymnasium.make("ShellMath-v0")` works.
+Importing this package registers the shipped environments, so that `gymnasium.make("ShellMath-v0")` works.
 """
 
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult

@@ -1,10 +1,10 @@
-"""What an environment is: a gymnasium environment whose observations are messages and whose actions are text.
+"""The environment API: a gymnasium environment whose observations are messages and whose actions are text.
 
-Three ways to write one, all registered the same way and run by the same workers:
+There are three ways to write one. All are registered the same way and run by the same workers:
 
-- a plain `gymnasium.Env` with `str` observations and actions; it may block, it runs in a thread;
-- `Env`: the same five-tuple with `async def reset/step/close`, for environments that wait for something;
-- `SandboxEnv`: an `Env` with `self.sandbox`, a container of its own that is leased at the first use.
+- a plain `gymnasium.Env` with `str` observations and actions; it may block, because it runs in a thread;
+- `Env`: the same five-tuple with `async def reset/step/close`, for environments that wait for I/O;
+- `SandboxEnv`: an `Env` with `self.sandbox`, a private container that is leased at the first use.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ Observation = str | list[Message]
 """A `str` is one user message."""
 
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
-"""`(observation, reward, terminated, truncated, info)`; `info["success"]` says whether the task was solved."""
+"""`(observation, reward, terminated, truncated, info)`; `info["success"]` is True if the task was solved."""
 
 if TYPE_CHECKING:
 
     class _GymnasiumEnv:
-        """Type checkers see no base class: coroutines in place of functions are no override that they accept."""
+        """Empty base class for type checkers, which reject coroutines as overrides of gymnasium's functions."""
 
         observation_space: gymnasium.Space[Any]
         action_space: gymnasium.Space[Any]
@@ -50,42 +50,42 @@ class Env(_GymnasiumEnv):
     action_space = TextSpace()
 
     step_timeout_s: float = math.inf
-    """Set by who runs the episode (`rollout.step_timeout_s`): a step, or `conclude`, that takes longer is given up, and
-    the episode is a failure and no sample. What a model can make slow must be ended before."""
+    """Time limit in seconds of a `step` or `conclude`, set by the worker from `rollout.step_timeout_s`. A timeout fails
+    the episode and gives no sample, so the environment must stop earlier any work that a model can make slow."""
 
     def least_step_timeout_s(self) -> float:
-        """A run that allows its steps less is refused at its start."""
+        """Smallest allowed step timeout in seconds; a run with a smaller one is refused at its start."""
         return 0.0
 
     def least_episode_timeout_s(self) -> float:
-        """The same for a whole episode, the time that the model takes to answer apart."""
+        """Smallest allowed episode timeout in seconds, without the time in which the model generates."""
         return self.least_step_timeout_s()
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Begin an episode. Same seed, same task."""
+        """Start an episode. The same seed gives the same task."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def reset`")
 
     async def step(self, action: str) -> StepResult:
-        """Take the model's text and answer it."""
+        """Apply the text of the model and return the result."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def step`")
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
-        """The episode ends here, by the run's limit of turns or of tokens: the reward for the whole so far, and info.
+        """Return the reward of the episode so far and info, when the run's limit of turns or tokens ends it.
 
-        Asked only if `step` has not ended the episode.
+        Called only if `step` has not ended the episode.
         """
         return 0.0, {}
 
     async def close(self) -> None:
-        """Give back what the episode holds."""
+        """Release the resources of the episode."""
 
 
 class SandboxEnv(Env):
-    """An `Env` with a sandbox. Set `sandbox_spec` on the class or the instance; who runs the episode sets `sandbox`.
+    """An `Env` with a sandbox. Set `sandbox_spec` on the class or the instance; the worker sets `sandbox`.
 
-    The sandbox is leased when it is first used and closed with the episode. When it cannot be had or dies, a
+    The sandbox is leased at its first use and closed with the episode. If it cannot be started or dies, a
     `SandboxError` passes through the environment and the sample is masked, not scored.
     """
 

@@ -1,6 +1,6 @@
-"""Problems for training and problems for evaluation that have none in common.
+"""Disjoint problems for training and evaluation.
 
-Seeds from `HELD_OUT_SEEDS` on are held out. A checksum of a problem, not its seed, decides which side it is on.
+Seeds from `HELD_OUT_SEEDS` on give held-out problems. The checksum of a problem, not its seed, decides its side.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Callable
 from typing import TypeVar
 
 HELD_OUT_SEEDS = 1_000_000_000
-"""Seeds from here on give problems that no smaller seed gives."""
+"""First held-out seed. Smaller seeds never give the problems of these seeds."""
 
 HELD_OUT_SHARE = 8
-"""One in so many problems is held out."""
+"""One in this number of problems is held out."""
 
 Problem = TypeVar("Problem")
 
 
 def draw_problem(seed: int, draw: Callable[[random.Random], Problem], as_text: Callable[[Problem], str]) -> Problem:
-    """The first problem of this seed that is on the side of the seed."""
+    """Return the first problem drawn from this seed that belongs to the seed's side."""
     generator = random.Random(seed)
     while True:
         problem = draw(generator)

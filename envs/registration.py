@@ -1,7 +1,7 @@
-"""Registration with gymnasium, and finding an environment by what a user calls it.
+"""Registration with gymnasium, and lookup of an environment by its id.
 
-An id may be `Maze-v0` (registered: shipped, by a plug-in, or by code that ran), `package.module:Maze-v0`,
-`path/to/file.py:Maze-v0`, or either of the last two with the name of the class in place of a registered id.
+An id may be `Maze-v0` (shipped, or registered by a plug-in or by user code), `package.module:Maze-v0`,
+`path/to/file.py:Maze-v0`, or either of the last two with a class name in place of a registered id.
 Plug-ins are entry points of the group `roll_flash.envs`: a module that registers on import, or a function that does.
 """
 
@@ -38,26 +38,26 @@ ADAPTERS = {
     "TextArenaDuel-v0": "roll_flash.envs.adapters.textarena.duel:TextArenaDuel",
     "Verifiers-v0": "roll_flash.envs.adapters.verifiers.tasks:Verifiers",
 }
-"""What others wrote. Where that needs a package that is not installed with this one, it says which."""
+"""Adapters to third-party environments. If an optional package is missing, the error names it."""
 AGENTS = {"MiniSweAgent-v0": "mini-swe-agent", "OpenAIAgent-v0": "openai", "SmolAgent-v0": "smolagents"}
-"""`AgentEnv-v0` with one of the agents that it knows."""
+"""`AgentEnv-v0` with one of its preset agents."""
 _SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
 
 logger = logging.getLogger("roll_flash.envs")
 
 
 def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, Any]], **kwargs: Any) -> None:
-    """Register an environment of text, so that `gymnasium.make(id)` and a config's `env.id` find it.
+    """Register a text environment, so that `gymnasium.make(id)` and a config's `env.id` find it.
 
-    A thin wrapper over `gymnasium.register` that leaves out the wrappers made for synchronous environments with
-    arrays: they cannot check coroutines. Takes what `gymnasium.register` takes; `kwargs={...}` become defaults of the
-    environment's arguments.
+    A thin wrapper over `gymnasium.register` that leaves out the wrappers for synchronous environments with arrays,
+    because they cannot check coroutines. Takes the arguments of `gymnasium.register`; `kwargs={...}` become defaults
+    of the environment's arguments.
     """
     gymnasium.register(id, entry_point, disable_env_checker=True, order_enforce=False, **kwargs)
 
 
 def register_shipped() -> None:
-    """Register what ships here."""
+    """Register all shipped environments."""
     for id, entry_point in {**SHIPPED, **ADAPTERS}.items():
         if id not in gymnasium.registry:
             register_env(id, entry_point)
@@ -68,10 +68,10 @@ def register_shipped() -> None:
 
 
 def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
-    """The environment that a user means by `env_id`.
+    """Make the environment with the id `env_id`.
 
-    Raises ConfigError for an id that is not there and for a source that cannot be loaded, with file, line and reason;
-    what the environment's own constructor raises passes through.
+    Raises ConfigError, with file, line and reason, for an unknown id and for a source that cannot be loaded.
+    Exceptions of the environment's constructor pass through.
     """
     source, _, name = env_id.rpartition(":")
     if not source:
@@ -96,7 +96,7 @@ _HOW_TO_NAME_ONE = (
 
 
 def load_plugins() -> list[str]:
-    """Load every entry point once; returns one line for each that cannot be loaded. A broken one harms no other."""
+    """Load every entry point once and return one line for each that fails. A broken one does not affect the others."""
     for point in entry_points(group=ENTRY_POINT_GROUP):
         key = f"{point.name} = {point.value}"
         if key not in _plugins:
@@ -112,7 +112,7 @@ def _load_plugin(point: Any) -> str:
         loaded = point.load()
         if callable(loaded):
             loaded()
-    except Exception as error:  # others' code may raise anything
+    except Exception as error:  # third-party code may raise anything
         trouble = f"plug-in {point.name} ({point.value}) cannot be loaded: {type(error).__name__}: {error}"
         logger.warning(trouble)
         return trouble

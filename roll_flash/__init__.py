@@ -1,6 +1,6 @@
 """ROLL Flash: asynchronous reinforcement learning for language-model agents.
 
-The public names are imported on first use, so that `import roll_flash.config.tree` stays light.
+Public names are imported lazily, on first use, so that `import roll_flash.config.tree` stays light.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m roll_flash` is the `roll-flash` command."""
+"""Run `roll-flash` as `python -m roll_flash`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Checkpoints of a run, written while its steps go on.
+"""Write checkpoints of a run while its steps continue.
 
-What a checkpoint holds is copied between two steps: weights and optimizer by the learner, the books of rollout and
-stream here. Steps go on as soon as that is done. One is written at a time, and none counts (`step_N`) before all of it
-is on disk.
+The state is copied between two steps: weights and optimizer by the learner, the counts of rollout and stream here.
+Steps continue after the copy. One checkpoint is written at a time, and it is valid (`step_N`) only when all of it is on
+disk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from roll_flash.stream import TrajectoryStream, save_stream
 
 
 class CheckpointSchedule:
-    """Which steps a checkpoint is due after. `has_one`: the run has written one before, so the first step is not."""
+    """Decide after which steps a checkpoint is due. `has_one`: one exists, so the first step needs none."""
 
     def __init__(self, config: CheckpointConfig, *, has_one: bool, now_s: float) -> None:
         self._config = config
@@ -30,7 +30,7 @@ class CheckpointSchedule:
         self._last_s = now_s
 
     def is_due(self, version: int, now_s: float) -> bool:
-        """After the step that made `version`. What is due counts as begun."""
+        """Return True, and count it as started, if one is due after the step that made `version`."""
         config = self._config
         by_steps = config.every > 0 and version % config.every == 0
         by_time = config.every_minutes > 0 and now_s - self._last_s >= config.every_minutes * 60
@@ -42,7 +42,7 @@ class CheckpointSchedule:
 
 
 class CheckpointWriter:
-    """`begin` between steps; `settled` before the run ends. One that cannot be written ends the run."""
+    """`begin` between steps, `settled` before the run ends. A checkpoint that cannot be written ends the run."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CheckpointWriter:
         model_bytes: int,
         timeout_s: float,
     ) -> None:
-        """`keep`: how many of the newest stay."""
+        """`keep`: number of newest checkpoints to keep."""
         self._run_dir = run_dir
         self._learner = learner
         self._stream = stream
@@ -67,10 +67,10 @@ class CheckpointWriter:
         self._written_s: float | None = None
 
     async def begin(self) -> float | None:
-        """Begin one of the newest version; returns, when steps may go on, the seconds that this took.
+        """Begin a checkpoint of the newest version; return the seconds that steps had to wait.
 
-        Waits for the one before. None where that is of the same version. Raises CheckpointError, RunError when the disk
-        is nearly full, and what the learner raises.
+        Waits for the previous checkpoint; returns None if that is of the same version. Raises CheckpointError, RunError
+        if the disk is nearly full, and the learner's errors.
         """
         started = time.monotonic()
         await self.settled()
@@ -83,14 +83,14 @@ class CheckpointWriter:
         copied = asyncio.Event()
         self._task = start_background(self._write(version, copied), f"the checkpoint of step {version}")
         self._task.add_done_callback(lambda _: copied.set())
-        # Not cancelled with its caller: what Ctrl-C finds half copied is the checkpoint that it would begin itself.
+        # Not cancelled with its caller: Ctrl-C would begin the same checkpoint again.
         await copied.wait()
         if self._task.done():
             await self.settled()
         return time.monotonic() - started
 
     async def settled(self) -> None:
-        """Wait for the one under way, if any. Raises CheckpointError or LearnerError if it could not be written."""
+        """Wait for the running checkpoint, if any. Raises CheckpointError or LearnerError if its write failed."""
         if self._task is None:
             return
         done, _ = await asyncio.wait([self._task], timeout=self._timeout_s)
@@ -104,21 +104,21 @@ class CheckpointWriter:
         task.result()
 
     async def ended(self) -> None:
-        """Wait for the one under way, if any, however it ends: for who will write another. Its error has been told."""
+        """Wait for the running checkpoint, if any, and ignore its error, which was already reported."""
         if self._task is not None and (await asyncio.wait([self._task], timeout=self._timeout_s))[0]:
             self._task = None
 
     def metrics(self) -> dict[str, float]:
-        """How long the newest one that is complete took to be written."""
+        """Seconds to write the newest complete checkpoint."""
         return {} if self._written_s is None else {"checkpoint/written_s": self._written_s}
 
     def give_up(self) -> None:
-        """Leave the one under way; what there is of it is removed."""
+        """Cancel the running checkpoint; its partial files are removed."""
         if self._task is not None:
             self._task.cancel()
 
     async def close(self) -> None:
-        """Wait for the one under way, whatever ended the run; its failure is no news any more."""
+        """Wait for the running checkpoint when the run has ended, and ignore its error."""
         if self._task is not None:
             await asyncio.wait([self._task], timeout=self._timeout_s)
             self._task.cancel()

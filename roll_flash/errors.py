@@ -1,6 +1,6 @@
-"""The errors a user can meet. Each message says what happened, to what, and what to do.
+"""Errors that users can see. Each message names the problem, the object and the action to take.
 
-The command line prints the message alone and exits with `exit_code`: 2 for usage and configuration, 1 for a failure.
+The command line prints only the message and exits with `exit_code`: 2 for usage and configuration, 1 for a failure.
 """
 
 from __future__ import annotations
@@ -9,59 +9,59 @@ from collections.abc import Sequence
 
 
 class RollFlashError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base class of all errors that this package raises on purpose."""
 
     exit_code = 1
 
 
 class ConfigError(RollFlashError):
-    """A configuration or a command that cannot be run as written."""
+    """The configuration or command is invalid."""
 
     exit_code = 2
 
 
 class ModelError(ConfigError):
-    """A model folder that is missing, incomplete or not usable."""
+    """The model folder is missing, incomplete or not usable."""
 
 
 class EnvError(RollFlashError):
-    """An environment that cannot be made, or that breaks its contract."""
+    """The environment cannot be made, or violates its interface."""
 
 
 class InferenceError(RollFlashError):
-    """An inference server that did not start, died, or answered with garbage."""
+    """An inference server did not start, died, or sent an invalid answer."""
 
 
 class LearnerError(RollFlashError):
-    """The learner could not take a step."""
+    """The learner could not complete a step."""
 
 
 class ParityError(RollFlashError):
-    """Server and learner disagree about the same weights."""
+    """Server and learner compute different log-probabilities with the same weights."""
 
 
 class CheckpointError(RollFlashError):
-    """A checkpoint that is missing, incomplete or of another model."""
+    """The checkpoint is missing, incomplete or of another model."""
 
 
 class RunError(RollFlashError):
-    """The run cannot go on."""
+    """The run cannot continue."""
 
 
 class StreamError(RollFlashError):
-    """The trajectory stream was used in a way it cannot be, or lost a part."""
+    """The trajectory stream was used incorrectly, or lost data."""
 
 
 class StreamFullError(StreamError):
-    """There was no room in the stream until the deadline. Nothing was put."""
+    """The stream stayed full until the deadline. Nothing was put."""
 
 
 class StreamStarvedError(StreamError):
-    """No row became ready for a consumer until its deadline."""
+    """No row became ready for a consumer before its deadline."""
 
 
 class ShardDiedError(StreamError):
-    """A process that holds a part of the stream's data is gone, and with it the rows `row_ids` of those asked for."""
+    """A process that held part of the stream's data died; `row_ids` are the requested rows that are lost."""
 
     def __init__(self, message: str, row_ids: Sequence[int] = ()) -> None:
         super().__init__(message)

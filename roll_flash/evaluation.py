@@ -1,4 +1,4 @@
-"""`roll-flash eval`: from what a user says to a Config, a model and an evaluation."""
+"""`roll-flash eval`: resolve a user's arguments into a config, a model and an evaluation."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ EVAL_OPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class EvalRequest:
-    """The arguments of `roll-flash eval`; None is what the user left out."""
+    """Arguments of `roll-flash eval`; None if the user did not set one."""
 
     config: str | None = None
     """A YAML file, or a folder of task folders."""
     env: str | None = None
     model: str | None = None
-    """A model folder, `smollm2-135m`, `tiny`, a run (`NAME`, `NAME@step`, its folder), or with an endpoint the
-    model's name there."""
+    """A model folder, `smollm2-135m`, `tiny`, a run (`NAME`, `NAME@step`, its folder), or with `endpoint` the model's
+    name there."""
     tasks: int | None = None
     attempts: int | None = None
     endpoint: str | None = None
@@ -67,17 +67,17 @@ class EvalRequest:
     price_prompt: float | None = None
     price_completion: float | None = None
     pass_at: str | None = None
-    """The k of pass@k to report, separated by commas."""
+    """Values of k for pass@k, separated by commas."""
     out: str | None = None
     allow_weak: bool = False
     overrides: tuple[str, ...] = ()
     status: Status | None = None
-    """Is told how far the evaluation is, for a person."""
+    """Callback that shows the progress to the user."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalPlan:
-    """What will be run: a whole config, the model folder or name, and where the results go."""
+    """A resolved evaluation: complete config, model folder or name, and folder of the results."""
 
     config: Config
     model: str
@@ -85,13 +85,13 @@ class EvalPlan:
     folder: Path
     about: Mapping[str, Any]
     trained: Collection[str] = ()
-    """Hashes of the tasks that the model was trained on, where it comes from a run."""
+    """Hashes of the tasks that the model was trained on, if it comes from a run."""
 
 
 async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
-    """Run what is missing; returns the result and its folder. Nothing is started for one that is already complete.
+    """Run the missing attempts; return the result and its folder. Starts nothing if the evaluation is already complete.
 
-    Each environment of the config is evaluated, `extra_envs` into folders below that of `env`. Raises ConfigError
+    Evaluates each environment of the config, `extra_envs` into subfolders of the folder of `env`. Raises ConfigError
     before anything is started, else RollFlashError.
     """
     plan = plan_evaluation(request)
@@ -168,7 +168,7 @@ def _open_runner(plan: EvalPlan, api_key_env: str | None) -> AbstractAsyncContex
 
 
 def plan_evaluation(request: EvalRequest) -> EvalPlan:
-    """Settle all that the request leaves open. Raises ConfigError; starts and writes nothing."""
+    """Resolve everything that the request leaves open. Raises ConfigError; starts and writes nothing."""
     endpoint = _endpoint(request)
     model, about, run_config = _model(request)
     config = _config(request, model, run_config)
@@ -193,7 +193,7 @@ def _endpoint(request: EvalRequest) -> str | None:
 
 
 def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | None]:
-    """The model's path, what to note about it, and the config of the run it comes from."""
+    """Return the model's path, metadata about it, and the config of the run it comes from."""
     if request.model is None:
         return None, {}, None
     if request.endpoint is not None:
@@ -212,7 +212,8 @@ def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | Non
 
 
 def _names_a_run(name: str) -> bool:
-    """A model's own name wins over a run that is called the same; that run is reached as `NAME@step` or `runs/NAME`."""
+    """True if `name` is a run. A model's name wins over an equal run name; use `NAME@step` or `runs/NAME` for the
+    run."""
     from roll_flash.models.prepare import RECIPES
 
     if name in RECIPES:
@@ -227,7 +228,7 @@ def _names_a_run(name: str) -> bool:
 
 
 def _config(request: EvalRequest, model: str | None, run_config: Path | None) -> Config:
-    """CONFIG, or --env alone, or the config of the run that the model comes from; then the options on top."""
+    """Load CONFIG, or only --env, or the config of the model's run; then apply the options."""
     overrides = [*request.overrides, *_options(request)]
     source: str | Path | dict[str, Any]
     if request.config is not None and Path(request.config).expanduser().is_dir():
@@ -261,7 +262,7 @@ def _task_folders(request: EvalRequest, model: str | None) -> dict[str, Any]:
 
 
 def _options(request: EvalRequest) -> list[str]:
-    """What was said with options, as overrides of the config."""
+    """Convert command-line options to overrides of the config."""
     found = [f"eval.{name}={value}" for name in EVAL_OPTIONS if (value := getattr(request, name)) is not None]
     if request.pass_at is not None:
         if not re.fullmatch(r"\d+(,\d+)*", request.pass_at):
@@ -273,7 +274,7 @@ def _options(request: EvalRequest) -> list[str]:
 
 
 def _default_folder(config: Config, about: Mapping[str, Any]) -> Path:
-    """One folder for each plan, so that the same command resumes and a different one never mixes with it."""
+    """Return one folder per plan, so that the same command resumes and a different command never mixes with it."""
     plan = evaluation_plan(config.env, config.eval, eval_sampling(config), about)
     if config.extra_envs:
         plan["extra_envs"] = [{"id": env.id, "kwargs": env.kwargs} for env in config.extra_envs]
@@ -286,14 +287,14 @@ def _slug(text: str) -> str:
 
 
 def _weights(folder: Path) -> dict[str, str]:
-    """A fingerprint of a model folder, so that results of weights that were replaced since are not taken for its."""
+    """Fingerprint of a model folder, so that results of replaced weights are not reused."""
     files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
     described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {"weights": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]}
 
 
 def report(result: EvalResult, folder: Path) -> str:
-    """What is printed when an evaluation is done."""
+    """Text printed when an evaluation is complete."""
     lines = (
         result.table(),
         f"  results in {folder} (report.html, results.json, episodes.jsonl, transcripts/)",

@@ -1,4 +1,4 @@
-"""`roll-flash serve-gateway`: from what a user says to a model, a server and a folder of episodes."""
+"""`roll-flash serve-gateway`: resolve a user's arguments into a model, a server and a folder of episodes."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ MAX_PORT = 65535
 
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
-    """The arguments of `roll-flash serve-gateway`."""
+    """Arguments of `roll-flash serve-gateway`."""
 
     model: str | None
     """A model folder, `smollm2-135m`, `tiny`, a run (`NAME`, `NAME@step`), or the model's name at `endpoint`."""
     endpoint: str | None = None
     endpoint_key_env: str | None = None
     name: str | None = None
-    """What agents ask for; the last part of `model` by default."""
+    """Model name that agents send; default: the last part of `model`."""
     host: str = "127.0.0.1"
     port: int = DEFAULT_PORT
     api_key_env: str | None = None
-    """Environment variable with the key that opens sessions; None makes one."""
+    """Environment variable with the key that opens sessions; None generates a key."""
     url: str | None = None
-    """What sessions are told, where agents reach the gateway at another address than whoever opens a session."""
+    """URL that sessions get, if agents reach the gateway at another address than the client that opens the session."""
     out: str = "runs/gateway"
     verifier: str | None = None
     idle_s: float = 3600.0
@@ -52,11 +52,11 @@ class GatewayRequest:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """A gateway that answers."""
+    """A running gateway."""
 
     url: str
     api_key: str = field(repr=False)
-    """Opens sessions."""
+    """Key that opens sessions."""
     model: str
     episodes: Path
     routes: SessionRoutes
@@ -72,7 +72,7 @@ async def serve(request: GatewayRequest, announce: Callable[[Serving], None], no
 
 @asynccontextmanager
 async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[Serving]:
-    """A running gateway; sessions that are open at the end are given up and written as such."""
+    """Run a gateway; sessions still open at the end are cancelled and written as failures."""
     admin_key = api_key_from(request.api_key_env) or f"rf-{secrets.token_urlsafe(24)}"
     if not 0 <= request.port <= MAX_PORT:
         raise ConfigError(f"--port {request.port}: a port is a number from 0 to {MAX_PORT}")
@@ -82,7 +82,7 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
     config = _config(request)
     folder = _out_folder(request)
     if request.port:
-        require_free_port(request.host, request.port, "choose another with --port")  # before a model is started
+        require_free_port(request.host, request.port, "choose another with --port")  # check before a model is started
     async with AsyncExitStack() as stack:
         backend = await _open_backend(request, config, folder, stack, note)
         episodes = stack.enter_context(EpisodesWriter(folder))
@@ -133,7 +133,8 @@ async def _open_backend(
 
 
 def _config(request: GatewayRequest) -> Config:
-    """`inference.*`, `model.max_length` and `rollout.generate_timeout_s` matter here; those of a run are taken over."""
+    """Load the config, of the run if the model is one; only `inference.*`, `model.max_length` and
+    `rollout.generate_timeout_s` matter."""
     if request.model is None:
         raise ConfigError("nothing to serve: give --model FOLDER, NAME or RUN, or --endpoint URL with --model NAME")
     if request.endpoint is not None:
@@ -160,7 +161,7 @@ def _tree(model: str) -> dict[str, object]:
 
 
 def _out_folder(request: GatewayRequest) -> Path:
-    """Made if need be. Raises ConfigError for one that cannot be written to."""
+    """Create the output folder if needed. Raises ConfigError if it is not writable."""
     folder = Path(request.out).expanduser()
     make_own_folder(folder, "--out")
     return folder

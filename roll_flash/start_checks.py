@@ -1,4 +1,4 @@
-"""What can be known to fail is said before anything slow starts: by training, its dry run, and evaluation alike."""
+"""Checks before anything slow starts, shared by training, its dry run and evaluation."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from roll_flash.stages.reward_stage import check_stages
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What the checks found out on their way."""
+    """Results of the checks."""
 
     model_folder: Path | None
-    """None where an endpoint serves the model."""
+    """None if an endpoint serves the model."""
     sandboxes: tuple[SandboxSpec, ...]
-    """Those that environments will ask for, as far as that is known before their tasks are; empty where none does."""
+    """Sandboxes that environments will request, as far as known before their tasks; empty if none needs a sandbox."""
 
 
 def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> Checked:
-    """The parts that a config names, on this machine, without starting any; a model by name is prepared.
+    """Check the parts of a config on this machine, without starting any; prepare a model given by name.
 
-    `trains`: with what only a learner needs; `serves`: with the model and its servers. Raises RollFlashError.
+    `trains`: also check what only a learner needs; `serves`: also the model and its servers. Raises RollFlashError.
     """
     folder = resolve_model(config.model.path) if serves else None
     if folder is not None:
@@ -48,9 +48,9 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
 
 
 async def check_sandboxes(config: Config, specs: Sequence[SandboxSpec]) -> str | None:
-    """Starts one of each and ends it; returns how isolated they are (`strong` or `weak`), None without any.
+    """Start and stop one sandbox per spec; return the isolation (`strong` or `weak`), None without specs.
 
-    Raises SandboxError for what every episode would fail with.
+    Raises SandboxError for a problem that would fail every episode.
     """
     if not specs:
         return None

@@ -1,4 +1,4 @@
-"""The closing words of a run: a dict for scripts, and a text for people made from that dict alone."""
+"""Summary of a run: a dict for scripts, and a text for users made only from that dict."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def summarize(
     books: Mapping[str, int],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Sum up a finished run from its folder, and draw its plot.
+    """Summarize a finished run from its folder, and draw its plot.
 
-    `books` counts trajectories (`produced`, `trained`, `dropped_REASON`, `waiting`) and episodes that gave none
-    (`failed_CAUSE`). `notes` is what a reader must know, such as a fall-back that was taken.
+    `books` counts trajectories (`produced`, `trained`, `dropped_REASON`, `waiting`) and episodes without a trajectory
+    (`failed_CAUSE`). `notes` are facts that a reader must know, such as a fallback.
     """
     config = load_config(run_folder / "config.yaml")
     rows = read_metrics(run_folder)
@@ -56,7 +56,8 @@ def summarize(
 
 
 def disk_use(run_folder: Path) -> dict[str, int]:
-    """Bytes of each part of a run's folder, the largest first. Files that two parts share count in the first."""
+    """Bytes of each part of the run folder, largest first. A file shared by two parts (hard link) counts in the
+    first."""
     sizes: dict[str, int] = {}
     seen: set[int] = set()
     for path in sorted(run_folder.rglob("*")):
@@ -78,7 +79,7 @@ def _megabytes(size: int) -> str:
 
 
 def read_books(books: Mapping[str, int]) -> dict[str, Any]:
-    """`dropped_REASON` and `failed_CAUSE` by reason and cause, and whether produced = trained + dropped + waiting."""
+    """Group the counts by reason and cause, and check that produced = trained + dropped + waiting."""
     dropped, failed = _prefixed(books, "dropped_"), _prefixed(books, "failed_")
     produced, trained, waiting = (books.get(name, 0) for name in ("produced", "trained", "waiting"))
     return {
@@ -92,7 +93,7 @@ def read_books(books: Mapping[str, int]) -> dict[str, Any]:
 
 
 def closing_text(summary: Mapping[str, Any]) -> str:
-    """What is printed at the end of a run. The commands work when pasted into the shell that started it."""
+    """Text printed at the end of a run. Its commands work when pasted into the same shell."""
     rows = [
         ("held-out success" if is_held_out(summary) else "success", _success(summary["before"], summary["after"])),
         ("steps", f"{summary['steps']} of {summary['total_steps']} in {duration(summary['seconds'])} of training"),
@@ -112,13 +113,13 @@ def closing_text(summary: Mapping[str, Any]) -> str:
 
 
 def is_held_out(summary: Mapping[str, Any]) -> bool:
-    """Whether no task that was evaluated was trained on. What was evaluated before the run is judged by the tasks that
-    were evaluated after it, which are the same."""
+    """True if no evaluated task was trained on. The tasks evaluated after the run decide also for `before`: they are
+    the same tasks."""
     return not (summary["after"] or {}).get("trained_on")
 
 
 def next_commands(summary: Mapping[str, Any]) -> list[str]:
-    """Three commands that make sense after this run."""
+    """Three useful commands after this run."""
     command, run = command_name(), shlex.quote(summary["run_folder"])
     model = shlex.quote(_unused(f"{summary['name']}-model"))
     other = shlex.quote(f"{summary['name']}-seed1")
@@ -130,7 +131,7 @@ def next_commands(summary: Mapping[str, Any]) -> list[str]:
 
 
 def command_name() -> str:
-    """How `roll-flash` is started from this shell: by its name where that is on the path, else by its file."""
+    """Command that starts `roll-flash` in this shell: its name if that is on the path, else its file."""
     beside = Path(sys.prefix) / "bin" / "roll-flash"
     found = shutil.which("roll-flash")
     if found and (not beside.exists() or Path(found).samefile(beside)):
@@ -154,7 +155,7 @@ def _unused(name: str) -> str:
 
 
 def _of_evaluations(after: EvalResult | None) -> list[str]:
-    """Which tasks were the same, and which were trained on, also of `extra_envs`."""
+    """Notes of all evaluations: identical tasks, and tasks that were trained on."""
     results = {"": after, **(after.others if after else {})}
     named = [(name, result) for name, result in results.items() if result is not None]
     return [f"{name}: {note}" if name else note for name, result in named for note in result.notes]

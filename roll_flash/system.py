@@ -1,4 +1,4 @@
-"""The parts of a run, started side by side and stopped in order, whatever happens."""
+"""Start the components of a run concurrently; stop them in order in any case."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from roll_flash.weight_sync.publication import Publisher
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Everything a training run is made of, started."""
+    """All started components of a training run."""
 
     config: Config
     run_dir: RunDir
@@ -62,9 +62,9 @@ class System:
     trained_tasks: TrainedTasks
 
     async def evaluate(self) -> EvalResult:
-        """The held-out tasks of each environment with the weights of the newest version, which the servers must have.
+        """Evaluate the held-out tasks of each environment with the newest weights, which the servers must already have.
 
-        Returns the result of `env`; those of `extra_envs` are in the metrics and in folders beside its own.
+        Returns the result of `env`; the results of `extra_envs` are in the metrics and in folders next to it.
         """
         concurrent = self.config.eval.max_concurrent or self.config.rollout.max_concurrent
         version = self.learner.version
@@ -80,7 +80,7 @@ class System:
         return result
 
     def evaluations(self, note: Callable[[str], None]) -> EvaluationsBesideTraining:
-        """Those of `eval.every`."""
+        """Evaluations of `eval.every`, which run during training."""
         return EvaluationsBesideTraining(
             self.fleet,
             self.config,
@@ -91,8 +91,8 @@ class System:
         )
 
     async def usage_metrics(self) -> dict[str, float]:
-        """What the workers counted of requests (`inference/*`) and sandboxes (`sandbox/*`), and what the servers say of
-        themselves (`inference/server_*`), and what the stages did (`stages/*`)."""
+        """Metrics of requests (`inference/*`) and sandboxes (`sandbox/*`) from the workers, of the servers
+        (`inference/server_*`) and of the stages (`stages/*`)."""
         clients, servers, sandboxes = await asyncio.gather(
             self.fleet.client_metrics(), self.engine.metrics(), self.fleet.sandbox_metrics()
         )
@@ -104,8 +104,8 @@ class System:
         }
 
     async def export_model(self) -> None:
-        """The model folder of the finished run: that of its last checkpoint, whose files it shares. Replaces that of an
-        earlier end."""
+        """Export the last checkpoint's model folder (hard links), replacing that of an earlier end. Raises
+        CheckpointError if the last step has no checkpoint."""
         checkpoint = self.run_dir.latest_checkpoint()
         if checkpoint is None or checkpoint.step != self.learner.version:
             raise CheckpointError(f"{self.run_dir.folder}: there is no checkpoint of the last step to export")
@@ -114,7 +114,7 @@ class System:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a run begins with."""
+    """Start state of a run, new or resumed."""
 
     config: Config
     run_dir: RunDir
@@ -122,13 +122,13 @@ class Start:
     needs_sandbox: bool
     resumes: bool
     checkpoint: Checkpoint | None
-    """What a resumed run goes on from; None where there is none yet, and it begins again."""
+    """Checkpoint of a resumed run; None if it has none yet and begins again."""
     rollout: Any
-    """What the checkpoint holds of the rollout."""
+    """Rollout state in the checkpoint."""
 
     @classmethod
     def of(cls, config: Config, run_dir: RunDir, checked: Checked, *, resume: bool) -> Start:
-        """Raises CheckpointError for a checkpoint whose state cannot be read."""
+        """Read the start state. Raises CheckpointError if the checkpoint cannot be read."""
         assert checked.model_folder is not None, "training has a model of its own"
         checkpoint = run_dir.latest_checkpoint() if resume else None
         rollout = None if checkpoint is None else _read_rollout_state(checkpoint)
@@ -136,7 +136,7 @@ class Start:
 
     @property
     def resume_at(self) -> int | None:
-        """The step after which it goes on; -1 is its start, None is a new run."""
+        """Step after which the run continues; -1 is its start, None is a new run."""
         return (self.checkpoint.step if self.checkpoint else -1) if self.resumes else None
 
     def announce(self, progress: Progress) -> None:
@@ -156,9 +156,9 @@ class Start:
 async def open_system(
     start: Start, learner: LearnerEngine, progress: Progress, failure: FirstFailure
 ) -> AsyncIterator[System]:
-    """Start learner, servers and workers, and what goes between them. A `failure` in the background ends the start.
+    """Start learner, servers, workers and the stream between them. A `failure` in the background ends the start.
 
-    What may be refused comes before what takes long. All of it is stopped in the opposite order.
+    Checks that may fail come before slow starts. Everything is stopped in reverse order.
     """
     async with AsyncExitStack() as stack:
         async with given_up_after(failure):
@@ -198,7 +198,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
 async def open_rollout(
     config: Config, model_folder: Path | None, *, endpoint: ChatEndpoint | None = None, logs: Path
 ) -> AsyncIterator[WorkerFleet]:
-    """Servers and workers without a learner, for evaluation; with `endpoint` workers alone."""
+    """Start servers and workers without a learner, for evaluation; with `endpoint` only workers."""
     async with AsyncExitStack() as stack:
         needs_sandbox = await call_in_thread(lambda: bool(check_environments(config.envs, config.rollout)))
         await _start_ray(stack, config)
@@ -212,7 +212,7 @@ async def open_rollout(
 
 
 async def _start_ray(stack: AsyncExitStack, config: Config) -> None:
-    """And remove what processes that were killed have left in the temporary folder."""
+    """Start Ray, and remove temporary files that killed processes left behind."""
     await asyncio.to_thread(sweep_folders)
     await stack.enter_async_context(local_ray(config.ray))
     await stack.enter_async_context(watching_ray())
@@ -221,8 +221,8 @@ async def _start_ray(stack: AsyncExitStack, config: Config) -> None:
 async def _start_models(
     stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress
 ) -> InferenceEngine:
-    """The learner tries the model before servers start: one that it must refuse has then cost one process, which goes
-    on with what it has loaded otherwise."""
+    """Let the learner try the model before servers start: an unsupported model then costs only one process. If it is
+    supported, that process keeps what it has loaded."""
     config = start.config
     await _start_ray(stack, config)
     stack.push_async_callback(learner.close)
@@ -271,7 +271,7 @@ async def _open_publisher(
 async def _agree_on_weights(
     start: Start, learner: LearnerEngine, publisher: Publisher, metrics: MetricsLog, progress: Progress
 ) -> None:
-    """Learner and servers have the same weights, and say the same about them, when this returns."""
+    """Ensure that learner and servers have the same weights and compute the same log-probabilities."""
     if start.checkpoint is None:
         await publisher.check()
         if start.config.warm_start is None:
@@ -282,7 +282,7 @@ async def _agree_on_weights(
 
 
 async def open_stream(config: Config) -> TrajectoryStream:
-    """Between rollout and learner. Its micro-batches hold one row of the learner's for each rank."""
+    """Open the stream between rollout and learner. Its micro-batches hold one learner row per rank."""
     settings, tokens = config.stream, config.learner.micro_batch_tokens * config.learner.ranks
     return TrajectoryStream(
         [learner_consumer(tokens, fair=config.rollout.fair), *stage_consumers(config.stages)],
@@ -294,7 +294,7 @@ async def open_stream(config: Config) -> TrajectoryStream:
 
 
 def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:
-    """The workers of a run, not yet started."""
+    """Create the workers of a run without starting them."""
     rollout = config.rollout
     return WorkerFleet(
         settings,
@@ -352,7 +352,7 @@ def _open_rollout(start: Start, fleet: WorkerFleet, episodes: EpisodeLog, versio
     if start.checkpoint is None:
         return Rollout(start.config, fleet, tasks, episodes, version=version)
     try:
-        # No id twice, although the run went on after the checkpoint.
+        # Keep group ids unique, although the run continued after the checkpoint.
         written = next_group_number(start.run_dir.episodes, start.checkpoint.step)
         restored = {**start.rollout, "next_group": max(written, int(start.rollout["next_group"]))}
         return Rollout(start.config, fleet, tasks, episodes, version=version, restored=restored)

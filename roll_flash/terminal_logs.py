@@ -1,4 +1,4 @@
-"""Records of the log as lines of text; apart from `terminal.py`, so that `--help` need not load logging."""
+"""Print log records safely; not part of `terminal.py`, so that `--help` need not load logging."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roll_flash.terminal import one_line, printable
 
 class _PrintableFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One record, one line: what a model said must not look like a record of ours."""
+        """Format a record as one line: text of a model must not look like a log record."""
         return one_line(super().formatMessage(record))
 
     def format(self, record: logging.LogRecord) -> str:
@@ -17,6 +17,6 @@ class _PrintableFormatter(logging.Formatter):
 
 
 def make_logs_printable() -> None:
-    """Of this process, where the user has set up no logging of their own."""
+    """Make the logs of this process printable, unless the user has configured logging."""
     if logging.lastResort is not None:
         logging.lastResort.setFormatter(_PrintableFormatter())

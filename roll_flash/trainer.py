@@ -1,8 +1,8 @@
-"""A training run on one page: build, loop, close.
+"""The training loop: build, loop, close.
 
-Groups go through the trajectory stream to the learner as they become complete. While it accumulates the gradient of a
-step, episodes of the next one are already being played, servers take the weights of the last one, and its checkpoint is
-written. What may overlap with what is decided by the staleness rule in `rollout/`.
+Complete groups go through the trajectory stream to the learner. While it accumulates the gradient of a step, workers
+already play episodes of the next step, servers receive the weights of the last step, and its checkpoint is written. The
+staleness rule in `rollout/` limits this overlap.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ from roll_flash.types import Group, Trajectory
 from roll_flash.weight_sync.publication import Publication
 
 LEARNER_FLOOR_S = 300.0
-"""The shortest deadline of what the learner does; it is otherwise ten times what the slowest of the last ones took for
-as many tokens."""
+"""Minimum timeout in seconds of the learner's work; otherwise ten times the slowest recent time for as many tokens."""
 
 
 def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
@@ -43,13 +42,13 @@ def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
 
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
-    # What is wrong with these must be said before there is a run folder of this name.
+    # Report problems before a run folder of this name exists.
     checked = check_parts(config)
     asyncio.run(check_sandboxes(config, checked.sandboxes))
     with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
         start = Start.of(config, run_dir, checked, resume=resume)
         start.announce(progress)
-        # Here, and not on the event loop: what it imports takes seconds, in which Ctrl-C must be answered.
+        # Not on the event loop: its imports take seconds, during which Ctrl-C must be answered.
         learner = open_learner(config, model_folder=start.model_folder)
         return asyncio.run(_train(start, learner, progress))
 
@@ -65,7 +64,7 @@ async def _train(start: Start, learner: LearnerEngine, progress: Progress) -> di
 
 
 class Trainer:
-    """The loop over steps. What it drives is in `system`."""
+    """The loop over steps; it drives the components of `System`."""
 
     def __init__(self, system: System, progress: Progress) -> None:
         self._system = system
@@ -76,7 +75,7 @@ class Trainer:
         self._micro_batch_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
         self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
         self._last_tokens = 0
-        """Of the last micro-batch, as `_computed_tokens` counts them."""
+        """Tokens of the last micro-batch, counted by `_computed_tokens`."""
         timeout_s, column = system.config.stall_timeout_s, system.stages.reward_column
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
@@ -100,13 +99,13 @@ class Trainer:
         return summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
 
     async def checkpoint(self) -> None:
-        """Until there is a complete one of the newest version."""
+        """Wait for a complete checkpoint of the newest version."""
         self._progress.status("writing a checkpoint")
         await self._begin_checkpoint()
         await self._system.checkpoints.settled()
 
     async def stop_early(self, reason: BaseException) -> None:
-        """Leave the step under way and save what the finished ones made; after an error as well as can be."""
+        """Abandon the running step and save the finished ones; after an error, as far as possible."""
         learner, was_asked = self._system.learner, isinstance(reason, KeyboardInterrupt)
         if not was_asked:
             self._progress.note(f"the run ends: {reason}")
@@ -117,20 +116,20 @@ class Trainer:
             tokens = max(1, self._last_tokens)
             await self._micro_batch_s.bound(learner.abandon_step(), "the learner's last micro-batch", tokens)
             cut_short = await self._count_what_was_cut_short()
-            await self._system.checkpoints.ended()  # that it failed may be why the run ends
+            await self._system.checkpoints.ended()  # its failure may be the reason why the run ends
             await self.checkpoint()
             if cut_short is not None:
                 self._report(cut_short, None, {})
         except asyncio.CancelledError:
             self._system.checkpoints.give_up()
             raise
-        except Exception as error:  # whatever it is, it must not hide why the run ends
+        except Exception as error:  # no error here may hide why the run ends
             if was_asked:
                 raise
             self._progress.note(f"no checkpoint of step {learner.version} could be written: {error}")
 
     async def _step(self) -> bool:
-        """One step. False when the task source has ended and there was nothing left to train."""
+        """Run one step. Return False if the task source has ended and nothing was left to train."""
         learner, rollout = self._system.learner, self._system.rollout
         record = self._record = StepRecord(learner.version, rollout.idle_s())
         has_groups = False
@@ -159,7 +158,7 @@ class Trainer:
         return True
 
     async def _count_what_was_cut_short(self) -> StepRecord | None:
-        """A step that ended between the learner's update and its report has made weights as any other."""
+        """Count a step that ended between the learner's update and its report: its weights exist."""
         record = self._record
         if record is None or record.is_reported:
             return None
@@ -168,7 +167,7 @@ class Trainer:
         return record if record.is_counted else None
 
     async def _count(self, record: StepRecord) -> None:
-        """The learner's step is done: its groups are trained, whatever comes."""
+        """Count the groups of a step as trained, once the learner has finished it."""
         record.is_counted = True
         version = self._system.learner.version
         await self._system.rollout.version_advanced(version)
@@ -180,13 +179,13 @@ class Trainer:
             self._progress.note(notice)
 
     async def _begin_checkpoint(self) -> None:
-        """Wait for what must be copied (and for the checkpoint before); steps go on while it is written."""
+        """Wait until the state is copied (and the previous checkpoint written); steps continue during the writing."""
         waited_s = await self._system.checkpoints.begin()
         if waited_s is not None:
             self._system.metrics.log(self._system.learner.version, {"checkpoint/waited_s": waited_s})
 
     async def _settle(self) -> Publication | None:
-        """Until every server has the weights of the step before."""
+        """Wait until every server has the weights of the previous step."""
         return await self._system.publisher.settled()
 
     async def _evaluate(self) -> EvalResult | None:
@@ -200,7 +199,7 @@ class Trainer:
         return result
 
     def _note_trained(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        """An evaluation that is not of held-out tasks is said as soon as it is known, once."""
+        """Warn once, as soon as it is known, that evaluated tasks are also trained on."""
         trained = self._system.trained_tasks
         trained.add(step, trajectories)
         if common := self._evaluated & trained.hashes:
@@ -231,7 +230,7 @@ class Trainer:
 
 
 def _computed_tokens(groups: Iterable[Group]) -> int:
-    """Tokens of groups with a signal: most others are not computed, and their time is no measure of anything."""
+    """Tokens of groups with a signal: most other groups are not computed, so they say nothing about time."""
     samples = (
         sample for group in groups if has_signal(group) for member in group.trajectories for sample in member.samples
     )

@@ -1,7 +1,7 @@
-"""Plain frozen data that travels between the rooms: tasks, turns, trajectories, groups.
+"""Immutable data passed between components: tasks, turns, trajectories, groups.
 
-Nothing here does anything. Arrays are numpy, so that a trajectory crosses process borders without copies of its own.
-`version` is everywhere the number of optimizer steps behind a set of weights.
+This module has no logic. Arrays are numpy, so that a trajectory crosses process borders without extra copies. `version`
+always means the number of optimizer steps behind a set of weights.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FailureCause = Literal[
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How to sample one turn. `temperature == 0` is greedy."""
+    """Sampling parameters of one turn. `temperature == 0` is greedy."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -51,17 +51,17 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What an episode is about: an environment, a seed and keyword arguments for `gymnasium.make`."""
+    """Task of an episode: an environment, a seed and keyword arguments for `gymnasium.make`."""
 
     task_id: str
     env_id: str
     seed: int
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     max_turns: int | None = None
-    """Most calls of the model; None is the run's default."""
+    """Maximum model calls; None is the run's default."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; `Task(**tree)` brings it back."""
+        """Return plain data for JSON; `Task(**tree)` restores it."""
         return {
             "task_id": self.task_id,
             "env_id": self.env_id,
@@ -86,29 +86,29 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of the model and the step that followed. Its tokens are the trajectory's `token_ids[start:end]`."""
+    """One model call and the environment step after it. Its tokens are the trajectory's `token_ids[start:end]`."""
 
     start: int
     end: int
     action: str
     observation: str
-    """What the environment answered; empty for the last turn of an episode."""
+    """Answer of the environment; empty for the last turn of an episode."""
     reward: float
     finish_reason: FinishReason
     generate_s: float
     step_s: float
     prompt_tokens: int | None = None
-    """Tokens the model was given for this turn; None where the endpoint does not tell."""
+    """Prompt tokens of this turn; None if the endpoint does not report them."""
     completion_tokens: int | None = None
-    """Tokens the model wrote; None where the endpoint does not tell."""
+    """Tokens the model generated; None if the endpoint does not report them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """A further sample of an episode whose agent rewrote its history, went back, or asked for several answers.
+    """An extra sample of an episode whose agent rewrote its history, went back, or asked for several answers.
 
-    Fields as in `Trajectory`. What it shares with another sample of the episode is context here: every sampled token is
-    the policy's in one of them.
+    Fields as in `Trajectory`. Tokens shared with another sample of the episode are context here: each sampled token is
+    a policy token in exactly one sample.
     """
 
     token_ids: NDArray[np.int32]
@@ -139,36 +139,36 @@ class Trajectory:
     messages: tuple[Message, ...]
     reward: float
     success: bool | None
-    """What the environment reported in `info["success"]`, None if it did not."""
+    """`info["success"]` of the environment, None if it did not set it."""
     end: EpisodeEnd
     prompt_length: int
-    """Tokens before the first policy token: what the replicas of a group share."""
+    """Number of tokens before the first policy token, which the replicas of a group share."""
     started_s: float
     """Unix time."""
     finished_s: float
     info: Mapping[str, Any] = field(default_factory=dict)
     branches: tuple[Branch, ...] = ()
-    """Further samples of the same episode, trained with its advantage; empty unless an agent brought its own loop."""
+    """Extra samples of the same episode, trained with its advantage; empty unless an agent brought its own loop."""
 
     @property
     def samples(self) -> tuple[Trajectory | Branch, ...]:
-        """All token sequences of the episode, its own first."""
+        """All token sequences of the episode, the main one first."""
         return (self, *self.branches)
 
     @property
     def policy_tokens(self) -> int:
-        """Of all samples."""
+        """Number of policy tokens in all samples."""
         return sum(int(sample.policy_mask.sum()) for sample in self.samples)
 
     @property
     def oldest_version(self) -> int:
-        """The version of the oldest policy token in any sample: the one the staleness bound is about."""
+        """Version of the oldest policy token in any sample, used for the staleness bound."""
         return min(int(sample.versions[sample.policy_mask].min()) for sample in self.samples)
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeFailure:
-    """An episode that gave no trajectory. Data, not an exception: it is counted by cause and never ends the run."""
+    """An episode without a trajectory. Data, not an exception: it is counted by cause and never ends the run."""
 
     episode_id: str
     group_id: str
@@ -178,13 +178,13 @@ class EpisodeFailure:
     turn: int
     attempt: int
     prompt_tokens: int = 0
-    """Tokens that the model was given in the turns before it failed, as far as they are known."""
+    """Prompt tokens of the turns before the failure, as far as known."""
     completion_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """The replicas of one task, complete as far as they will be; what an advantage is computed over."""
+    """The finished replicas of one task; advantages are computed over a group."""
 
     group_id: str
     task: Task
@@ -201,16 +201,16 @@ class Group:
 
 
 MOST_REWARD = 1e6
-"""Either way. Squares of rewards, as advantages need them, must stay exact enough in float32, in sums too."""
+"""Maximum absolute reward. Advantages need squares of rewards, whose sums must stay exact enough in float32."""
 
 
 def as_reward(value: Any, what: str = "the reward") -> float:
-    """`value` as a number that can be trained on. Raises ValueError that names `what` for anything else."""
+    """Convert `value` to a trainable number. Raises ValueError that names `what` for anything else."""
     if isinstance(value, str | bytes | bytearray):
         raise ValueError(f"{what} is the text {value[:60]!r}, not a number")
     try:
         number = float(value)
-    except OverflowError:  # a whole number beyond what a float holds
+    except OverflowError:  # an integer beyond the range of float
         number = math.inf
     except (TypeError, ValueError):
         raise ValueError(f"{what} is a {type(value).__name__}, not a number") from None

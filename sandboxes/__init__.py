@@ -1,4 +1,4 @@
-"""Sandboxes for untrusted code: hardened, fast to lease, impossible to leak. Usable without any training."""
+"""Sandboxes for untrusted code: hardened, fast to lease, never leaked. They work without any training."""
 
 from roll_flash.sandboxes.client.commands import CommandStream
 from roll_flash.sandboxes.client.shell import Shell

@@ -1,6 +1,6 @@
-"""What every provider must do, as checks that run on a real one: `roll-flash sandbox check`, and our own tests.
+"""Conformance checks that run on a real provider: used by `roll-flash sandbox check` and by our own tests.
 
-Each check takes a way to open a sandbox and raises AssertionError, with what was seen, if the promise is broken.
+Each check takes a function that opens a sandbox, and raises AssertionError with the observed value if it fails.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from roll_flash.sandboxes.spec import SandboxSpec
 
 CHECK_TIMEOUT_S = 120.0
 PATIENCE_S = 20.0
-"""How much later than promised an answer may be here: a busy machine is no broken promise. The promised times are held
-against `duration_s`, which is measured in the sandbox."""
+"""Extra seconds that an answer may take on a busy machine. The time limits themselves are checked against
+`duration_s`, which is measured in the sandbox."""
 
 Open = Callable[[SandboxSpec], AbstractAsyncContextManager[Sandbox]]
 Check = Callable[[Open], Awaitable[None]]
@@ -60,7 +60,7 @@ async def a_command_returns_its_output_and_exit_code(open: Open) -> None:
 
 @check
 async def everything_inside_can_be_killed_at_once(open: Open) -> None:
-    """Also what has left its command and what starts itself again, with no process to spare."""
+    """Includes processes that left their command or restart themselves, with no free process slot."""
     again = "f() { (sleep 0.02; f) & }; f"
     async with open(SandboxSpec(pids=16)) as sandbox:
         await sandbox.exec(f"(trap '' TERM; setsid sleep 600 & {again}) >/dev/null 2>&1", timeout=5)
@@ -327,13 +327,13 @@ class CheckResult:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What `roll-flash sandbox check` prints."""
+    """The report that `roll-flash sandbox check` prints."""
 
     provider: str
     isolation: str
     checks: list[CheckResult] = field(default_factory=list)
     measures: dict[str, str] = field(default_factory=dict)
-    """How sandboxes of the spec are separated from the machine, as far as the provider can tell."""
+    """Isolation measures for sandboxes of the spec, by name; empty if the provider cannot describe them."""
 
     @property
     def ok(self) -> bool:
@@ -341,7 +341,7 @@ class CheckReport:
 
 
 def check_provider(provider: str = "auto", *, spec: SandboxSpec | None = None) -> CheckReport:
-    """Run every check on a provider, one after another. Raises SandboxError if it cannot be used at all."""
+    """Run every check on a provider, one after another. Raises SandboxError if the provider is unusable."""
     return asyncio.run(run_checks(provider, spec or SandboxSpec(), CHECKS))
 
 
@@ -358,7 +358,7 @@ async def run_checks(provider: str, spec: SandboxSpec, checks: Sequence[Check]) 
 
 
 def opener(provider: Provider, base: SandboxSpec) -> Open:
-    """Opens what a check asks for, on the base's image, runtime and user namespace."""
+    """Return a function that opens the spec of a check with the image, runtime and user namespace of `base`."""
 
     @asynccontextmanager
     async def open_one(spec: SandboxSpec) -> AsyncIterator[Sandbox]:

@@ -1,6 +1,6 @@
-"""What can go wrong with a sandbox itself. A command that fails is a result, never one of these.
+"""Errors of the sandbox itself. A command that fails is a result, never one of these errors.
 
-Every error here means that the episode says nothing about the model: whoever runs it masks the sample.
+Every error here means that the episode says nothing about the model: the caller masks the sample.
 """
 
 from __future__ import annotations
@@ -13,43 +13,43 @@ class SandboxError(RollFlashError):
 
 
 class SandboxUnavailable(SandboxError):
-    """No provider can be used on this machine: no engine, no permission, no bubblewrap."""
+    """No provider works on this machine: no engine, no permission, no bubblewrap."""
 
     exit_code = 2
 
 
 class SandboxPermissionDenied(SandboxUnavailable):
-    """The engine's socket may not be used by this user."""
+    """This user may not use the engine's socket."""
 
 
 class SandboxSpecError(SandboxError, ValueError):
-    """A spec that cannot be met: more memory than the machine has, limits that contradict each other."""
+    """An impossible spec: more memory than the machine has, or contradictory limits."""
 
     exit_code = 2
 
 
 class SandboxImageError(SandboxError):
-    """An image that is missing, cannot be pulled or cannot be built."""
+    """An image is missing, cannot be pulled or cannot be built."""
 
 
 class SandboxImageMissing(SandboxImageError):
-    """The engine has no image of that name."""
+    """The engine has no image with this name."""
 
 
 class SandboxStartError(SandboxError):
-    """A sandbox that did not come up."""
+    """A sandbox did not start."""
 
 
 class SandboxDiskFull(SandboxStartError):
-    """The engine has no room for another sandbox or image."""
+    """The engine has no disk space for another sandbox or image."""
 
 
 class SandboxUnreachable(SandboxError):
-    """The engine or the sandbox does not answer in time; whether the sandbox lives is not known."""
+    """The engine or the sandbox does not answer in time; the sandbox may still be alive."""
 
 
 class SandboxDied(SandboxError):
-    """The sandbox is gone. `reason` is one of `oom`, `killed`, `daemon`, `protocol`, `agent`, `closed`, `lease`."""
+    """The sandbox has ended. `reason`: `oom`, `killed`, `daemon`, `protocol`, `agent`, `closed` or `lease`."""
 
     def __init__(self, message: str, reason: str) -> None:
         super().__init__(message)
@@ -60,7 +60,7 @@ class SandboxDied(SandboxError):
 
 
 class SandboxFileError(SandboxError):
-    """A file operation that the sandbox refused. `errno` is the kernel's number; the sandbox lives on."""
+    """The sandbox refused a file operation. `errno` is the kernel's number; the sandbox stays usable."""
 
     def __init__(self, message: str, errno: int) -> None:
         super().__init__(message)

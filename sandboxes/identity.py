@@ -1,4 +1,4 @@
-"""Who owns a sandbox, in a way that survives the reuse of process ids and a reboot."""
+"""Owner of a sandbox, identified so that a reused process id or a reboot causes no confusion."""
 
 from __future__ import annotations
 
@@ -20,17 +20,18 @@ _STARTED_FIELD = 19
 
 DOCKER_USERS = range(0x78000000, 0x7C000000)
 LOCAL_USERS = range(0x7C000000, 0x7FFFFFFF)
-"""Users that nobody else gives out: above what directory services (SSSD) and containers (subuid, systemd) take."""
+"""User ids that no other software assigns: above the ranges of directory services (SSSD) and containers (subuid,
+systemd)."""
 REMAPPED_USERS = range(10_000, 65_000)
-"""In a user namespace, which has 65,536; the engine maps them to users of the machine that are nobody else's."""
+"""User ids inside a user namespace (which has 65,536); the engine maps them to host users reserved for it."""
 GROUP = 1000
 
 
 def new_user(users: range) -> tuple[str, int]:
-    """A sandbox's name, and the user that belongs to it.
+    """Return a new sandbox name and its user id.
 
-    An engine has a name only once, so no two of its live containers have one user, whoever made them, and a user is
-    free again when its container is gone, also if its controller was killed.
+    Container names are unique per engine, so two live containers of any controllers never share a user id, and an id
+    is free again when its container is removed, even if its controller was killed.
     """
     user = random.SystemRandom().choice(users)
     return f"roll-flash-{user:08x}", user
@@ -38,7 +39,7 @@ def new_user(users: range) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A process: machine boot, process id, and when it started (clock ticks since boot)."""
+    """A process: machine boot, process id, and start time (clock ticks since boot)."""
 
     boot: str
     pid: int
@@ -49,7 +50,7 @@ class Owner:
 
     @classmethod
     def parse(cls, text: str) -> Owner:
-        """Raises ValueError."""
+        """Parse the output of `str`. Raises ValueError."""
         boot, pid, started = text.split(":")
         return cls(boot, int(pid), int(started))
 
@@ -61,20 +62,20 @@ class Owner:
         return cls(boot_id(), pid, started)
 
     def lives(self) -> bool | None:
-        """None if it is a process of another machine (or another process namespace), of which nothing is known."""
+        """True if the process runs. None if it belongs to another machine or process namespace (unknown)."""
         if self.boot != boot_id():
             return None
         return process_started(self.pid) == self.started
 
 
 def boot_id() -> str:
-    """Names this boot of this machine and this process namespace."""
+    """Return an identifier of the current boot of this machine and of this process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def process_started(pid: int) -> int | None:
-    """Clock ticks from boot to the start of a process; None if there is none, or only its zombie."""
+    """Return the clock ticks from boot to the start of a process; None if it does not exist or is a zombie."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
@@ -84,7 +85,7 @@ def process_started(pid: int) -> int | None:
 
 
 def labels(run: str, deadline: float | None, network: str = "") -> dict[str, str]:
-    """`deadline` in seconds since 1970; None for none. `network`: the sandbox whose internal network it is on."""
+    """Return container labels. `deadline`: seconds since 1970 or None. `network`: sandbox that owns its network."""
     return {
         LABEL: "1",
         LABEL_RUN: run,

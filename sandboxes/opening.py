@@ -28,9 +28,9 @@ def provider_names() -> list[str]:
 def make_provider(
     name: str, *, engines: Sequence[str] = (), max_parallel_starts: int = DEFAULT_PARALLEL_STARTS
 ) -> Provider:
-    """`docker`, `docker:tcp://host:2375`, `local` or a plug-in. Raises SandboxUnavailable for an unknown name.
+    """Create the provider `docker`, `docker:tcp://host:2375`, `local` or a plug-in.
 
-    `engines`: the addresses of several engines that `docker` uses as one.
+    `engines`: addresses of several engines that `docker` uses as one. Raises SandboxUnavailable for an unknown name.
     """
     if name == "docker" and engines:
         return EngineSet(engines, max_parallel_starts=max_parallel_starts)
@@ -53,9 +53,9 @@ async def connect_provider(
     engines: Sequence[str] = (),
     max_parallel_starts: int = DEFAULT_PARALLEL_STARTS,
 ) -> Provider:
-    """`auto` takes docker where an engine answers that has the image of `spec`, else local with one warning.
+    """Create and connect a provider. `auto` is docker if an engine has the image of `spec`, else local with a warning.
 
-    An image of your own is not asked for: `local` could not replace it. Raises SandboxUnavailable.
+    `auto` does not check for a custom image, because `local` could not replace it. Raises SandboxUnavailable.
     """
     if name != "auto":
         provider = make_provider(name, engines=engines, max_parallel_starts=max_parallel_starts)
@@ -75,7 +75,7 @@ async def connect_provider(
 
 
 async def _require_image(provider: Provider, spec: SandboxSpec) -> None:
-    """Raises SandboxUnavailable, with the provider closed, if `spec` needs the default image and no engine has it."""
+    """Close the provider and raise SandboxUnavailable if `spec` needs the default image and no engine has it."""
     if spec.dockerfile is not None or spec.image not in (None, DEFAULT_IMAGE):
         return
     assert isinstance(provider, DockerProvider | EngineSet)
@@ -106,9 +106,9 @@ async def open_sandbox(
     run: str | None = None,
     start_timeout: float = START_TIMEOUT_S,
 ) -> AsyncIterator[Sandbox]:
-    """One sandbox for the length of an `async with`. Raises SandboxError if it cannot be had.
+    """Open one sandbox for the duration of an `async with`. Raises SandboxError if it cannot be started.
 
-    For many sandboxes, one after another or side by side, a SandboxPool is faster.
+    For many sandboxes, in sequence or in parallel, a SandboxPool is faster.
     """
     connected = await connect_provider(provider, spec=spec) if isinstance(provider, str) else provider
     try:

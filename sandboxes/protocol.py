@@ -1,4 +1,4 @@
-"""What a sandbox and a provider of sandboxes must do. `roll-flash sandbox check` tells whether one does."""
+"""The contracts of a sandbox and of a provider of sandboxes. `roll-flash sandbox check` tests a provider."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Isolation = Literal["strong", "weak"]
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """One sandbox. Every method but `close` raises `SandboxDied` once it is gone; relative paths start at `workdir`."""
+    """One sandbox. After its end every method but `close` raises `SandboxDied`. Relative paths start at `workdir`."""
 
     name: str
     provider: str
@@ -30,7 +30,7 @@ class Sandbox(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the sandbox is known to be gone."""
+        """False once the sandbox is known to have ended."""
         ...
 
     async def exec(
@@ -45,11 +45,11 @@ class Sandbox(Protocol):
         merge_stderr: bool = False,
         grace: float = 0.2,
     ) -> ExecResult:
-        """Run a command (a `str` through `/bin/sh -c`) and wait for its end; its failure is a result.
+        """Run a command (a `str` through `/bin/sh -c`) and wait for its end; a command that fails does not raise.
 
-        It returns when the command's first process ends, even if a background child keeps the pipe. After `timeout`
-        seconds its whole process tree gets SIGTERM and `grace` seconds later SIGKILL; the output so far is returned.
-        Of each stream at most `max_output` bytes are kept, half from the start and half from the end.
+        Returns when the command's first process ends, even if a background child keeps the pipe open. After `timeout`
+        seconds the whole process tree gets SIGTERM, and SIGKILL `grace` seconds later; the output so far is returned.
+        At most `max_output` bytes of each stream are kept, half from the start and half from the end.
         """
         ...
 
@@ -64,92 +64,92 @@ class Sandbox(Protocol):
         merge_stderr: bool = False,
         grace: float = 0.2,
     ) -> CommandStream:
-        """A command whose output is read while it runs: `async with sandbox.stream(...) as stream`."""
+        """Run a command and read its output while it runs: `async with sandbox.stream(...) as stream`."""
         ...
 
     def shell(self, program: str = "/bin/sh") -> Shell:
-        """A shell that keeps its state: `async with sandbox.shell() as shell: await shell.run("cd x")`."""
+        """Open a shell that keeps its state: `async with sandbox.shell() as shell: await shell.run("cd x")`."""
         ...
 
     def forward(self, port: int, host_port: int) -> Forward:
-        """One port of this machine inside: `async with sandbox.forward(8000, 54321):`.
+        """Forward one host port into the sandbox: `async with sandbox.forward(8000, 54321):`.
 
-        While it is entered, 127.0.0.1:`port` in the sandbox leads to 127.0.0.1:`host_port` here, and to nothing else;
-        the sandbox still has no network. Raises SandboxStartError if the port inside is taken. `port` is 1024 or more.
+        Inside the block, 127.0.0.1:`port` in the sandbox leads to 127.0.0.1:`host_port` on the host and nowhere else;
+        the sandbox still has no network. `port` is 1024 or more. Raises SandboxStartError if `port` is in use.
         """
         ...
 
     async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
-        """A regular file's content. Raises SandboxFileError."""
+        """Return the content of a regular file. Raises SandboxFileError."""
         ...
 
     async def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
-        """Write a regular file: whole or not at all; folders on the way are made. Raises SandboxFileError."""
+        """Write a regular file atomically; missing parent folders are created. Raises SandboxFileError."""
         ...
 
     async def put_tree(
         self, source: str | Path | bytes, path: str = ".", *, max_bytes: int = 1 << 28, max_entries: int = 20_000
     ) -> TreeReport:
-        """Copy a folder of this machine, or a tar or zip archive, into a directory. Raises SandboxFileError."""
+        """Copy a folder of the host, or a tar or zip archive, into a directory. Raises SandboxFileError."""
         ...
 
     async def get_tree(
         self, path: str, destination: str | Path, *, max_bytes: int = 1 << 28, max_entries: int = 20_000
     ) -> TreeReport:
-        """Copy a directory out into a new folder. Raises SandboxFileError."""
+        """Copy a directory of the sandbox into a new folder of the host. Raises SandboxFileError."""
         ...
 
     async def remove(self, path: str) -> None:
-        """Remove a file or a tree. Raises SandboxFileError."""
+        """Remove a file or a directory tree. Raises SandboxFileError."""
         ...
 
     async def kill_all(self) -> None:
-        """Kill every process inside; when it returns none is left. Calls under way see their command killed.
+        """Kill every process inside and return when none is left. Running calls return the result of a killed command.
 
-        No process is started for it, so that neither a full process table nor a replaced shell is in its way. Raises
-        SandboxFileError if one does not die within 5 s.
+        Starts no process, so it works with a full process table or a replaced shell. Raises SandboxFileError if a
+        process does not die within 5 s.
         """
         ...
 
     async def snapshot(self) -> SandboxSpec:
-        """A spec whose sandboxes start with the files as they are here now (`workdir`, `/tmp`, a writable root).
+        """Return a spec whose sandboxes start with the current files (`workdir`, `/tmp`, a writable root).
 
-        Processes are not part of it. Raises SandboxFileError if the files are too many or too large.
+        Processes are not included. Raises SandboxFileError if the files are too many or too large.
         """
         ...
 
     async def beside(self, spec: SandboxSpec | None = None) -> Sandbox:
-        """Another sandbox on this one's internal network, which ends with this one; `spec` None is this one's own.
+        """Open another sandbox on the internal network of this one; it ends with this one. Default: the same spec.
 
         Both need `network="internal"` (the new one gets it). They share loopback, like containers of a Kubernetes pod:
         a server in one is reached from the other at localhost, so two servers need two ports. Nothing else is shared.
-        Raises SandboxSpecError where that cannot be had, else SandboxError.
+        Raises SandboxSpecError if the provider or spec does not support it, else SandboxError.
         """
         ...
 
     def fresh(self) -> AbstractAsyncContextManager[Sandbox]:
-        """A new sandbox of the same spec: `async with sandbox.fresh() as untouched:`, which ends it.
+        """Open a new sandbox of the same spec for an `async with`: `async with sandbox.fresh() as untouched:`.
 
-        For checks that must not trust what is left in this one. Raises SandboxError.
+        For checks that must not trust the state of this sandbox. Raises SandboxError.
         """
         ...
 
     async def stats(self) -> SandboxStats:
-        """What it uses now and has used; raises SandboxDied if it is gone."""
+        """Return current and total resource usage. Raises SandboxDied if the sandbox has ended."""
         ...
 
     async def reset(self) -> bool:
-        """Make it as good as new. False: that cannot be promised, close it."""
+        """Restore the state of a new sandbox. False if that cannot be guaranteed; the caller must then close it."""
         ...
 
     async def ping(self, *, timeout: float = 10.0) -> None:
-        """Raises a SandboxError if the sandbox does not answer."""
+        """Check that the sandbox answers within `timeout` seconds. Raises SandboxError if not."""
         ...
 
     async def close(self, *, reason: str = "closed") -> None:
-        """End the sandbox and everything in it; may be called more than once, never raises for one that is gone.
+        """End the sandbox and everything in it. May be called more than once; never raises for an ended sandbox.
 
-        Calls that are under way or come later raise SandboxDied with this `reason`.
+        Running and later calls raise SandboxDied with this `reason`.
         """
         ...
 
@@ -161,26 +161,26 @@ class Provider(Protocol):
     isolation: Isolation
 
     async def connect(self) -> None:
-        """Make ready. Raises SandboxUnavailable with what to do."""
+        """Prepare the provider. Raises SandboxUnavailable with instructions for the user."""
         ...
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
-        """Start a sandbox that answers. Raises SandboxError; leaves nothing behind then or when cancelled."""
+        """Start a sandbox and wait until it answers. Leaves nothing behind on SandboxError or cancellation."""
         ...
 
     async def sweep(self) -> int:
-        """Remove what controllers that are dead have left behind; how many that were. Raises SandboxError."""
+        """Remove the leftovers of dead controllers and return their number. Raises SandboxError."""
         ...
 
     async def close(self) -> None:
-        """Free what the provider itself holds; the sandboxes are closed by whoever opened them."""
+        """Free the resources of the provider; each caller of `open` closes its own sandboxes."""
         ...
 
 
 @runtime_checkable
 class DescribesIsolation(Protocol):
-    """A provider that can tell how its sandboxes are separated from the machine."""
+    """A provider that can describe the isolation of its sandboxes."""
 
     def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
-        """A measure's name and what it is for sandboxes of `spec`; known after `connect`."""
+        """Return isolation measures for sandboxes of `spec`, by name. Call `connect` first."""
         ...

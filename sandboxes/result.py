@@ -1,4 +1,4 @@
-"""What a command gives back."""
+"""Results of commands, and usage statistics of sandboxes."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ExecResult:
-    """The end of one command. When output was cut, `stdout`/`stderr` hold head, a line that says so, and tail."""
+    """Result of one command. If output was cut, `stdout`/`stderr` hold the head, a notice line and the tail."""
 
     exit_code: int
-    """Of the command; 128 + signal if a signal ended it, 127 not found, 126 found but not startable."""
+    """Exit code of the command; 128 + signal if a signal ended it, 127 not found, 126 found but not startable."""
     stdout: bytes
     stderr: bytes
     timed_out: bool = False
-    """The time-out ended it; the output up to then is here."""
+    """True if the timeout ended the command; its output so far is kept."""
     truncated: bool = False
     stdout_bytes: int = 0
-    """How much the command really wrote."""
+    """Number of bytes that the command wrote, including cut output."""
     stderr_bytes: int = 0
     duration_s: float = 0.0
     cpu_s: float = 0.0
-    """Of the first process and those it waited for."""
+    """Processor seconds of the first process and of the children it waited for."""
     peak_memory_kb: int = 0
-    """Largest resident size of one of those processes."""
+    """Largest resident size in KiB of one of those processes."""
     signal: int | None = None
     cancelled: bool = False
 
@@ -43,7 +43,7 @@ class ExecResult:
 
 @dataclass(frozen=True, slots=True)
 class OutputChunk:
-    """A piece of a stream, as it came."""
+    """A piece of an output stream, as received."""
 
     source: str
     """`stdout` or `stderr`."""
@@ -52,7 +52,7 @@ class OutputChunk:
 
 @dataclass(frozen=True, slots=True)
 class SandboxStats:
-    """What a sandbox uses now and has used at most. None where the provider cannot tell."""
+    """Current, peak and total resource usage of a sandbox. None if the provider cannot measure it."""
 
     memory_bytes: int | None
     peak_memory_bytes: int | None
@@ -60,11 +60,11 @@ class SandboxStats:
     pids: int | None
     oom_kills: int | None
     commands: int
-    """Commands started so far."""
+    """Number of commands that ended so far."""
     timeouts: int
     truncations: int
     exec_s: Histogram
-    """How long the commands took."""
+    """Durations of the commands in seconds."""
 
 
 SMALLEST = 1e-5
@@ -74,7 +74,7 @@ PER_DOUBLING = 2
 
 @dataclass(slots=True)
 class Histogram:
-    """Values from SMALLEST up; a quantile is right within a factor of 2 ** (1 / PER_DOUBLING)."""
+    """Histogram of values from SMALLEST up; quantiles are accurate within a factor of 2 ** (1 / PER_DOUBLING)."""
 
     counts: list[int] = field(default_factory=lambda: [0] * BUCKETS)
     count: int = 0
@@ -99,7 +99,7 @@ class Histogram:
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, share: float) -> float:
-        """The upper edge of the bucket that `share` (0 to 1) of the values lie in or below; 0 without values."""
+        """Return the upper edge of the bucket at or below which `share` (0 to 1) of the values lie; 0 if empty."""
         seen = 0
         for bucket, count in enumerate(self.counts):
             seen += count

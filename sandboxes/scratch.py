@@ -1,6 +1,6 @@
-"""Temporary folders that carry their owner, so that those of a process that was killed are found and removed.
+"""Temporary folders that record their owner process, so that folders of killed processes are found and removed.
 
-Most have it in their name; those whose path must be short, in a file.
+The owner is in the folder's name, or in a file if the path must be short.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX = "roll-flash"
 SHORT_PREFIX = "rf"
 OWNER_FILE = ".owner"
 FOREIGN_AGE_S = 86400.0
-"""A folder of another boot or process namespace counts as left behind after so long."""
+"""Age in seconds after which a folder of another boot or process namespace counts as leaked."""
 NAME = re.compile(rf"{PREFIX}-(?P<boot>[0-9a-f]{{8}})-(?P<pid>\d+)-(?P<started>\d+)-(?P<kind>[a-z]+)-\w+")
 
 
@@ -37,36 +37,36 @@ class ScratchFolder:
 
 @contextmanager
 def scratch_folder(kind: str) -> Iterator[Path]:
-    """A temporary folder for the length of a `with`; `kind` in letters says what for."""
+    """Create a temporary folder for the duration of a `with`; `kind` (letters only) names its purpose."""
     with tempfile.TemporaryDirectory(prefix=f"{_of(Owner.current())}-{kind}-") as folder:
         yield Path(folder)
 
 
 def make_scratch_folder(kind: str) -> Path:
-    """One that is removed by somebody else, such as the guard of the process that uses it."""
+    """Create a folder that another component removes, such as the guard of this process."""
     return Path(tempfile.mkdtemp(prefix=f"{_of(Owner.current())}-{kind}-"))
 
 
 def make_short_folder(kind: str) -> Path:
-    """As `make_scratch_folder`, for sockets, whose paths have 107 characters at most."""
+    """Like `make_scratch_folder`, for sockets, whose paths have at most 107 characters."""
     folder = Path(tempfile.mkdtemp(prefix=f"{SHORT_PREFIX}-{kind}-"))
     (folder / OWNER_FILE).write_text(str(Owner.current()))
     return folder
 
 
 def own_folders() -> str:
-    """A glob pattern of this process's."""
+    """Return a glob pattern for the folders of this process."""
     return f"{glob.escape(tempfile.gettempdir())}/{_of(Owner.current())}-*"
 
 
 def scratch_folders() -> list[ScratchFolder]:
-    """Those of this user."""
+    """Return the scratch folders of this user."""
     found = []
     for prefix in (PREFIX, SHORT_PREFIX):
         for path in Path(tempfile.gettempdir()).glob(f"{prefix}-*"):
             try:
                 status, owner = path.lstat(), _owner(path)
-            except (OSError, ValueError):  # somebody else's, or it has just been removed
+            except (OSError, ValueError):  # it belongs to another user, or was just removed
                 continue
             if owner is not None and status.st_uid == os.geteuid():
                 found.append(_folder(path, owner, max(0.0, time.time() - status.st_mtime)))
@@ -74,7 +74,7 @@ def scratch_folders() -> list[ScratchFolder]:
 
 
 def _owner(path: Path) -> Owner | None:
-    """None for a folder that is none of these. Raises OSError, ValueError."""
+    """Return the owner; None if this is no scratch folder. Raises OSError, ValueError."""
     match = NAME.fullmatch(path.name)
     if match is not None:
         boot = boot_id() if match["boot"] == _boot() else match["boot"]
@@ -89,10 +89,10 @@ def _folder(path: Path, owner: Owner, age_s: float) -> ScratchFolder:
 
 
 def sweep_folders() -> list[ScratchFolder]:
-    """Remove those whose owner is dead, and return them."""
+    """Remove the folders of dead owners and return them."""
     leaked = [folder for folder in scratch_folders() if folder.leaked]
     for folder in leaked:
-        shutil.rmtree(folder.path, ignore_errors=True)  # somebody else may be removing it too
+        shutil.rmtree(folder.path, ignore_errors=True)  # another process may remove it too
     return leaked
 
 

@@ -1,4 +1,4 @@
-"""What a sandbox is asked to be. Frozen and hashable, so that a pool can keep one shelf per spec."""
+"""The specification of a sandbox. Frozen and hashable, so that a pool can keep one shelf per spec."""
 
 from __future__ import annotations
 
@@ -32,52 +32,52 @@ Files = Annotated[tuple[tuple[str, bytes], ...], BeforeValidator(_pairs)]
 
 
 class SandboxSpec(BaseModel):
-    """Limits, image and surroundings of one sandbox. `env` may be given as a dict."""
+    """Limits, image and environment of one sandbox."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     image: str | None = None
-    """Image name; None is the provider's own (docker: `roll-flash-sandbox:latest`, local: the machine's `/usr`)."""
+    """Image name; None: the provider's default (docker: `roll-flash-sandbox:latest`, local: the machine's `/usr`)."""
     dockerfile: str | None = None
-    """Text of a Dockerfile that the image is built from, once; instead of `image`."""
+    """Text of a Dockerfile from which the image is built once; use it instead of `image`."""
     context: Context = b""
-    """What the Dockerfile may COPY: a tar archive, or a dict of path and content. `from_folder` packs it."""
+    """Build context for the Dockerfile: a tar archive, or a dict of path and content. `from_folder` packs it."""
     files: Files = ()
-    """Files that are there at the start, path (from `workdir`) and content; may be given as a dict."""
+    """Files at the start: path (relative to `workdir`) and content; may be a dict."""
     tree: bytes = b""
-    """What `Sandbox.snapshot` captured of `workdir` and `/tmp`."""
+    """Content of `workdir` and `/tmp` from `Sandbox.snapshot`."""
     memory_mb: Annotated[int, Field(ge=16)] = 256
-    """Memory of everything inside, tmpfs contents included; there is no swap beside it."""
+    """Memory limit in MiB for everything inside, including tmpfs contents; there is no swap."""
     cpus: Annotated[float, Field(gt=0, le=1024)] = 1.0
     pids: Annotated[int, Field(ge=4, le=32768)] = 64
-    """Most processes and threads at a time."""
+    """Maximum number of processes and threads at a time."""
     tmpfs_mb: Annotated[int, Field(ge=1)] | None = None
-    """Size of `workdir` and of `/tmp`, each; None is a quarter of the memory, at most 64."""
+    """Size in MiB of `workdir` and of `/tmp`, each; None: a quarter of the memory, at most 64."""
     tmpfs_inodes: Annotated[int, Field(ge=64)] = 65536
-    """Most files in `workdir` and in `/tmp`, each."""
+    """Maximum number of files in `workdir` and in `/tmp`, each."""
     open_files: Annotated[int, Field(ge=16)] = 1024
     network: Literal["none", "internal", "allowlist"] = "none"
-    """`none`: loopback only. `internal`: sandboxes opened by `Sandbox.beside` see each other on it (docker only).
+    """`none`: loopback only. `internal`: loopback shared with sandboxes opened by `Sandbox.beside` (docker only).
     `allowlist`: loopback, and a proxy on it that leads to the hosts in `allow`."""
     allow: tuple[str, ...] = ()
-    """`host:port`, `*.host:port` for every name below it, or an address or network in place of the name; for
-    `network="allowlist"`. A name leads to public addresses only, or to those that are named here too."""
+    """Allowed destinations with `network="allowlist"`: `host:port`, `*.host:port` for every subdomain, or an address
+    or network instead of the name. A name leads only to public addresses and to addresses also listed here."""
     env: Env = ()
-    """Environment variables of every command."""
+    """Environment variables of every command; may be a dict."""
     workdir: Annotated[str, Field(pattern=r"^/[^\x00:,]+$")] = "/sandbox"
-    """Home and working directory, writable, empty at the start."""
+    """Home and working directory: writable, empty at the start."""
     user: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None
-    """Numeric user and group that everything inside runs as. None is a user that no other sandbox and nobody on the
-    machine has (group 1000), so that nothing which the kernel counts per user is shared."""
+    """Numeric `user:group` for all processes inside. None: a user id that no other sandbox and no user of the machine
+    has (group 1000), so that no per-user limit of the kernel is shared."""
     writable_root: bool = False
-    """Let the image's own files be changed (in this sandbox only); what changes is held in memory."""
+    """Make the image's files writable (in this sandbox only); changes are held in memory."""
     root_mb: Annotated[int, Field(ge=1)] | None = None
-    """With `writable_root` the most that changed and added files may take; None is half of the memory."""
+    """Limit in MiB for changed and added files with `writable_root`; None: half of the memory."""
     runtime: str | None = None
-    """An OCI runtime that the engine knows, such as `runsc` or `kata`; None is its default (docker only)."""
+    """OCI runtime of the engine, such as `runsc` or `kata`; None: the engine's default (docker only)."""
     userns: Literal["engine", "required", "host"] = "engine"
-    """User namespace of a container: as the `engine` does it; `required` refuses engines without `userns-remap`;
-    `host` goes without (docker only)."""
+    """User namespace of a container: `engine`: the engine's setting; `required`: refuse engines without
+    `userns-remap`; `host`: none (docker only)."""
 
     @model_validator(mode="after")
     def _fits(self) -> SandboxSpec:
@@ -105,16 +105,16 @@ class SandboxSpec(BaseModel):
 
     @classmethod
     def from_folder(cls, folder: str | Path, **fields: Any) -> SandboxSpec:
-        """A spec of the Dockerfile in `folder`, with the folder as its build context, and of further fields.
+        """Create a spec from the Dockerfile in `folder`, with the folder as build context; `fields`: other fields.
 
-        Raises SandboxSpecError if there is no Dockerfile or if the folder is too large.
+        Raises SandboxSpecError if the folder has no Dockerfile or is too large.
         """
         dockerfile, context = read_build_folder(Path(folder))
         return cls(dockerfile=dockerfile, context=context, **fields)
 
     @property
     def variables(self) -> tuple[tuple[str, str], ...]:
-        """What every command has in its environment."""
+        """Environment variables of every command: those of the proxy, then `env`."""
         proxied = PROXY_VARIABLES if self.network == "allowlist" else ()
         return (*((name, f"http://127.0.0.1:{PROXY_PORT}") for name in proxied), *self.env)
 

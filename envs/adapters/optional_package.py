@@ -1,4 +1,4 @@
-"""Packages that only an adapter needs."""
+"""Import of packages that only an adapter needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from roll_flash.errors import ConfigError
 
 
 def import_optional(module: str, *, package: str, needed_by: str, pip_options: str = "") -> Any:
-    """The module. Raises ConfigError that says what to install, or what is wrong with what is installed."""
+    """Import the module. Raises ConfigError with the command to install it, or the error of the installed one."""
     try:
         return importlib.import_module(module)
     except ImportError as error:

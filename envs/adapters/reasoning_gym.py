@@ -1,4 +1,4 @@
-"""ReasoningGym-v0: any data set of the package reasoning-gym, one question and one answer an episode.
+"""ReasoningGym-v0: any data set of the package reasoning-gym; an episode is one question and one answer.
 
 The package generates the questions and scores the answers; each seed makes a data set of one question. It is optional:
 `pip install reasoning-gym`.
@@ -24,15 +24,15 @@ from roll_flash.errors import ConfigError, EnvError
 MOST_SEEDS = 1 << 31
 MOST_TROUBLE_CHARACTERS = 1000
 LONGEST_CHARACTERS, TIMES_AS_LONG = 2000, 20
-"""Of an answer, and compared with the right one: some scorers take the square of its length, past any step's time."""
+"""Limit on an answer's characters, and relative to the right one: quadratic scorers would exceed any step timeout."""
 
 
 class ReasoningGym(gymnasium.Env[str, str]):
-    """Arguments: `dataset` (its name), `config` (the data set's own options; of `composite`, which mixes others,
+    """Arguments: `dataset` (its name), `config` (the data set's own options; for `composite`, a mixture,
     `datasets`: a list of `{name, weight, config}`).
 
-    The answer is what stands in `<answer>`, else the whole text. Reward is the package's score, 0 to 1. Some of its
-    scorers evaluate answers as Python: of those only data and plain arithmetic are scored, all else is worth 0.
+    The answer is the text in `<answer>`, else the whole text. The reward is the package's score, 0 to 1. Some of its
+    scorers evaluate answers as Python: they get only data and plain arithmetic, all else has reward 0.
     """
 
     observation_space = TextSpace()
@@ -64,16 +64,16 @@ class ReasoningGym(gymnasium.Env[str, str]):
         leave(self)
 
     def oracle(self) -> str:
-        """The right action now, for checks and demonstrations."""
+        """Return the right answer, for checks and demonstrations."""
         if self._entry["answer"] is None:
             raise EnvError(f"the data set {self._name} tells no answer to its questions")
         return f"<answer>{self._entry['answer']}</answer>"
 
     def _score(self, answer: str) -> tuple[float, str]:
-        """Some scorers of the package raise for text that is no answer at all: that is a wrong answer, and is noted.
-        So is an answer that a scorer would run as code.
+        """Return the score and an error text. An answer for which the scorer raises, or which it would run as code, is
+        wrong, and the error is noted.
 
-        Raises EnvError for what no answer can be to blame for: a package or file of the scorer that is missing.
+        Raises EnvError for errors that no answer can cause: a missing package or file of the scorer.
         """
         right = self._entry["answer"]
         most = max(LONGEST_CHARACTERS, TIMES_AS_LONG * len(str(right or "")))
@@ -94,7 +94,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
     @property
     def _scorer(self) -> Any:
-        """The data set itself, or that of a mixture from which the question comes."""
+        """The data set, or the part of a mixture from which the question comes."""
         parts = getattr(self._dataset, "datasets", None) or {}
         return parts.get(self._entry.get("metadata", {}).get("source_dataset"), self._dataset)
 
@@ -111,7 +111,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
 
 def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tuple[float, str, str]:
-    """The score, what the answer is to blame for, and what it is to blame for if the right one fares better."""
+    """Return the score, an error caused by the answer, and an error caused by it only if the right answer has none."""
     try:
         check_answer(answer, scorer, str(entry["answer"] or ""))
         score = float(dataset.score_answer(answer=answer, entry=entry))
@@ -120,5 +120,5 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
         return 0.0, f"the answer is not scored: {error}", ""
     except (ImportError, OSError) as error:
         return 0.0, "", f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS]
-    except Exception as error:  # others' code may raise anything
+    except Exception as error:  # third-party code may raise anything
         return 0.0, f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS], ""

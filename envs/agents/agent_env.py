@@ -1,10 +1,10 @@
-"""AgentEnv-v0: an agent program with a loop of its own, run in a sandbox where only the model can be reached.
+"""AgentEnv-v0: runs an agent program with its own loop in a sandbox that can reach only the model.
 
-The program is a command. It finds the model under the variables that OpenAI's and Anthropic's clients read, and does
-its work in the sandbox; then the task's check says what the state that it left is worth. How it ended (exit status,
-time-out, a flood of output) is counted in `info` and never the reward: an agent that fails is the policy's doing, and
-the state is judged as it stands. Only what is nobody's doing raises: a sandbox that died, a program that cannot be
-started or that never called the model.
+The program is a command. It finds the model in the variables that OpenAI's and Anthropic's clients read, and works in
+the sandbox; then the task's check scores the final state. Its end (exit status, timeout, too much output) is counted
+in `info` and never changes the reward: a failing agent is the policy's fault, and its final state is scored. Only
+failures that are not the policy's fault raise: a sandbox that died, a program that cannot be started or that never
+called the model.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxSpec
 from roll_flash.types import Message
 
 GATEWAY_PORT = 8011
-"""Where the model is in the sandbox, on 127.0.0.1."""
+"""Port of the model in the sandbox, on 127.0.0.1."""
 FOLDER = "/tmp/agent"
-"""What belongs to the agent and not to its work."""
+"""Folder of the agent's own files, apart from its work."""
 CHECK_SPARE_S = 5.0
-"""For putting files there, beside what the checks may take."""
+"""Seconds added to the checks' timeouts for writing their files."""
 KEPT_OUTPUT = 1 << 16
 SHOWN_OUTPUT = 600
 SHOWN_LINES = 3
 NOT_STARTED = (126, 127)
 FILLED_UP = "out_of_memory"
-"""How an agent ended whose sandbox died because it filled up its memory."""
+"""End status of an agent whose sandbox died because the agent filled its memory."""
 
 
 class Gateway(Protocol):
-    """What `play` is given: one session of the model, on this machine's loopback address."""
+    """Argument of `play`: one model session on this machine's loopback address."""
 
     @property
     def port(self) -> int: ...
@@ -57,30 +57,30 @@ class Gateway(Protocol):
     def model(self) -> str: ...
 
     def answers(self) -> list[Message]:
-        """What the model has answered so far, as it was recorded."""
+        """Return the answers of the model so far, as the gateway recorded them."""
         ...
 
 
 class AgentEnv(SandboxEnv):
-    """Say which program (`agent`, one of the shipped, or `command`), which task, and how it is checked.
+    """Environment defined by a program (`agent`, a preset, or `command`), a task, and a check.
 
     - `command`: argv, or a line for `/bin/sh -c`. `{instruction}`, `{model}` and `{folder}` in it are filled in.
       Without `{instruction}` the program reads it from `AGENT_INSTRUCTION`, from the file that
       `AGENT_INSTRUCTION_FILE` names, or from its standard input. `arguments` are appended to an argv.
-      `program_files`: files of this machine that are put into `{folder}`, by their names.
+      `program_files`: files of this machine that are copied into `{folder}` under their names.
     - Task: `task_env` (an environment id, with `task_kwargs`), whose own check then gives the reward; or
       `instruction`, `files` (path and content) and `set_up` (a command). `{seed}` in the instruction is the task's
       seed; commands have it as `$SEED`.
-    - Check without a `task_env`: `verifier` (a command, see `CommandVerifier`; `verifier_files` come only then), or
-      `verifier_function` (`package.module:function`, called with the sandbox and the seed).
-      `verifier_timeout_s` and that of `partial_credit`, which is as long, must fit into `rollout.step_timeout_s`; a run
-      where they do not is refused. A check that never ends is worth 0 and no failure of the environment.
-    - `partial_credit`: a second command like the verifier, for a task that is too hard to begin with. The reward is
-      then `(1 - partial_weight) * check + partial_weight * partial`; success is the check's alone. `$AGENT_ANSWERS`
-      names a file with what the model answered, as the gateway recorded it: a JSON list of messages, which no agent
-      can change. The agent's output is in the file that `$AGENT_OUTPUT` names; a model can make it say anything.
+    - Check without a `task_env`: `verifier` (a command, see `CommandVerifier`; `verifier_files` are written only then),
+      or `verifier_function` (`package.module:function`, called with the sandbox and the seed).
+      `verifier_timeout_s` applies also to `partial_credit`. Their sum must fit into `rollout.step_timeout_s`, or the
+      run is refused. A check that never ends gives reward 0, not a failure of the environment.
+    - `partial_credit`: a second command like the verifier, for a task that is too hard at first. The reward is
+      then `(1 - partial_weight) * check + partial_weight * partial`; only the check decides success. `$AGENT_ANSWERS`
+      names a file with the model's answers, as the gateway recorded them: a JSON list of messages, which no agent
+      can change. The agent's output is in the file named by `$AGENT_OUTPUT`; a model can put any text there.
     - `env`: variables of the program. `time_limit_s`, `memory_mb`, `cpus`, `pids`, `image` or `dockerfile`: its
-      sandbox. A shipped agent runs in the image of `make agents-image`.
+      sandbox. A preset agent runs in the image of `make agents-image`.
     """
 
     plays_itself = True
@@ -172,7 +172,7 @@ class AgentEnv(SandboxEnv):
         return observation, info
 
     async def play(self, gateway: Gateway) -> None:
-        """Run the program to its end or its time limit. Raises EnvError if it never called the model."""
+        """Run the program until it ends or reaches its time limit. Raises EnvError if it never called the model."""
         instruction = await self._set_task_up()
         began = time.monotonic()
         for path, content in self._program_files.items():
@@ -181,7 +181,7 @@ class AgentEnv(SandboxEnv):
         async with self.sandbox.forward(GATEWAY_PORT, gateway.port) as forward:
             try:
                 result = await self._run(instruction, gateway)
-                await self.sandbox.kill_all()  # what it left running must not meddle with the check
+                await self.sandbox.kill_all()  # processes that it left running must not affect the check
             except SandboxDied as error:
                 if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
                     raise
@@ -207,8 +207,8 @@ class AgentEnv(SandboxEnv):
         )
 
     async def score(self) -> tuple[float, dict[str, Any]]:
-        """The reward of the state that the agent left, and how it ended. It may also leave so little memory that the
-        sandbox dies of its check."""
+        """Return the reward of the agent's final state and info on its end. The agent may leave so little memory that
+        the sandbox dies during the check; the reward is then 0."""
         try:
             if self._info.get("agent_ended") != FILLED_UP:
                 return await self._score()
@@ -272,7 +272,7 @@ class AgentEnv(SandboxEnv):
             word = word.replace("{folder}", FOLDER).replace("{model}", model)
             return word.replace("{instruction}", instruction)
 
-        if isinstance(self._command, str):  # never spliced into a shell line
+        if isinstance(self._command, str):  # never inserted into a shell line, which would allow injection
             return (
                 self._command.replace("{folder}", FOLDER)
                 .replace("{model}", '"$OPENAI_MODEL"')
@@ -333,7 +333,7 @@ def _with_arguments(command: str | Sequence[str], arguments: Sequence[str]) -> s
 
 
 def _read_programs(files: Mapping[str, Path]) -> dict[str, bytes]:
-    """Where each lies in the sandbox, and what is in it. Raises ConfigError."""
+    """Return sandbox paths and contents of the program files. Raises ConfigError."""
     try:
         return {f"{FOLDER}/{name}": path.read_bytes() for name, path in files.items()}
     except OSError as error:

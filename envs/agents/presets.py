@@ -1,6 +1,6 @@
-"""Agents that others wrote, ready to run in `AgentEnv`: how each is started in the image of `make agents-image`.
+"""Third-party agents that are ready to run in `AgentEnv`: the command of each in the image of `make agents-image`.
 
-Nothing of theirs is changed: each is told by its own options and variables where the model is and what to do.
+Their code is unchanged: options and variables tell each agent the model's address and the task.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 @dataclass(frozen=True, slots=True)
 class AgentPreset:
-    """What `AgentEnv(agent=NAME)` takes where its own arguments say nothing."""
+    """Defaults of `AgentEnv(agent=NAME)`."""
 
     command: tuple[str, ...]
-    """With `{instruction}` and `{model}` where those belong; `{folder}` holds the files below."""
+    """Command with the placeholders `{instruction}` and `{model}`; `{folder}` holds the files below."""
     files: Mapping[str, Path] = field(default_factory=dict)
-    """Name in `{folder}` of the sandbox, and the file here."""
+    """Name in `{folder}` of the sandbox, and path of the file on this machine."""
     env: Mapping[str, str] = field(default_factory=dict)
     memory_mb: int = 512
 

@@ -1,4 +1,4 @@
-"""What an agent's work is worth: a task environment's own check, a command in the sandbox, or a Python function."""
+"""Checks of an agent's work: a task environment's own check, a command in the sandbox, or a Python function."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from roll_flash.sandboxes.errors import SandboxFileError
 VERIFIER_OUTPUT = 1 << 16
 CHECK_ENVIRONMENT = {
     "HOME": "/nonexistent",
-    # What `python3 -I` does, for every Python that the check starts.
+    # Same effect as `python3 -I`, for every Python that the check starts.
     "PYTHONSAFEPATH": "1",
     "PYTHONNOUSERSITE": "1",
     **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV"), ""),
 }
-"""A check's own: its programs read no settings and import no modules from where an agent could write."""
+"""Environment of a check: its programs read no settings and import no modules from paths that an agent could write."""
 _CLEAN_PATH = (
     'p=; IFS=:; for d in $PATH; do case $d/ in /tmp/*|/dev/*|"$PWD"/*|[!/]*) ;; '
     '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
 )
-"""Leaves what an agent could write out of the image's PATH."""
+"""Shell code that removes folders an agent could write from the image's PATH."""
 _NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 _NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
@@ -36,17 +36,17 @@ WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 
 @dataclass(frozen=True, slots=True)
 class CommandVerifier:
-    """Run by `/bin/sh` in the sandbox, alone. With exit status 0 the last line of its output is the reward if it is a
-    number from 0 to 1, else the reward is 1.0.
+    """A command run by `/bin/sh` in the sandbox, alone. With exit status 0 the last line of its output is the reward
+    if it is a number from 0 to 1, else the reward is 1.0.
 
-    Any other exit status is 0.0, whatever was printed: a check that broke off may have shown an agent's words last. So
-    is a time-out, since what is checked may itself never end, and a file that cannot be put where it belongs, since
-    only an agent can be in its way. docs/agents.md says what it may trust.
+    Any other exit status gives 0.0, whatever was printed: the last line of an aborted check may be an agent's text. A
+    timeout also gives 0.0, because the checked code may never end, and so does a file that cannot be written, because
+    only an agent can block its path. docs/agents.md lists what a check may trust.
     """
 
     command: str
     files: Mapping[str, str]
-    """Path and content, put there only now: the agent has not seen them."""
+    """Path and content, written only at the check: the agent has not seen them."""
     timeout_s: float
 
     def __post_init__(self) -> None:
@@ -80,10 +80,10 @@ class CommandVerifier:
 
 
 def _said_reward(output: str) -> float:
-    """Of a check that ended well. A mean of nothing, as an empty file may give it, is no success.
+    """Return the reward of a check that exited with 0. A non-finite mean, as of an empty file, gives 0.0.
 
-    A line ends with a newline: to `head -n 1` and `read` the other separators of lines that Python knows are part of
-    it, so that an agent could end a line of the check's with them and begin its own.
+    A line ends with a newline only: `head -n 1` and `read` treat Python's other line separators as part of the line, so
+    an agent could use one to end a line of the check and start its own.
     """
     word = output.rstrip().rpartition("\n")[2].strip(" \t\r")
     if _NOT_FINITE.fullmatch(word):
@@ -94,12 +94,12 @@ def _said_reward(output: str) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FunctionVerifier:
-    """`package.module:function`, called with the sandbox and the seed; it may be a coroutine. Returns a number."""
+    """`package.module:function`, called with the sandbox and the seed; may be a coroutine. Returns a number."""
 
     name: str
 
     def load(self) -> Any:
-        """Raises ConfigError."""
+        """Import the function. Raises ConfigError."""
         module, _, function = self.name.partition(":")
         try:
             return getattr(importlib.import_module(module), function)
@@ -115,7 +115,7 @@ class FunctionVerifier:
 
 
 class AgentTask(Protocol):
-    """A `SandboxEnv` whose task can be given to an agent with tools of its own, and whose check judges what it left."""
+    """A `SandboxEnv` whose task can be given to an agent with its own tools, and whose check scores the final state."""
 
     sandbox: Sandbox
 
@@ -124,14 +124,14 @@ class AgentTask(Protocol):
     ) -> tuple[Observation, dict[str, Any]]: ...
 
     async def agent_task(self) -> str:
-        """Put the task's files into the sandbox; what to do, in words that name no tool of the environment's."""
+        """Write the task's files to the sandbox; return an instruction that names no tool of the environment."""
         ...
 
     async def conclude(self) -> tuple[float, dict[str, Any]]: ...
 
 
 def check_task_environment(env: Any, env_id: str) -> AgentTask:
-    """Raises ConfigError if an agent cannot be given the environment's task."""
+    """Return the unwrapped environment. Raises ConfigError if its task cannot be given to an agent."""
     task = env.unwrapped
     if not isinstance(task, SandboxEnv) or not hasattr(task, "agent_task"):
         raise ConfigError(

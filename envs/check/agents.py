@@ -1,4 +1,4 @@
-"""Agents that show what an environment is worth: one that does nothing, one that knows everything, and some between."""
+"""Agents for testing an environment: one that does nothing, an oracle, and some between these extremes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MALFORMED = (
 
 
 def silent(text: str) -> Agent:
-    """Always says the same, which is nothing of use."""
+    """Return an agent that always gives the same useless text."""
 
     async def act(env: Any, messages: Sequence[Message], turn: int) -> str:
         return text
@@ -52,7 +52,7 @@ async def oracle(env: Any, messages: Sequence[Message], turn: int) -> str:
 
 
 def rambling(seed: int) -> Agent:
-    """Says what it was shown, in pieces: words, and examples of calls with other words in them."""
+    """Return an agent that repeats its prompt in pieces: words, and example calls with other words in them."""
     chance = random.Random(seed)
 
     async def act(env: Any, messages: Sequence[Message], turn: int) -> str:

@@ -1,7 +1,7 @@
-"""`roll-flash envs check ID`: is this environment fit to train on?
+"""`roll-flash envs check ID`: tests if an environment is fit to train on.
 
-Agents that do nothing, something, everything wrong and everything right play it in real sandboxes; each check is a
-question that a good environment answers with yes, and says what to do about a no.
+Agents that do nothing, act at random, send malformed text or solve the task play it in real sandboxes. Each check tests
+one property of a good environment; a failed check says how to fix it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_TIMEOUT_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class EnvCheck:
-    """One question and its answer. `advice` says what to do when it failed, or was skipped."""
+    """Result of one check. `advice` says what to do if it failed or was skipped."""
 
     name: str
     status: Status
@@ -48,7 +48,7 @@ class EnvReport:
         return all(check.status != "fail" for check in self.checks)
 
     def as_table(self) -> str:
-        """One line for each check."""
+        """Return one line per check."""
         width = max(len(check.name) for check in self.checks)
         marks = {"pass": "ok  ", "fail": "FAIL", "skip": "-   "}
         lines = [
@@ -69,7 +69,7 @@ def check_environment(
 ) -> EnvReport:
     """Play the environment with every agent on `seeds` tasks each.
 
-    Raises ConfigError if it cannot be made, SandboxError if it needs a sandbox and none can be had.
+    Raises ConfigError if it cannot be made, SandboxError if it needs a sandbox and none can be started.
     """
     if seeds < 2:
         raise ConfigError("envs check: --seeds must be at least 2")
@@ -78,12 +78,12 @@ def check_environment(
 
 @dataclass(slots=True)
 class _Games:
-    """Everything that was played, by the agent that played it."""
+    """All played episodes, by agent."""
 
     silent: list[Played] = field(default_factory=list)
     rambling: list[Played] = field(default_factory=list)
     again: list[Played] = field(default_factory=list)
-    """The rambling agent once more, saying the same, on the same seeds."""
+    """The rambling agent again, with the same text on the same seeds."""
     talkative: list[Played] = field(default_factory=list)
     malformed: list[Played] = field(default_factory=list)
     oracle: list[Played] | None = None
@@ -103,7 +103,7 @@ async def _check(
             env, _ = await _made(player, env_id)
             has_oracle = callable(getattr(env.unwrapped, "oracle", None))
             await player.play(agents.silent(""), seeds[0])
-        # What the first use of a library starts is not left behind by the environment; files are.
+        # Threads and processes that a library starts at its first use do not count as leftovers; files do.
         before = replace(Snapshot.take(temporary), files=at_first.files)
         async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
             broken = await contract_broken(player, seeds[0], timeout_s)
@@ -121,7 +121,7 @@ async def _check(
         _is_quick(timeout_s),
     )
     contract = _answer("keeps gymnasium's contract", not broken, broken or "reset, step and close", _CONTRACT_ADVICE)
-    answers = () if games is None else (check(games) for check in ask)  # without the contract all else is noise
+    answers = () if games is None else (check(games) for check in ask)  # otherwise the other checks are noise
     return EnvReport(env_id, (contract, *answers, _leaves_nothing(left)))
 
 
@@ -133,7 +133,7 @@ async def _made(player: Player, env_id: str) -> tuple[Any, Any]:
         return await player.open()
     except ConfigError:
         raise
-    except Exception as error:  # users' code may raise anything
+    except Exception as error:  # user code may raise anything
         raise ConfigError(f"{env_id}: making it raised {type(error).__name__}: {error}") from error
 
 
@@ -153,7 +153,7 @@ async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _
 
 
 _IDLE = agents.silent("<answer>done</answer>")
-"""Claims that everything is done."""
+"""Claims that the task is done."""
 
 
 def _answer(name: str, holds: bool, detail: str, advice: str) -> EnvCheck:

@@ -1,4 +1,4 @@
-"""Does an environment keep gymnasium's contract? What it returns is looked at as it is, before anything adapts it."""
+"""Check that an environment keeps gymnasium's contract. Its return values are tested before anything adapts them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll_flash.sandboxes import SandboxError
 
 
 async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:
-    """What is wrong first, or an empty string."""
+    """Return the first fault found, or an empty string."""
     env, lease = await player.open()
     try:
         async with asyncio.timeout(timeout_s):
@@ -26,7 +26,7 @@ async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:
         return f"it took longer than {timeout_s:g} s"
     except SandboxError:
         raise
-    except Exception as error:  # users' code may raise anything
+    except Exception as error:  # user code may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     finally:
         if lease is not None:
@@ -41,7 +41,7 @@ async def _first_fault(env: Any, seed: int) -> str:
             return f"{name} is missing (for text: roll_flash.TextSpace())"
     if not isinstance(env.unwrapped, Env) and (fault := await call_in_thread(lambda: _gymnasiums_own_check(env))):
         return fault
-    for _ in range(2):  # it can be played again
+    for _ in range(2):  # twice, because an environment must be reusable
         fault = _fault_of_reset(await call(env.reset, seed=seed)) or _fault_of_step(await call(env.step, "hello"))
         if fault:
             return fault
@@ -53,7 +53,7 @@ async def _first_fault(env: Any, seed: int) -> str:
 
 
 def _gymnasiums_own_check(env: Any) -> str:
-    """Its checker wants synchronous environments. What it only warns of is a matter of taste."""
+    """Run gymnasium's checker, which needs a synchronous environment. Its warnings are ignored as matters of taste."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

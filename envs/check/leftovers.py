@@ -1,4 +1,4 @@
-"""What is there on this machine now and may be left behind: processes, threads, files."""
+"""Snapshots of processes, threads and files, to find those that an environment leaves behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from roll_flash.sandboxes.scratch import scratch_folder
 
 SETTLE_S = 5.0
-"""What ends by itself may take so long to be gone."""
+"""Seconds that leftovers have to end by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,27 +25,27 @@ class Snapshot:
 
     @classmethod
     def take(cls, temporary: Path) -> Snapshot:
-        """Children of this process, its threads, and what lies in its working and temporary folders."""
+        """Record the children and threads of this process, and the files in its working and temporary folders."""
         here = {str(path) for path in Path.cwd().iterdir() if path.name != "__pycache__"}
         return cls(
             processes=frozenset(_descendants()),
             threads=frozenset(
                 f"{thread.name} ({thread.ident})"
                 for thread in threading.enumerate()
-                if not thread.name.startswith("asyncio_")  # the event loop's own, which it ends with itself
+                if not thread.name.startswith("asyncio_")  # owned and ended by the event loop
             ),
             files=frozenset(here | {str(path) for path in temporary.iterdir()}),
         )
 
     def since(self, before: Snapshot) -> list[str]:
-        """What is there now and was not before, in words."""
+        """Return descriptions of the items that are new since `before`."""
         parts = (("process", self.processes - before.processes), ("thread", self.threads - before.threads))
         found = [f"{kind} {name}" for kind, names in (*parts, ("file", self.files - before.files)) for name in names]
         return sorted(found)
 
 
 def wait_until_nothing_new(before: Snapshot, temporary: Path) -> list[str]:
-    """What is still there after `SETTLE_S`."""
+    """Return the new items that remain after `SETTLE_S`."""
     deadline = time.monotonic() + SETTLE_S
     while (found := Snapshot.take(temporary).since(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -54,7 +54,7 @@ def wait_until_nothing_new(before: Snapshot, temporary: Path) -> list[str]:
 
 @contextmanager
 def own_temporary_folder() -> Iterator[Path]:
-    """While it is open, this process makes its temporary files in a folder of its own."""
+    """Give this process a private folder for temporary files inside the block."""
     with scratch_folder("check") as folder:
         previous, tempfile.tempdir = tempfile.tempdir, str(folder)
         try:
@@ -64,13 +64,13 @@ def own_temporary_folder() -> Iterator[Path]:
 
 
 def _descendants() -> Iterator[str]:
-    """`name (pid)` of all processes below this one; none where there is no /proc."""
+    """Yield `name (pid)` of all descendants of this process; none if there is no /proc."""
     parents: dict[str, str] = {}
     names: dict[str, str] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
         state, parent = rest.split()[:2]
         if state != "Z":

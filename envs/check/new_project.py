@@ -1,4 +1,4 @@
-"""`roll-flash envs new NAME`: a small project that works as it is, to be changed into the user's own."""
+"""`roll-flash envs new NAME`: writes a small working project for the user to change."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _NAME = re.compile(r"[A-Za-z][A-Za-z0-9]*(?:[-_][A-Za-z0-9]+)*")
 class Project:
     folder: Path
     source: str
-    """The environment's file, relative to the folder."""
+    """File of the environment, relative to the folder."""
     env_id: str
     files: tuple[str, ...]
 
 
 def write_project(name: str, parent: Path | None = None) -> Project:
-    """Write the project into a new folder `name`. Raises ConfigError for a name that cannot be one, or is taken."""
+    """Write the project into a new folder `name`. Raises ConfigError for an invalid name or an existing folder."""
     if not _NAME.fullmatch(name):
         raise ConfigError(f"{name!r}: a name is letters, digits and hyphens, such as word-count")
     module = name.replace("-", "_").lower()

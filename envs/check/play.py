@@ -1,4 +1,4 @@
-"""Episodes for checks: as a rollout worker plays them, with every message, reward and time kept."""
+"""Episodes for checks, played as by a rollout worker, with every message, reward and time recorded."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from roll_flash.types import Message
 MOST_TURNS = 64
 
 Agent = Callable[[Any, Sequence[Message], int], Awaitable[str]]
-"""Takes the environment, the messages so far and the turn (from 0); returns the model's text."""
+"""Takes the environment, the messages so far and the turn (from 0); returns the text of the agent."""
 
 
 @dataclass(slots=True)
 class Played:
-    """One episode. `error` says what went wrong, in which part; then it stops there."""
+    """One episode. It stops at the first error; `error` gives the message and the part."""
 
     seed: int
     prompt: list[Message] = field(default_factory=list)
     steps: list[tuple[str, tuple[Message, ...], float]] = field(default_factory=list)
-    """Action, what the environment answered, reward."""
+    """Action, answer of the environment, reward."""
     ended: bool = False
     success: bool | None = None
     full_reward: float | None = None
-    """Known if it was asked for: some environments search for it."""
+    """Set only on request, because some environments must search for it."""
     reset_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     part: str = "reset"
-    """Where it is, for `error`."""
+    """Current part of the episode, for `error`."""
     error: str = ""
 
     @property
@@ -46,7 +46,7 @@ class Played:
 
 
 class Player:
-    """Plays episodes of one environment. `async with`: its sandboxes end with it."""
+    """Plays episodes of one environment. Use it with `async with`, which closes its sandboxes at the end."""
 
     def __init__(self, env_id: str, kwargs: Mapping[str, Any], *, provider: str, timeout_s: float, run: str) -> None:
         self._env_id = env_id
@@ -61,7 +61,7 @@ class Player:
         await self._pool.close()
 
     async def open(self) -> tuple[Any, Any]:
-        """An environment, unwrapped too, and its sandbox (None if it needs none). Raises what making it raises."""
+        """Return an environment and its sandbox (None if it needs none). Exceptions of its constructor pass through."""
         from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 
         env = await call_in_thread(lambda: make_env(self._env_id, **self._kwargs))
@@ -73,7 +73,7 @@ class Player:
         return env, lease
 
     async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> Played:
-        """Errors of the environment are part of what comes back. Raises SandboxError if no sandbox can be had."""
+        """Play an episode and record its errors. Raises SandboxError if no sandbox can be started."""
         from roll_flash.envs.hosting.environments import AsyncEnvironment
 
         env, lease = await self.open()
@@ -87,7 +87,7 @@ class Player:
             raise
         except TimeoutError as error:
             played.error = f"{played.part}: {error or f'took longer than {self._timeout_s:g} s'}"
-        except Exception as error:  # users' code may raise anything
+        except Exception as error:  # user code may raise anything
             played.error = f"{played.part} raised {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         finally:
             played.error = played.error or await self._close(wrapped)
@@ -122,7 +122,7 @@ class Player:
                 await env.close()
         except TimeoutError:
             return f"close: took longer than {self._timeout_s:g} s"
-        except Exception as error:  # users' code may raise anything
+        except Exception as error:  # user code may raise anything
             return f"close raised {type(error).__name__}: {error}"
         return ""
 
@@ -135,7 +135,7 @@ def _messages(played: Played) -> list[Message]:
 
 
 async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method that may block or be a coroutine."""
+    """Call a method, blocking or coroutine."""
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
     result = await call_in_thread(lambda: method(*args, **kwargs))

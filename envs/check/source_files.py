@@ -1,4 +1,4 @@
-"""Loading users' modules and files, with errors that name file, line and reason in one line."""
+"""Loading of user modules and files, with errors that give file, line and reason in one line."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from types import ModuleType
 from roll_flash.errors import ConfigError
 
 _loading = threading.RLock()
-"""Environments are made in many threads, and a module is in `sys.modules` before it is complete."""
+"""Many threads make environments, and a module is in `sys.modules` before it is complete."""
 
 
 def load_file(path: str) -> ModuleType:
     """Run a Python file as a module, once per process; its folder is importable from then on, as for a script.
 
-    Raises ConfigError: no such file, a syntax error, or what its code raised.
+    Raises ConfigError if the file is missing, has a syntax error, or its code raises.
     """
     file = Path(path).expanduser().resolve()
     name = f"roll_flash_env_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
@@ -49,12 +49,12 @@ def _run(file: Path, name: str, path: str) -> ModuleType:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import by name. Raises ConfigError as `load_file` does."""
+    """Import a module by name. Raises ConfigError as `load_file` does."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{error}; install the module or put it on PYTHONPATH") from None
-    except (Exception, SystemExit) as error:  # users' code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         spec = importlib.util.find_spec(name.partition(".")[0])
         raise ConfigError(_reason(error, name, spec.origin or "" if spec else "")) from error
 

@@ -1,7 +1,7 @@
-"""One async face for every kind of environment.
+"""One async interface for all kinds of environments.
 
-`open_environment` makes a gymnasium environment of a task and returns it as `AsyncEnvironment`: coroutines are awaited,
-blocking environments run in a thread pool, and both answer with chat messages.
+`open_environment` makes the gymnasium environment of a task and returns it as `AsyncEnvironment`: coroutines are
+awaited, blocking environments run in a thread pool, and both answer with chat messages.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message, Task, as_reward
 
 QUICK_MAKE_S = 1e-3
-"""An asynchronous environment that is made faster than this needs no thread for it."""
+"""Seconds. An asynchronous environment whose constructor is faster needs no thread for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     messages: list[Message]
-    """What the environment says, as messages to append; empty if it says nothing."""
+    """The answer of the environment, as messages to append; may be empty."""
     text: str
     reward: float
     terminated: bool
@@ -46,14 +46,14 @@ class BadRewardError(EnvError):
 def check_environment(
     env_id: str, kwargs: Mapping[str, Any], rollout: RolloutConfig | None = None
 ) -> SandboxEnv | None:
-    """Make the environment once; returned is one that needs a sandbox. Raises ConfigError saying what is wrong."""
+    """Make the environment once; return it if it needs a sandbox. Raises ConfigError with the reason."""
     try:
         env = make_env(env_id, **kwargs)
         if rollout is not None and isinstance(env.unwrapped, Env):
             _check_timeouts(env_id, env.unwrapped, rollout)
     except ConfigError as error:
         raise ConfigError(f"env.id {error}") from None
-    except Exception as error:  # users' code may raise anything
+    except Exception as error:  # user code may raise anything
         raise ConfigError(
             f"env.id {env_id!r} with env.kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
         ) from None
@@ -61,7 +61,7 @@ def check_environment(
 
 
 def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
-    """What is given up is no sample, so a model must not be able to make it slow. Raises ConfigError."""
+    """Raise ConfigError for a timeout below the environment's own limits: a model could then cause lost samples."""
     least = {"step_timeout_s": env.least_step_timeout_s(), "episode_timeout_s": env.least_episode_timeout_s()}
     for name, least_s in least.items():
         if (allowed_s := getattr(rollout, name)) < least_s:
@@ -72,8 +72,7 @@ def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
 
 
 def check_environments(envs: Iterable[EnvConfig], rollout: RolloutConfig | None = None) -> list[SandboxEnv]:
-    """Make each environment, in each of its levels, once; returned are those that need a sandbox. Raises
-    ConfigError."""
+    """Make each environment once per level; return those that need a sandbox. Raises ConfigError."""
     made = [check_environment(env.id, kwargs, rollout) for env in envs for kwargs in env.variants]
     return [env for env in made if env is not None]
 
@@ -97,19 +96,19 @@ class AsyncEnvironment:
 
     @property
     def plays_itself(self) -> bool:
-        """Whether its agent brings its own loop (`roll_flash.envs.agents.session_access.PlaysItself`)."""
+        """True if its agent brings its own loop (`roll_flash.envs.agents.session_access.PlaysItself`)."""
         return getattr(self._env.unwrapped, "plays_itself", False) is True
 
     async def play(self, gateway: AgentGateway) -> None:
         await self._call(self._own("play"), gateway)
 
     async def score(self) -> tuple[float, Mapping[str, Any]]:
-        """What the agent's work is worth. Raises BadRewardError for what is no finite number."""
+        """Return the reward of the agent's work and info. Raises BadRewardError for a value that is not finite."""
         reward, info = await self._call(self._own("score"))
         return _as_reward(reward), info
 
     def allow_steps(self, timeout_s: float) -> None:
-        """Tell the environment how long a step may take."""
+        """Set the environment's time limit of one step."""
         if isinstance(self._env.unwrapped, Env):
             self._env.unwrapped.step_timeout_s = timeout_s
 
@@ -124,7 +123,7 @@ class AsyncEnvironment:
         return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), info)
 
     async def conclude(self) -> tuple[float, Mapping[str, Any]]:
-        """What the episode is worth as it stands, where the environment can say; for one that is ended from outside."""
+        """Return the reward of the episode so far if the environment defines it; called if a run ends the episode."""
         method = getattr(self._env.unwrapped, "conclude", None)
         if method is None:
             return 0.0, {}
@@ -153,9 +152,9 @@ class AsyncEnvironment:
 class EnvironmentMaker:
     """Makes the environments of one worker.
 
-    Making one may import and compute, so it happens in a thread. Only an asynchronous environment whose last one was
-    made within `QUICK_MAKE_S` is made where it is needed: the way through a thread would cost more than the rest of its
-    episode's bookkeeping.
+    A constructor may import and compute, so it runs in a thread. The exception is an asynchronous environment whose
+    previous constructor call took less than `QUICK_MAKE_S`: it runs in the event loop, because the thread switch would
+    cost more than the rest of the episode's bookkeeping.
     """
 
     def __init__(self, executor: Executor) -> None:
@@ -163,7 +162,7 @@ class EnvironmentMaker:
         self._is_quick: dict[str, bool] = {}
 
     async def open(self, task: Task) -> AsyncEnvironment:
-        """Raises whatever making it raises."""
+        """Make one task's environment. Its exceptions pass through."""
         if self._is_quick.get(task.env_id, False):
             env, took_s = _make(task)
         else:
@@ -184,7 +183,7 @@ def _make(task: Task) -> tuple[gymnasium.Env[Any, Any], float]:
 
 
 def _has_own_close(env: gymnasium.Env[Any, Any]) -> bool:
-    """Whether closing does anything: most plain environments inherit a `close` that does not."""
+    """Return True if `close` does anything: most plain environments inherit an empty one."""
     while isinstance(env, gymnasium.Wrapper):
         if type(env).close is not gymnasium.Wrapper.close:
             return True

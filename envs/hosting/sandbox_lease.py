@@ -1,7 +1,7 @@
 """A sandbox that is leased when an environment first uses it.
 
-Most of an episode is spent waiting for the model. Leasing at the first command instead of at reset lets a pool of a few
-started sandboxes serve many concurrent episodes, and an episode that never uses its sandbox costs none.
+An episode mostly waits for the model. Leasing at the first command instead of at reset lets a pool of a few started
+sandboxes serve many concurrent episodes, and an episode that never uses its sandbox costs none.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from roll_flash.sandboxes.client.shell import Shell
 
 
 def default_spec(config: SandboxConfig) -> SandboxSpec:
-    """For environments that bring none."""
+    """Return the spec for environments without their own."""
     return SandboxSpec(image=config.image, memory_mb=config.memory_mb, cpus=config.cpus, pids=config.pids)
 
 
@@ -39,7 +39,7 @@ class LazySandbox:
     """Has every method of `Sandbox`; the first use leases the real one. `stream`, `shell`, `forward` and `fresh`
     need `async with`.
 
-    `spec` may be a function that tells it then: an environment may know its image only when it knows its task.
+    `spec` may be a function that is called at the lease: an environment may choose its image only after its task.
     """
 
     def __init__(self, pool: SandboxPool, spec: SandboxSpec | Callable[[], SandboxSpec]) -> None:

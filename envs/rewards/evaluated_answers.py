@@ -1,7 +1,7 @@
-"""Answers that a scorer of others would evaluate as Python, with `eval` or with sympy's `parse_expr`, which calls it.
+"""Guard for third-party scorers that evaluate an answer as Python, with `eval` or sympy's `parse_expr` (uses `eval`).
 
-A model's answer would be a program there, which could take the right answer or say that it is right. Only what names no
-code is handed on: data, and for sympy arithmetic that takes little time.
+There a model's answer is a program, which could read the right answer or claim to be right. Only text that names no
+code is passed on: data, and for sympy arithmetic that takes little time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 LONGEST_CHARACTERS = 5_000
 MOST_BITS = 2_000.0
-"""Of any number in an expression, about: `9**9**9` would hold the interpreter's lock for ever."""
+"""Approximate limit on the bits of any number in an expression: `9**9**9` would hold the GIL for ever."""
 FUNCTIONS = frozenset(
     [
         *("sin", "cos", "tan", "cot", "sec", "csc", "asin", "acos", "atan", "sinh", "cosh", "tanh"),
@@ -27,23 +27,23 @@ JSON_WORDS = frozenset({"true", "false", "null"})
 _EVALUATES = re.compile(r"\b(?:eval|exec|compile)\s*\(")
 _USES_SYMPY = re.compile(r"^\s*(?:import|from)\s+sympy\b", re.MULTILINE)
 _ODD_NUMBER = re.compile(r"(?<![\w.])[0-9.]+[A-Za-z_]|#")
-"""All numerals but plain ones, and comments. Their exponents may be without end (`1e-999999999` is 0 to Python and a
-fraction to sympy), and scorers that look for the numbers of an answer in its text read `0x7b` and `# 3 5` otherwise."""
+"""Numerals other than plain ones, and comments. Their exponents may be huge (`1e-999999999` is 0 to Python and a
+fraction to sympy), and scorers that search an answer for numbers read `0x7b` and `# 3 5` differently."""
 _NOT_FINITE = re.compile(r"(?<![^\W\d_])(?:nan|inf|infinity)[ij]?(?![^\W\d_])", re.IGNORECASE)
-"""`min(1.0, nan)` is 1.0, and nothing is further from NaN than allowed: scorers take it for the right answer."""
+"""`min(1.0, nan)` is 1.0, and no distance to NaN exceeds a tolerance: scorers accept it as the right answer."""
 _ESCAPED = re.compile(r"\\(?:u00[4-7]|U0000|x[4-7]|1[0-7][0-7]|N\{)|[A-Za-z]\\\r?\n[A-Za-z]")
-"""Letters as strings of JSON and Python may hide them."""
+"""Letters written as escapes in JSON and Python strings."""
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BinOp, ast.UnaryOp, ast.UAdd, ast.USub)
 _PARSES = re.compile(r"\b(?:parse_expr|sympify|S)\s*\(")
 
 
 class EvaluatedAnswerError(Exception):
-    """The answer is more than data or plain arithmetic."""
+    """An answer that is neither data nor plain arithmetic."""
 
 
 def check_answer(answer: str, scorer: Any, right: str = "") -> None:
-    """Raises EvaluatedAnswerError for an answer that `scorer`, an object of any class, would run and must not, or that
-    it would mistake for the right one."""
+    """Check that `scorer`, an object of any class, can safely score the answer. Raises EvaluatedAnswerError if the
+    scorer would run it as code or mistake it for the right answer."""
     if any(map(str.isdigit, right)) and _may_be_nan(answer) and not _may_be_nan(right):
         raise EvaluatedAnswerError("it is no finite number")
     source = _source_of(type(scorer))
@@ -53,7 +53,7 @@ def check_answer(answer: str, scorer: Any, right: str = "") -> None:
     try:
         tree = _parsed(answer)
         if tree is None and not with_sympy:
-            return  # text that Python cannot read is not run; sympy reads more than Python
+            return  # not valid Python, so it is not run; sympy's syntax is larger than Python's
         if with_sympy and _ODD_NUMBER.search(answer):
             tree = None
         if tree is not None and with_sympy and _has_more_than(tree, _parsed(right)):
@@ -65,12 +65,12 @@ def check_answer(answer: str, scorer: Any, right: str = "") -> None:
 
 
 def _may_be_nan(text: str) -> bool:
-    """Also to a scorer that takes blanks out of it first, or for whom `i` makes it imaginary."""
+    """Return True also for scorers that first remove blanks, or that read `i` as the imaginary unit."""
     return bool(_NOT_FINITE.search(text) or _NOT_FINITE.search("".join(text.split())) or _ESCAPED.search(text))
 
 
 def _source_of(scorer: type[Any]) -> str:
-    """The modules in which the class and its bases stand. What cannot be seen counts as code that evaluates."""
+    """Return the source of the modules of the class and its bases. Missing source counts as code that evaluates."""
     try:
         modules = [sys.modules[base.__module__] for base in scorer.__mro__ if base is not object]
         return "\n".join(inspect.getsource(module) for module in modules)
@@ -79,7 +79,7 @@ def _source_of(scorer: type[Any]) -> str:
 
 
 def _parsed(answer: str) -> ast.expr | None:
-    """None for what is no expression. Raises EvaluatedAnswerError, RecursionError."""
+    """Return None for text that is not an expression. Raises EvaluatedAnswerError, RecursionError."""
     if len(answer) > LONGEST_CHARACTERS:
         raise EvaluatedAnswerError(f"it is longer than {LONGEST_CHARACTERS} characters")
     try:
@@ -91,7 +91,7 @@ def _parsed(answer: str) -> ast.expr | None:
 
 
 def _is_data(node: ast.expr, source: str) -> bool:
-    """A word that neither Python nor the scorer knows is text: evaluating it fails."""
+    """Return True for data. A word unknown to Python and the scorer is text: evaluating it fails."""
     match node:
         case ast.Constant():
             return True
@@ -108,9 +108,9 @@ def _is_data(node: ast.expr, source: str) -> bool:
 
 
 def _has_more_than(tree: ast.expr, right: ast.expr | None) -> bool:
-    """Whether it has anything but integers and the four kinds of arithmetic, where the right answer has no more.
+    """Return True if it has more than integers and basic arithmetic although the right answer has only these.
 
-    With names (`x/x`, `log(E)`) one can write any number without using those that are given.
+    With names (`x/x`, `log(E)`) one can write any number without using the given numbers.
     """
 
     def is_plain(node: ast.AST) -> bool:
@@ -120,9 +120,9 @@ def _has_more_than(tree: ast.expr, right: ast.expr | None) -> bool:
 
 
 def _bits(node: ast.expr) -> float:
-    """How long the number may become that a piece of arithmetic stands for. Infinite for anything but arithmetic."""
+    """Return an upper estimate of the bits of the expression's value; infinite for anything but arithmetic."""
     match node:
-        case ast.Constant(value=bool()):  # a number that is not seen as one
+        case ast.Constant(value=bool()):  # a bool is also a number
             return math.inf
         case ast.Constant(value=int() | float() | complex() as value):
             return math.log2(abs(value) + 2) if abs(value) < math.inf else math.inf

@@ -1,7 +1,7 @@
 """Rewards as decorated functions: `@reward(weight=0.5)` on a method of the environment, or on a function of it.
 
-They may be coroutines, use the environment's sandbox or ask a judge. What a reward function raises fails the episode,
-which is then not trained on; it is never a reward of 0.
+They may be coroutines, use the environment's sandbox or ask a judge. An exception in a reward function fails the
+episode, which is then not trained on; it never counts as reward 0.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RewardOptions:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The weighted sum, and what each function returned."""
+    """The weighted sum of the rewards, and the unweighted value of each function."""
 
     total: float
     values: Mapping[str, float]
@@ -41,9 +41,9 @@ class Score:
 def reward(
     *, weight: float = 1.0, when: When = "final", timeout_s: float = REWARD_TIMEOUT_S
 ) -> Callable[[Function], Function]:
-    """Make a function a reward: it returns a finite number or a bool, and counts `weight` times.
+    """Make a function a reward: it returns a finite number or a bool, which is multiplied by `weight`.
 
-    `when="turn"` is asked after every turn, `"final"` once at the end. A weight of 0 is measured only.
+    `when="turn"` runs after every turn, `"final"` once at the end. With weight 0 the value is only logged.
     """
     if not math.isfinite(weight):
         raise ValueError(f"weight={weight}: must be a finite number")
@@ -56,7 +56,7 @@ def reward(
 
 
 class Rubric:
-    """A set of reward functions, each of one argument: the environment. Undecorated ones are final, with weight 1."""
+    """A set of reward functions that take the environment. Undecorated ones are final, with weight 1."""
 
     def __init__(self, functions: Iterable[Callable[..., Any]]) -> None:
         self._rewards = [
@@ -65,7 +65,7 @@ class Rubric:
 
     @classmethod
     def of(cls, env_type: type[Any]) -> Rubric:
-        """The decorated methods of a class, those of its bases first, and the functions in its `rewards`."""
+        """Collect the decorated methods of a class, base classes first, and the functions in its `rewards`."""
         methods = {
             name: getattr(env_type, name)
             for base in reversed(env_type.__mro__)
@@ -76,11 +76,11 @@ class Rubric:
 
     @property
     def full_reward(self) -> float:
-        """What the final rewards come to when each returns 1."""
+        """Sum of the final rewards if each function returns 1."""
         return sum(options.weight for _, options in self._rewards if options.when == "final" and options.weight > 0)
 
     async def score(self, env: Any, when: When) -> Score:
-        """Ask the functions of this moment, one after the other. Raises EnvError for what is not a finite number."""
+        """Call the functions of this moment one by one. Raises EnvError for a value that is not a finite number."""
         values: dict[str, float] = {}
         total = 0.0
         for function, options in self._rewards:

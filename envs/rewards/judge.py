@@ -1,6 +1,6 @@
-"""A language model as the judge of an answer, through any OpenAI-compatible endpoint.
+"""Judge of answers: a language model behind any OpenAI-compatible endpoint.
 
-An endpoint that is down or a judge that does not give a number fails the episode (it is masked), never scores it 0.
+If the endpoint is down or the judge gives no number, the episode fails (it is masked) and is never scored 0.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _INSTRUCTIONS = (
 
 
 class Judge:
-    """`await judge.score(question=..., answer=...)` is a number from 0 to 1. Make one and share it among episodes.
+    """`await judge.score(question=..., answer=...)` returns a number from 0 to 1. Make one and share it among episodes.
 
-    `api_key_env` names the environment variable with the key. At most `max_concurrent` questions are in flight. A reply
-    without a score is asked for again, `attempts` times in all. Of an answer that is longer than `answer_characters`
-    the judge sees head and tail: one that does not fit its context would be no sample.
+    `api_key_env` names the environment variable with the key. At most `max_concurrent` requests are in flight. A reply
+    without a score is retried, up to `attempts` attempts in all. An answer longer than `answer_characters` is cut to
+    head and tail, because a request that exceeds the judge's context would give no sample.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Judge:
         self._clients: WeakKeyDictionary[asyncio.AbstractEventLoop, OpenAIChatClient] = WeakKeyDictionary()
 
     async def score(self, *, question: str, answer: str, reference: str | None = None) -> float:
-        """How good the answer is, 0 to 1. Raises EnvError if no score could be had."""
+        """Return the quality of the answer, 0 to 1. Raises EnvError if no attempt gave a score."""
         messages = self.messages(question, answer, reference)
         said = ""
         for _ in range(self._attempts):
@@ -72,10 +72,10 @@ class Judge:
         raise EnvError(f"judge {self._model}: no <score> from 0 to {self._best} in {said[-120:]!r}")
 
     def messages(self, question: str, answer: str, reference: str | None) -> list[Message]:
-        """What the judge is asked. An answer cannot end its own part nor write a score that could be read as one.
+        """Return the prompt for the judge. An answer can neither close its own tag nor forge a score.
 
-        The mark of the tags follows from the answer, so that the same answer is judged alike each time, and nobody
-        can write an answer that holds its own.
+        The mark in the tags is a hash of question and answer: the same answer always gets the same prompt, and no
+        answer can contain its own mark.
         """
         mark = hashlib.sha256(f"{question}\0{answer}".encode(errors="replace")).hexdigest()[:8]
         parts = {"question": question, "reference": reference, "answer": shortened(answer, self._answer_characters)}
@@ -108,7 +108,7 @@ class Judge:
         return float(found[-1]) / self._best
 
     def _client(self) -> OpenAIChatClient:
-        """One for each event loop: its connections belong to the loop."""
+        """Return the client of the running event loop, because connections belong to one loop."""
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             key = api_key_from(self._api_key_env)
@@ -119,7 +119,7 @@ class Judge:
 
 
 def _after_thinking(said: str) -> str:
-    """What a judge says when it has thought; nothing while it still does. Tags in it may be the answer's words."""
+    """Return the text after the thinking; empty if the thinking is not closed. Its tags may quote the answer."""
     _, closed, verdict = said.rpartition("</think>")
     if closed or not said.lstrip().startswith("<think>"):
         return verdict

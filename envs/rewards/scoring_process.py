@@ -1,7 +1,7 @@
-"""Others' scorers run in processes of their own: what an answer makes them do must not take the worker's memory, nor
-hold its interpreter's lock, as `10**999999999` does, which no thread can be kept from.
+"""Run third-party scorers in separate processes, because an answer can make them use up the worker's memory or hold
+the GIL, as `10**999999999` does, and no thread can be interrupted then.
 
-One process without threads is there for all calls of this one. It forks for each, so that what they import is there.
+One single-threaded server process serves all calls of this process. It forks for each, so imports are done only once.
 """
 
 from __future__ import annotations
@@ -28,47 +28,47 @@ import cloudpickle
 from roll_flash.errors import EnvError
 
 MOST_SCORING_S = 3.0
-"""Of processor time. All threads of a worker (`rollout.worker_threads`) may take it at once; on two cores too that must
-end within a step's time, as what is given up is no sample."""
+"""Processor time in seconds per call. All worker threads (`rollout.worker_threads`) may use it at once; even on two
+cores that must end within the step timeout, because a timeout gives no sample."""
 WAIT_S = 60.0
-"""For a machine that is busy."""
+"""Maximum wait in seconds for an answer; the machine may be busy."""
 MEMORY_MB = 128
-"""More than the process had before. As many may take it at once as a worker has threads."""
+"""Extra memory in MB that a call may use above the forked process. All threads of a worker may use it at once."""
 NICENESS = 10
-"""The worker's other episodes and the learner go first."""
+"""Gives the worker's other episodes and the learner priority."""
 MOST_SAID_BYTES = 1 << 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
-"""Of the environment; keys of a run may be in it."""
+"""Environment variables passed on; others may hold the run's keys."""
 _BEGUN, _UNUSED = b"\n", b"-"
 LINGER_S = 3.0
-"""Without users: most episodes are followed by another one."""
+"""Seconds that the server stays without users, because another episode usually follows."""
 _starting = threading.Lock()
 _server: tuple[subprocess.Popen[bytes], socket.socket, int] | None = None
 _users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ScoringEndedError(Exception):
-    """The scorer took more time or memory than it may."""
+    """The scorer exceeded its time or memory limit."""
 
 
 def join(user: Any) -> None:
-    """The process that forks, once it is there, stays while it has users."""
+    """Register a user. The server process, once started, stays while it has users."""
     _users.add(user)
 
 
 def leave(user: Any) -> None:
-    """May be called more than once."""
+    """Remove a user. May be called more than once."""
     with _starting:
         _users.discard(user)
         if not _users and _server is not None and _server[2] == os.getpid():
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the server has ended
                 _server[1].send(_UNUSED)
 
 
 def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S) -> Any:
-    """What `work` returns, which is JSON. `modules` take long to import. Raises ScoringEndedError, EnvError."""
+    """Return the result of `work`, as JSON data. `modules` are slow imports. Raises ScoringEndedError, EnvError."""
     request = cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work)
-    if not (said := _answer(request, modules)):  # it may just have ended, as for want of users
+    if not (said := _answer(request, modules)):  # it may just have ended, for example because it had no users
         _start_anew()
         said = _answer(request, modules)
     if not said.startswith(_BEGUN):
@@ -79,7 +79,7 @@ def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds
 
 
 def _answer(request: bytes, modules: Sequence[str]) -> bytes:
-    """Nothing of a process that ended before it began."""
+    """Return the answer; empty if the process ended before it began."""
     ours, theirs = socket.socketpair()
     with ours:
         ours.settimeout(WAIT_S)
@@ -103,19 +103,19 @@ def _read(connection: socket.socket) -> bytes:
 
 
 def _ask(connection: socket.socket, modules: Sequence[str]) -> None:
-    """Have a process forked that serves `connection`; one that waits for that is started if there is none."""
+    """Send `connection` to the server, which forks a process to serve it. Starts the server if none runs."""
     global _server
     with _starting:
         if _server is None or _server[0].poll() is not None or _server[2] != os.getpid():
             _server = _start()
         try:
             socket.send_fds(_server[1], [" ".join(["json", *modules]).encode()], [connection.fileno()])
-        except OSError:  # whoever waits for an answer sees that there is none
+        except OSError:  # the caller sees that no answer comes
             return
 
 
 def _start_anew() -> None:
-    """Whoever asks next asks another process. The last one ends with its requests."""
+    """Forget the server, so that the next request starts a new one. The old server ends after its requests."""
     global _server
     with _starting:
         _server = None
@@ -133,7 +133,7 @@ def _start() -> tuple[subprocess.Popen[bytes], socket.socket, int]:
 
 
 def main() -> None:
-    """Ends with the process that started it, whose end of the connection is then closed, and for want of users."""
+    """Serve requests until the parent process ends, which closes its socket, or until no users are left."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     requests = socket.socket(fileno=0)
@@ -146,7 +146,7 @@ def main() -> None:
             return
         requests.settimeout(LINGER_S if said == _UNUSED else None)
         for name in said.decode().split():
-            with contextlib.suppress(ImportError):  # who needs it will say so
+            with contextlib.suppress(ImportError):  # work that needs the module will raise the error
                 importlib.import_module(name)
         for number in received:
             if os.fork() == 0:
@@ -159,7 +159,7 @@ def main() -> None:
 def _serve(connection: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.nice(NICENESS)
-    warnings.simplefilter("ignore")  # they quote what a model wrote
+    warnings.simplefilter("ignore")  # warnings quote the model's text
     with connection.makefile("rb") as whole:
         request = io.BytesIO(whole.read())
     _end_with_asker(connection)
@@ -174,13 +174,13 @@ def _serve(connection: socket.socket) -> None:
 
 
 def _end_with_asker(connection: socket.socket) -> None:
-    """When nobody waits any more, be it that a worker was killed: the kernel then sends SIGIO."""
+    """End this process when the caller's socket closes, even if the worker was killed: the kernel then sends SIGIO."""
     fcntl.fcntl(connection, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _within(work: Callable[[], Any], seconds: float) -> bytes:
-    """Nothing for what takes too much memory. A timer ends what takes too long, whatever it is about."""
+    """Return the result; empty if it takes too much memory. A timer ends work that takes too long."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         return json.dumps(work()).encode()

@@ -1,7 +1,7 @@
-"""FileQuest-v0: work with files in a shell, several steps at a time; the final state of all files is checked.
+"""FileQuest-v0: work with files in a shell in several steps; the final state of all files is checked.
 
-Reward 1 when every file is as it should be and there is no other. Else half the share of those files to change that
-are right, if no other file was touched.
+Reward 1 if the final files match exactly. Otherwise half the share of correct files among those to change, or 0 if
+a file to keep was changed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class FileQuest(SandboxToolEnv):
         return f"Files here: {files}\nDo this, in order, and leave nothing else behind:\n{self._quest}"
 
     async def agent_task(self) -> str:
-        """For an agent with tools of its own (`AgentEnv`): the files are put there, and the task said in words."""
+        """Write the files and return the task as text, for an agent with its own tools (`AgentEnv`)."""
         await self._put_files()
         return f"In the current folder, do this, in order, and leave nothing else behind:\n{self._quest}"
 
@@ -63,20 +63,20 @@ class FileQuest(SandboxToolEnv):
         return compare(self._quest.before, self._quest.after, await self._found_files())
 
     async def oracle(self) -> str:
-        """The right action now, for checks and demonstrations."""
+        """Return the right next action, for checks and demonstrations."""
         if self.turn < len(self._quest.commands):
             return f"<sh>{self._quest.commands[self.turn]}</sh>"
         return "<answer>done</answer>"
 
     async def _put_files(self) -> None:
-        """At the first command: an episode without one needs no sandbox."""
+        """Write the files at the first command, so that an episode without one needs no sandbox."""
         if not self._has_files:
             for path, content in self._quest.before.items():
                 await self.sandbox.write(path, content)
             self._has_files = True
 
     async def _found_files(self) -> Files:
-        """As they are, past any trick of the shell's; empty for a state that is not worth reading (too large)."""
+        """Read the files without the sandbox's shell, which the model may have altered; empty if too large."""
         with scratch_folder("quest") as folder:
             root = folder / "found"
             try:
@@ -96,7 +96,7 @@ def _content(path: Path) -> str:
 
 
 def compare(before: Files, after: Files, found: Files) -> float:
-    """1 for the wanted state; part of `PARTIAL` for a part of it; blanks at the end of a file do not count."""
+    """Return 1 for the wanted state, else up to `PARTIAL`; blanks at the end of a file are ignored."""
     wanted = {path: content.rstrip() for path, content in after.items()}
     given = {path: content.rstrip() for path, content in found.items()}
     if given == wanted:

@@ -1,4 +1,4 @@
-"""The steps that FileQuest tasks are made of: what is asked, a command that does it, and what it does to the files."""
+"""Steps of FileQuest tasks: instruction, a command that solves it, and its effect on the files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _ENDINGS = ("txt", "md", "log")
 
 @dataclass(frozen=True, slots=True)
 class Quest:
-    """A task: files at the start, steps in words, commands of the oracle, files at the end."""
+    """A task: initial files, steps in words, commands of the oracle, final files."""
 
     before: Files
     steps: tuple[str, ...]
@@ -55,7 +55,7 @@ class Quest:
 
 
 def draw_quest(generator: random.Random, steps: int) -> Quest:
-    """A task of so many steps, each of which changes the files."""
+    """Draw a task with the given number of steps, each of which changes the files."""
     world = _World(generator)
     before = dict(world.files)
     done: list[tuple[str, str]] = []
@@ -64,7 +64,7 @@ def draw_quest(generator: random.Random, steps: int) -> Quest:
         step = generator.choice(_STEPS)(world)
         if step is not None and world.files != untouched:
             done.append(step)
-    if world.files == before:  # what one step did another has undone
+    if world.files == before:  # one step has undone another
         return draw_quest(generator, steps)
     return Quest(before, tuple(text for text, _ in done), tuple(command for _, command in done), world.files)
 
@@ -92,7 +92,7 @@ class _World:
 
 
 Step = tuple[str, str] | None
-"""What is asked and a command that does it; None where it cannot be asked now."""
+"""Instruction and a command that solves it; None if the step is impossible in the current state."""
 
 
 def _create(world: _World) -> Step:

@@ -1,8 +1,8 @@
 """GymText-v0: any gymnasium environment with discrete actions, rendered as text.
 
-What is shown is the environment's own text picture where it draws one (`render_mode="ansi"`), else its observation in
-words. Reward and end are the environment's. Whether an episode succeeded is known where the environment ends only with
-success, or registered a `reward_threshold`.
+The text is the environment's own picture if it has one (`render_mode="ansi"`), else its observation in words. Reward
+and end are the environment's. Success is known only if the environment ends only with success, or has registered a
+`reward_threshold`.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ _ABOUT = {
 _COLOURED = re.compile(r"((?:\x1b\[[\d;]+m)+)(.)(?:\x1b\[0m)+")
 _LEGEND = {"34": "passenger at", "35": "destination", "42": "passenger in the taxi"}
 _BACKGROUNDS = ("41", "42", "43")
-"""How gymnasium's pictures mark where the player is."""
+"""Background colours that mark the player in gymnasium's pictures."""
 _ENDS_WITH_SUCCESS = ("CliffWalking", "Taxi")
 LONGEST_PLAN = 1000
 
 
 class GymText(MoveEnv):
-    """Arguments: `env_id` and `env_kwargs` of the environment; `words` for its actions and `about` it, where the ones
-    known here (gymnasium's own small environments) do not fit; `max_turns`, `moves_per_turn`."""
+    """Arguments: `env_id` and `env_kwargs` of the environment; `words` (names of its actions) and `about` (its
+    description), to replace the defaults known for gymnasium's small environments; `max_turns`, `moves_per_turn`."""
 
     def __init__(
         self,
@@ -92,12 +92,12 @@ class GymText(MoveEnv):
 
     @property
     def full_reward(self) -> float:
-        """What the best moves from the start of this episode earn; infinite where nothing tells."""
+        """Reward of the best moves from the start of this episode; infinite if it is unknown."""
         return float("inf") if transitions_of(self._env) is None else self._best(self._start)[1]
 
     @property
     def oracle(self) -> Callable[[], str]:
-        """There is one where the environment tells its transitions."""
+        """Available only if the environment exposes its transitions."""
         if transitions_of(self._env) is None:
             raise AttributeError("oracle: this environment does not tell its transitions")
         return super().oracle
@@ -124,7 +124,7 @@ class GymText(MoveEnv):
 
 
 def in_words(observation: Any, space: gymnasium.Space[Any]) -> str:
-    """An observation of any of gymnasium's usual spaces as text."""
+    """Return an observation of one of gymnasium's usual spaces as text."""
     match space:
         case gymnasium.spaces.Dict():
             return "\n".join(f"{key}: {in_words(observation[key], inner)}" for key, inner in space.spaces.items())
@@ -152,7 +152,7 @@ def _make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
 
 
 def _newest(env_id: str) -> str:
-    """An id without a version is the newest version's."""
+    """Return the newest version of an id without a version."""
     versions = {spec.version or 0: spec.id for spec in gymnasium.registry.values() if spec.name == env_id}
     return versions[max(versions)] if versions and env_id not in gymnasium.registry else env_id
 
@@ -164,7 +164,7 @@ def _action_count(env: gymnasium.Env[Any, Any], env_id: str) -> int:
 
 
 def _in_plain_letters(picture: str) -> str:
-    """Colours said in words; the last move, which some pictures repeat, is left out."""
+    """Write colours in words; the last move, which some pictures repeat, is left out."""
     legend: list[str] = []
 
     def plain(found: re.Match[str]) -> str:

@@ -1,4 +1,4 @@
-"""Games that are played in words: the model names one move or several, the game answers with the new position."""
+"""Text games: the model names one or several moves, and the game answers with the new position."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _BETWEEN = re.compile(r"[\s,;|]+|->|\.(?=\s|$)")
 
 
 class TextSpace(gymnasium.Space[Any]):
-    """Any `str`, of any length and in any script, and any list of chat messages.
+    """Space of any `str`, of any length and script, and any list of chat messages.
 
-    `gymnasium.spaces.Text` holds only the characters that it is given, by default letters and digits.
+    `gymnasium.spaces.Text` accepts only a given set of characters, by default letters and digits.
     """
 
     def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Up to LONGEST_SAMPLE printable characters."""
+        """Return up to LONGEST_SAMPLE printable characters."""
         length = int(self.np_random.integers(LONGEST_SAMPLE + 1))
         return "".join(self.np_random.choice(list(string.printable), size=length))
 
@@ -49,9 +49,9 @@ class TextSpace(gymnasium.Space[Any]):
 
 
 def parse_moves(text: str, words: Sequence[str]) -> list[int] | None:
-    """Moves as indices of `words`: those in `<move>...</move>`, else the whole text if it is nothing but moves.
+    """Return moves as indices of `words`: those in `<move>...</move>`, else the whole text if it has only moves.
 
-    None for anything else: a word of the reasoning is not taken for a move.
+    Returns None for other text, so that a word of the reasoning is not taken for a move.
     """
     text = without_thinking(text)
     moves = tagged(text, "move", "answer", ignore_case=True)
@@ -63,7 +63,7 @@ def parse_moves(text: str, words: Sequence[str]) -> list[int] | None:
 
 
 class MoveEnv(gymnasium.Env[str, str]):
-    """A subclass defines `begin`, `move` and `show`, and `plan` where it knows the best moves.
+    """A game. A subclass defines `begin`, `move` and `show`, and `plan` if it knows the best moves.
 
     A turn is up to `moves_per_turn` moves; text without moves costs a turn. After `max_turns` turns it is truncated.
     """
@@ -80,23 +80,23 @@ class MoveEnv(gymnasium.Env[str, str]):
         self._turns = 0
 
     def begin(self, seed: int) -> str:
-        """Set up the game of this seed; returns what it is about, without the position."""
+        """Set up the game of this seed; return its description without the position."""
         raise NotImplementedError
 
     def move(self, index: int) -> tuple[float, bool, bool | None]:
-        """Make a move; returns reward, whether the game is over, and whether it is won (None: cannot be said)."""
+        """Make a move; return the reward, True if the game is over, and True if it is won (None if unknown)."""
         raise NotImplementedError
 
     def show(self) -> str:
-        """The position."""
+        """Return the position."""
         raise NotImplementedError
 
     def plan(self) -> Sequence[int]:
-        """The best moves from here; at least the first of them, if the game is not over."""
+        """Return the best moves from here; at least the first one, if the game is not over."""
         raise NotImplementedError
 
     def oracle(self) -> str:
-        """The right action now, for checks and demonstrations."""
+        """Return the right next action, for checks and demonstrations."""
         return f"<move>{' '.join(self.words[index] for index in self.plan()[: self._moves_per_turn])}</move>"
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
@@ -109,7 +109,7 @@ class MoveEnv(gymnasium.Env[str, str]):
         return f"{about}\n{reply}\n\n{self.show()}", {}
 
     def conclude(self) -> tuple[float, dict[str, Any]]:
-        """The run ends the game before it is over."""
+        """Return the result of a game that the run ended before it was over."""
         return 0.0, {"success": False}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
@@ -196,17 +196,17 @@ Transitions = Mapping[int, Mapping[int, Sequence[tuple[float, int, float, bool]]
 """`P[state][action]` is a list of (probability, next state, reward, is over)."""
 
 DISCOUNT = 0.99
-"""Below 1, so that of two ways to a reward the shorter is better."""
+"""Below 1, so that the shorter of two ways to the same reward is better."""
 
 
 def transitions_of(env: Any) -> Transitions | None:
-    """None for an environment that does not tell them."""
+    """Return None for an environment that does not expose its transitions."""
     found = getattr(env.unwrapped, "P", None)
     return found if isinstance(found, Mapping) and found else None
 
 
 def best_actions(transitions: Transitions, *, tolerance: float = 1e-9) -> dict[int, int]:
-    """By value iteration."""
+    """Return the best action of each state, by value iteration."""
     values = dict.fromkeys(transitions, 0.0)
     while True:
         change = 0.0
@@ -232,7 +232,7 @@ def _value(outcomes: Sequence[tuple[float, int, float, bool]], values: Mapping[i
 def likely_path(
     transitions: Transitions, state: int, policy: Mapping[int, int], longest: int
 ) -> tuple[list[int], float]:
-    """The policy's actions from `state` to the end, as far as the most likely outcomes go, and their reward."""
+    """Follow the policy from `state` along the most likely outcomes; return its actions and their total reward."""
     path: list[int] = []
     total = 0.0
     while len(path) < longest:

@@ -1,7 +1,7 @@
-"""PythonRepair-v0: find the bug in a small Python program and fix it, until hidden tests pass in the sandbox.
+"""PythonRepair-v0: find and fix the bug in a small Python program, until hidden tests pass in the sandbox.
 
-What the tests expect never enters the sandbox, and their inputs only when the model has finished, so that no command
-of the model's can read them. Reward 1 when all pass, else half the share of the failing ones that were repaired.
+The expected results never enter the sandbox, and the test inputs only after the model has finished, so no command
+of the model can read them. Reward 1 if all pass, else half the share of the failing tests that were repaired.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class PythonRepair(SandboxToolEnv):
         )
 
     async def agent_task(self) -> str:
-        """For an agent with tools of its own (`AgentEnv`): program.py is put there, and the task said in words."""
+        """Write program.py and return the task as text, for an agent with its own tools (`AgentEnv`)."""
         await self._put_program()
         repair = self._task
         return (
@@ -90,7 +90,7 @@ class PythonRepair(SandboxToolEnv):
         return PARTIAL * max(0, passed - repair.passing) / (len(repair.expected) - repair.passing)
 
     async def oracle(self) -> str:
-        """The right action now, for checks and demonstrations."""
+        """Return the right next action, for checks and demonstrations."""
         return f"<write>\n{self._task.right}</write>" if self.turn == 0 else "<answer>done</answer>"
 
     @property
@@ -99,13 +99,13 @@ class PythonRepair(SandboxToolEnv):
         return self._repair
 
     async def _put_program(self) -> None:
-        """At the first command: an episode without one needs no sandbox."""
+        """Write the program at the first command, so that an episode without one needs no sandbox."""
         if not self._has_program:
             await self.sandbox.write(PROGRAM, self._task.broken)
             self._has_program = True
 
     async def _call_program(self, repair: Repair) -> Sequence[str]:
-        """What the program returns for each input, in order. The mark tells it from what the program prints itself."""
+        """Return the program's result for each input, in order. A random mark separates results from its own prints."""
         mark = f"{secrets.token_hex(8)} "
         source = _GRADER.format(program=PROGRAM, arguments=repair.arguments, name=repair.name, mark=mark)
         command = ("python3", "-I", "-c", source)

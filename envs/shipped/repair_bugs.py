@@ -1,4 +1,4 @@
-"""Bugs: one small change to a right program, such as `<` for `<=`, chosen so that some inputs show it."""
+"""Bugs: one small change to a correct program, such as `<` for `<=`, that changes the result of some inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_flash.envs.shipped.repair_programs import DRAWERS
 
 TESTS = 10
 _TRIALS, _VISIBLE = 60, 4
-"""A bug is used if it shows in so many of the inputs tried."""
+"""A bug is used if at least `_VISIBLE` of `_TRIALS` random inputs show it."""
 
 _COMPARISONS: Mapping[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
@@ -36,7 +36,7 @@ _OPERATORS: Mapping[type[ast.operator], type[ast.operator]] = {
 
 @dataclass(frozen=True, slots=True)
 class Repair:
-    """A program with a bug. `expected` are the `repr`s of what a right program returns for `arguments`."""
+    """A program with a bug. `expected` are the `repr`s of a correct program's results for `arguments`."""
 
     name: str
     broken: str
@@ -44,9 +44,9 @@ class Repair:
     arguments: tuple[tuple[Any, ...], ...]
     expected: tuple[str, ...]
     passing: int
-    """How many of the tests the broken program passes already."""
+    """Number of tests that the broken program already passes."""
     example: str
-    """A call that fails, in words."""
+    """A failing call, in words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def draw_bug(chance: random.Random) -> Bug:
 
 
 def make_repair(bug: Bug, chance: random.Random) -> Repair:
-    """The bug with `TESTS` inputs, of which the broken program fails some, and one more that it fails, to be shown."""
+    """Return the bug with `TESTS` inputs, some of which fail, and one more failing input to show to the model."""
     function, name = bug.function, bug.function.__name__
     failing: list[_Trial] = []
     passing: list[_Trial] = []
@@ -100,7 +100,7 @@ def _try(function: Callable[..., Any], broken: Callable[..., Any], chance: rando
 
 
 def outcome(function: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
-    """`repr` of what it returns, or the name of what it raises, as the grader in the sandbox says it."""
+    """Return the `repr` of the result, or the name of the exception, in the format of the grader in the sandbox."""
     try:
         return repr(function(*copy.deepcopy(arguments)))
     except Exception as error:  # a broken program may raise anything
@@ -113,7 +113,7 @@ def source_of(function: Callable[..., Any]) -> str:
 
 @functools.cache
 def broken_versions(function: Callable[..., Any]) -> list[str]:
-    """Every program that differs from the right one by one change known here, and that enough inputs show."""
+    """Return every program that differs from the correct one by one known change and fails on enough inputs."""
     right = ast.parse(inspect.getsource(function))
     count = sum(1 for _ in _changes(right))
     broken: list[str] = []
@@ -131,7 +131,7 @@ def _is_visible(function: Callable[..., Any], broken: str) -> bool:
 
 
 def _changes(tree: ast.AST) -> Iterator[Callable[[], None]]:
-    """All changes that could be made to this tree, each to be called at most once."""
+    """Yield all possible changes of this tree, each to be called at most once."""
     for node in ast.walk(tree):
         match node:
             case ast.Compare(ops=[operator]) if type(operator) in _COMPARISONS:

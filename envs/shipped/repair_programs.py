@@ -1,6 +1,6 @@
-"""Small functions for PythonRepair to break. Each only loops over what it is given, so that a broken one ends too.
+"""Small functions for PythonRepair to break. Each loops only over its arguments, so that a broken one also ends.
 
-The first line of a docstring says what the function must do; `DRAWERS` draw arguments for it.
+The first line of a docstring specifies the function for the model; `DRAWERS` draw arguments for it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# These are programs of the kind that beginners write and a model repairs.
+# These programs imitate beginners' code, which a model repairs.
 # ruff: noqa: SIM108, SIM110, PERF401
 
 

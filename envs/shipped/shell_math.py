@@ -1,7 +1,7 @@
-"""ShellMath-v0: a two-turn tool-use task. Compute with the shell, then say what it said.
+"""ShellMath-v0: a two-turn tool-use task. Compute with the shell, then repeat its result.
 
 The user asks for an integer computation. The model answers with one shell command in `<sh></sh>`, which runs in the
-sandbox; it is shown the real output, and answers `<answer>N</answer>`. Shaped reward, 1.0 in all:
+sandbox; it sees the real output, and answers `<answer>N</answer>`. The reward is shaped and 1.0 in total:
 0.1 for a well-formed command, 0.3 if its output is the result, 0.6 for the right answer supported by that output.
 """
 
@@ -68,7 +68,7 @@ class ShellMath(SandboxEnv):
         return self._check_answer(action)
 
     async def oracle(self) -> str:
-        """The right action now, for checks and demonstrations."""
+        """Return the right next action, for checks and demonstrations."""
         if self._tool_output is None:
             return f"<sh>echo $(({self._expression}))</sh>"
         return f"<answer>{self._result}</answer>"
@@ -96,7 +96,7 @@ class ShellMath(SandboxEnv):
         return "", ANSWER_REWARD if success else 0.0, True, False, {"success": success}
 
     def _draw(self, generator: random.Random) -> list[Any]:
-        """Operands and operators in turn."""
+        """Draw operands and operators, alternating."""
         terms: list[Any] = [generator.randint(2, self._largest)]
         for _ in range(self._operands - 1):
             terms += [generator.choice(self._operators), generator.randint(2, self._largest)]
@@ -104,7 +104,7 @@ class ShellMath(SandboxEnv):
 
 
 def _evaluate(terms: list[Any]) -> int:
-    """Products first, as the shell does."""
+    """Compute products first, as the shell does."""
     total, sign, product = 0, 1, int(terms[0])
     for operator, operand in zip(terms[1::2], terms[2::2], strict=True):
         if operator == "*":

@@ -1,4 +1,4 @@
-"""Sokoban levels: drawn so that they can be solved, and solved by breadth-first search."""
+"""Sokoban: generation of solvable levels, and their solution by breadth-first search."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_flash.envs.shipped.move_env import MoveEnv
 
 Cell = tuple[int, int]
 State = tuple[Cell, frozenset[Cell]]
-"""Where the player is, and where the boxes are."""
+"""Cells of the player and of the boxes."""
 
 STEPS: tuple[Cell, ...] = ((-1, 0), (1, 0), (0, -1), (0, 1))
 """Up, down, left, right, as (row, column)."""
@@ -37,7 +37,7 @@ class Level:
         return self.boxes == self.goals
 
     def after(self, move: int) -> Level | None:
-        """The level after a move (index of STEPS); None if it runs into a wall or a box that cannot be pushed."""
+        """Return the level after a move (index of STEPS); None for a move into a wall or a blocked box."""
         state = _forward(self.floor, self.state, STEPS[move])
         return None if state is None else replace(self, player=state[0], boxes=state[1])
 
@@ -56,9 +56,9 @@ class Level:
 
 
 def draw_level(generator: random.Random, size: int, boxes: int, moves: tuple[int, int]) -> Level:
-    """A level whose shortest solution has between `moves[0]` and `moves[1]` moves.
+    """Draw a level whose shortest solution has between `moves[0]` and `moves[1]` moves.
 
-    Found by playing backwards from the solved positions, so no level is ever drawn that cannot be solved.
+    It is found by playing backwards from the solved positions, so every level can be solved.
     """
     inner = [(row, column) for row in range(1, size - 1) for column in range(1, size - 1)]
     while True:
@@ -73,7 +73,7 @@ def draw_level(generator: random.Random, size: int, boxes: int, moves: tuple[int
 
 
 def solve(level: Level) -> list[int] | None:
-    """A shortest list of moves that solves it; None if there is none."""
+    """Return a shortest list of moves that solves the level; None if there is none."""
     came_from: dict[State, tuple[State, int] | None] = {level.state: None}
     queue = deque([level.state])
     while queue:
@@ -110,7 +110,7 @@ def _forward(floor: frozenset[Cell], state: State, step: Cell) -> State | None:
 
 
 def _backward(floor: frozenset[Cell], goals: frozenset[Cell], most: int) -> Iterator[tuple[State, int]]:
-    """Every state from which the level can be solved in at most `most` moves, with its least number of moves."""
+    """Yield every state that can be solved in at most `most` moves, with its minimum number of moves."""
     start: list[State] = [(player, goals) for player in sorted(floor - goals)]
     seen = set(start)
     queue: deque[tuple[State, int]] = deque((state, 0) for state in start)
@@ -125,7 +125,7 @@ def _backward(floor: frozenset[Cell], goals: frozenset[Cell], most: int) -> Iter
 
 
 def _before(floor: frozenset[Cell], state: State) -> Iterator[State]:
-    """States from which one move leads to `state`: the player steps back, with or without pulling a box."""
+    """Yield states from which one move leads to `state`: the player steps back, with or without pulling a box."""
     player, boxes = state
     for step in STEPS:
         back = (player[0] - step[0], player[1] - step[1])
@@ -177,7 +177,7 @@ class TextSokoban(MoveEnv):
 
     def plan(self) -> Sequence[int]:
         moves = solve(self.level)
-        return moves or [0]  # in a dead end any move will do
+        return moves or [0]  # in a dead end any move is as good as another
 
     @property
     def level(self) -> Level:

@@ -1,13 +1,13 @@
-"""Tool calls in the text of a model, whichever way it was taught to write them.
+"""Parser of tool calls in the text of a model, for all common formats.
 
 - Hermes and Qwen: `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>`, any number of them;
 - Llama 3: the whole answer is `{"name": "add", "parameters": {"a": 1}}`, several separated by `;`;
 - Mistral: `[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]`, or `[TOOL_CALLS]add[ARGS]{"a": 1}`, also without the
-  tokens in brackets, which decoding drops where they are special;
+  tokens in brackets, which decoding drops if they are special;
 - Llama 3.2 and 4: the whole answer is a list of Python calls, `[add(a=1), add(a=2)]`;
-- tags: `<add>{"a": 1, "b": 2}</add>`, `<add a="1" b="2"/>`, or `<sh>ls</sh>` where the text is the only argument left.
+- tags: `<add>{"a": 1, "b": 2}</add>`, `<add a="1" b="2"/>`, or `<sh>ls</sh>` if only one argument remains.
 
-What a model writes in `<think>` is not a call. Text that is meant as a call but is none becomes a `BadCall`.
+Text in `<think>` is never a call. Text that looks like a call but is invalid becomes a `BadCall`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from roll_flash.chat.model_text import MOST_CALLS, MOST_DEPTH, after_blanks, is_
 from roll_flash.envs.tools.functions import ToolDescription
 
 UNKNOWN = "(unknown)"
-"""The name under which calls of tools that do not exist are counted."""
+"""Name under which calls of unknown tools are counted."""
 
 ANSWER_TAG = "answer"
 
@@ -43,7 +43,7 @@ _decoder = json.JSONDecoder(strict=False)  # models write raw newlines into stri
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call as the model wrote it; its arguments are not checked yet."""
+    """A call as the model wrote it; its arguments are not yet checked."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -51,21 +51,21 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class BadCall:
-    """Something meant as a call. `message` tells the model what is wrong with it."""
+    """An invalid call. `message` tells the model the error."""
 
     message: str
     name: str = UNKNOWN
     wanted: str = ""
-    """The name that was called, where there is no tool of that name."""
+    """The name that the model called, if no tool has that name."""
 
 
 def without_thinking(text: str) -> str:
-    """The text less `<think>...</think>`; thinking that never ended goes to the end of the text."""
+    """Return the text without `<think>...</think>`; an unclosed `<think>` reaches to the end of the text."""
     return _THINKING.sub("", text)
 
 
 def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
-    """The calls in the order of the text, the first MOST_CALLS of them; empty if it holds none."""
+    """Return at most MOST_CALLS calls in the order of the text; empty if there are none."""
     text = without_thinking(text)
     if start := _LLAMA_START.match(text):
         return _bounded(_json_calls(text[start.end() :], tools))
@@ -95,7 +95,7 @@ def _bounded(calls: list[ToolCall | BadCall]) -> list[ToolCall | BadCall]:
 
 
 def looks_native(text: str) -> bool:
-    """Whether the text, less its thinking, has calls in one of the native formats that are made of JSON."""
+    """Return True if the text, without its thinking, has calls in one of the native JSON formats."""
     return (
         _HERMES_OPEN in text
         or _MISTRAL in text
@@ -105,7 +105,7 @@ def looks_native(text: str) -> bool:
 
 
 def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
-    """A JSON list of calls, or a name and its arguments."""
+    """Parse a JSON list of calls, or a name followed by its arguments."""
     named = _NAMED_JSON.match(text)
     start = named.end() if named else after_blanks(text, 0)
     try:
@@ -118,7 +118,7 @@ def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[Tool
 
 
 def _python_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
-    """A list of calls with literal arguments; text that only begins like one is none."""
+    """Parse a list of calls with literal arguments; text that only starts like one gives no calls."""
     try:
         body = parse_python(text)
     except ValueError as error:
@@ -161,7 +161,7 @@ def _tagged_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolC
 
 
 def _hermes_call(text: str, start: int, tools: Mapping[str, ToolDescription]) -> tuple[ToolCall | BadCall, int]:
-    """Where JSON ends is for JSON to say: an argument may hold the closing tag."""
+    """Parse one call. The JSON decoder finds its end, because an argument may contain the closing tag."""
     start = after_blanks(text, start)
     try:
         value, end = _decoder.raw_decode(text, start)
@@ -202,7 +202,7 @@ def _call_of(value: Any, tools: Mapping[str, ToolDescription]) -> ToolCall | Bad
     if name not in tools:
         return _unknown(name, tools)
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):  # some models write the arguments as a string that holds JSON
+    if isinstance(arguments, str):  # some models write the arguments as a JSON string
         try:
             arguments = _decoder.decode(arguments)
         except (ValueError, RecursionError) as error:
@@ -228,7 +228,7 @@ def _tag_call(text: str, match: re.Match[str], tools: Mapping[str, ToolDescripti
 
 
 def _with_body(tool: ToolDescription, given: dict[str, Any], body: str) -> ToolCall | BadCall:
-    """The text between the tags: a JSON object of arguments, or the value of the only argument that is left."""
+    """Parse the text between the tags: a JSON object of arguments, or the value of the only remaining argument."""
     left = [name for name in tool.argument_names if name not in given]
     if body.lstrip().startswith("{") and not given:
         try:

@@ -1,7 +1,7 @@
 """Tools as typed Python functions with docstrings.
 
-The name, description and JSON schema that the model is shown come from the signature and the docstring; the arguments
-that the model gives are checked against the same signature.
+The model sees a name, description and JSON schema made from the signature and the docstring. The arguments of its
+calls are checked against the same signature.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class ToolDefinitionError(EnvError):
-    """A function that cannot be a tool as it is written."""
+    """A function whose definition cannot be made into a tool."""
 
     exit_code = 2
 
 
 class WrongArguments(Exception):
-    """Arguments that do not fit the tool. The message is for the model."""
+    """Arguments that do not fit the tool. The message is shown to the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def tool(
 ) -> Callable[[Function], Function]:
     """Make a method of a `ToolEnv`, or a function, a tool: `@tool()`. Sync (runs in a thread) or async.
 
-    A call may take `timeout_s`; of its result the model is shown at most `max_characters`, head and tail.
+    A call may take `timeout_s` seconds; the model sees at most `max_characters` of its result, head and tail.
     """
 
     def mark(function: Function) -> Function:
@@ -59,35 +59,35 @@ def tool(
 
 @dataclass(frozen=True, slots=True)
 class ToolDescription:
-    """One tool as the model sees it."""
+    """A tool as the model sees it."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
-    """JSON schema of the arguments, an object."""
+    """JSON schema of the arguments, of type object."""
 
     @property
     def argument_names(self) -> tuple[str, ...]:
         return tuple(self.parameters.get("properties", ()))
 
     def schema(self) -> dict[str, Any]:
-        """The form that chat templates and OpenAI-compatible endpoints take."""
+        """Return the OpenAI form, which chat templates and OpenAI-compatible endpoints take."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)
 class Tool(ToolDescription):
-    """One tool, as the model sees it and as it is called."""
+    """A tool: its description for the model, and the function to call."""
 
     options: ToolOptions
     function: Callable[..., Any]
-    """A method of the environment (takes it first) or a plain function, see `takes_env`."""
+    """A method of the environment (the environment is its first argument) or a plain function, see `takes_env`."""
     takes_env: bool
     _model: type[pydantic.BaseModel]
 
     def check(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the signature's types. Raises WrongArguments."""
+        """Return the arguments converted to the signature's types. Raises WrongArguments."""
         try:
             checked = self._model.model_validate(dict(arguments))
         except pydantic.ValidationError as error:
@@ -103,13 +103,13 @@ class Tool(ToolDescription):
 
 
 def options_of(function: Any) -> ToolOptions | None:
-    """What `@tool` said; None for a function that is no tool."""
+    """Return the arguments of `@tool`; None for a function that is not a tool."""
     found = getattr(function, _MARK, None)
     return found if isinstance(found, ToolOptions) else None
 
 
 def make_tool(function: Callable[..., Any], *, takes_env: bool = False) -> Tool:
-    """A tool of a function. Raises ToolDefinitionError for one without types, docstring or plain parameters."""
+    """Make a tool of a function. Raises ToolDefinitionError for one without types, docstring or plain parameters."""
     options = options_of(function) or ToolOptions()
     name = options.name or function.__name__
     documentation = docstring_parser.parse(inspect.getdoc(function) or "")
@@ -150,10 +150,10 @@ def _arguments_model(
         config = pydantic.ConfigDict(
             extra="forbid",
             protected_namespaces=(),
-            allow_inf_nan=False,  # they would become rewards that are none, which fail an episode instead of scoring it
+            allow_inf_nan=False,  # they would become non-finite rewards, which fail an episode instead of scoring it
         )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # an argument may be called `copy` or `schema`
+            warnings.simplefilter("ignore", UserWarning)  # an argument may be named `copy` or `schema`
             model: type[pydantic.BaseModel] = pydantic.create_model(name, __config__=config, **fields)
         model.model_json_schema()
     except (pydantic.errors.PydanticUserError, NameError) as error:
@@ -163,7 +163,7 @@ def _arguments_model(
 
 
 def _without_titles(schema: Any) -> Any:
-    """pydantic adds a title to everything; the model needs none. A property that is called `title` stays."""
+    """Remove the titles that pydantic adds and the model does not need. A property named `title` stays."""
     if isinstance(schema, list):
         return [_without_titles(item) for item in schema]
     if not isinstance(schema, dict):
@@ -189,5 +189,5 @@ def _say(error: pydantic.ValidationError) -> str:
 def _shown(value: object) -> str:
     try:
         return repr(str(value)[:80])
-    except (ValueError, RecursionError):  # a number that is too long to be written, or nesting that is too deep
+    except (ValueError, RecursionError):  # a number too long to print, or too deep nesting
         return f"a {type(value).__name__} that cannot be shown"

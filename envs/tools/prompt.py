@@ -1,7 +1,7 @@
-"""What the model is told about its tools, in the form that it was taught, and how results are shown to it.
+"""Descriptions of tools and results of calls, in the format that the model was trained on.
 
-In the native format that is the chat template's matter: tools travel as schemas, results as messages of the role
-`tool` (`rollout/tool_chat.py` makes text of both where the template knows neither). In the others both are text.
+In the native format the chat template renders both: tools travel as schemas, results as messages of the role
+`tool` (`rollout/tool_chat.py` renders them as text if the template supports neither). In other formats both are text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from roll_flash.errors import ConfigError
 from roll_flash.types import Message
 
 TOOL_SCHEMAS = "tool_schemas"
-"""In the info of `reset`: tools in OpenAI's form, for the chat template to show where it can."""
+"""Key in the info of `reset` for the tool schemas in OpenAI form, which the chat template shows if it can."""
 
 ToolFormat = Literal["native", "hermes", "llama3", "tags"]
 TOOL_FORMATS: tuple[ToolFormat, ...] = ("native", "hermes", "llama3", "tags")
 
 
 def known_format(tool_format: str, environment: str) -> ToolFormat:
-    """Raises ConfigError for a format that there is not: no tool would be shown in it."""
+    """Return the format. Raises ConfigError for an unknown one, in which no tool would be shown."""
     for known in TOOL_FORMATS:
         if tool_format == known:
             return known
@@ -30,7 +30,7 @@ def known_format(tool_format: str, environment: str) -> ToolFormat:
 
 
 def describe_tools(tools: Sequence[ToolDescription], tool_format: ToolFormat) -> str:
-    """The part of the system message that is about tools; empty if there are none."""
+    """Return the part of the system message that describes the tools; empty if there are none."""
     if not tools:
         return ""
     match tool_format:
@@ -50,12 +50,12 @@ def describe_tools(tools: Sequence[ToolDescription], tool_format: ToolFormat) ->
 
 
 def tool_info(tools: Sequence[ToolDescription], tool_format: ToolFormat) -> dict[str, Any]:
-    """What the info of `reset` says of tools; nothing where the messages describe them."""
+    """Return the tool entry of the info of `reset`; empty if the messages describe the tools."""
     return {TOOL_SCHEMAS: [tool.schema() for tool in tools]} if tools and tool_format == "native" else {}
 
 
 def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
-    """As Hermes and Qwen were taught; `schemas` in OpenAI's form."""
+    """Describe `schemas` (OpenAI form) in the prompt format of Hermes and Qwen."""
     listed = "\n".join(json.dumps(schema) for schema in schemas)
     return (
         "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -68,7 +68,7 @@ def describe_schemas(schemas: Sequence[Mapping[str, Any]]) -> str:
 
 
 def with_system_text(messages: Sequence[Message], text: str) -> list[Message]:
-    """The messages, with `text` at the end of the system message; one is made where there is none."""
+    """Return the messages with `text` appended to the system message, which is added if missing."""
     own = str(messages[0]["content"]) if messages and messages[0]["role"] == "system" else ""
     rest = list(messages[1:] if own else messages)
     text = "\n\n".join(part for part in (own, text) if part)
@@ -76,7 +76,7 @@ def with_system_text(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def _as_tag(tool: ToolDescription) -> str:
-    """The last argument that must be given stands between the tags, the others are attributes."""
+    """Describe a tool as a tag: its last required argument is the text, the others are attributes."""
     required = [name for name in tool.argument_names if name in tool.parameters.get("required", ())]
     body = (required or [*tool.argument_names, ""])[-1]
     attributes = "".join(f' {name}="..."' for name in tool.argument_names if name != body)
@@ -84,7 +84,7 @@ def _as_tag(tool: ToolDescription) -> str:
 
 
 def show_results(results: Sequence[str], tool_format: ToolFormat) -> list[Message]:
-    """All results, in the order of the calls: a message each in the native format, else one."""
+    """Return all results in the order of the calls: one message each in the native format, else one for all."""
     if tool_format == "native":
         return tool_messages(results)
     if tool_format == "tags":
@@ -95,7 +95,7 @@ def show_results(results: Sequence[str], tool_format: ToolFormat) -> list[Messag
 
 
 def tool_messages(results: Sequence[str]) -> list[Message]:
-    """One message of the role `tool` for each result, in the order of the calls."""
+    """Return one message of the role `tool` per result, in the order of the calls."""
     return [
         {"role": "tool", "tool_call_id": f"call{number:05d}", "content": result}
         for number, result in enumerate(results)

@@ -1,4 +1,4 @@
-"""What tools return, as text that a model can read."""
+"""Rendering of tool results as text for the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from roll_flash.terminal import printable
 
 
 def render_result(value: Any, max_characters: int) -> str:
-    """Text as it is, a command's result as its output, everything else as JSON; cut to head and tail."""
+    """Return text unchanged, a command's result as its output, all else as JSON; cut to head and tail."""
     if value is None:
         return "(no output)"
     if isinstance(value, ExecResult):
@@ -28,7 +28,7 @@ def render_result(value: Any, max_characters: int) -> str:
 
 
 def shortened(text: str, max_characters: int) -> str:
-    """At most about `max_characters`: head, tail, and how much was left out between them."""
+    """Cut to about `max_characters`: head, tail, and between them a note of the length left out."""
     if len(text) <= max_characters:
         return text
     half = max_characters // 2
@@ -57,7 +57,7 @@ MOST_CHARACTERS = 1 << 16
 
 @dataclass(slots=True)
 class Allowance:
-    """How much may still be printed, and how much more there was."""
+    """Number of characters that may still be printed, and number of characters dropped."""
 
     left: int = MOST_CHARACTERS
     left_out: int = 0
@@ -73,7 +73,7 @@ _allowance: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
 
 
 class _Capped:
-    """A stream that writes as much as the calling context may; all else is the stream's."""
+    """A stream wrapper that limits writes to the allowance of the calling context; the rest goes to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -93,9 +93,9 @@ class _Capped:
 
 @contextmanager
 def capped_prints() -> Iterator[Allowance]:
-    """What is printed inside, also in threads that take over this context, is cut at MOST_CHARACTERS.
+    """Cut prints inside the block at MOST_CHARACTERS, also in threads that inherit this context.
 
-    The streams stay wrapped: a thread that outlives its call is still cut. Programs that a tool starts are not.
+    The streams stay wrapped, so a thread that outlives its call is still cut. Subprocesses of a tool are not cut.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)

@@ -1,8 +1,8 @@
-"""`ToolEnv`: an environment that is its tools and its rewards.
+"""`ToolEnv`: an environment defined by its tools and its rewards.
 
-The model's text is searched for tool calls. Each is checked, run with a deadline, and answered; text without a call is
-the final answer. A call that is wrong, raises, hangs or returns too much is told to the model and counted, and never
-ends the episode; only what is nobody's doing here does (a sandbox that died, an `EnvError`).
+The model's text is searched for tool calls. Each call is checked, run with a deadline, and answered; text without a
+call is the final answer. A call that is wrong, raises, hangs or returns too much is counted and reported to the model;
+it never ends the episode. Only failures that are not the model's fault do (a sandbox that died, an `EnvError`).
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ logger = logging.getLogger("roll_flash.envs")
 
 ERROR_CHARACTERS = 600
 LARGEST_SHARE = 0.9
-"""Of a step, for the tools of an environment that has a slow one."""
+"""Maximum share of the step timeout for the tool calls of one turn, if a tool has a long timeout."""
 
 OUT_OF_MEMORY = "oom"
-"""The reason of the one death of a sandbox that is the doing of what ran in it."""
+"""The only reason for a sandbox's death that is caused by the code running in it."""
 
 
 @dataclass(slots=True)
 class ToolUse:
-    """How one tool was used in an episode. `errors` counts wrong calls, exceptions and `timeouts`."""
+    """Usage of one tool in an episode. `errors` counts wrong calls, exceptions and `timeouts`."""
 
     calls: int = 0
     errors: int = 0
@@ -67,7 +67,7 @@ class ToolUse:
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
-    """One call of this turn, as it went."""
+    """Result of one call in the current turn."""
 
     name: str
     arguments: Mapping[str, Any]
@@ -77,35 +77,35 @@ class CallOutcome:
 
 @dataclass(slots=True)
 class _Episode:
-    """What is forgotten at the next reset."""
+    """State of one episode, replaced at each reset."""
 
     use: dict[str, ToolUse] = field(default_factory=dict)
     tools_end_at: float = math.inf
-    """`time.monotonic()` at which the calls of this turn must have ended."""
+    """Deadline of this turn's calls, on the clock `time.monotonic()`."""
     turn: int = 0
     finished: bool = False
 
 
 class ToolEnv(Env):
-    """Define `begin`, mark methods with `@tool()` and `@reward()`; that is a whole environment.
+    """Base class for tool environments: define `begin`, mark methods with `@tool()` and `@reward()`.
 
-    While an episode runs: `turn` (from 1), `last_calls` (outcomes of this turn), `final_answer` (None until the model
-    gives one: its text without a call, or what it wrote in `<answer>`), `used(tool)`; `finish()` ends the episode.
-    At the end the final rewards are asked; `info["success"]` is `self.success` where that was set, else whether every
-    final reward was earned in full. `info["tools"]` has calls, errors, timeouts and seconds of each tool.
+    During an episode: `turn` (from 1), `last_calls` (outcomes of this turn), `final_answer` (None until the model
+    gives one: its text without a call, or the content of `<answer>`), `used(tool)`; `finish()` ends the episode.
+    At the end the final rewards are computed. `info["success"]` is `self.success` if that is set, else True if every
+    final reward is full. `info["tools"]` has calls, errors, timeouts and seconds of each tool.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Plain functions that are tools too."""
+    """Plain functions that are also tools."""
     rewards: ClassVar[Sequence[Callable[..., Any]]] = ()
-    """Functions of the environment that are rewards too."""
+    """Functions of the environment that are also rewards."""
     instructions: str = ""
-    """Begins the system message; the description of the tools follows."""
+    """Start of the system message; the description of the tools follows."""
     tool_format: ToolFormat = "native"
-    """How tools are described and results shown: `native` is by the model's own chat template (as `hermes` where it
-    knows no tools). Calls are understood in every format."""
+    """Format of tool descriptions and results: `native` uses the model's chat template (or `hermes`, if the template
+    does not support tools). Calls are parsed in every format."""
     max_turns: int = 8
-    """After so many turns the episode is scored as it stands (`truncated`); a run's `env.max_turns` does the same."""
+    """Number of turns after which the episode is scored and `truncated`, like a run's `env.max_turns`."""
     max_calls_per_turn: int = 16
 
     success: bool | None = None
@@ -122,11 +122,11 @@ class ToolEnv(Env):
         _tools_of(type(self))
 
     async def begin(self, seed: int) -> Observation:
-        """Set up the task of this seed and return what the model is told. The same seed gives the same task."""
+        """Set up the task of this seed and return the prompt. The same seed gives the same task."""
         raise NotImplementedError(f"{type(self).__name__} must define `async def begin(self, seed)`")
 
     async def answered(self, text: str) -> Observation | None:
-        """The model wrote text without a call. None ends the episode; a message goes on."""
+        """Handle text without a call. None ends the episode; a message continues it."""
         return None
 
     def finish(self) -> None:
@@ -139,23 +139,23 @@ class ToolEnv(Env):
 
     @property
     def tools_timeout_s(self) -> float:
-        """For all calls of one turn together. The rest of `step_timeout_s` is for the rewards: a model that makes its
-        calls slow is told so, and does not make its episode fail."""
+        """Time limit in seconds for all calls of one turn. The rest of `step_timeout_s` is for the rewards, so a model
+        with slow calls gets an error message instead of a failed episode."""
         longest_s = max((tool.options.timeout_s for tool in _tools_of(type(self)).values()), default=0.0)
         return min(LARGEST_SHARE * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
 
     @property
     def tools_left_s(self) -> float:
-        """What is left of that in this turn."""
+        """Seconds of `tools_timeout_s` that remain in this turn."""
         return max(0.0, self._episode.tools_end_at - time.monotonic())
 
     def used(self, tool: str) -> ToolUse:
-        """How the tool of this name was used so far in this episode."""
+        """Return the usage of the tool with this name so far in the episode."""
         return self._episode.use.get(tool, ToolUse())
 
     @property
     def full_reward(self) -> float:
-        """The most that an episode can earn, rewards of single turns apart."""
+        """Largest possible reward of an episode, without rewards of single turns."""
         return _rubric_of(type(self)).full_reward
 
     async def reset(
@@ -180,7 +180,7 @@ class ToolEnv(Env):
         return observation or "", of_turn.total + final, terminated, truncated, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
-        """The final rewards, for the episode as it stands."""
+        """Return the final rewards of the episode in its current state."""
         final = await _rubric_of(type(self)).score(self, "final")
         success = self.success if self.success is not None else final.total >= self.full_reward - 1e-9
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
@@ -242,7 +242,7 @@ class ToolEnv(Env):
                     f"{tool.name} took longer than {limit:.3g} s and was given up", timed_out=True
                 ) from None
             raise _ToolFailed(f"{tool.name} raised TimeoutError: {error}") from None
-        except (Exception, SystemExit) as error:  # a tool's code may raise anything
+        except (Exception, SystemExit) as error:  # a tool may raise anything
             if isinstance(error, EnvError) or (
                 isinstance(error, SandboxError) and not isinstance(error, SandboxFileError)
             ):
@@ -261,7 +261,7 @@ class ToolEnv(Env):
 
 
 class SandboxToolEnv(ToolEnv, SandboxEnv):
-    """A `ToolEnv` whose tools and rewards have `self.sandbox`. One whose memory the model has filled up is worth 0."""
+    """A `ToolEnv` whose tools and rewards have `self.sandbox`. If the model fills its memory, the reward is 0."""
 
     async def step(self, action: str) -> StepResult:
         try:
@@ -304,7 +304,7 @@ def _tools_of(env_type: type[Any]) -> Mapping[str, Tool]:
 
 
 def _find_tools(env_type: type[Any]) -> Mapping[str, Tool]:
-    """Methods in the order they are written, those of bases first, then the functions in `tools`."""
+    """Return methods in source order, those of base classes first, then the functions in `tools`."""
     names = dict.fromkeys(name for base in reversed(env_type.__mro__) for name in vars(base))
     methods = [method for name in names if options_of(method := getattr(env_type, name)) is not None]
     tools = [*(make_tool(method, takes_env=True) for method in methods), *map(make_tool, env_type.tools)]

@@ -1,8 +1,8 @@
-"""Reading what a model wrote, in time that grows with its length, whatever it is.
+"""Parsers for text written by a model, with run time linear in its length for any text.
 
-A worker reads the text of hundreds of episodes on one loop. No parser of such text may look at a part of it again and
-again: no regular expression with two repeats side by side that take the same characters, no search to the end of the
-text from each of many places, no copy of the rest for each part. `tests/test_model_text.py` holds every parser to that.
+A worker parses the text of hundreds of episodes on one event loop. So no parser of such text may scan a part again and
+again: no regular expression with two adjacent repeats that match the same characters, no search to the end of the text
+from each of many positions, no copy of the rest per part. `tests/test_model_text.py` checks this for every parser.
 """
 
 from __future__ import annotations
@@ -14,22 +14,22 @@ import warnings
 from typing import Any
 
 MOST_CALLS = 256
-"""Tool calls that are read of one text: each error in JSON costs a look at the text before it."""
+"""Maximum number of tool calls read from one text: each JSON error costs a scan of the text before it."""
 LONGEST_PYTHON_CHARACTERS = 20_000
-"""Of calls that are written as Python, whose parser is quick with programs and slow with some other texts."""
+"""Maximum length of tool calls written as Python: Python's parser is slow for some texts that are not programs."""
 MOST_DEPTH = 64
-"""Of lists and objects in each other: what is deeper can be read here and not copied, compared or written there."""
+"""Maximum nesting of lists and objects: deeper values can be parsed, but later copying or writing them fails."""
 _BLANKS = re.compile(r"\s*+")
 
 
 def after_blanks(text: str, position: int) -> int:
-    """Where the blanks at `position` end."""
+    """Return the end position of the white space at `position`."""
     found = _BLANKS.match(text, position)
     return found.end() if found else position
 
 
 def tagged(text: str, *names: str, ignore_case: bool = False) -> list[str]:
-    """What stands in `<name>...</name>`, in order, for any of the names; the first closing tag ends it."""
+    """Return the contents of all `<name>...</name>`, in order, for any of the names, up to the first closing tag."""
     flags = re.IGNORECASE if ignore_case else 0
     opening, closing = (re.compile(rf"<{slash}(?:{'|'.join(names)})>", flags) for slash in ("", "/"))
     found: list[str] = []
@@ -41,7 +41,7 @@ def tagged(text: str, *names: str, ignore_case: bool = False) -> list[str]:
 
 
 def unescaped(text: str) -> str:
-    """HTML's entities as what they stand for; a number that is too long for Python stays as it is."""
+    """Replace HTML entities; return `text` unchanged if it has a number that is too long for Python."""
     try:
         return html.unescape(text)
     except ValueError:
@@ -49,7 +49,7 @@ def unescaped(text: str) -> str:
 
 
 def is_deeper(value: Any, limit: int) -> bool:
-    """Whether more than `limit` lists, tuples and objects lie in each other below `value`, which is one."""
+    """True if lists, tuples and objects are nested more than `limit` deep in `value`, which is one of them."""
     level = [value]
     for _ in range(limit):
         inner = [item for outer in level for item in (outer.values() if isinstance(outer, dict) else outer)]
@@ -60,7 +60,7 @@ def is_deeper(value: Any, limit: int) -> bool:
 
 
 def encodable(text: str) -> str:
-    """Halves of characters, which a model can write as `\\ud800` in JSON, become question marks: they can be neither
+    """Replace lone surrogates by question marks. A model can write them as `\\ud800` in JSON, but they can be neither
     tokenised nor sent."""
     try:
         text.encode()
@@ -70,12 +70,12 @@ def encodable(text: str) -> str:
 
 
 def parse_python(text: str) -> ast.expr:
-    """One Python expression as a tree; nothing of it is run. Raises ValueError with one line."""
+    """Parse one Python expression to a tree, without running it. Raises ValueError with one line."""
     if len(text) > LONGEST_PYTHON_CHARACTERS:
         raise ValueError(f": they are longer than {LONGEST_PYTHON_CHARACTERS} characters")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python's advice on what a model wrote is of use to nobody
+            warnings.simplefilter("ignore")  # warnings about a model's text are useless
             return ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ValueError(f" at character {error.offset}" if error.offset else "") from None

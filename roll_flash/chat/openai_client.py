@@ -1,8 +1,8 @@
-"""A chat client for any OpenAI-compatible endpoint. For evaluation only: it sees text, not the tokens as sampled.
+"""Chat client for any OpenAI-compatible endpoint. For evaluation only: it gets text, not the sampled tokens.
 
-What may pass is tried again: connection errors, 408, 409 and 5xx a bounded number of times, throttling (429, and 503
-or 529 with `Retry-After`) for as long as the deadline of the request allows. When the endpoint says how long to wait,
-all requests of this client wait for so long. aiohttp and not httpx: `benchmarks/results/clients.md`.
+Temporary errors are retried: connection errors, 408, 409 and 5xx a limited number of times; rate limits (429, and 503
+or 529 with `Retry-After`) until the deadline of the request. If the endpoint sends `Retry-After`, all requests of this
+client wait for that time. aiohttp and not httpx: `benchmarks/results/clients.md`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from roll_flash.types import FinishReason, Message, SamplingParams
 RETRIED_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 CONNECT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 2**20
-"""More than any model says, also with its logprobs; an endpoint that goes on for ever must not fill the memory."""
+"""Maximum size of an answer in bytes, above any real answer with logprobs; an endless answer must not fill memory."""
 MAX_TOKENS = 1 << 31
-"""That one answer may be said to have used."""
+"""Maximum token count that an endpoint may report for one answer."""
 LONGEST_BACKOFF_S = 30.0
 TOO_LONG = ("context length", "context_length", "context size", "context window", "prompt is too long")
-"""What servers say of a conversation that does not fit: no standard has a code for it."""
+"""Error texts for a conversation that does not fit the context; there is no standard error code."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatReply:
-    """What the endpoint answered. Token counts are None where it does not tell."""
+    """Answer of the endpoint. Token counts are None if it does not report them."""
 
     text: str
     finish_reason: FinishReason
@@ -46,11 +46,11 @@ class ChatReply:
     completion_tokens: int | None
     elapsed_s: float
     tool_calls: tuple[dict[str, Any], ...] = ()
-    """As the endpoint gives them: `{"id", "type": "function", "function": {"name", "arguments": JSON text}}`."""
+    """Format of the endpoint: `{"id", "type": "function", "function": {"name", "arguments": JSON text}}`."""
 
 
 class EndpointRefusedError(InferenceError):
-    """The endpoint answered `status`, and would again."""
+    """The endpoint answered `status`, a permanent error."""
 
     def __init__(self, message: str, status: int, said: str) -> None:
         super().__init__(message)
@@ -59,13 +59,13 @@ class EndpointRefusedError(InferenceError):
 
     @property
     def is_too_long(self) -> bool:
-        """Whether the conversation does not fit the model's context."""
+        """True if the conversation does not fit the model's context."""
         return self.status in (400, 413, 422) and any(words in self.said.lower() for words in TOO_LONG)
 
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """An answer other than success."""
+    """An unsuccessful answer."""
 
     status: int
     text: str
@@ -74,7 +74,7 @@ class _Refusal:
     @property
     def throttles(self) -> bool:
         asked_to_wait = self.status in (503, 529) and self.retry_after_s is not None
-        # OpenAI says 429 for an account without credit too, which does not pass.
+        # OpenAI also sends 429 for an account without credit; that error is permanent.
         return (self.status == 429 and "insufficient_quota" not in self.text) or asked_to_wait
 
     @property
@@ -83,7 +83,7 @@ class _Refusal:
 
 
 def api_key_from(name: str | None) -> str | None:
-    """The key in the environment variable `name`; None for none. Raises ConfigError when it is not set."""
+    """Return the key in the environment variable `name`; None if `name` is None. Raises ConfigError if not set."""
     if name is None:
         return None
     key = os.environ.get(name)
@@ -93,7 +93,7 @@ def api_key_from(name: str | None) -> str | None:
 
 
 class OpenAIChatClient:
-    """Thread-unsafe; one per event loop. `max_connections` bounds the requests in flight; 0 is no bound."""
+    """Chat client; not thread-safe, one per event loop. `max_connections`: maximum requests in flight; 0: no limit."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class OpenAIChatClient:
         self.url = base_url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
         self.model = model
         self.takes_tools = True
-        """Set to False by who finds out that the endpoint refuses declared tools."""
+        """The caller sets it to False if the endpoint refuses declared tools."""
         self._max_connections = max_connections
         self._max_attempts = max_attempts
         self._backoff_s = backoff_s
@@ -130,9 +130,9 @@ class OpenAIChatClient:
         timeout_s: float,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> ChatReply:
-        """One completion. `timeout_s` bounds everything, retries and waits included.
+        """Return one completion. `timeout_s` includes all retries and waits.
 
-        Raises: TimeoutError; InferenceError for what does not go away by trying again before then.
+        Raises TimeoutError, or InferenceError if an error is permanent or retries do not help.
         """
         started = time.monotonic()
         body = _request_body(self.model, messages, sampling) | ({"tools": list(tools)} if tools else {})
@@ -140,8 +140,8 @@ class OpenAIChatClient:
         return _reply(answer, self.url, time.monotonic() - started)
 
     async def complete(self, body: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Send a chat completion request as it is; returns the answer's JSON. Raises as `chat`, and
-        EndpointRefusedError for what the endpoint will not answer."""
+        """Send a chat completion request unchanged; return the answer's JSON. Raises the errors of `chat`, and
+        EndpointRefusedError if the endpoint refuses the request."""
         async with asyncio.timeout(timeout_s):
             return await self._post(json.dumps(body).encode(), deadline_s=time.monotonic() + timeout_s)
 
@@ -170,7 +170,7 @@ class OpenAIChatClient:
             await asyncio.sleep(self._backoff(failed))
 
     async def _back_off(self, refusal: _Refusal, throttled: int, text: str, deadline_s: float) -> None:
-        """All requests wait for what the endpoint asks; where it does not, this one waits longer each time."""
+        """Make all requests wait for the endpoint's `Retry-After`; without it only this one, with growing back-off."""
         now = time.monotonic()
         asked_s = refusal.retry_after_s or 0.0
         wait_s = max(self._backoff(throttled), asked_s)
@@ -192,7 +192,7 @@ class OpenAIChatClient:
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.1))
 
     async def _send(self, body: bytes) -> _Answer | _Refusal | str:
-        """The answer, why there is none from the server, or what became of the connection."""
+        """Return the answer, the refusal of the server, or the text of a connection error."""
         try:
             post = self._open_session().post(self.url, data=body, headers=self._headers, allow_redirects=False)
             async with post as response:
@@ -214,7 +214,7 @@ class OpenAIChatClient:
             return f"{type(error).__name__} {error}".strip()
 
     async def _content(self, response: aiohttp.ClientResponse) -> bytes:
-        """Raises InferenceError for an answer of more than MAX_ANSWER_BYTES."""
+        """Read the body. Raises InferenceError if it is longer than MAX_ANSWER_BYTES."""
         parts: list[bytes] = []
         size = 0
         async for part in response.content.iter_any():
@@ -230,13 +230,13 @@ class OpenAIChatClient:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._max_connections),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
-                # Looking for proxies costs more than the rest of a request, so only where there are any.
+                # The proxy look-up costs more than the rest of a request, so enable it only if proxies exist.
                 trust_env=bool(urllib.request.getproxies()),
             )
         return self._session
 
     def _backoff(self, attempt: int) -> float:
-        """Exponential with jitter."""
+        """Return an exponential back-off in seconds, with jitter."""
         longest: float = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
         return longest * random.uniform(0.5, 1.0)
 
@@ -255,13 +255,13 @@ def _is_http(url: str) -> bool:
 
 
 def _redirected(response: aiohttp.ClientResponse) -> _Refusal:
-    """Not followed: what the endpoint was asked is for nobody else."""
+    """Turn a redirect into a refusal: for privacy, the request must not go to another server."""
     text = f"redirects to {response.headers.get('Location', 'nowhere')[:200]!r}; if you trust it, name it as the URL"
     return _Refusal(response.status, text, None)
 
 
 def _seconds(headers: Mapping[str, str]) -> float | None:
-    """`Retry-After` in seconds or as a date (RFC 9110, 10.2.3); None where there is none that can be read."""
+    """Return `Retry-After` in seconds, from a number or a date (RFC 9110, 10.2.3); None if missing or invalid."""
     value = headers.get("Retry-After")
     if value is None:
         return None
@@ -271,7 +271,7 @@ def _seconds(headers: Mapping[str, str]) -> float | None:
         date = email.utils.parsedate_tz(value)
     try:
         return None if date is None else max(0.0, email.utils.mktime_tz(date) - time.time())
-    except (ValueError, OverflowError):  # a date that no calendar has
+    except (ValueError, OverflowError):  # an impossible date
         return None
 
 
@@ -327,7 +327,7 @@ def _tool_call(call: Any) -> dict[str, Any]:
 
 
 def token_count(value: Any) -> int | None:
-    """Raises ValueError for what is no number of tokens."""
+    """Return `value` as a token count; None stays None. Raises ValueError if it is not a valid count."""
     if value is None:
         return None
     if not isinstance(value, int | float) or not 0 <= value <= MAX_TOKENS:

@@ -1,13 +1,13 @@
-"""A conversation as token ids: token in, token out.
+"""A conversation as token ids, extended by chat template and sampled tokens.
 
-Invariants: token ids are only ever appended; what the model sampled is kept exactly as sampled and is never tokenised
-again; all else (the prompt, the end of a turn that the model did not write, observations, the header of the next turn)
-comes from the chat template and is not the policy's. Of the template only the delta is rendered and tokenised at each
-turn, so that a turn costs the same however long the conversation is.
+Invariants: token ids are only appended; sampled tokens are kept exactly as sampled and never tokenised again; all other
+tokens (the prompt, an end of turn that the model did not write, observations, the header of the next turn) come from
+the chat template and are not policy tokens. Each turn renders and tokenises only the delta of the template, so the cost
+of a turn does not depend on the length of the conversation.
 
-A template that drops an earlier turn's thinking when it renders again (Qwen3) keeps it here, because the model's
-context is what it was sampled with. A template that renders *given* messages differently when others follow cannot be
-extended this way, and is refused with a ModelError when the conversation begins.
+Some templates (Qwen3) drop the thinking of earlier turns when they render again; here it stays, because the model
+sampled with it in its context. A template that renders *given* messages differently when others follow cannot be
+extended this way; it raises ModelError at the start of the conversation.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from roll_flash.errors import ModelError
 from roll_flash.types import Message
 
 Tools = list[dict[str, Any]] | None
-"""Declared tools in OpenAI's form: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
+"""Declared tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]
 
 UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
-"""What a template raises for arguments of a call, or schemas of a tool, that are not of the kind it was written for."""
+"""Errors that a template raises for call arguments or tool schemas of a kind that it does not support."""
 
 _SOME_ANSWER = "[[an answer of the model]]"
-"""Stands for a sampled turn while the template is rendered; what follows it is the delta."""
+"""Placeholder of a sampled turn when the template is rendered; the text after it is the delta."""
 
 _SOME_NAME, _SOME_RESULT = "some_tool_of_ours", "[[a result of a tool]]"
 _SOME_TOOL = {
@@ -44,10 +44,10 @@ _SOME_TOOL = {
 
 
 class Conversation:
-    """Begins with `messages` (at least one) and the template's header of the model's turn.
+    """A conversation that starts with `messages` (at least one) and the template's header of the model's turn.
 
-    Then `add_generation` and `add_observation` alternate. `tools` are shown by a template that `shows_tools`, and by
-    others not at all. Raises ModelError for a template that cannot be used.
+    Then `add_generation` and `add_observation` alternate. `tools` appear only if the template `shows_tools`. Raises
+    ModelError if the template cannot be used.
     """
 
     def __init__(self, tokenizer: Any, messages: Sequence[Message], tools: Tools = None) -> None:
@@ -55,11 +55,11 @@ class Conversation:
         self._tools = tools
         self._tokenizer = tokenizer
         self.messages: list[Message] = list(messages)
-        """All messages so far; the model's as text, for people to read."""
+        """All messages so far; the model's messages as text, for logs."""
         self.token_ids: list[int] = self._template.begin(self.messages, tools)
-        """All tokens so far. Read only: it grows with the conversation."""
+        """All tokens so far; the list grows with the conversation. Read-only for callers."""
         self.prompt_length = len(self.token_ids)
-        """Tokens before the first policy token."""
+        """Number of tokens before the first policy token."""
         self._generations: list[tuple[int, Generation]] = []
         self._is_models_turn = True
 
@@ -76,7 +76,7 @@ class Conversation:
         return text
 
     def add_observation(self, messages: Sequence[Message]) -> None:
-        """Append what the environment answered and the header of the model's next turn; none of it is the policy's.
+        """Append the environment's messages and the header of the model's next turn; these are not policy tokens.
 
         Closes the model's turn first if the model did not (it was cut off, or stopped at a stop string).
         """
@@ -87,7 +87,7 @@ class Conversation:
         self.messages.extend(messages)
 
     def arrays(self) -> Arrays:
-        """`token_ids`, `policy_mask`, `logprobs`, `versions` of a `Trajectory`, each of shape [T]."""
+        """Return `token_ids`, `policy_mask`, `logprobs`, `versions` of a `Trajectory`, each of shape [T]."""
         length = len(self.token_ids)
         mask = np.zeros(length, np.bool_)
         logprobs = np.zeros(length, np.float32)
@@ -115,7 +115,7 @@ class ChatTemplate:
 
     @cached_property
     def shows_tools(self) -> bool:
-        """Whether declared tools are rendered, and stay as they are when messages follow."""
+        """True if the template renders declared tools, and does not change them when messages follow."""
         messages: list[Message] = [{"role": "user", "content": "."}]
         try:
             self._check(messages, [_SOME_TOOL])
@@ -125,7 +125,7 @@ class ChatTemplate:
 
     @cached_property
     def shows_tool_results(self) -> bool:
-        """Whether messages of the role `tool` are rendered as what they are; only where the template knows tools."""
+        """True if the template renders messages with the role `tool`; False if it does not show tools."""
         if not self.shows_tools:
             return False
         result: Message = {"role": "tool", "tool_call_id": "call00000", "name": _SOME_NAME, "content": _SOME_RESULT}
@@ -136,20 +136,20 @@ class ChatTemplate:
             return False
 
     def begin(self, messages: list[Message], tools: Tools = None) -> list[int]:
-        """All of `messages` and the header of the model's turn. Raises ModelError for a template that would render
-        them differently when others follow."""
+        """Return the tokens of `messages` and the header of the model's turn. Raises ModelError if the template
+        renders them differently when others follow."""
         if not messages:
             raise ValueError("a conversation needs at least one message")
         self._check(messages, tools)
         return self.prompt(messages, tools)
 
     def prompt(self, messages: list[Message], tools: Tools = None) -> list[int]:
-        """As `begin`, for a prompt that is never rendered again, so that nothing has to be checked."""
+        """Same as `begin`, without the check, for a prompt that is never extended."""
         return self._tokenize(self._render(messages, with_header=True, tools=tools))
 
     def delta(self, messages: Sequence[Message], *, after: int, tools: Tools = None) -> list[int]:
-        """What follows the model's text: end of turn (unless `after`, its last token, is that), `messages`, header of
-        the next turn."""
+        """Return the tokens after the model's text: end of turn (unless it is already `after`, the last token),
+        `messages`, header of the next turn."""
         before: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
         text = self._render([*before, *messages], with_header=True, tools=tools)
         _, found, rest = text.partition(_SOME_ANSWER)
@@ -162,7 +162,7 @@ class ChatTemplate:
         return delta[1:] if is_closed else delta
 
     def _check(self, messages: list[Message], tools: Tools = None) -> None:
-        """Given messages must look the same when others follow. Once for each sequence of roles."""
+        """Check that `messages` render the same when others follow, once per sequence of roles. Raises ModelError."""
         key = (tools is not None, *(str(message["role"]) for message in messages))
         if key in self._checked:
             return
@@ -204,7 +204,7 @@ _templates: WeakKeyDictionary[Any, tuple[str, ChatTemplate]] = WeakKeyDictionary
 
 
 def chat_template_of(tokenizer: Any) -> ChatTemplate:
-    """One `ChatTemplate` for each tokenizer, made again if its template was replaced."""
+    """Return the cached `ChatTemplate` of a tokenizer; create a new one if its template was replaced."""
     source = str(tokenizer.chat_template)
     known = _templates.get(tokenizer)
     if known is None or known[0] != source:

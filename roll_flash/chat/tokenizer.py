@@ -1,6 +1,6 @@
-"""A model folder's tokenizer, loaded without torch where that can be done.
+"""Loads the tokenizer of a model folder, without torch if possible.
 
-`AutoTokenizer` imports every model's classes and torch: 330 MB in each process and some seconds, for classes that a
+`AutoTokenizer` imports torch and the classes of every model: 330 MB per process and some seconds, for classes that a
 process which only tokenises never uses.
 """
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
-"""Two names of the one class that is `tokenizer.json` and nothing else."""
+"""Two names of the class that needs only `tokenizer.json`."""
 
 
 def load_tokenizer(folder: Path | str) -> Any:
-    """The same tokenizer as `AutoTokenizer.from_pretrained(folder)`. Raises what that raises."""
+    """Return the same tokenizer as `AutoTokenizer.from_pretrained(folder)`. Raises the same errors."""
     if _is_plain(Path(folder)):
         from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
@@ -26,7 +26,7 @@ def load_tokenizer(folder: Path | str) -> Any:
 
 
 def _is_plain(folder: Path) -> bool:
-    """Whether the folder names no class of its own. What is unreadable is `AutoTokenizer`'s to refuse."""
+    """True if the folder needs no custom tokenizer class. False if unreadable: `AutoTokenizer` then raises."""
     try:
         config = json.loads((folder / "tokenizer_config.json").read_text())
     except (OSError, ValueError):

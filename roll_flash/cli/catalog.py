@@ -1,4 +1,4 @@
-"""Which environments there are."""
+"""List the available environments."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class EnvironmentEntry:
 
 
 def list_environments(*, everything: bool) -> list[EnvironmentEntry]:
-    """Environments of this package and of plug-ins, by id; with `everything` those of gymnasium itself too."""
+    """Environments of this package and of plug-ins, by id; with `everything` also those of gymnasium."""
     from roll_flash.envs.registration import load_plugins
 
-    load_plugins()  # what cannot be loaded is logged as a warning
+    load_plugins()  # plug-ins that fail to load are logged as warnings
     specs = [spec for spec in gymnasium.registry.values() if everything or not _is_gymnasiums_own(spec)]
     return [
         EnvironmentEntry(spec.id, _entry_point(spec), "" if _is_gymnasiums_own(spec) else _about(spec))
@@ -39,7 +39,7 @@ def _entry_point(spec: EnvSpec) -> str:
 
 
 def _is_gymnasiums_own(spec: EnvSpec) -> bool:
-    """What `import gymnasium` registers by itself; some of it points at packages that its users install."""
+    """True for environments registered by `import gymnasium`; some of them need packages that the user must install."""
     return _entry_point(spec).partition(".")[0] in ("gymnasium", "shimmy") or spec.namespace in ("phys2d", "tabular")
 
 
@@ -54,7 +54,7 @@ def _about(spec: EnvSpec) -> str:
 
 
 def _first_line(creator: Any, env_id: str) -> str:
-    """Of the module's documentation where that introduces the environment (`Maze-v0: ...`), else of the class's."""
+    """First line of the module's docstring if that introduces the environment (`Maze-v0: ...`), else of the class's."""
     module = inspect.getdoc(inspect.getmodule(creator)) or ""
     text = module.removeprefix(f"{env_id}:") if module.startswith(f"{env_id}:") else inspect.getdoc(creator) or ""
     return text.strip().partition("\n")[0]

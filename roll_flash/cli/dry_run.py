@@ -1,4 +1,4 @@
-"""`roll-flash train CONFIG --dry-run`: everything that can be checked before servers and learner are started."""
+"""`roll-flash train CONFIG --dry-run`: run every check that is possible before servers and learner start."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from roll_flash.start_checks import check_parts
 
 
 def dry_run(config: Config, *, resume: bool = False) -> list[str]:
-    """One line for each check that passed. Raises the error that the run would end with for the first that did not.
+    """Return one line per passed check. Raises the first error that the run would end with.
 
-    A model that is given by name is prepared if it is not yet; nothing else stays behind.
+    A model given by name is prepared if needed; nothing else is left behind.
     """
     check_run_folder(config, resume=resume)
     checked = check_parts(config)
@@ -50,6 +50,6 @@ async def _reset(config: Config, env_id: str, env: AsyncEnvironment, seed: int) 
         raise EnvError(f"{env_id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
     except RollFlashError:
         raise
-    except Exception as error:  # users' code may raise anything
+    except Exception as error:  # user code may raise anything
         raise EnvError(f"{env_id}: reset(seed={seed}) raised {type(error).__name__}: {error}") from error
     return f"environment: {env_id} resets with {len(messages)} messages"

@@ -30,8 +30,8 @@ OPTIONS: tuple[tuple[str, type, str, str], ...] = (
 
 
 def add_eval(command: Command, split_words: SplitWords) -> None:
-    """`command` makes a command's parser of its name, what it calls, a line about it and its usage; `split_words` tells
-    `CONFIG` and `a.b=c` apart."""
+    """`command` makes a command's parser from its name, handler, help line and usage; `split_words` separates `CONFIG`
+    from `a.b=c`."""
     usage = (
         "roll-flash eval [CONFIG | TASKS | --env ID] [--model M] [-n N] [-k K] [--endpoint URL] [a.b=c ...] [options]"
     )
@@ -99,7 +99,7 @@ def _eval(arguments: argparse.Namespace, split_words: SplitWords) -> int:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Tells a person on a terminal how far it is; standard output is left for the result."""
+    """Show progress to a user on a terminal; standard output is reserved for the result."""
     from roll_flash.monitor.progress import Progress
 
     with redirect_stdout(sys.stderr), Progress(0, stream=sys.stderr) as progress:

@@ -18,7 +18,7 @@ Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
 
 
 def add_gateway(command: Command) -> None:
-    """`command` makes the parser of its name, what it calls, a line about it, and its usage."""
+    """`command` makes a command's parser from its name, handler, help line and usage."""
     text = "an OpenAI- and Anthropic-compatible endpoint that records tokens and takes rewards"
     usage = (
         "roll-flash serve-gateway (--model FOLDER|NAME|RUN | --endpoint URL --model NAME) [--port N] [--out DIR] "
@@ -85,7 +85,7 @@ def _only_overrides(words: Sequence[str]) -> Sequence[str]:
 
 
 def _announce(serving: Serving, as_json: bool, is_made: bool) -> None:
-    """`is_made`: nobody knows the key yet."""
+    """`is_made`: the key was generated, so the user does not know it yet."""
     if as_json:
         found = {"url": serving.url, "model": serving.model, "episodes": str(serving.episodes)}
         say(json.dumps(found | ({"api_key": serving.api_key} if is_made else {})))

@@ -1,7 +1,7 @@
 """The `roll-flash` command: each subcommand is a few lines that call one function.
 
-Heavy imports stand inside the subcommands, so that `--help` is quick. Errors that this package raises on purpose are
-one line on standard error; a traceback is shown with `--debug` only. Exit codes: 0, 1 failure, 2 usage, 130 Ctrl-C.
+Heavy imports are inside the subcommands, so that `--help` is fast. Errors that this package raises on purpose are one
+line on standard error; a traceback is shown only with `--debug`. Exit codes: 0, 1 failure, 2 usage, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Handler = Callable[[argparse.Namespace], int]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit code. Raises SystemExit for `--help`, `--version` and usage errors only."""
+    """Run one command and return its exit code. Raises SystemExit only for `--help`, `--version` and usage errors."""
     progress_bars_on_terminals_only()
     arguments = build_parser().parse_args(argv)
     from roll_flash.terminal_logs import make_logs_printable
 
     make_logs_printable()
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py beside the user
+        sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py in the working directory
     handler: Handler = arguments.handler
     try:
         with _terminate_like_interrupt():
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stdout.flush()
             return code
     except BrokenPipeError:
-        # The reader of our output has gone (`| head`); Python would complain once more when it closes the stream.
+        # The reader of our output has exited (`| head`); Python would complain again when it closes the stream.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _shortened(text: str) -> str:
-    """One line; of a long one the beginning and the end, where errors that were passed on say what they are about."""
+    """Return one line; of a long one the beginning and the end, where forwarded errors name their subject."""
     line = " ".join(text.split())
     return line if len(line) <= 400 else f"{line[:100]} ... {line[-290:]}"
 
@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, with the nearest known word; takes `a.b=c` words between options."""
+    """Report errors in one line, with the nearest known word; accept `a.b=c` words between options."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"allow_abbrev": False, **kwargs})
@@ -135,7 +135,7 @@ def _command(
 
 
 def _config_and_overrides(words: Sequence[str]) -> tuple[str | None, list[str]]:
-    """`CONFIG a.b=c ...` in any order."""
+    """Split `CONFIG a.b=c ...`, in any order."""
     files = [word for word in words if "=" not in word]
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r}: one CONFIG is enough; an override is written key=value")
@@ -147,7 +147,7 @@ def _print_json(value: Any) -> None:
 
 
 def _standard_output_for_json(wanted: bool) -> AbstractContextManager[Any]:
-    """With `--json` standard output carries the one object alone; progress goes to standard error."""
+    """With `--json` standard output carries only the one object; progress goes to standard error."""
     return redirect_stdout(sys.stderr) if wanted else nullcontext()
 
 
@@ -191,7 +191,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _dry_run(arguments: argparse.Namespace, config: Config) -> int:
-    """Prints the resolved tree, itself a config that can be run, with what was checked as comments."""
+    """Print the resolved config, which can be run as is, with the passed checks as comments."""
     from roll_flash.cli.dry_run import dry_run
 
     with _standard_output_for_json(arguments.json):
@@ -314,8 +314,8 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _terminate_like_interrupt() -> Iterator[None]:
-    """SIGTERM (a scheduler's stop, `docker stop`) and SIGHUP (a terminal that is closed) end a command just as cleanly
-    as Ctrl-C; what nohup started ignores SIGHUP as before."""
+    """Let SIGTERM (a scheduler's stop, `docker stop`) and SIGHUP (a closed terminal) end a command as cleanly as
+    Ctrl-C; under nohup SIGHUP stays ignored."""
 
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -330,7 +330,7 @@ def _terminate_like_interrupt() -> Iterator[None]:
 
 
 def _interrupt(*_: object) -> None:
-    # A shell script starts its background commands with SIGINT ignored; SIGTERM must end them all the same.
+    # A shell script starts background commands with SIGINT ignored; SIGTERM must still end them.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         raise KeyboardInterrupt
     signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""`roll-flash sandbox ls | reap | check | bench | soak`."""
+"""`roll-flash sandbox ls | reap | check`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Command = Callable[[str, Handler, str], argparse.ArgumentParser]
 
 
 def add_sandbox(command: Command) -> None:
-    """`command` makes one action's parser of its name, what it calls and a line about it."""
+    """`command` makes an action's parser from its name, handler and help line."""
     for name, handler, text in (
         ("ls", _sandbox_ls, "what runs, and whose it is"),
         ("reap", _sandbox_reap, "remove what dead runs have left behind"),

@@ -1,4 +1,4 @@
-"""The section `eval` of a config: held-out tasks, attempts, budget."""
+"""The config section `eval`: held-out tasks, attempts, budget."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ class EvalConfig(Section):
     attempts: PositiveInt = 1
     """Episodes per task (k)."""
     seeds_from: NonNegativeInt = 1_000_000_000
-    """Held-out tasks are seeds from here on; they must not lie among the training seeds."""
+    """First seed of the held-out tasks; the held-out seeds must not overlap the training seeds."""
     temperature: NonNegativeFloat = 0.0
     before_and_after: bool = True
     """Evaluate the model before the first and after the last step."""
     every: NonNegativeInt = 0
-    """Evaluate each time so many steps are done, while training goes on; 0 never does. An evaluation that is due while
-    one still runs is skipped and counted."""
+    """Evaluate after every N steps while training continues; 0 disables it. An evaluation that becomes due while
+    another one runs is skipped and counted."""
     max_concurrent: PositiveInt | None = None
-    """Episodes in flight. None: `rollout.max_concurrent`, and a quarter of it while training goes on."""
+    """Maximum concurrent episodes. None: `rollout.max_concurrent`, and a quarter of it during training."""
     retries: NonNegativeInt = 1
-    """How often an attempt is started again that failed for want of infrastructure (server, sandbox, worker)."""
+    """Maximum retries of an attempt that failed because of infrastructure (server, sandbox, worker)."""
     max_failures_in_a_row: PositiveInt = 64
-    """Attempts that may fail one after another before the evaluation stops and says why."""
+    """Maximum consecutive failed attempts; after that the evaluation stops and reports why."""
     pass_at: tuple[PositiveInt, ...] = ()
-    """The k of pass@k that are reported; empty: the powers of two up to `attempts`, and `attempts` itself."""
+    """Values of k for which pass@k is reported. Empty: the powers of two up to `attempts`, and `attempts` itself."""
     max_tokens_total: PositiveInt | None = None
-    """Tokens, prompts included, that the whole evaluation may use; it stops before, and more can be allowed later."""
+    """Maximum tokens of the whole evaluation, prompts included; it stops before that. You can raise it later."""
     max_cost: PositiveFloat | None = None
-    """The same in the currency of the prices."""
+    """Maximum cost of the whole evaluation, in the currency of the prices."""
     max_minutes: PositiveFloat | None = None
-    """Minutes that one call may take; what is in flight then is given up and played again at the next."""
+    """Maximum minutes of one call; episodes still running then are abandoned and played again by the next call."""
     price_prompt: NonNegativeFloat | None = None
-    """Price of a million prompt tokens. Prices are not part of what is evaluated: they may change."""
+    """Price per million prompt tokens. Changing a price does not make it a different evaluation."""
     price_completion: NonNegativeFloat | None = None
-    """Price of a million tokens that the model writes."""
+    """Price per million tokens that the model generates."""
 
     @model_validator(mode="after")
     def _prices(self) -> EvalConfig:

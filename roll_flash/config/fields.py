@@ -1,4 +1,4 @@
-"""What every section of the config tree is made of: its base class and the annotated types of its fields."""
+"""Base class and annotated field types of every section of the config tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _expand_home(value: Any) -> Any:
 
 
 def _require_json(value: dict[str, Any]) -> dict[str, Any]:
-    """Tasks are kept in checkpoints; YAML makes dates of what looks like one."""
+    """Reject values that checkpoints (JSON) cannot hold, such as dates, which YAML makes of date-like text."""
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""Config trees as files: composed by `base`, overridden by dotted `key=value` pairs."""
+"""Read config trees from files (composed by `base`), and apply dotted `key=value` overrides."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from roll_flash.errors import ConfigError
 
 
 def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """The tree of a file on top of that of its `base`. Raises ConfigError."""
+    """Tree of a file, merged over the tree of its `base`. Raises ConfigError."""
     if path.resolve() in parents:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the `base` lines")
     try:
@@ -50,7 +50,7 @@ def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Set what `a.b=value` says in `tree`. Raises ConfigError."""
+    """Apply the override `a.b=value` to `tree`. Raises ConfigError."""
     key, separator, text = override.partition("=")
     if not separator or not key:
         raise ConfigError(f"{override!r}: an override is written key=value, for example rollout.group_size=4")
@@ -72,7 +72,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _scientific(value: Any) -> Any:
-    """YAML 1.1 reads `1e-5` as a string; people mean the number."""
+    """Convert strings such as `1e-5`, which YAML 1.1 does not read as numbers."""
     if isinstance(value, str) and value[:1].isdigit() and "e" in value:
         try:
             return float(value)

@@ -1,6 +1,6 @@
-"""The config of learning: losses, advantages, corrections, and the learner that computes them.
+"""Config of the learner: losses, advantages, off-policy corrections, optimizer.
 
-docs/algorithms.md has the formulas, sources and when to use which.
+docs/algorithms.md has the formulas, the sources and when to use which.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LOSS_PARAMETERS: dict[str, frozenset[str]] = {
     "weighted_topr": _TAPER | {"positive_weight", "negative_weight"},
     "reinforce": _CORRECTION,
 }
-"""What each loss reads; anything else that is set is an error, so that no option is ignored."""
+"""Options that each loss reads; setting any other one is an error, so that no option is ignored."""
 
 
 class LossConfig(Section):
@@ -40,23 +40,23 @@ class LossConfig(Section):
         "decoupled_ppo"
     )
     clip_low: Probability | None = None
-    """The ratio is clipped at 1 - clip_low. None is the loss's own: 0.2, in cispo 1.0, in gspo 3e-4."""
+    """The ratio is clipped at 1 - clip_low. None: the default of the loss (0.2; cispo 1.0; gspo 3e-4)."""
     clip_high: PositiveFloat | None = None
-    """The ratio is clipped at 1 + clip_high. None is the loss's own: 0.2, in gspo 4e-4."""
+    """The ratio is clipped at 1 + clip_high. None: the default of the loss (0.2; gspo 4e-4)."""
     dual_clip: Annotated[float, Field(gt=1)] | None = None
-    """Bound of the loss for negative advantages (c of dual-clip PPO), None for none."""
+    """Bound of the loss for negative advantages (c of dual-clip PPO). None: no bound."""
     correction: Literal["none", "tis", "mask"] = "tis"
-    """What is done with the ratio of proximal to behaviour policy: nothing, truncate, or drop outside the bounds."""
+    """Use of the ratio of proximal to behaviour policy: ignore it, truncate it, or mask tokens out of bounds."""
     correction_level: Literal["token", "sequence", "sequence_mean"] = "token"
-    """One ratio for each token, or one for a whole sequence: the product over its tokens, or their geometric mean."""
+    """Compute one ratio per token, or one per sequence: the product over its tokens, or their geometric mean."""
     correction_cap: PositiveFloat | None = None
-    """Upper bound of `tis`; upper end of `mask`. None is the loss's own: 2.0; 1.0 in tis, topr and weighted_topr."""
+    """Upper bound of `tis` and of `mask`. None: the default of the loss (2.0; 1.0 in tis, topr and weighted_topr)."""
     correction_floor: NonNegativeFloat = 0.5
-    """Lower end of `mask`."""
+    """Lower bound of `mask`."""
     positive_weight: NonNegativeFloat = 1.0
-    """Weight of what was better than expected (weighted_topr)."""
+    """Weight of samples that were better than expected (weighted_topr)."""
     negative_weight: NonNegativeFloat = 1.0
-    """Weight of what was worse than expected (weighted_topr)."""
+    """Weight of samples that were worse than expected (weighted_topr)."""
 
     @model_validator(mode="after")
     def _only_what_the_loss_reads(self) -> LossConfig:
@@ -70,12 +70,12 @@ class LossConfig(Section):
         return self
 
     def parameters(self) -> dict[str, Any]:
-        """Keyword arguments of the loss function: what it reads and what is not left to its own default."""
+        """Keyword arguments of the loss function: the options that it reads, without those left at None."""
         keys = LOSS_PARAMETERS[self.name]
         return {key: value for key, value in self.model_dump().items() if key in keys and value is not None}
 
     def off_policy_warning(self, async_ratio: float) -> str | None:
-        """One line where this loss does not correct for data of age `async_ratio`; None where it does."""
+        """Return a one-line warning if this loss does not correct for data as old as `async_ratio`, else None."""
         if async_ratio <= 0:
             return None
         advice = (
@@ -96,36 +96,36 @@ class WarmStartConfig(Section):
     demonstrations: LocalPath
     """A run folder or its `episodes` folder, or a .jsonl file of `{"messages": [...]}`."""
     steps: PositiveInt = 20
-    """Supervised steps; they do not count as steps of the run."""
+    """Number of supervised steps; they do not count as steps of the run."""
     batch_size: PositiveInt = 16
-    """Demonstrations of one supervised step."""
+    """Demonstrations per supervised step."""
     learning_rate: PositiveFloat | None = None
-    """None is the learner's."""
+    """Learning rate. None: `learner.learning_rate`."""
     best: PositiveInt = 1024
-    """Most demonstrations; of a run's episodes those with the highest rewards."""
+    """Maximum demonstrations; from a run, the episodes with the highest rewards."""
     min_reward: float | None = None
-    """Leave out episodes that earned less."""
+    """Leave out episodes with a lower reward."""
 
 
 class KlConfig(Section):
     coefficient: NonNegativeFloat = 0.0
-    """Weight of the divergence from a frozen reference in the loss; 0 loads no reference."""
+    """Weight of the KL divergence from a frozen reference in the loss; 0 loads no reference."""
     estimator: Literal["k1", "k2", "k3"] = "k2"
-    """How the divergence is estimated from a sampled token. k1 and k2 have the gradient of the reverse KL."""
+    """Estimator of the divergence from a sampled token. k1 and k2 have the gradient of the reverse KL."""
     reference: LocalPath | None = None
-    """Model folder of the reference; None is the model that the run starts from."""
+    """Model folder of the reference. None: the model that the run starts from."""
 
 
 class LoraConfig(Section):
     rank: NonNegativeInt = 0
-    """Width of the adapters; 0 trains all weights."""
+    """Rank of the adapters; 0 trains all weights."""
     alpha: PositiveFloat = 32.0
-    """Adapters are scaled by alpha / rank."""
+    """Scale of the adapters: alpha / rank."""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Last part of the names of the linear layers that get an adapter."""
     publish: Literal["adapters", "merged"] = "adapters"
-    """What servers get: the adapters alone, a few MB, which they merge into the weights they were started with; or all
-    weights, merged by the learner, for an inference engine that cannot merge."""
+    """Weights sent to the servers: only the adapters (a few MB), which servers merge into the weights they started
+    with; or all weights, merged by the learner, for an inference engine that cannot merge."""
 
 
 OFFLOAD_ON_CPU = (
@@ -142,45 +142,45 @@ class LearnerConfig(Section):
     learning_rate: PositiveFloat = 1e-5
     warmup_steps: NonNegativeInt = 0
     weight_decay: NonNegativeFloat = 0.0
-    """Of matrices. Norms and biases have none."""
+    """Weight decay of matrices. Norms and biases have none."""
     betas: tuple[Probability, Probability] = (0.9, 0.95)
     max_grad_norm: PositiveFloat = 1.0
     advantage: Literal["grpo", "rloo", "reinforce++", "gigpo"] = "grpo"
     normalize_advantage: Literal["group", "batch", "none"] | None = None
-    """What advantages are divided by: the standard deviation of the group's rewards, that of the whole step (which
-    then is computed when its last group is in), or nothing. None: group for grpo and gigpo, batch for reinforce++,
+    """Divisor of advantages: `group` the standard deviation of the group's rewards; `batch` that of all advantages of
+    the step (computed when its last group arrives); `none` 1. None: group for grpo and gigpo, batch for reinforce++,
     none for rloo. `none` with grpo is Dr. GRPO."""
     turn_weight: NonNegativeFloat = 1.0
-    """Weight of the advantage of a turn against that of its episode (gigpo)."""
+    """Weight of the turn advantage relative to the episode advantage (gigpo)."""
     turn_discount: Probability = 0.95
-    """Discount for each turn until a reward comes (gigpo)."""
+    """Discount of a reward per turn before it (gigpo)."""
     loss: LossConfig = LossConfig()
     loss_normalization: Literal["tokens", "sequences"] = "tokens"
-    """The loss is the mean over all policy tokens of a step, or the mean over its sequences of their mean tokens."""
+    """Average the loss over all policy tokens of a step, or over its sequences (each the mean over its tokens)."""
     entropy_bonus: NonNegativeFloat = 0.0
     """Weight of the policy's entropy, which is added to the objective."""
     kl: KlConfig = KlConfig()
-    """Divergence from a frozen reference, as part of the loss."""
+    """KL divergence from a frozen reference, added to the loss."""
     minibatches: PositiveInt = 1
-    """Optimizer steps for each batch. With more than one, log-probabilities of the step's start are computed first,
-    and training begins when the last group is in."""
+    """Optimizer steps per batch. With more than one, the log-probabilities at the start of the step are computed first,
+    and training begins when the last group arrives."""
     lora: LoraConfig = LoraConfig()
-    """Train low-rank adapters and leave the model's own weights as they are."""
+    """Train low-rank adapters and freeze the model's own weights."""
     gradient_checkpointing: bool = False
-    """Keep only the input of each layer and compute the rest again in the backward pass: less memory, more time."""
+    """Keep only the input of each layer and recompute the rest in the backward pass: less memory, more time."""
     activation_offload: bool = False
-    """Keep these inputs in host memory until the backward pass (GPU only, with `gradient_checkpointing`)."""
+    """Keep these inputs in host memory until the backward pass (GPU only, needs `gradient_checkpointing`)."""
     compile: bool = False
-    """Compile the layers with torch.compile. The first passes take long, and how much the others gain depends on model
-    and machine: measure. Needs a C++ compiler on a CPU, Triton on a GPU."""
+    """Compile the layers with torch.compile. The first passes are slow, and the later gain depends on model and
+    machine: measure it. Needs a C++ compiler on a CPU, Triton on a GPU."""
     gradient_sync: Literal["row", "step"] = "row"
-    """When several ranks add up their gradients: after each row, where each keeps only its share of them; or once a
-    step, which communicates less and holds the gradient of all weights on every rank."""
+    """Synchronization of gradients between ranks: `row` after each row, each rank keeps only its shard; `step` once per
+    step, which communicates less but keeps the gradient of all weights on every rank."""
     micro_batch_tokens: PositiveInt = 2048
-    """Most tokens of one forward pass, shared prefixes counted once; a group larger than that is split. Memory grows
-    with it: about 1.6 MB per token for a model of 135 M parameters in float32."""
+    """Maximum tokens per forward pass, shared prefixes counted once; a larger group is split. Memory grows with it:
+    about 1.6 MB per token for a model of 135 M parameters in float32."""
     max_skipped_steps: NonNegativeInt = 3
-    """Updates in a row that may be skipped for a gradient that is not finite before the run stops."""
+    """Maximum consecutive updates skipped because the gradient is not finite; after that the run stops."""
     start_timeout_s: PositiveFloat = 300.0
     step_timeout_s: PositiveFloat = 1800.0
 

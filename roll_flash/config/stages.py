@@ -1,4 +1,4 @@
-"""The config of asynchronous stages: what works on a trajectory between its episode and the learner."""
+"""Config of asynchronous stages, which score a trajectory after its episode and before the learner."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from roll_flash.config.fields import NonNegativeInt, PositiveFloat, PositiveInt,
 
 class StageConfig(Section):
     name: Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")]
-    """How metrics and messages call it."""
+    """Name of the stage in metrics and messages."""
     entry_point: str
     """`judge`, `reward_model`, or `module:Class` (`file.py:Class`) with a method `score`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the class."""
     reward: Literal["add", "multiply", "replace"] = "add"
-    """What `weight` x score does to the reward. Stages are applied in the order of this list."""
+    """Operation that applies `weight` x score to the reward. Stages run in the order of this list."""
     weight: FiniteFloat = 1.0
-    """What the score is multiplied with."""
+    """Factor of the score."""
     workers: PositiveInt = 4
-    """Calls of `score` at the same time."""
+    """Maximum number of concurrent calls of `score`."""
     batch_size: PositiveInt = 1
-    """Most trajectories of one call, which fail together."""
+    """Maximum trajectories per call; they fail together."""
     timeout_s: PositiveFloat = 60.0
-    """Deadline of one call."""
+    """Timeout in seconds of one call."""
     retries: NonNegativeInt = 1
-    """How often a call that failed is repeated."""
+    """Maximum retries of a failed call."""
     on_failure: Literal["drop_row", "drop_group", "stop"] = "drop_row"
-    """When a call failed for good: its trajectories are not trained, or all of their group, or the run stops. With
-    `drop_group` a call gets one whole group. The reward is never made up."""
+    """After the last retry of a call: do not train its trajectories, or none of their group, or stop the run. With
+    `drop_group` a call gets one whole group. A missing reward is never invented."""
     max_failures_in_a_row: PositiveInt = 8
-    """Calls that may fail for good one after the other before the run stops and says why."""
+    """Maximum consecutive calls that fail after all retries; then the run stops and reports why."""
 
 
 def _different_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:

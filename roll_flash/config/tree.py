@@ -1,8 +1,8 @@
-"""The one config tree.
+"""The config tree of a run.
 
 A run is a YAML file, composed (`base: other.yaml`, relative to the file) and overridden by dotted `key=value` pairs.
-Unknown keys are errors with a suggestion. `load_config` returns the resolved tree, `Config.to_yaml` writes it so that
-it can be run again as it is. Importing this module imports neither torch nor ray nor vllm.
+Unknown keys are errors with a suggestion. `load_config` returns the resolved tree; the output of `Config.to_yaml` can
+be run again unchanged. Importing this module imports neither torch nor ray nor vllm.
 """
 
 from __future__ import annotations
@@ -55,30 +55,30 @@ __all__ = [
 ]
 
 STALL_MARGIN_S = 60.0
-"""For what comes between the end of an episode and the news of it, on a machine that is busy."""
+"""Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
 
 
 class ModelConfig(Section):
     path: LocalPath
     """A Hugging Face model folder on this machine, or a name that `make model` knows (`smollm2-135m`, `tiny`)."""
     max_length: PositiveInt = 1024
-    """Most tokens of an episode, prompts and observations included."""
+    """Maximum tokens of an episode, prompts and observations included."""
 
 
 class EnvConfig(Section):
     id: str
-    """A gymnasium id; it may carry a module: `my_pkg.envs:Maze-v0`."""
+    """A gymnasium id, optionally with a module: `my_pkg.envs:Maze-v0`."""
     kwargs: KeywordArguments = Field(default_factory=dict)
     """Keyword arguments for `gymnasium.make`."""
     max_turns: PositiveInt = 8
-    """Most calls of the model in one episode."""
+    """Maximum model calls per episode."""
     train_seeds: tuple[NonNegativeInt, NonNegativeInt] = (0, 1_000_000)
-    """Half-open range of seeds that training tasks are drawn from."""
+    """Half-open range of seeds for training tasks."""
     weight: PositiveFloat = 1.0
-    """Share of the training tasks, against the weights of `extra_envs`."""
+    """Share of the training tasks, relative to the weights of `extra_envs`."""
     levels: tuple[KeywordArguments, ...] = ()
-    """A curriculum: each level is a set of keyword arguments over `kwargs`. Training draws the levels by how much they
-    teach now (success neither 0 nor 1); evaluation uses `kwargs` alone."""
+    """Curriculum: each level is a set of keyword arguments merged over `kwargs`. Training prefers the levels with the
+    most signal now (success neither 0 nor 1); evaluation uses `kwargs` alone."""
 
     @model_validator(mode="after")
     def _seeds(self) -> EnvConfig:
@@ -94,27 +94,27 @@ class EnvConfig(Section):
 
     @property
     def variants(self) -> list[dict[str, Any]]:
-        """The keyword arguments of each level, or those of the environment where there are no levels."""
+        """Keyword arguments of each level, or those of the environment if it has no levels."""
         return [{**self.kwargs, **level} for level in self.levels or ({},)]
 
 
 class SandboxConfig(Section):
     provider: str = "auto"
-    """`docker`; `local` (bubblewrap, weaker); a plug-in of `roll_flash.sandboxes`; `auto` takes docker where an engine
-    answers and says so where not."""
+    """`docker`; `local` (bubblewrap, weaker); a plug-in of `roll_flash.sandboxes`; `auto` uses docker if an engine
+    answers and prints a note if not."""
     engines: tuple[str, ...] = ()
-    """Docker engines that are used as one (`unix:///path`, `tcp://host:2375`, `tcp://host:2376?certificates=FOLDER`);
-    empty is DOCKER_HOST's, or that of this machine."""
+    """Docker engines that are used as one (`unix:///path`, `tcp://host:2375`, `tcp://host:2376?certificates=FOLDER`).
+    Empty: the one of DOCKER_HOST, or of this machine."""
     allow_weak: bool = False
-    """Let `roll-flash eval` use a sandbox with weak isolation (`local`); training only warns."""
+    """Allow `roll-flash eval` to use a sandbox with weak isolation (`local`); training only warns."""
     image: str = "roll-flash-sandbox:latest"
     """Docker image of environments that name none."""
     pool_size: NonNegativeInt = 8
-    """Sandboxes kept started and waiting."""
+    """Number of started, idle sandboxes in the pool."""
     max_parallel_starts: PositiveInt = 8
-    """Sandboxes that start side by side, on each engine."""
+    """Maximum concurrent sandbox starts per engine."""
     reuse: bool = False
-    """Reset and check a sandbox after its episode and use it again, instead of a fresh one for each."""
+    """Reset and check a sandbox after its episode and reuse it, instead of starting a fresh one per episode."""
     memory_mb: PositiveInt = 256
     cpus: PositiveFloat = 1.0
     pids: PositiveInt = 64
@@ -134,58 +134,59 @@ class SandboxConfig(Section):
 
 class RolloutConfig(Section):
     groups_per_step: PositiveInt = 8
-    """Groups (tasks) that one optimizer step trains on."""
+    """Groups (tasks) per optimizer step."""
     group_size: Annotated[int, Field(ge=2)] = 8
-    """Replicas of one task, each its own episode."""
+    """Replicas of one task, each a separate episode."""
     extra_groups: NonNegativeInt = 0
-    """Groups in flight beyond what the asynchronous ratio needs: redundancy against stragglers."""
+    """Groups in flight beyond the number that the async ratio needs: redundancy against stragglers."""
     extra_replicas: NonNegativeInt = 0
-    """Episodes of a group beyond `group_size`; the group is complete with the first `group_size` that finish."""
+    """Episodes of a group beyond `group_size`; the first `group_size` that finish complete the group."""
     surplus: Literal["keep", "cancel"] = "keep"
-    """What redundancy leaves over: `cancel` stops it at once, `keep` uses it while it is fresh."""
+    """Surplus of the redundancy: `cancel` stops it at once, `keep` uses it while it is fresh."""
     scheduling: Literal["queue", "batch"] = "queue"
-    """`queue`: a free slot takes the next episode; `batch`: a step's episodes start together and end together."""
+    """`queue`: a free slot takes the next episode; `batch`: all episodes of a step start together and end together."""
     replicate: bool = True
-    """Schedule the replicas of a group on their own; `false` starts them together."""
+    """Schedule each replica of a group separately; `false` starts them together."""
     fair: bool = False
-    """Train groups in the order of submission, so that what is trained is distributed as what was submitted."""
+    """Train groups in the order of submission, so that the trained groups have the distribution of the submitted
+    ones."""
     drop_groups_without_signal: bool = False
-    """Drop groups whose replicas all got the same reward and play others (at most 4 x groups_per_step in a step)."""
+    """Drop groups whose replicas all got the same reward and play others (at most 4 x groups_per_step per step)."""
     on_failure: Literal["smaller", "refill"] = "smaller"
-    """When an episode failed for good: its group is trained without it, or another replica takes its place."""
+    """Action when an episode failed after all retries: train the smaller group, or play another replica."""
     max_concurrent: PositiveInt = 64
-    """Episodes in flight, over all workers."""
+    """Maximum concurrent episodes, over all workers."""
     workers: PositiveInt = 1
-    """Ray actors that host the per-environment async workers."""
+    """Number of Ray actors that host the per-environment async workers."""
     worker_threads: PositiveInt = 32
-    """Calls of blocking environments at the same time in one worker."""
+    """Maximum concurrent calls of blocking environments in one worker."""
     placement: Literal["pack", "spread"] = "pack"
-    """Where Ray puts the workers: beside the driver where its node has the resources, or spread over all nodes."""
+    """Ray placement of the workers: on the driver's node while it has the resources, or spread over all nodes."""
     worker_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Ray resources that one worker takes, such as `{CPU: 1, sandboxes: 1}`. A worker mostly waits: none by default."""
+    """Ray resources per worker, such as `{CPU: 1, sandboxes: 1}`. A worker mostly waits: none by default."""
     heartbeat_timeout_s: PositiveFloat = 30.0
-    """A worker that gives no sign of life for so long is replaced, and its episodes are started again."""
+    """A worker without a heartbeat for this many seconds is replaced, and its episodes are restarted."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
-    """At least 0.01: vLLM samples at that whatever less it is asked for, and log-probabilities would be of another
-    distribution."""
+    """Sampling temperature, at least 0.01: vLLM raises lower values to that, and log-probabilities would belong to
+    another distribution."""
     max_new_tokens: PositiveInt = 64
-    """Most tokens the model may write in one turn."""
+    """Maximum tokens the model may generate per turn."""
     stop: tuple[str, ...] = ()
-    """Strings that end a turn, beside the model's own end-of-turn token."""
+    """Strings that end a turn, in addition to the model's end-of-turn token."""
     generate_timeout_s: PositiveFloat = 120.0
     step_timeout_s: PositiveFloat = 60.0
-    """Deadline of `reset` and of each `step`."""
+    """Timeout in seconds of `reset` and of each `step`."""
     episode_timeout_s: PositiveFloat = 600.0
     retries: NonNegativeInt = 1
-    """How often an episode that failed is started again before its group goes on without it."""
+    """Maximum retries of a failed episode; after that its group continues without it."""
     max_failures_in_a_row: PositiveInt = 64
-    """Episodes that may fail one after another, and groups that may lose too many replicas one after another, before
-    the run stops and says why."""
+    """Maximum consecutive failed episodes, and maximum consecutive groups that lost too many replicas; then the run
+    stops and reports why."""
     max_requeues: NonNegativeInt = 3
-    """How often `on_stale: requeue` plays one task again; after that it is given up and counted."""
+    """Maximum replays of one task by `on_stale: requeue`; after that it is dropped and counted."""
     max_steps_without_signal: PositiveInt = 4
-    """With `drop_groups_without_signal`: steps in a row in which every group had equal rewards before the run stops and
-    says so."""
+    """With `drop_groups_without_signal`: maximum consecutive steps in which every group had equal rewards; then the run
+    stops and reports it."""
 
     @model_validator(mode="after")
     def _redundancy(self) -> RolloutConfig:
@@ -205,11 +206,12 @@ class RolloutConfig(Section):
 
 class StreamConfig(Section):
     shards: NonNegativeInt = 0
-    """Ray actors, spread over the nodes, that hold trajectories on their way to the learner; 0: the driver does."""
+    """Ray actors, spread over the nodes, that hold trajectories between rollout and learner; 0: the driver holds
+    them."""
     capacity_rows: PositiveInt = 4096
-    """Most trajectories on their way; whoever puts more waits."""
+    """Maximum trajectories in the stream; while it is full, producers wait."""
     capacity_mb: PositiveInt = 1024
-    """The same in memory."""
+    """Maximum MB of trajectories in the stream."""
 
 
 class InferenceConfig(Section):
@@ -219,60 +221,62 @@ class InferenceConfig(Section):
     threads: PositiveInt = 1
     """CPU threads of each server (CPU only)."""
     kv_cache_gib: PositiveFloat = 1.0
-    """Memory for the key-value cache (CPU only)."""
+    """Size of the key-value cache in GiB (CPU only)."""
     gpu_memory_utilization: Probability = 0.5
     max_num_seqs: PositiveInt = 64
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: float32 on CPU, bfloat16 on GPU."""
     port: NonNegativeInt = 0
-    """First port of the servers; 0 lets the system choose."""
+    """First port of the servers; 0: the system chooses."""
     start_timeout_s: PositiveFloat = 300.0
     health_timeout_s: PositiveFloat = 30.0
-    """A server that does not answer for so long is left out, and its requests go on elsewhere; after three times as
-    long it is killed and started again."""
+    """A server that does not answer for this many seconds gets no requests; other servers continue its requests. After
+    three times as long it is killed and restarted."""
     stream_every: PositiveInt = 64
-    """Turns that may be longer than this are streamed in pieces of so many tokens, so that a request whose server dies
-    goes on elsewhere from its last piece. Small values cost CPU time for each piece."""
+    """Turns that may be longer than this are streamed in chunks of this many tokens, so that if a server dies, another
+    one continues the request from its last chunk. Small values cost CPU time per chunk."""
     admission_ratio: NonNegativeFloat = 2.0
-    """Tokens that may be outstanding at a server, as a multiple of what its key-value cache holds; what is more waits
-    in the workers. Above 1 because turns rarely use all they may and replicas share their prompt; 0 is no limit."""
+    """Maximum outstanding tokens per server, as a multiple of its key-value cache; further requests wait in the
+    workers. Above 1 because turns rarely use their maximum and replicas share their prompt; 0: no limit."""
     weight_transfer: Literal["shm", "nccl", "ipc"] = "shm"
-    """How vLLM gets new weights: shared memory of this machine; from learner ranks on any machine; of the same GPU."""
+    """Transport of new weights to vLLM: `shm` shared memory (same machine), `nccl` learner ranks on any machine, `ipc`
+    learner ranks on the same GPU."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
-    """Further options of the server's own command line."""
+    """Additional command-line options of the server."""
 
 
 class WeightsConfig(Section):
     in_flight: Literal["keep", "abort_resume"] = "keep"
-    """Requests in flight at a weight update: `keep` pauses them and goes on with their old keys and values;
-    `abort_resume` ends them and asks again from the tokens they have, which the new weights read anew (for servers that
-    cannot keep requests, or where every token should see the new weights alone; costs a prefill for each request)."""
+    """Requests in flight during a weight update: `keep` pauses them and continues with their old keys and values;
+    `abort_resume` aborts them and resends their tokens, so that the new weights recompute the prefix (for servers that
+    cannot pause requests, or if every token must see only the new weights; costs a prefill per request)."""
     parity_threshold: PositiveFloat | None = None
-    """How far log-probabilities of server and learner may differ at the 99th percentile of the parity probe's tokens;
-    their mean difference may be a fifth of it. None is 1e-3 in float32, 0.25 in bfloat16."""
+    """Maximum difference between log-probabilities of server and learner at the 99th percentile of the parity probe's
+    tokens; the mean difference may be at most a fifth of it. None: 1e-3 in float32, 0.25 in bfloat16."""
     parity_text: str = "The quick brown fox jumps over the lazy dog. 12 + 34 = 46."
-    """What the probe's texts, of together 1,000 tokens, begin with. All are compared once, when a run starts or goes
-    on; two of them, in turn, after every weight update."""
+    """Text that the probe's texts (1,000 tokens in total) begin with. All texts are compared once when a run starts or
+    resumes; two of them, in turn, after every weight update."""
     publish_timeout_s: PositiveFloat = 300.0
-    """For all servers together; long enough for one that has to be started again meanwhile."""
+    """Timeout in seconds for all servers together; must be long enough to restart a server meanwhile."""
 
 
 class CheckpointConfig(Section):
     every_minutes: NonNegativeFloat = 10.0
-    """Minutes between checkpoints, which are written while steps go on; 0: not by time. The first is written after the
-    first step, so that a folder that cannot be written shows at once. The end, Ctrl-C, SIGTERM, SIGHUP and every error
-    that leaves the learner whole write one too; with both keys 0 there are those alone."""
+    """Minutes between checkpoints, which are written while training continues; 0: none by time. The first is written
+    after the first step, so that a folder without write access shows early. The end, Ctrl-C, SIGTERM, SIGHUP and every
+    error that leaves the learner intact also write one; with both keys 0, only these."""
     every: NonNegativeInt = 0
-    """Steps between checkpoints, beside those by time; 0: not by steps."""
+    """Steps between checkpoints, in addition to those by time; 0: none by steps."""
     keep: PositiveInt = 1
-    """How many of the newest stay. A newer one is complete before an older one is removed."""
+    """Number of newest checkpoints to keep. An old one is removed only after a newer one is complete."""
 
 
 class MonitorConfig(Section):
     tensorboard: bool = True
     stall_timeout_s: PositiveFloat | None = None
-    """With no episode ending for so long the run stops and names what it waits for. None: a minute longer than
-    `rollout.episode_timeout_s` and a `rollout.step_timeout_s` to close it, so that slow episodes end by themselves."""
+    """Maximum seconds in which no episode ends; after that the run stops and names what it waits for. None:
+    `rollout.episode_timeout_s` + `rollout.step_timeout_s` (to close it) + 60, so that slow episodes end by
+    themselves."""
 
 
 class RayConfig(Section):
@@ -290,25 +294,25 @@ class Config(Section):
     model: ModelConfig
     env: EnvConfig
     extra_envs: tuple[EnvConfig, ...] = ()
-    """Further environments to train on, mixed with `env` by their weights; each is evaluated too."""
+    """Additional training environments, mixed with `env` by their weights; each is also evaluated."""
     sandbox: SandboxConfig = SandboxConfig()
     rollout: RolloutConfig = RolloutConfig()
     async_ratio: NumberOrAuto = 1.0
     """A token may be trained at version v only if it was sampled at version >= v - async_ratio; 0 is synchronous.
-    `auto` adapts it within `async_ratio_bounds` by what each step measures."""
+    `auto` adapts it within `async_ratio_bounds` from the measurements of each step."""
     async_ratio_bounds: tuple[NonNegativeInt, NonNegativeInt] = (0, 4)
-    """Smallest and largest `async_ratio` of `auto`."""
+    """Minimum and maximum of `async_ratio: auto`."""
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
-    """What happens to groups that can no longer be trained in time: `evict` drops them, `requeue` also plays their
-    tasks again (at most `rollout.max_requeues` times each), `wait` lets no step finish without them."""
+    """Action for groups that became too stale to train: `evict` drops them, `requeue` also plays their tasks again (at
+    most `rollout.max_requeues` times each), `wait` lets no step finish without them."""
     stream: StreamConfig = StreamConfig()
-    """The way of trajectories from rollout to learner."""
+    """The trajectory stream between rollout and learner."""
     stages: Stages = ()
-    """What scores trajectories on that way: judges, reward models, classes of your own."""
+    """Stages that score trajectories in the stream: judges, reward models, your own classes."""
     inference: InferenceConfig = InferenceConfig()
     learner: LearnerConfig = LearnerConfig()
     warm_start: WarmStartConfig | None = None
-    """Imitate demonstrations before reinforcement learning begins."""
+    """Imitate demonstrations (supervised) before reinforcement learning begins."""
     weights: WeightsConfig = WeightsConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
@@ -340,23 +344,23 @@ class Config(Section):
 
     @property
     def envs(self) -> tuple[EnvConfig, ...]:
-        """All environments that are trained on; the first is the one that the run is about."""
+        """All training environments; the first is the main environment of the run."""
         return (self.env, *self.extra_envs)
 
     @property
     def highest_async_ratio(self) -> float:
-        """The bound that no trained token ever exceeds."""
+        """Upper bound of the staleness of any trained token."""
         return self.async_ratio_bounds[1] if self.async_ratio == "auto" else self.async_ratio
 
     @property
     def stall_timeout_s(self) -> float:
-        """How long no episode may end before the run stops."""
+        """Maximum seconds in which no episode ends before the run stops."""
         chosen, rollout = self.monitor.stall_timeout_s, self.rollout
         return rollout.episode_timeout_s + rollout.step_timeout_s + STALL_MARGIN_S if chosen is None else chosen
 
     @property
     def usual_start(self) -> str:
-        """How long servers, learner and workers usually take to start, for whoever waits."""
+        """Typical start time of servers, learner and workers, as text for the user."""
         return "usually 60-180 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 20-40 s"
 
     @property
@@ -372,7 +376,7 @@ class Config(Section):
 
 
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """Read, compose, override and validate. Raises ConfigError with one line per mistake."""
+    """Read, compose, override and validate a config. Raises ConfigError with one line per mistake."""
     tree = dict(source) if isinstance(source, Mapping) else read_yaml(Path(source))
     for override in overrides:
         apply_override(tree, override)
@@ -402,7 +406,7 @@ def _explain(item: Mapping[str, Any]) -> str:
 def _suggest(location: list[str]) -> str:
     section: type[BaseModel] = Config
     for part in location[:-1]:
-        if part.isdigit():  # a place in a list of sections
+        if part.isdigit():  # index in a list of sections
             continue
         child = _section_type(section, part)
         if child is None:

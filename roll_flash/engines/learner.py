@@ -1,4 +1,4 @@
-"""The protocol behind which a learner lives: a step on a stream of micro-batches."""
+"""Defines the protocol that a learner implements: training steps on a stream of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from roll_flash.types import Group, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One finished step. `version` is the version that the step produced. Metrics are flat names to numbers."""
+    """Result of one finished step. `version` is the weight version that it produced; `metrics` maps names to values."""
 
     version: int
     policy_tokens: int
@@ -26,63 +26,63 @@ class StepResult:
 
 
 class LearnerEngine(Protocol):
-    """One step is `accumulate` (any number of times, as groups become ready) and then `finish_step`.
+    """A step calls `accumulate` (any number of times, as groups become ready) and then `finish_step`.
 
-    The gradient of a step is that of the masked mean over all policy tokens given to it, however they were split.
+    Its gradient is that of the masked mean over all policy tokens of the step, independent of how they were split.
     """
 
     @property
     def version(self) -> int:
-        """Steps finished so far; each is a set of weights that servers can have."""
+        """Number of finished steps; each produced one weight version that servers can load."""
         ...
 
     async def check_model(self) -> None:
-        """Before anything else of a run starts: is this a model that can be trained exactly? Raises ModelError if not,
-        and LearnerError. What it has loaded `start` goes on with."""
+        """Check that the model can be trained exactly; called before all other parts of a run start. `start` reuses
+        the loaded model. Raises ModelError if the check fails, LearnerError if the learner fails."""
         ...
 
     async def start(self) -> None:
-        """Start all ranks, load the model. Raises LearnerError or ModelError."""
+        """Start all ranks and load the model. Raises LearnerError or ModelError."""
         ...
 
     async def accumulate(self, groups: Sequence[Group]) -> None:
-        """Forward and backward on whole groups with the current weights.
+        """Run forward and backward passes on whole groups with the current weights.
 
         Raises LearnerError if a policy token is older than `version - async_ratio`.
         """
         ...
 
     async def finish_step(self) -> StepResult:
-        """Normalise, clip, step. Raises LearnerError when nothing was accumulated."""
+        """Normalise and clip the gradient, then update. Raises LearnerError if nothing was accumulated."""
         ...
 
     async def sft_step(
         self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
     ) -> StepResult:
-        """One supervised step: cross-entropy on the policy tokens of demonstrations.
+        """Take one supervised step: cross-entropy on the policy tokens of demonstrations.
 
-        A version like any other, unless it does not count (a warm start, before anything is sampled).
+        It produces a new version unless `counts` is false (warm start, before any sampling).
         Raises LearnerError between `accumulate` and `finish_step`.
         """
         ...
 
     async def abandon_step(self) -> None:
-        """Forget what was accumulated since the last step: it will never be finished.
+        """Discard the gradients accumulated since the last step.
 
-        Where a cancelled `finish_step` had begun to change the weights, they are a version of their own.
+        If a cancelled `finish_step` had already begun to change the weights, they become a new version.
         """
         ...
 
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights."""
+        """Return the log-probabilities [T - 1] of `token_ids[1:]` under the current weights."""
         ...
 
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """`logprobs` of each text, computed together as rows that train are."""
+        """Return the `logprobs` of each text, packed into rows as in training."""
         ...
 
     async def stage_weights(self) -> StagedWeights:
-        """Copy the current weights to where the servers can read them. The caller releases them."""
+        """Copy the current weights to memory that the servers can read. The caller releases them."""
         ...
 
     async def release_weights(self, weights: StagedWeights) -> None: ...
@@ -92,19 +92,19 @@ class LearnerEngine(Protocol):
         ...
 
     async def begin_save(self, folder: Path) -> asyncio.Task[None]:
-        """`save` in the background: returns when the state is copied and steps may go on."""
+        """Start `save` in the background; return once the state is copied and training may continue."""
         ...
 
     async def load(self, folder: Path) -> None:
-        """Read one back. Raises CheckpointError."""
+        """Load a checkpoint. Raises CheckpointError."""
         ...
 
     async def export_hf(self, folder: Path) -> None:
-        """Write a model folder that `transformers` loads, tokenizer included."""
+        """Write a model folder that `transformers` can load, tokenizer included."""
         ...
 
     async def begin_export(self, folder: Path) -> asyncio.Task[None]:
-        """`export_hf` in the background: returns when the weights are copied and steps may go on."""
+        """Start `export_hf` in the background; return once the weights are copied and training may continue."""
         ...
 
     async def close(self) -> None: ...

@@ -1,6 +1,6 @@
-"""Which attempt starts next, which is tried again, and when an evaluation stops early. Pure: no tasks, no clock.
+"""Schedule attempts and retries, and decide when an evaluation stops early. Pure: no tasks, no clock.
 
-Invariant: every attempt that `take` gave out comes back to `ended` once, or is given up with the whole evaluation.
+Invariant: every attempt from `take` is passed to `ended` once, or is abandoned with the whole evaluation.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajecto
 TRIED_AGAIN: frozenset[FailureCause] = frozenset(
     {"generate_error", "generate_timeout", "sandbox_error", "worker_died", "internal_error"}
 )
-"""What infrastructure does. An environment that raises or hangs would most likely do so again."""
+"""Infrastructure failures, which are retried. An environment that raises or hangs would probably do so again."""
 
 
 class Attempts:
@@ -28,10 +28,10 @@ class Attempts:
         self._failures_in_a_row = 0
         self.tried_again = 0
         self.stop_reason: str | None = None
-        """Why not everything was run."""
+        """Reason why not all attempts were run."""
 
     def take(self) -> Iterator[EpisodeSpec]:
-        """The next attempts, for as long as they may start. Call again when those have ended: there may be more."""
+        """Yield the next attempts while they may start. Call again after those have ended: there may be more."""
         while self.may_start():
             spec = self._waiting.popleft()
             self._running[spec.episode_id] = spec
@@ -46,7 +46,7 @@ class Attempts:
         return refusal is None
 
     def ended(self, outcome: Trajectory | EpisodeFailure) -> None:
-        """`budget` must have been told before."""
+        """Count an ended attempt; update `budget` before."""
         spec = self._running.pop(outcome.episode_id)
         if isinstance(outcome, Trajectory):
             self._failures_in_a_row = 0
@@ -62,5 +62,5 @@ class Attempts:
             )
 
     def stop(self, reason: str) -> None:
-        """Start nothing more."""
+        """Start no more attempts."""
         self.stop_reason = self.stop_reason or reason

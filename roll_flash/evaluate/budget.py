@@ -1,4 +1,4 @@
-"""What an evaluation may use: tokens and money. A pure account; clocks and tasks live in `evaluation.py`."""
+"""Token and cost budget of an evaluation. Only counts: clocks and tasks are in `evaluation.py`."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from roll_flash.config.evaluation import EvalConfig
 
 MILLION = 1e6
 TASK_TOKENS = 500
-"""Of a task's description, before anything is known of it."""
+"""Assumed tokens of a task's description before the first result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Of a million tokens, in any currency; None where there is none."""
+    """Prices per million tokens, in any currency; None if not set."""
 
     prompt: float | None = None
     completion: float | None = None
@@ -23,38 +23,38 @@ class Prices:
         return cls(config.price_prompt, config.price_completion)
 
     def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """None where no price is known."""
+        """Cost; None if no price is known."""
         if self.prompt is None and self.completion is None:
             return None
         return (prompt_tokens * (self.prompt or 0.0) + completion_tokens * (self.completion or 0.0)) / MILLION
 
 
 class Budget:
-    """Counts what ended attempts used, failed ones too, and says whether another may start.
+    """Count the usage of ended attempts, including failed ones, and decide if another attempt may start.
 
-    Attempts in flight are counted at the mean of those that ended, so that the limits hold however many run at once
-    (to within the spread of one attempt's use). Before anything is known, an attempt counts as one that takes every
-    turn and every token it may, and one is let through while anything is left.
+    Running attempts count with the mean of the ended ones, so that the limits hold for any concurrency (up to the
+    variance of one attempt's usage). Before the first attempt ends, an attempt counts with its maximum turns and
+    tokens, and one may start while any budget is left.
     """
 
     def __init__(
         self, config: EvalConfig, *, max_turns: int, max_new_tokens: int, elsewhere: tuple[int, int] = (0, 0)
     ) -> None:
-        """`elsewhere` are the tokens, read and written, that other environments took from the same budget."""
+        """`elsewhere`: (prompt, completion) tokens that other environments used from the same budget."""
         self._config = config
         self._elsewhere = elsewhere
         self._prices = Prices.of(config)
-        # Every turn reads what all turns before it wrote, and the task.
+        # Every turn reads the task and the output of all earlier turns.
         self._largest_prompt = max_turns * (TASK_TOKENS + max_new_tokens * (max_turns - 1) // 2)
         self._largest_completion = max_turns * max_new_tokens
         self._ended = 0
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.unknown = 0
-        """Attempts whose tokens are not known."""
+        """Attempts with unknown token counts."""
 
     def add(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:
-        """An attempt ended."""
+        """Count an ended attempt."""
         self._ended += 1
         self.unknown += prompt_tokens is None or completion_tokens is None
         self.prompt_tokens += prompt_tokens or 0
@@ -65,7 +65,7 @@ class Budget:
         return self._prices.cost(self.prompt_tokens, self.completion_tokens)
 
     def refusal(self, in_flight: int) -> str | None:
-        """Why no further attempt may start beside `in_flight` others; None if it may."""
+        """Reason why no attempt may start in addition to `in_flight` others; None if it may."""
         config, own = self._config, self.prompt_tokens + self.completion_tokens
         used = own + sum(self._elsewhere)
         if config.max_tokens_total is not None:

@@ -1,7 +1,7 @@
-"""Two evaluations of the same tasks: how much better is one, surely, and on which tasks did the answer flip?
+"""Compare two evaluations of the same tasks: difference with its interval, and tasks with a different outcome.
 
-Attempts are averaged for each task; the difference of the two means is one number per task, and tasks are resampled
-(paired bootstrap, Efron 1979): what makes a task hard for both does not blur the comparison.
+Attempts are averaged per task; each task gives one paired difference, and tasks are resampled (paired bootstrap, Efron
+1979), so that a task that is hard for both does not add noise.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from roll_flash.evaluate.statistics import Estimate, bootstrap_interval
 
 Record = Mapping[str, Any]
 SOLVED_FROM = 0.5
-"""A task counts as solved when at least so many of its attempts succeeded."""
+"""Minimum success rate of a solved task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,21 +26,21 @@ class Side:
 
     folder: Path
     name: str
-    """Its model and environment."""
+    """Model and environment."""
     tasks: int
     attempts: int
-    """Scored attempts at each of its tasks, at most."""
+    """Maximum scored attempts per task."""
     env_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment was made with."""
+    """Keyword arguments of the environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPair:
-    """One task that both have scored attempts of."""
+    """A task with scored attempts in both evaluations."""
 
     task_id: str
     a: float
-    """Mean over the attempts: success where it is reported, else reward."""
+    """Mean over the attempts: success if reported, else reward."""
     b: float
     attempts_a: tuple[Record, ...]
     attempts_b: tuple[Record, ...]
@@ -55,7 +55,7 @@ class Comparison:
     a: Side
     b: Side
     measure: str
-    """`success` or `reward`: what is compared."""
+    """Compared quantity: `success` or `reward`."""
     value_a: float
     value_b: float
     difference: Estimate
@@ -115,7 +115,7 @@ class Comparison:
 
 
 def compare_folders(a: str | Path, b: str | Path) -> Comparison:
-    """Compare what two folders hold of common tasks. Raises ConfigError when they have none, or hold no evaluation."""
+    """Compare the common tasks of two folders. Raises ConfigError if there are none, or no evaluation."""
     (side_a, tasks_a), (side_b, tasks_b) = _read(Path(a).expanduser()), _read(Path(b).expanduser())
     common = [task for task in tasks_a if task in tasks_b]
     if not common:
@@ -150,8 +150,8 @@ def compare_folders(a: str | Path, b: str | Path) -> Comparison:
 def estimate_difference(differences: Sequence[float]) -> Estimate:
     """Mean of paired differences with its bootstrap interval.
 
-    When all are alike the bootstrap has no width. That says much of many tasks and little of few: the interval is
-    then widened by 3 / n, the 95 % bound on how often something happens that was never seen in n trials.
+    If all differences are equal, the bootstrap interval has no width; for few tasks that is too certain. It is then
+    widened by 3 / n, the 95 % bound on the rate of an event that was never seen in n trials.
     """
     value = sum(differences) / len(differences)
     low, high = bootstrap_interval(differences)

@@ -1,4 +1,4 @@
-"""One small request to an endpoint before an evaluation begins, so that what is wrong is said at once and once."""
+"""Send one small request to an endpoint before an evaluation, so that errors are reported early and once."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from roll_flash.sandboxes import SandboxUnavailable
 from roll_flash.types import SamplingParams
 
 CHECK_TIMEOUT_S = 60.0
-"""Long enough for a server that loads its model with the first request."""
+"""Long enough for a server that loads its model on the first request."""
 
 
 async def check_endpoint(
     url: str, model: str, api_key_env: str | None, eval: EvalConfig, *, timeout_s: float = CHECK_TIMEOUT_S
 ) -> str | None:
-    """Ask for one token. Returns what a user should know, such as that tokens cannot be counted.
+    """Request one token. Return a warning for the user, such as that tokens cannot be counted, or None.
 
-    Raises InferenceError for an endpoint that is down, refuses the key or the model, or answers with something else;
-    ConfigError for a budget of tokens or money where the endpoint does not tell what was used.
+    Raises InferenceError if the endpoint is down, rejects the key or the model, or sends an invalid answer; ConfigError
+    for a token or cost budget if the endpoint does not report usage.
     """
     client = OpenAIChatClient(url, model, api_key_from(api_key_env), max_attempts=2)
     try:
@@ -40,8 +40,7 @@ async def check_endpoint(
 
 
 def require_isolation(config: Config, isolation: str | None) -> None:
-    """`isolation` is that of the sandboxes which can be had here, None where none is needed. Raises SandboxUnavailable
-    if it is weak."""
+    """Check the `isolation` of the sandboxes (None if none is needed). Raises SandboxUnavailable if it is weak."""
     if isolation == "weak" and not config.sandbox.allow_weak:
         ids = ", ".join(env.id for env in config.envs)
         raise SandboxUnavailable(

@@ -1,7 +1,7 @@
-"""An evaluation: n held-out tasks x k attempts, resumable, with nothing scored 0 that the model did not do.
+"""An evaluation: n held-out tasks x k attempts, resumable; only the model's own failures score 0.
 
-An attempt either ended (it has a reward) or failed (it has a cause). Failures are shown and left out of every score.
-Those of infrastructure are tried again at once, all of them when the evaluation is started again on the same folder.
+An attempt either ended (it has a reward) or failed (it has a cause). Failures are shown but excluded from every score.
+Infrastructure failures are retried at once; all failures are retried when the evaluation runs again on the same folder.
 """
 
 from __future__ import annotations
@@ -26,24 +26,25 @@ from roll_flash.types import EpisodeSpec, SamplingParams
 
 Status = Callable[[str], None]
 STATUS_S = 0.5
-"""How often a person is told."""
+"""Minimum seconds between progress reports."""
 
 
 class EpisodeRunner(Protocol):
-    """Whatever can run episodes. Yields each outcome once, as it comes; a failed episode is data and never raises.
+    """Interface of everything that runs episodes. Yields each outcome once when it ends; a failure is data, never
+    raised.
 
-    `episodes` is asked for the next one only when it can start.
+    The next item of `episodes` is requested only when it can start.
     """
 
     def run(self, episodes: Iterable[EpisodeSpec], *, max_concurrent: int) -> AsyncIterator[Outcome]: ...
 
 
 class Evaluation:
-    """One environment, its held-out tasks and a folder. Raises ConfigError when that holds another evaluation.
+    """One environment, its held-out tasks and a folder. Raises ConfigError if the folder holds another evaluation.
 
-    `sampling` is used as given, with a seed of its own for each attempt when it has one. `about` (the model, the
-    endpoint, ...) is saved with the results; `before` are results of environments that share its budget; `trained` are
-    hashes of the tasks that the model was trained on (`same_tasks.py`), and may grow while the evaluation runs.
+    `sampling` is used as given, but each attempt gets a different seed if it has one. `about` (the model, the endpoint,
+    ...) is saved with the results; `before` are results of environments that share the budget; `trained` are hashes of
+    the tasks that the model was trained on (`trained_tasks.py`), and may grow while the evaluation runs.
     """
 
     def __init__(
@@ -82,16 +83,16 @@ class Evaluation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether there is nothing left to run."""
+        """True if there is nothing left to run."""
         return not self._journal.unscored(self._specs)
 
     async def run(self, runner: EpisodeRunner, *, max_concurrent: int, status: Status | None = None) -> None:
-        """What the folder does not hold yet. Each finished episode is on disk before the next is awaited, so that
-        Ctrl-C or `kill -9` loses only what was in flight."""
+        """Run the attempts missing in the folder. Each ended episode is on disk before the next is awaited, so that
+        Ctrl-C or `kill -9` loses only running ones."""
         minutes = self._eval.max_minutes
         try:
             async with asyncio.timeout(None if minutes is None else minutes * 60 - self._seconds_before) as scope:
-                # Once more for what could start only when others had ended: repeated attempts, the end of a budget.
+                # Repeat for attempts that could start only after others ended: retries, the end of a budget.
                 while self._attempts.may_start():
                     outcomes = runner.run(self._attempts.take(), max_concurrent=max_concurrent)
                     async with aclosing(_closable(outcomes)) as closable:
@@ -103,7 +104,7 @@ class Evaluation:
             self._attempts.stop(f"{minutes:g} minutes are over (--max-minutes); the same command again goes on")
 
     def result(self) -> EvalResult:
-        """Of what there is by now; also written to the folder, with the report."""
+        """Return the current result; also write it and the report to the folder."""
         by_id = self._journal.records
         records = [by_id[spec.episode_id] for spec in self._specs if spec.episode_id in by_id]
         budget = self._budget
@@ -163,9 +164,9 @@ async def evaluate(
     before: Sequence[EvalResult] = (),
     trained: Collection[str] = (),
 ) -> EvalResult:
-    """Run what `folder` does not hold yet and score all of it; without a runner only what it holds is scored.
+    """Run the attempts missing in `folder` and score all; without a runner, only score the folder.
 
-    What has ended is scored and written also when this is cancelled. Raises ConfigError when the folder holds another
+    Ended attempts are scored and written also on cancellation. Raises ConfigError if the folder holds another
     evaluation.
     """
     with Evaluation(
@@ -181,7 +182,7 @@ async def evaluate(
 
 
 async def _closable(outcomes: AsyncIterator[Outcome]) -> AsyncGenerator[Outcome, None]:
-    """A generator over any iterator, so that leaving the loop closes what is below it."""
+    """Wrap any iterator as a generator, so that leaving the loop closes the iterator."""
     try:
         async for outcome in outcomes:
             yield outcome
@@ -192,7 +193,7 @@ async def _closable(outcomes: AsyncIterator[Outcome]) -> AsyncGenerator[Outcome,
 
 
 def eval_sampling(config: Config) -> SamplingParams:
-    """How evaluations sample: as training does, at the temperature of `eval`, and repeatable where servers allow it."""
+    """Sampling parameters: as in training, at the temperature of `eval`, and repeatable if the servers allow it."""
     return SamplingParams(
         temperature=config.eval.temperature,
         max_new_tokens=config.rollout.max_new_tokens,
@@ -204,7 +205,7 @@ def eval_sampling(config: Config) -> SamplingParams:
 def is_complete(
     folder: Path, env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, label: str, about: Mapping[str, Any]
 ) -> bool:
-    """Whether `evaluate` with these arguments has nothing left to run. Raises ConfigError as `evaluate` does."""
+    """True if `evaluate` with these arguments has nothing left to run. Raises ConfigError as `evaluate` does."""
     with Evaluation(env, eval, sampling, folder=folder, label=label, about=about) as evaluation:
         return evaluation.is_complete
 
@@ -212,7 +213,7 @@ def is_complete(
 def evaluation_plan(
     env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What must agree for two evaluations to share a folder; more tasks or attempts may be added to one."""
+    """Settings that two evaluations in one folder must share; tasks and attempts may be added later."""
     return {
         "env_id": env.id,
         "env_kwargs": env.kwargs,

@@ -1,8 +1,8 @@
-"""Evaluations of a training run: before and after it, and every N steps while it goes on.
+"""Evaluations of a training run: before it, after it, and every N steps during it.
 
-Those beside training take a share of the episodes in flight and never make a step wait: one that is due while another
-still runs is skipped and counted, except that of the last step. The weights go on changing meanwhile; which versions
-answered is in the result.
+Evaluations during training get a share of the concurrent episodes and never block a step: one that becomes due while
+another runs is skipped and counted, except after the last step. The weights change meanwhile; the result lists the
+weight versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from roll_flash.evaluate.result import EvalResult
 from roll_flash.processes.background import start_background
 
 SHARE_BESIDE_TRAINING = 4
-"""Without `eval.max_concurrent` an evaluation beside training has a quarter of `rollout.max_concurrent`."""
+"""Divisor: without `eval.max_concurrent`, an evaluation during training gets a quarter of `rollout.max_concurrent`."""
 Log = Callable[[int, dict[str, Any]], None]
 
 
@@ -33,7 +33,7 @@ async def evaluate_version(
     max_concurrent: int,
     trained: Collection[str] = (),
 ) -> tuple[EvalResult, dict[str, Any]]:
-    """The held-out tasks of each environment, into `folder`/step_N, and what to log.
+    """Evaluate the held-out tasks of each environment into `folder`/step_N; also return the metrics to log.
 
     Returns the result of `env`, with those of `extra_envs` in its `others`.
     """
@@ -64,7 +64,7 @@ def _figures(result: EvalResult) -> dict[str, float]:
 
 
 class EvaluationsBesideTraining:
-    """At most one at a time. As a context: the end waits for the one that runs, an error or Ctrl-C gives it up."""
+    """Run at most one evaluation at a time. Leaving the context waits for it; an error or Ctrl-C cancels it."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class EvaluationsBesideTraining:
         self.failed = 0
 
     def after_step(self, version: int) -> None:
-        """Begin an evaluation if one is due. Raises what went wrong in the last one, if that was a defect of ours."""
+        """Start an evaluation if one is due. Raises the error of the previous one, if that was a bug of ours."""
         every = self._config.eval.every
         ends_here = version == self._config.steps and self._config.eval.before_and_after
         if not every or version % every or ends_here:
             return
         if self._running is not None and not self._running.done():
             if version == self._config.steps:
-                self._at_the_end = version  # there is no step left that it could hold up
+                self._at_the_end = version  # no later step that it could delay
                 return
             self.skipped += 1
             self._log(version, {"eval/skipped": self.skipped})

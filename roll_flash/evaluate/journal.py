@@ -1,7 +1,7 @@
 """The folder of an evaluation: its plan, and the episodes by id. The last record of an id counts.
 
-Each episode is on disk before the next is awaited; `kill -9` loses what is in flight. A last line that was cut off is
-left out, and its attempt is run again.
+Each episode is on disk before the next is awaited; `kill -9` loses only running episodes. A truncated last line is
+ignored, and its attempt runs again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TRANSCRIPTS = "transcripts"
 
 
 class Journal:
-    """In memory and, with a folder, on disk. `budget` is told what every attempt used, also in earlier calls."""
+    """Records in memory and, with a folder, on disk. Adds all usage, also of earlier calls, to `budget`."""
 
     def __init__(self, folder: Path | None, plan: Mapping[str, Any], budget: Budget) -> None:
         self.records: dict[str, dict[str, Any]] = {}
@@ -48,7 +48,7 @@ class Journal:
         self._file = JsonLinesFile(folder / EPISODES_FILE)
 
     def unscored(self, specs: Sequence[EpisodeSpec]) -> list[EpisodeSpec]:
-        """What is still to be run: attempts without a record, and those that failed."""
+        """Attempts to run: those without a record, and those that failed."""
         done = {name for name, record in self.records.items() if record["kind"] == "trajectory"}
         return [spec for spec in specs if spec.episode_id not in done]
 
@@ -61,7 +61,7 @@ class Journal:
             path.write_text(transcript(record), encoding="utf-8", errors="replace")
 
     def write_result(self, tree: Mapping[str, Any]) -> None:
-        """`results.json`, whole or not at all."""
+        """Write `results.json` atomically."""
         if self._folder is not None:
             partial = self._folder / f"{RESULTS_FILE}.new"
             partial.write_text(json.dumps(tree, indent=2, default=str) + "\n")
@@ -78,14 +78,14 @@ class Journal:
 
 
 def transcript_name(record: Mapping[str, Any]) -> str:
-    """`seed_1000_attempt_0.md`, or with the task's name where tasks are not seeds."""
+    """`seed_1000_attempt_0.md`, or with the task's name if tasks are not seeds."""
     *_, task, attempt = str(record["episode_id"]).split(":")
     task = f"seed_{task}" if task == str(record["seed"]) else task
     return f"{task}_attempt_{attempt}.md"
 
 
 def read_records(folder: Path) -> list[dict[str, Any]]:
-    """The episodes of an evaluation's folder, in the order they ended. Raises ConfigError for what is damaged."""
+    """Episodes of an evaluation folder, in the order they ended. Raises ConfigError for a damaged file."""
     path = folder / EPISODES_FILE
     try:
         records = list(read_lines(path))
@@ -99,7 +99,7 @@ def read_records(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_plan(folder: Path) -> dict[str, Any] | None:
-    """What an evaluation's folder is about; None where there is none. Raises ConfigError for a damaged one."""
+    """Plan of an evaluation folder; None if there is none. Raises ConfigError for a damaged one."""
     path = folder / PLAN_FILE
     try:
         plan = json.loads(path.read_text())

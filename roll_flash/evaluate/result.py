@@ -1,4 +1,4 @@
-"""The outcome of an evaluation: scores with intervals, failures by cause, what it used; as JSON and as metrics."""
+"""Result of an evaluation: scores with intervals, failures by cause, usage; as JSON, as metrics and as text."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from roll_flash.run.trained_tasks import hashes_by_task, notes_on_tasks
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What all attempts of the folder used, failed and repeated ones too."""
+    """Usage of all attempts in the folder, including failed and repeated ones."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     unknown: int = 0
-    """Attempts whose tokens are not known."""
+    """Attempts with unknown token counts."""
     cost: float | None = None
-    """In the currency of the prices; None where none was given."""
+    """In the currency of the prices; None without prices."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalResult:
-    """Scores are over attempts that ended; attempts that failed are masked, never scored 0, and listed by cause.
+    """Scores of ended attempts; failed attempts are masked, never scored 0, and listed by cause.
 
-    `success` and `pass_at_k` are empty when the environment reports no success, `reward` is None when nothing ended.
+    Without reported success, `success` is None and `pass_at_k` empty; `reward` is None if no attempt ended.
     """
 
     label: str
     tasks: int
     attempts: int
-    """Attempts per task that were asked for."""
+    """Requested attempts per task."""
     scored: int
     """Attempts that ended with a reward."""
     success: Estimate | None
@@ -54,21 +54,21 @@ class EvalResult:
     policy_tokens: int
     turns: int
     seconds: float
-    """Of this call alone; what a resumed evaluation found on disk cost nothing."""
+    """Duration of this call; a resumed evaluation does not count earlier calls."""
     tools: Mapping[str, ToolStatistics] = field(default_factory=dict)
     versions: Mapping[str, int] = field(default_factory=dict)
-    """Sampled tokens by the weight version that they were sampled with; empty for endpoints that are not ours."""
+    """Sampled tokens by weight version; empty for third-party endpoints."""
     usage: Usage = field(default_factory=Usage)
     tried_again: int = 0
-    """Attempts that were started again in this call after infrastructure failed."""
+    """Attempts retried in this call after infrastructure failures."""
     stopped: str | None = None
-    """Why not everything was run: a budget, or too many failures in a row."""
+    """Reason why not all attempts ran: a budget, or too many consecutive failures."""
     notes: tuple[str, ...] = ()
-    """What a reader must know about the figures."""
+    """Facts that a reader must know about the scores."""
     task_hashes: frozenset[str] = frozenset()
-    """Of the distinct tasks that were scored; empty where they cannot be told apart (`same_tasks.py`)."""
+    """Hashes of the distinct scored tasks; empty if they cannot be distinguished (`trained_tasks.py`)."""
     trained_on: int = 0
-    """How many of those the run had trained on when they were evaluated: above 0 the figures are not held out."""
+    """Number of these tasks that the run had trained on before; if above 0, the scores are not held out."""
     others: Mapping[str, EvalResult] = field(default_factory=dict)
     """Results of `extra_envs` by `extra_env_N`."""
 
@@ -79,24 +79,24 @@ class EvalResult:
 
     @property
     def timeouts(self) -> dict[str, int]:
-        """Time-outs by what was waited for: causes of attempts that were not scored, and `tools` (calls)."""
+        """Number of timeouts by source: causes of attempts without a score, and `tools` (calls)."""
         found = {cause: count for cause, count in self.failures.items() if cause.endswith("_timeout")}
         tools = sum(use.timeouts for use in self.tools.values())
         return {**found, **({"tools": tools} if tools else {})}
 
     @property
     def kind(self) -> str:
-        """What its figures are figures of: `held-out`, or tasks that were trained on."""
+        """Label of the scores: `held-out`, or the share of tasks that were trained on."""
         if not self.trained_on:
             return "held-out"
         return f"not held out ({self.trained_on} of {len(self.task_hashes)} tasks were trained on)"
 
     def with_others(self, others: Mapping[str, EvalResult]) -> EvalResult:
-        """The same, with the results of further environments."""
+        """Return a copy with the results of further environments."""
         return replace(self, others=others)
 
     def metrics(self) -> dict[str, float]:
-        """The figures that a run logs."""
+        """Metrics that a run logs."""
         found: dict[str, float] = {"eval/failed": float(self.missing)}
         if self.trained_on:
             found["eval/trained_on"] = float(self.trained_on)
@@ -111,7 +111,7 @@ class EvalResult:
         return found
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON; pass@k under its number as text."""
+        """Plain data for JSON; keys of pass@k are text."""
         tree = asdict(replace(self, others={}))
         tree["pass_at_k"] = {str(k): asdict(estimate) for k, estimate in self.pass_at_k.items()}
         del tree["task_hashes"]
@@ -140,8 +140,8 @@ def score(
     stopped: str | None = None,
     trained: Collection[str] = (),
 ) -> EvalResult:
-    """Score episode records (`roll_flash.monitor.episodes`), at most one of each attempt. `trained`: hashes of what
-    the model was trained on. Tasks that are the same count as one in every interval."""
+    """Score episode records (`roll_flash.monitor.episodes`), at most one per attempt. `trained`: hashes of the tasks
+    that the model was trained on. Identical tasks count as one in every interval."""
     records = list(records)
     ended = [record for record in records if record["kind"] == "trajectory"]
     hashes = hashes_by_task(ended)
@@ -270,7 +270,7 @@ def _counts(counts: Mapping[str, int]) -> str:
 
 @dataclass(slots=True)
 class ToolStatistics:
-    """Of one tool. `errors` counts wrong calls, exceptions and `timeouts`; `attempts` those that called it at all."""
+    """Statistics of one tool. `errors` counts wrong calls, exceptions and `timeouts`; `attempts` those with a call."""
 
     calls: int = 0
     errors: int = 0
@@ -284,8 +284,8 @@ class ToolStatistics:
 
 
 def tool_statistics(records: Iterable[Mapping[str, Any]]) -> dict[str, ToolStatistics]:
-    """Sums of `info["tools"]` (see `roll_flash.envs.tools.tool_env`), the most called first. An environment of somebody
-    else may put anything there: what does not look like counts is left out."""
+    """Sum `info["tools"]` (see `roll_flash.envs.tools.tool_env`), the most called first. Third-party environments may
+    put anything there: entries that do not look like counts are ignored."""
     found: dict[str, ToolStatistics] = {}
     for record in records:
         tools = record.get("info", {}).get("tools")

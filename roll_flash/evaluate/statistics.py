@@ -1,4 +1,4 @@
-"""Estimates and their intervals. Everything is deterministic: the bootstrap draws from a fixed seed."""
+"""Estimates and their intervals. All are deterministic: the bootstrap uses a fixed seed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Estimate:
 
 
 def pass_at_k(attempts: int, successes: int, k: int) -> float:
-    """Probability that at least one of `k` attempts succeeds, without bias, from `successes` of `attempts`.
+    """Unbiased probability that at least one of `k` attempts succeeds, from `successes` of `attempts`.
 
     1 - C(n - c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1). Raises ValueError for k > n.
     """
@@ -38,9 +38,9 @@ def pass_at_k(attempts: int, successes: int, k: int) -> float:
 
 
 def wilson_interval(successes: float, trials: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Interval of a proportion from independent trials (Wilson 1927); it never leaves [0, 1] nor has width zero.
+    """Interval of a proportion from independent trials (Wilson 1927); it stays in [0, 1] and never has width zero.
 
-    `successes` need not be whole: a task may be solved in part of its attempts.
+    `successes` may be fractional: a task may be solved in some of its attempts. Raises ValueError for invalid counts.
     """
     if not 0 <= successes <= trials or trials < 1:
         raise ValueError(f"an interval needs 0 <= successes <= trials and a trial, not {successes} of {trials}")
@@ -67,16 +67,17 @@ def bootstrap_interval(task_means: Sequence[float], confidence: float = 0.95, se
 
 
 def estimate_mean(attempts_by_task: Sequence[Sequence[float]]) -> Estimate:
-    """Mean over tasks of the mean over attempts (avg@k), with a bootstrap interval over tasks. Tasks may be ragged."""
+    """Mean over tasks of the mean over attempts (avg@k), with a bootstrap interval over tasks of any number of
+    attempts."""
     means = [sum(values) / len(values) for values in attempts_by_task if values]
     low, high = bootstrap_interval(means)
     return Estimate(sum(means) / len(means), low, high, len(means))
 
 
 def estimate_success(successes_by_task: Sequence[Sequence[bool]]) -> Estimate:
-    """Success rate as `estimate_mean`, its interval by Wilson where tasks have one attempt each.
+    """Success rate as in `estimate_mean`, with Wilson's interval if tasks have one attempt each.
 
-    When all tasks came out alike the bootstrap has no width and would claim certainty: then also Wilson, over tasks.
+    Wilson's interval over tasks is also used if all tasks have the same rate: the bootstrap would have no width.
     """
     tasks = [values for values in successes_by_task if values]
     estimate = estimate_mean([[float(value) for value in values] for values in tasks])
@@ -88,7 +89,7 @@ def estimate_success(successes_by_task: Sequence[Sequence[bool]]) -> Estimate:
 
 
 def estimate_pass_at_k(successes_by_task: Sequence[Sequence[bool]], k: int) -> Estimate | None:
-    """pass@k over the tasks with at least k scored attempts; None when no task has that many."""
+    """pass@k over the tasks with at least k scored attempts; None if there is no such task."""
     tasks = [values for values in successes_by_task if len(values) >= k]
     if not tasks:
         return None

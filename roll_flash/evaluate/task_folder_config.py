@@ -1,4 +1,4 @@
-"""The config of an evaluation on task folders, with limits that such tasks need rather than those of training."""
+"""Config of an evaluation on task folders, with limits for such tasks instead of those for training."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MAX_LENGTH = 16_384
 MAX_TURNS = 50
 MAX_NEW_TOKENS = 2048
 SPARE_S = 120.0
-"""For starting a sandbox and for the last answer, beside what a task allows its agent and its tests."""
+"""Seconds for the sandbox start and the last answer, added to a task's limits for its agent and its tests."""
 
 
 def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[str, Any]:
-    """`at_endpoint`: `model` is a name that an endpoint knows, no folder and no name of ours.
+    """`at_endpoint`: `model` is a name at an endpoint, not a folder or one of our names.
 
-    Raises ConfigError where there is no task, or none that can be read (others are shown when they are played), and
-    ModelError.
+    Raises ConfigError if there is no task, or none is readable (other unreadable tasks show as failures when played),
+    and ModelError.
     """
     tasks = find_tasks(folder)
     agent_s, tests_s = longest_limits(Path(folder), FolderOptions())
@@ -33,7 +33,7 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
         "rollout": {
             "max_new_tokens": MAX_NEW_TOKENS,
             "generate_timeout_s": 600,
-            # Tests without a verdict run once more in an untouched sandbox, which tells whose fault it is.
+            # Tests without a verdict run again in a fresh sandbox, to find out what caused the problem.
             "step_timeout_s": agent_s + 2 * tests_s + SPARE_S,
             "episode_timeout_s": 2 * agent_s + 2 * tests_s + SPARE_S,
         },
@@ -41,7 +41,7 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
 
 
 def _model_length(model: str) -> int:
-    """No more than the model was made for. Raises ModelError."""
+    """Context length of the model, at most MAX_LENGTH. Raises ModelError."""
     described = json.loads((resolve_model(model) / "config.json").read_text())
     longest = described.get("max_position_embeddings")
     return min(MAX_LENGTH, longest) if isinstance(longest, int) else MAX_LENGTH

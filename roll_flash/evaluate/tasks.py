@@ -1,4 +1,4 @@
-"""What is evaluated: held-out seeds of an environment, or the task folders that it is given."""
+"""Tasks of an evaluation: held-out seeds of an environment, or its task folders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TASK_FOLDER_ENV = "TaskFolder-v0"
 
 
 def held_out_tasks(env: EnvConfig, eval: EvalConfig) -> list[Task]:
-    """One task for each held-out seed, or for each of the first `eval.tasks` task folders."""
+    """One task per held-out seed, or per task folder (the first `eval.tasks`)."""
     if env.id == TASK_FOLDER_ENV and "folder" in env.kwargs:
         return folder_tasks(env)[: eval.tasks]
     seeds = range(eval.seeds_from, eval.seeds_from + eval.tasks)
@@ -23,9 +23,9 @@ def held_out_tasks(env: EnvConfig, eval: EvalConfig) -> list[Task]:
 
 
 def folder_tasks(env: EnvConfig) -> list[Task]:
-    """Each task folder below `env.kwargs["folder"]` is a task of its own, named by its path below that.
+    """One task per task folder below `env.kwargs["folder"]`, named by its relative path.
 
-    Raises ConfigError when there is none.
+    Raises ConfigError if there is none.
     """
     from roll_flash.envs.adapters.task_folders.format import find_tasks
 
@@ -41,7 +41,7 @@ def folder_tasks(env: EnvConfig) -> list[Task]:
 def build_episodes(
     tasks: Sequence[Task], env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, label: str
 ) -> list[EpisodeSpec]:
-    """All attempts, first attempts first. Ids depend on nothing but label, task and attempt."""
+    """All attempts, first attempts first. Ids depend only on label, task and attempt."""
     run, specs = _slug(label), []
     for attempt in range(eval.attempts):
         for index, task in enumerate(tasks):
@@ -60,7 +60,7 @@ def build_episodes(
 
 
 def _distinct_slug(task: str) -> str:
-    """Names that differ stay different: what would be lost (`a/b` beside `a-b`, other alphabets) leaves a hash."""
+    """Slug that keeps different names different: if characters are replaced (`a/b` and `a-b`), a hash is added."""
     slug = _slug(task)
     return slug if slug == task else f"{slug}-{hashlib.sha256(task.encode()).hexdigest()[:8]}"
 

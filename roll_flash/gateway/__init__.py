@@ -1,4 +1,4 @@
-"""An OpenAI- and Anthropic-compatible endpoint for agents that bring their own loop.
+"""OpenAI- and Anthropic-compatible endpoint for agents that bring their own loop.
 
-It speaks token ids to our servers and records what was sampled, so that what an unchanged agent does can be trained on.
+It sends token ids to our servers and records the sampled tokens, so that unchanged agents can be trained.
 """

@@ -1,4 +1,4 @@
-"""What answers the gateway's calls: servers of ours that speak tokens, or an endpoint that speaks messages."""
+"""Interface of the backend behind the gateway: our own servers (tokens), or an endpoint (messages)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from roll_flash.gateway.sessions.session import Session
 class Backend(Protocol):
     @property
     def model(self) -> str:
-        """The name that agents ask for."""
+        """Model name that agents must send."""
         ...
 
     @property
     def max_length(self) -> int | None:
-        """Tokens of the context; None where it is not known."""
+        """Maximum tokens of the context; None if unknown."""
         ...
 
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         """Answer call `number` of a session and record it.
 
-        Raises ApiError for a request that cannot be answered, TimeoutError, and InferenceError for what is nobody's
-        fault here.
+        Raises ApiError for a request that cannot be answered, TimeoutError, and InferenceError for infrastructure
+        failures.
         """
         ...
 
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
-        """Of the prompt. Raises ApiError where tokens are not known."""
+        """Count the prompt's tokens. Raises ApiError if tokens are not known."""
         ...

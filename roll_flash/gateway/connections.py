@@ -1,9 +1,8 @@
-"""How many connections a gateway keeps open, so that no agent takes the descriptors of all others.
+"""Limit the open connections of a gateway, so that no agent uses up the file descriptors of all others.
 
-An agent keeps `MOST_KEPT` from one request to the next; the answer to a request on any further one says
-`Connection: close`, as does every answer to who has no key. So no connection is closed behind a client's back, but one
-on which nothing is asked: the first request must come within `FIRST_REQUEST_S`, and so must the next one after the
-session ended.
+Each session keeps at most `MOST_KEPT` connections between requests; the answer on any further one contains `Connection:
+close`, as does every answer to a client without a key. The gateway closes only silent connections on its own: the first
+request must arrive within `FIRST_REQUEST_S`, and so must the next one after the session ended.
 """
 
 from __future__ import annotations
@@ -17,27 +16,27 @@ from aiohttp import web
 from aiohttp.web_protocol import RequestHandler as Connection
 
 MOST_KEPT = 32
-"""Of one session."""
+"""Maximum kept connections per session."""
 MOST_SILENT = 1024
-"""Of no session, with no request under way; one more, and the oldest is closed at once."""
+"""Maximum connections without session and running request; above that, the oldest is closed at once."""
 FIRST_REQUEST_S = 60.0
 
 
 class Connections:
-    """Those of one listening socket. Belongs to one event loop."""
+    """Connections of one listening socket. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._silent: OrderedDict[Connection, asyncio.TimerHandle] = OrderedDict()
         self._kept: dict[str, set[Connection]] = {}
-        """By the key of a session."""
+        """Kept connections by session key."""
         self._key_of: dict[Connection, str] = {}
 
     def __len__(self) -> int:
-        """Those that wait for a request."""
+        """Number of waiting connections."""
         return sum(connection.transport is not None for connection in chain(self._silent, self._key_of))
 
     def accepting(self, server: Callable[[], Connection]) -> Callable[[], Connection]:
-        """The protocol factory that makes and watches the connections of `server`."""
+        """Return the protocol factory that makes and watches the connections of `server`."""
 
         def accept() -> Connection:
             connection = server()
@@ -47,14 +46,14 @@ class Connections:
         return accept
 
     def asked(self, request: web.Request) -> None:
-        """A request has begun: its connection is not closed before it has its answer."""
+        """Note that a request has begun: its connection is not closed before the answer."""
         connection = request.protocol
         if (expire := self._silent.pop(connection, None)) is not None:
             expire.cancel()
         self._release(connection)
 
     def keep(self, request: web.Request, key: str) -> bool:
-        """Whether the connection of a request of this session stays open after its answer."""
+        """Return True if the connection of this session's request stays open after the answer."""
         kept = self._kept.setdefault(key, set())
         for known in [each for each in kept if each.transport is None]:  # closed by the agent
             self._release(known)
@@ -65,7 +64,7 @@ class Connections:
         return True
 
     def forget(self, key: str) -> None:
-        """The session has ended. A client that serves several of them may use its connections for the next."""
+        """Release the connections of an ended session; a client may reuse them for its next session."""
         for connection in list(self._kept.get(key, ())):
             self._release(connection)
             if connection.transport is not None:
@@ -73,7 +72,7 @@ class Connections:
         self._kept.pop(key, None)
 
     def close(self) -> None:
-        """The timers; the connections are closed with their server."""
+        """Cancel the timers; the server closes the connections."""
         for expire in self._silent.values():
             expire.cancel()
         self._silent.clear()

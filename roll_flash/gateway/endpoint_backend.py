@@ -1,7 +1,7 @@
-"""Pass-through: the gateway before an endpoint that speaks messages. Its episodes can be evaluated, not trained.
+"""Pass-through to an endpoint that takes messages. Its episodes can be evaluated, not trained.
 
-Calls of every API go on as chat completions. What the endpoint refuses as wrong is told to the agent as it is; anything
-else that goes wrong is trouble that masks the episode.
+Calls of every API are forwarded as chat completions. If the endpoint rejects a request as invalid, the agent gets that
+error unchanged; any other failure is recorded as trouble, which masks the episode.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from roll_flash.gateway.sessions.history import CallRecord, answer_key
 from roll_flash.gateway.sessions.session import Session
 
 AGENTS_FAULT = frozenset({400, 413, 422})
-"""Refusals of a request as such; a wrong key or an unknown model is the gateway's own fault."""
+"""Status codes caused by the agent's request; a wrong key or an unknown model is the gateway's fault."""
 
 
 class EndpointBackend:
     """`Backend` over any OpenAI-compatible endpoint. Belongs to one event loop."""
 
     def __init__(self, client: OpenAIChatClient, name: str | None = None) -> None:
-        """The client is its owner's to close. `name`: what agents call the model, its own by default."""
+        """The caller closes the client. `name`: model name for agents; default: the model's name at the endpoint."""
         self._client = client
         self._name = name or client.model
 

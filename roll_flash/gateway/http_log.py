@@ -1,6 +1,6 @@
-"""What the HTTP server under a gateway logs: not a traceback for each request that is none.
+"""Log of the gateway's HTTP server, without a traceback per malformed request.
 
-Whoever reaches the port may send such requests without end, and a traceback shows what was sent, its key too.
+Any client that reaches the port could send endless malformed requests, and a traceback shows their content, also keys.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ else:
 
 
 class HttpLog(_Adapter):
-    """Calls `on_malformed` for a request that is no HTTP, and logs all else."""
+    """Call `on_malformed` for a request that is not HTTP, and log everything else."""
 
     def __init__(self, on_malformed: Callable[[], None]) -> None:
         super().__init__(logging.getLogger(__name__), {})

@@ -1,8 +1,8 @@
-"""One call of the model as all APIs mean it: messages, tools and how to sample.
+"""API-independent form of one model call: messages, tools and sampling parameters.
 
-Messages have one form inside: `content` is always text, and an assistant's `tool_calls` have their arguments as JSON
-text, as in OpenAI's chat completions. Two conversations are the same when their keys are: an agent that parsed and
-re-serialised a tool call, or left out the thinking, has not rewritten anything.
+Messages have one internal form: `content` is always text, and an assistant's `tool_calls` have their arguments as JSON
+text, as in OpenAI's chat completions. Conversations with the same keys are the same: an agent that parses and
+re-serialises a tool call, or drops the thinking, does not count as rewriting its history.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from roll_flash.types import FinishReason, Message
 
 Key = bytes
 MAX_ARGUMENT_VALUES = 20_000
-"""Values in the arguments of one tool call."""
+"""Maximum values in the arguments of one tool call."""
 MESSAGE_CHARACTERS = 64
-"""Rendering a message costs about as much as so many characters."""
+"""Fixed cost of rendering a message, in characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text."""
+    """A tool call; `arguments` is JSON text."""
 
     call_id: str
     name: str
@@ -43,7 +43,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """How the agent wants to sample; None is what it left open."""
+    """Sampling parameters of the agent; None if not set."""
 
     temperature: float | None = None
     top_p: float | None = None
@@ -55,15 +55,15 @@ class Requested:
 
 @dataclass(frozen=True, slots=True)
 class CallKeys:
-    """Of a call's conversation: after each of its messages, its tools being part of it."""
+    """Keys of a conversation, one after each message; each key also covers the tools."""
 
     keys: tuple[Key, ...]
     sizes: tuple[int, ...]
-    """Characters of each message as it was sent."""
+    """Characters of each message as sent."""
     tools_size: int
 
     def characters(self, known: int) -> int:
-        """What there is to render of a call whose first `known` messages are recorded, about."""
+        """Approximate characters to render for a call whose first `known` messages are recorded."""
         return self.tools_size + sum(size + MESSAGE_CHARACTERS for size in self.sizes[known:])
 
 
@@ -92,7 +92,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one sampled turn says. `raw` is all of its text; `content` has neither thinking nor tool calls in it."""
+    """Content of one sampled turn. `raw` is the full text; `content` excludes thinking and tool calls."""
 
     raw: str
     content: str
@@ -101,11 +101,11 @@ class Answer:
     finish_reason: FinishReason
     stop_string: str | None
     tokens: tuple[SampledToken, ...]
-    """Empty where tokens are not known."""
+    """Empty if tokens are not known."""
 
     @property
     def message(self) -> Message:
-        """As it is told to the agent and recorded."""
+        """Message as sent to the agent and recorded."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.tool_calls:
             message["tool_calls"] = [call.as_dict() for call in self.tool_calls]
@@ -116,7 +116,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens; 0 where an endpoint does not tell."""
+    """Token counts; 0 if an endpoint does not report them."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -124,7 +124,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """The answers to one call, `n` of them."""
+    """The `n` answers to one call."""
 
     answers: tuple[Answer, ...]
     usage: Usage
@@ -137,12 +137,12 @@ def keys_of(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> 
         text = _as_text(_meaning(message))
         key = _digest(key, text)
         keys.append(key)
-        sizes.append(len(_as_text(message)))  # with what counts for no key, such as thinking: a template takes it all
+        sizes.append(len(_as_text(message)))  # includes fields outside the key, such as thinking: templates render all
     return CallKeys(tuple(keys), tuple(sizes), len(declared))
 
 
 def next_key(key: Key, message: Message) -> Key:
-    """Of the conversation of `key` with one more message."""
+    """Key of the conversation `key` with one more message."""
     return _digest(key, _as_text(_meaning(message)))
 
 
@@ -166,7 +166,7 @@ def _meaning(message: Message) -> list[Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """JSON text as what it says; what is none, or holds or nests more than anybody means, stays as it is."""
+    """Parse JSON text; return it unchanged if it is invalid, or has too many values or too deep nesting."""
     if not isinstance(arguments, str) or sum(map(arguments.count, ",[{")) > MAX_ARGUMENT_VALUES:
         return arguments
     try:

@@ -1,7 +1,7 @@
-"""The gateway's HTTP server: who calls, what goes wrong, and the routes that call the model.
+"""HTTP server of the gateway: authentication, errors, and the routes that call the model.
 
-Invariants: a request without the key of an open session reaches no model; a request whose agent has gone away is
-cancelled on the servers and leaves no record; whatever is nobody's fault here is noted as trouble of the session.
+Invariants: a request without the key of an open session reaches no model; if the agent disconnects, its request is
+cancelled on the servers and leaves no record; failures not caused by the agent are noted as trouble of the session.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 MIN_BODY_BYTES, MAX_BODY_BYTES = 2 * 2**20, 32 * 2**20
-"""Bounds of what a body may be, which is BYTES_PER_TOKEN for each token of the context."""
+"""Bounds of the maximum body size, which is BYTES_PER_TOKEN per token of the context."""
 BYTES_PER_TOKEN = 32
 CHARACTERS_PER_TOKEN = 32
-"""Of an answer as JSON, about, with its logprobs."""
+"""Approximate size of an answer as JSON, with its logprobs."""
 ENDED_SESSIONS_KNOWN = 10_000
-"""Keys of ended sessions that are told apart from wrong ones."""
+"""Maximum remembered keys of ended sessions, which get another error than wrong keys."""
 SHUTDOWN_S = 5.0
 STYLES: Mapping[str, ApiStyle] = {"/v1/messages": "anthropic", "/v1/messages/count_tokens": "anthropic"}
 
@@ -50,33 +50,33 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @dataclass(slots=True)
 class GatewayCounts:
-    """Running totals."""
+    """Cumulative counts."""
 
     sessions: int = 0
     calls: int = 0
     answers: int = 0
     refused: int = 0
-    """Requests that were answered with an error of the agent's."""
+    """Requests answered with an error of the agent's."""
     failed: int = 0
-    """Requests that were answered with an error of ours."""
+    """Requests answered with an error of ours."""
     disconnects: int = 0
-    """Agents that went away before they had their answer."""
+    """Agents that disconnected before their answer."""
     malformed: int = 0
-    """Requests that were no HTTP, and were answered with 400."""
+    """Requests that were not HTTP, answered with 400."""
     forks: int = 0
     rewrites: int = 0
 
 
 class GatewayServer:
-    """One listening socket, any number of sessions. Belongs to one event loop; the backend is its owner's to close."""
+    """One listening socket for any number of sessions. Belongs to one event loop; the caller closes the backend."""
 
     def __init__(self, backend: Backend, *, call_timeout_s: float, admin_key: str = "") -> None:
-        """`admin_key`: of who opens sessions over HTTP; empty where nobody does."""
+        """`admin_key`: key of clients that open sessions over HTTP; empty disables that."""
         self.backend = backend
         self._admin_key = admin_key.encode()
         self._call_timeout_s = call_timeout_s
         self._sessions: dict[str, Session] = {}
-        """Open ones, by api key."""
+        """Open sessions by api key."""
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._counts = GatewayCounts()
         self._runner: web.AppRunner | None = None
@@ -96,7 +96,7 @@ class GatewayServer:
         self.app.router.add_post("/v1/messages/count_tokens", self._count_tokens)
 
     async def start(self, host: str = LOOPBACK, port: int = 0) -> int:
-        """Listen; returns the port. Raises OSError where that cannot be had."""
+        """Listen, and return the port. Raises OSError if the port is not available."""
         self._runner = web.AppRunner(
             self.app,
             access_log=None,
@@ -104,7 +104,7 @@ class GatewayServer:
             shutdown_timeout=SHUTDOWN_S,
             keepalive_timeout=3600,
             logger=HttpLog(self._count_malformed),
-            auto_decompress=False,  # a small body could become a large one, on the event loop
+            auto_decompress=False,  # a small body could expand to a large one, on the event loop
         )
         await self._runner.setup()
         assert self._runner.server is not None
@@ -131,7 +131,7 @@ class GatewayServer:
         return session
 
     async def end_session(self, session: Session) -> None:
-        """Safe to call twice. What is in flight is cancelled."""
+        """End a session and cancel its requests. Safe to call twice."""
         if self._sessions.pop(session.api_key, None) is None:
             return
         self._ended[session.api_key] = None
@@ -144,17 +144,17 @@ class GatewayServer:
 
     @property
     def sessions(self) -> list[Session]:
-        """Those that are open."""
+        """The open sessions."""
         return list(self._sessions.values())
 
     def metrics(self) -> dict[str, float]:
-        """Totals since the start. Forks and rewrites are those of sessions that have ended."""
+        """Totals since the start. Forks and rewrites count only ended sessions."""
         counts = {f"gateway_{name}": float(count) for name, count in asdict(self._counts).items()}
         kept = {"gateway_kept_connections": float(len(self._connections))}
         return {**counts, **kept, "gateway_open_sessions": float(len(self._sessions))}
 
     def session_of(self, request: web.Request) -> Session:
-        """Raises ApiError for a key that is missing, unknown, or of a session that has ended."""
+        """Session of a request. Raises ApiError if the key is missing, unknown, or of an ended session."""
         key = api_key_of(request)
         if key in self._sessions:
             return self._sessions[key]
@@ -164,9 +164,7 @@ class GatewayServer:
         raise ApiError(401, "invalid_api_key", f"{what}; send the session's as `Authorization: Bearer KEY`")
 
     def is_admin(self, request: web.Request) -> bool:
-        key = api_key_of(request).encode(
-            errors="surrogateescape"
-        )  # as the bytes that were sent, which need not be text
+        key = api_key_of(request).encode(errors="surrogateescape")  # the raw bytes, which need not be text
         return bool(self._admin_key) and hmac.compare_digest(key, self._admin_key)
 
     def _count_malformed(self) -> None:
@@ -191,7 +189,7 @@ class GatewayServer:
             raise
         except RollFlashError as error:
             problem = ApiError(500, "internal_error", str(error))
-        except Exception as error:  # a defect of ours; the agent gets an answer all the same
+        except Exception as error:  # a bug of ours; the agent still gets an answer
             logger.exception("%s %s", request.method, request.path)
             problem = ApiError(500, "internal_error", f"{type(error).__name__}: {error}")
         if problem.status >= 500:
@@ -201,7 +199,7 @@ class GatewayServer:
         return web.json_response(problem.body(STYLES.get(request.path, "openai")), status=problem.status)
 
     async def _keep_or_close(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Called before the head of an answer is sent."""
+        """Keep or close the connection; called before the headers of an answer are sent."""
         key = api_key_of(request)
         if key in self._sessions and self._connections.keep(request, key):
             return
@@ -250,7 +248,7 @@ class GatewayServer:
         return await self._send_whole(session, records, partial(anthropic_messages.render, reply, self.backend.model))
 
     async def _count_tokens(self, request: web.Request) -> web.Response:
-        """Counts as a call: it costs the gateway as much."""
+        """Count tokens; it counts as a model call, because it costs as much."""
         session, _, call = await self._read(request, anthropic_messages.parse)
         session.admit()
         self._counts.calls += 1
@@ -260,7 +258,7 @@ class GatewayServer:
     async def _read(
         self, request: web.Request, parse: Callable[[dict[str, Any]], ModelCall]
     ) -> tuple[Session, dict[str, Any], ModelCall]:
-        """One large body of a session at a time. Nothing is read for a session whose calls are used up."""
+        """Read a request: at most one large body per session at a time, none if the session has no calls left."""
         session = self.session_of(request)
         session.require_calls_left()
         size = request.content_length
@@ -340,7 +338,7 @@ def _discard(session: Session, records: list[CallRecord]) -> None:
 
 
 async def _content(request: web.Request, session: Session) -> bytes:
-    """Raises ApiError for a body that is compressed, or does not come in time."""
+    """Read the body. Raises ApiError if it is compressed or does not arrive in time."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "unsupported_encoding", "send the body as it is, without a Content-Encoding")
     size = request.content_length
@@ -356,6 +354,6 @@ async def _content(request: web.Request, session: Session) -> bytes:
 
 
 def api_key_of(request: web.Request) -> str:
-    """As OpenAI's and as Anthropic's clients send it; empty where there is none."""
+    """Read the key from OpenAI's or Anthropic's header; empty if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" and key else request.headers.get("x-api-key", "").strip()

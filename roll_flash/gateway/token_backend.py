@@ -1,4 +1,4 @@
-"""Token in, token out: the gateway before servers of ours."""
+"""Token in, token out: gateway backend over our own servers."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from roll_flash.gateway.sessions.session import Session
 from roll_flash.types import SamplingParams
 
 CHARACTERS_PER_TOKEN = 4
-"""Of an answer, about."""
+"""Approximate, for an answer."""
 
 
 class TokenBackend:
-    """`Backend` over an `InferenceClient`, which stays its owner's to close."""
+    """`Backend` over an `InferenceClient`, which the caller closes."""
 
     def __init__(self, client: InferenceClient, tokenizer: Any, *, model: str, max_length: int) -> None:
         """Raises ModelError for a tokenizer without a chat template."""
@@ -52,7 +52,7 @@ class TokenBackend:
             session.context_was_full = True
             raise context_length_exceeded(self._max_length, len(prompt))
         sampling = session.sampling(call, room)
-        if sampling.top_p <= 0:  # servers refuse it, which would look like trouble of theirs
+        if sampling.top_p <= 0:  # servers reject it, which would look like a server failure
             raise bad_request("top_p must be more than 0; for the likeliest token ask for temperature 0", "top_p")
         generations = await self._generate(prompt, sampling, call.n, session, number)
         sampled = sum(len(generation.token_ids) for generation in generations)
@@ -85,7 +85,7 @@ class TokenBackend:
         return len(await session.work.do(partial(self._whole, call), call.keys.characters(0)))
 
     def _tokens_of(self, call: ModelCall, place: Place) -> list[int]:
-        """Tokens of what is new in the request."""
+        """Tokenize the new part of the request."""
         if place.parent is None:
             return self._whole(call)
         assert place.parent.generation is not None
@@ -146,7 +146,7 @@ class TokenBackend:
 
 
 def context_length_exceeded(max_length: int, prompt_tokens: int) -> ApiError:
-    """In OpenAI's words: agents look for them to shorten their history."""
+    """Error with OpenAI's wording: agents detect it to shorten their history."""
     message = (
         f"This model's maximum context length is {max_length} tokens. However, your messages resulted in "
         f"{prompt_tokens} tokens. Please reduce the length of the messages."
@@ -155,7 +155,7 @@ def context_length_exceeded(max_length: int, prompt_tokens: int) -> ApiError:
 
 
 def cut_at_stop(text: str, stop: tuple[str, ...]) -> tuple[str, str | None]:
-    """The text before the first stop string, as OpenAI's endpoint returns it, and that string."""
+    """Return the text before the first stop string, as OpenAI's endpoint does, and that string."""
     found = [(place, string) for string in stop if (place := text.find(string)) >= 0]
     if not found:
         return text, None

@@ -1,4 +1,4 @@
-"""Inference engines by name. Others come as plug-ins of the entry point group `roll_flash.inference_engines`."""
+"""Opens inference engines by name. Plug-ins register in the entry point group `roll_flash.inference_engines`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ BUILT_IN = ("transformers", "vllm")
 
 
 def check_engine(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
-    """What can be known to fail before `open_engine` and the start of its servers.
+    """Check the config for errors that are detectable before `open_engine` and the start of its servers.
 
-    Raises ConfigError, ModelError for a model that the engine cannot serve here, or with `trains` whose new weights it
-    cannot take, and InferenceError for a port that is taken.
+    Raises ConfigError; ModelError if the engine cannot serve the model here or, with `trains`, cannot load new weights
+    for it; InferenceError if a port is in use.
     """
     if config.engine not in BUILT_IN:
         _plug_in(config.engine)
@@ -33,9 +33,9 @@ def check_engine(config: InferenceConfig, model_folder: Path, *, trains: bool) -
 
 
 def open_engine(config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> InferenceEngine:
-    """The engine `config.engine` over `config.servers` servers, not started yet; server logs go into `logs`.
+    """Create the engine `config.engine` with `config.servers` servers, not started; server logs go into `logs`.
 
-    A plug-in is called with the same arguments as this function. Raises ConfigError for a name nobody registered.
+    A plug-in is called with the same arguments as this function. Raises ConfigError if the name is not registered.
     """
     arguments: dict[str, Any] = {"model_folder": model_folder, "max_model_len": max_model_len, "logs": logs}
     match config.engine:

@@ -1,4 +1,4 @@
-"""Chooses the learner engine that a config names."""
+"""Creates the learner engine that a config names."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import ConfigError
 
 ENTRY_POINTS = "roll_flash.learner_engines"
-"""Plug-ins: each entry point is a function of (config, model_folder) that returns a LearnerEngine."""
+"""Entry point group of plug-ins: each is a function of (config, model_folder) that returns a LearnerEngine."""
 
 
 def check_learner(config: Config) -> None:
-    """Raises ConfigError for a name nobody provides, and for settings that contradict each other. Imports nothing."""
+    """Raises ConfigError if the engine name is unknown or settings contradict each other. Imports nothing."""
     name, plugins = config.learner.engine, entry_points(group=ENTRY_POINTS)
     if name != "fsdp" and name not in plugins.names:
         known = ", ".join(["fsdp", *sorted(plugins.names)])
@@ -28,7 +28,7 @@ def check_learner(config: Config) -> None:
 
 
 def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
-    """The engine `config.learner.engine`, not started. Imports torch and transformers, or the plug-in, which takes
+    """Return the engine `config.learner.engine`, not started. Importing torch and transformers, or the plug-in, takes
     seconds. Raises ConfigError as `check_learner` does."""
     check_learner(config)
     name = config.learner.engine

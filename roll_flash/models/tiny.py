@@ -1,7 +1,7 @@
-"""The tiny model: a random-weight Qwen3 of 0.6 M parameters with one token per character.
+"""Writes the tiny model: a Qwen3 with 0.6 M random parameters and one token per character.
 
-It knows nothing, but it goes the way of every real model through servers, learner and files, in milliseconds. Its
-weights are the same on every machine with the same torch.
+It is untrained, but it passes through servers, learner and files like a real model, in milliseconds. Its weights are
+the same on every machine with the same torch version.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def write(folder: Path) -> None:
         head_dim=32,
         max_position_embeddings=32768,
         tie_word_embeddings=True,
-        # Wide enough that the distribution over the next token is far from uniform: differences show in logprobs.
+        # Large enough to make the next-token distribution far from uniform, so that errors show in logprobs.
         initializer_range=0.1,
         bos_token_id=None,
         eos_token_id=tokens.index("<|im_end|>"),
@@ -52,7 +52,7 @@ def write(folder: Path) -> None:
 
 
 def _vocabulary() -> list[str]:
-    """Special tokens, characters, and reserved tokens up to a multiple of 64, so that every id can be decoded."""
+    """Return special tokens, characters, and reserved tokens up to a multiple of 64: every id can be decoded."""
     tokens = [*SPECIAL_TOKENS, *CHARACTERS]
     padding = -len(tokens) % VOCABULARY_MULTIPLE
     return tokens + [f"<|reserved_{number}|>" for number in range(padding)]

@@ -1,7 +1,7 @@
-"""Episodes as JSON lines: everything about every episode, in a form that `pandas.read_json(lines=True)` opens.
+"""Episodes as JSON lines: all data of every episode, readable with `pandas.read_json(lines=True)`.
 
-One record is one episode that ended: `kind` is `trajectory` or `failure`. Both kinds have the same columns; what does
-not apply is null (or an empty list).
+One record is one ended episode: `kind` is `trajectory` or `failure`. Both kinds have the same columns; columns that do
+not apply are null (or an empty list).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BRANCH_COLUMNS = tuple(field.name for field in fields(Branch) if field.name != "
 
 
 def episode_record(outcome: Outcome) -> dict[str, Any]:
-    """The columns of one episode. Arrays stay numpy arrays of shape [T] until they are written."""
+    """Columns of one episode. Arrays stay numpy arrays of shape [T] until they are written."""
     common = {"episode_id": outcome.episode_id, "group_id": outcome.group_id, **_task_columns(outcome.task)}
     if isinstance(outcome, EpisodeFailure):
         return {"kind": "failure", **common, **_failure_columns(outcome)}
@@ -68,7 +68,7 @@ def _branch_columns(branch: Branch) -> dict[str, Any]:
 
 
 def _total(counts: Sequence[int | None]) -> int | None:
-    """None as soon as one of them is not known."""
+    """Sum; None if any count is unknown."""
     known = [count for count in counts if count is not None]
     return sum(known) if len(known) == len(counts) else None
 
@@ -100,7 +100,7 @@ def _failure_columns(failure: EpisodeFailure) -> dict[str, Any]:
 
 
 class EpisodesWriter:
-    """Writes `step_000012.jsonl` files into a folder, one line per episode; keeps one file open."""
+    """Write `step_000012.jsonl` files into a folder, one line per episode; keep one file open."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -109,11 +109,11 @@ class EpisodesWriter:
         self._dropped: JsonLinesFile | None = None
 
     def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
-        """Append one episode to the file of `step`; `extra` become further columns (advantage, dropped, ...)."""
+        """Append one episode to the file of `step`; `extra` adds columns (advantage, dropped, ...)."""
         self._open(step).write({"step": step, **episode_record(outcome), **extra})
 
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
-        """Append a group that no step will train, and why, to `dropped.jsonl` beside the episodes."""
+        """Append a group that no step will train, with the reason, to `dropped.jsonl` next to the episodes."""
         if self._dropped is None:
             self._dropped = JsonLinesFile(self._folder / DROPPED_FILE)
         self._dropped.write({"step": step, **group})
@@ -147,8 +147,8 @@ def step_file(folder: Path, step: int) -> Path:
 
 
 def next_group_number(folder: Path, step: int) -> int:
-    """One more than that of any group of which something was written down at `step`, or that was dropped then; 0 where
-    there is none. A run may have gone on for long after the checkpoint of a step."""
+    """One more than the highest group number written at `step` or dropped at any step; 0 without any. The run may have
+    continued long after the checkpoint of `step`."""
     numbers = [-1]
     for path in (step_file(folder, step), folder / DROPPED_FILE):
         if path.exists():
@@ -158,9 +158,9 @@ def next_group_number(folder: Path, step: int) -> int:
 
 
 def read_episodes(path: Path) -> list[dict[str, Any]]:
-    """The records of one file, or of all `step_*.jsonl` files of a folder (a run's `episodes/`) in order of steps.
+    """Records of one file, or of all `step_*.jsonl` files of a folder (a run's `episodes/`) in order of steps.
 
-    Raises ValueError, with file and line, for a line that is damaged and not the last one.
+    Raises ValueError, with file and line, for a damaged line that is not the last one.
     """
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such file or folder of episodes")
@@ -169,7 +169,7 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
 
 
 def transcript(record: Mapping[str, Any]) -> str:
-    """A record as Markdown that a person reads: the conversation, then how it ended."""
+    """Render a record as Markdown for a reader: its outcome, then the conversation."""
     if record["kind"] == "failure":
         ending = f"**Failed** ({record['cause']}, turn {record['failed_turn']}): {record['message']}"
     else:

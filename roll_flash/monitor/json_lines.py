@@ -1,6 +1,6 @@
-"""Files of JSON lines that survive a crash: one write per line, and a half-written last line is never an obstacle.
+"""JSON lines files that survive a crash: one write per line, and a truncated last line is never a problem.
 
-JSON knows no NaN and no infinity: both are written as null, and `encode` says how many there were.
+JSON has no NaN and no infinity: both are written as null, and `encode` returns their number.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ import numpy as np
 from roll_flash.errors import RunError
 
 MOST_DEPTH = 64
-"""Of what is handed to `plain`: what is as deep as Python allows where it is made may be too deep to be written."""
+"""Maximum nesting in `plain`: an object as deep as Python allows could be too deep to write."""
 MOST_BITS = 10_000
-"""Of a whole number; Python writes none of more than 4,300 digits."""
+"""Maximum size of an integer; Python writes none of more than 4,300 digits."""
 
 
 def encode(record: Mapping[str, Any]) -> tuple[str, int]:
-    """One line of standard JSON (no newline inside), and how many numbers in it were not finite."""
+    """Return one line of standard JSON (no newline inside), and the number of non-finite numbers in it."""
     bad = [0]
     value = _plain(record, bad, 2 * MOST_DEPTH)
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")), bad[0]
 
 
 def plain(value: Any) -> Any:
-    """Builtin types only, as `encode` writes them: what is none of JSON's becomes its `str`. Raises what that raises,
-    and RecursionError for what holds itself or nests more than MOST_DEPTH deep."""
+    """Convert to builtin types, as `encode` writes them: a type unknown to JSON becomes its `str`. Raises what `str`
+    raises, and RecursionError for values that contain themselves or nest more than MOST_DEPTH deep."""
     return _plain(value, [0], MOST_DEPTH)
 
 
 def _plain(value: Any, bad: list[int], depth: int) -> Any:
-    """Builtin types only; numbers that are not finite become None and are counted in `bad[0]`."""
+    """Convert to builtin types; non-finite numbers become None and are counted in `bad[0]`."""
     if depth < 0:
         raise RecursionError("it is nested too deeply")
     match value:
@@ -45,7 +45,7 @@ def _plain(value: Any, bad: list[int], depth: int) -> Any:
         case int() if value.bit_length() > MOST_BITS:
             return f"a whole number of {value.bit_length()} bits"
         case int():
-            return int(value)  # not the member of an enumeration
+            return int(value)  # converts enumeration members
         case str():
             return _unicode(value)
         case float() if math.isfinite(value):
@@ -79,7 +79,7 @@ def _plain_array(array: np.ndarray[Any, Any], bad: list[int], depth: int) -> Any
 
 
 def _plain_floats(array: np.ndarray[Any, Any], bad: list[int]) -> list[float | None]:
-    """As `_shortest` of each, without a Python call for each. Most of a trajectory's values are zeros."""
+    """Apply `_shortest` to each element, without a Python call per element. Most values of a trajectory are zeros."""
     finite = np.isfinite(array)
     numbers = np.zeros(array.shape, np.float64)
     shown = np.flatnonzero(finite & (array != 0))
@@ -92,12 +92,12 @@ def _plain_floats(array: np.ndarray[Any, Any], bad: list[int]) -> list[float | N
 
 
 def _shortest(number: np.generic) -> Any:
-    """float32 0.3 as 0.3 and not as 0.30000001192092896; reading it back as float32 gives the same bits."""
+    """Shortest form: float32 0.3 as 0.3 instead of 0.30000001192092896; reading it as float32 gives the same bits."""
     return float(str(number)) if isinstance(number, np.floating) else number.item()
 
 
 class JsonLinesFile:
-    """Appends lines. Each reaches the operating system whole before `write` returns, so `kill -9` loses none."""
+    """Append lines. The operating system has each line before `write` returns, so `kill -9` loses none."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -106,7 +106,7 @@ class JsonLinesFile:
         cut_half_line(path)
 
     def write(self, record: Mapping[str, Any]) -> int:
-        """Returns how many numbers were not finite. Raises RunError when the disk says no."""
+        """Return the number of non-finite numbers. Raises RunError if the disk write fails."""
         line, not_finite = encode(record)
         data = (line + "\n").encode()
         try:
@@ -122,7 +122,7 @@ class JsonLinesFile:
 
 
 def cut_half_line(path: Path) -> int:
-    """Cut what follows the last newline: the trace of a writer that was killed. Returns the number of bytes cut."""
+    """Cut the text after the last newline, left by a killed writer. Return the number of bytes cut."""
     with path.open("rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -139,7 +139,7 @@ def cut_half_line(path: Path) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """All whole lines. A last line without its newline is left out; a damaged line elsewhere raises ValueError."""
+    """Yield all complete lines. A last line without newline is skipped; a damaged line elsewhere raises ValueError."""
     if not path.exists():
         return
     with path.open("rb") as file:

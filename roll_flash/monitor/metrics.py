@@ -1,7 +1,7 @@
-"""The metrics of a run: one JSON line per call of `log`, and TensorBoard scalars.
+"""Metrics of a run: one JSON line per call of `log`, and TensorBoard scalars.
 
-Values may nest (`{"idle": {"learner": 0.4}}`); everywhere a nested name reads `idle/learner`. The names that the
-progress line, the plot and the summary look for are the constants below.
+Values may nest (`{"idle": {"learner": 0.4}}`); a nested name is written as `idle/learner` everywhere. The constants
+below are the names that the progress line, the plot and the summary use.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ NOT_FINITE = "metrics/not_finite"
 FILE_NAME = "metrics.jsonl"
 
 Metrics = Mapping[str, Any]
-"""Names to numbers or to further mappings of that kind."""
+"""Mapping of names to numbers or to nested mappings."""
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl` of a run folder. NaN and infinity become null and are counted, never invalid JSON."""
+    """Append to `metrics.jsonl` of a run folder. NaN and infinity become null and are counted, never invalid JSON."""
 
     def __init__(self, run_dir: Path, tensorboard: bool, *, resume_at: int | None = None) -> None:
-        """`resume_at`: the step a run continues from; lines of later steps move to `metrics.jsonl.bak`."""
+        """`resume_at`: step from which the run continues; lines of later steps move to `metrics.jsonl.bak`."""
         path = run_dir / FILE_NAME
         if resume_at is not None:
             keep_steps_until(path, resume_at)
@@ -54,7 +54,7 @@ class MetricsLog:
             purge = None if resume_at is None else resume_at + 1
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
         self.not_finite = 0
-        """How many values so far were NaN or infinite."""
+        """Number of NaN or infinite values so far."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time()
@@ -76,7 +76,7 @@ class MetricsLog:
 
 
 def flatten(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """`{"a": {"b": 1}}` as `{"a/b": 1.0}`. Raises TypeError for what is no number."""
+    """Convert `{"a": {"b": 1}}` to `{"a/b": 1.0}`. Raises TypeError for non-numbers."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         full = f"{prefix}{name}"
@@ -93,7 +93,7 @@ def flatten(metrics: Metrics, prefix: str = "") -> dict[str, float]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl` (or of a run folder's), in the order they were logged; null values stay None."""
+    """Lines of a `metrics.jsonl` (or of a run folder's), in the order they were logged; null values stay None."""
     return list(read_lines(path / FILE_NAME if path.is_dir() else path))
 
 
@@ -104,7 +104,7 @@ def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], lis
 
 
 def keep_steps_until(path: Path, step: int) -> int:
-    """Move lines of steps after `step` to `<path>.bak` (appended); returns how many."""
+    """Move lines of steps after `step` to `<path>.bak` (appended); return their number."""
     if not path.exists():
         return 0
     rows = read_metrics(path)

@@ -1,4 +1,4 @@
-"""The picture of a run: does it learn, is it on policy, is it busy."""
+"""Plot of a run: learning, staleness, and utilization."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ BLUE, ORANGE, GREEN, GREY, RED = "#2463b4", "#d9730d", "#2a8a4a", "#8a8f98", "#b
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draw `metrics.jsonl` of a run folder into `plots/reward.png`. Raises RunError when nothing was logged."""
+    """Draw `metrics.jsonl` of a run folder into `plots/reward.png`. Raises RunError if no metrics were logged."""
     rows = read_metrics(run_dir)
     if not rows:
         raise RunError(f"{run_dir}: there are no metrics to plot yet")
@@ -141,7 +141,7 @@ def _twin(panel: Any, label: str, colour: str) -> Any:
 
 
 def _legend(panel: Any, *others: Any) -> None:
-    """One legend for a panel and its twins, above the data."""
+    """Draw one legend for a panel and its twins, above the data."""
     found = [axes.get_legend_handles_labels() for axes in (panel, *others)]
     handles = [handle for pair in found for handle in pair[0]]
     labels = [label for pair in found for label in pair[1]]

@@ -1,6 +1,6 @@
-"""What a person sees while a run works: one line per step, and on a terminal a live status in between.
+"""Progress output of a run: one line per step, and a live status line in between on a terminal.
 
-The step lines are the same on a terminal, in a pipe and in a CI log; the live line exists on a terminal only.
+The step lines are the same on a terminal, in a pipe and in a CI log; the live line exists only on a terminal.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ RECENT_STEPS = 8
 
 
 class Progress:
-    """Prints to `stream` (standard output). Times of steps come from the metric `step_s`, else from a clock."""
+    """Print to `stream` (standard output). Step times come from the metric `step_s`, else from a clock."""
 
     def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
-        """`first_step`: steps that were done before, by the run that this one resumes."""
+        """`first_step`: number of steps done before by the resumed run."""
         self._total = total_steps
         self._done = first_step
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
@@ -53,7 +53,7 @@ class Progress:
         self._print(self._line(step, flat, seconds))
 
     def status(self, text: str) -> None:
-        """Replace the live line; nothing is printed where there is no terminal."""
+        """Replace the live line; print nothing if there is no terminal."""
         if not self._console.is_terminal:
             return
         if self._live is None:
@@ -63,7 +63,7 @@ class Progress:
             self._live.update(Text(one_line(text)))
 
     def note(self, text: str) -> None:
-        """A line of its own that stays: set-up steps, warnings, evaluations."""
+        """Print a permanent line: set-up steps, warnings, evaluations."""
         self._print(Text(printable(text)))
 
     def close(self) -> None:
@@ -109,7 +109,7 @@ def _staleness(flat: dict[str, float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """`48 s`, `6 min 48 s`, `2 h 05 min`."""
+    """Format seconds as `48 s`, `6 min 48 s`, `2 h 05 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

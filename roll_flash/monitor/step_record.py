@@ -1,4 +1,4 @@
-"""The figures of one training step that only the driver can see: rewards, staleness, and who waited for whom."""
+"""Metrics of one training step that only the driver knows: rewards, staleness, and idle times."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from roll_flash.types import Group, Trajectory
 
 
 class StepRecord:
-    """Collects the groups of a step and the time the learner spent on them."""
+    """Collect the groups of a step and the time that the learner spent on them."""
 
     def __init__(self, version: int, servers_idle_s: float) -> None:
-        """`version`: of the weights that the step begins with."""
+        """`version`: weight version at the start of the step."""
         self.version = version
         self.learner_metrics: dict[str, float] = {}
         self.is_counted = False
@@ -34,7 +34,7 @@ class StepRecord:
         self._started = time.monotonic()
         self._learner_s = 0.0
         self.groups: list[Group] = []
-        """All that the step was given so far."""
+        """All groups of the step so far."""
 
     @contextmanager
     def learner_works(self, groups: Sequence[Group] = ()) -> Iterator[None]:
@@ -46,11 +46,11 @@ class StepRecord:
 
     @property
     def trajectories(self) -> list[Trajectory]:
-        """All that the step was given."""
+        """All trajectories of the step so far."""
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
     def metrics(self, servers_idle_s: float) -> dict[str, float]:
-        """`servers_idle_s` as at construction: the running total of seconds without any episode in flight."""
+        """`servers_idle_s` as in the constructor: the running total of seconds without any episode in flight."""
         step_s = time.monotonic() - self._started
         trajectories = self.trajectories
         samples = [sample for trajectory in trajectories for sample in trajectory.samples]

@@ -1,4 +1,4 @@
-"""Random lengths and latencies. Each draws from the generator it is given, so a seed decides everything."""
+"""Distributions of lengths and latencies. Each draws from the given generator, so a seed determines all values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Constant:
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """Truncated at 0: what would be negative is drawn again, so N(10, 10) has a mean of 12.9."""
+    """Normal distribution truncated at 0: negative values are drawn again, so N(10, 10) has a mean of 12.9."""
 
     mean: float
     deviation: float
@@ -38,7 +38,7 @@ class Normal:
 
 @dataclass(frozen=True, slots=True)
 class ClampedNormal:
-    """What is negative counts as 0, as in `sleep(max(0, x))`: N(10, 10) has a mean of 10.8."""
+    """Normal distribution with negative values set to 0, as in `sleep(max(0, x))`: N(10, 10) has a mean of 10.8."""
 
     mean: float
     deviation: float
@@ -49,7 +49,7 @@ class ClampedNormal:
 
 @dataclass(frozen=True, slots=True)
 class LogNormal:
-    """By its mean and the standard deviation of its logarithm."""
+    """Log-normal distribution, given by its mean and the standard deviation of its logarithm."""
 
     mean: float
     sigma: float
@@ -60,7 +60,7 @@ class LogNormal:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """Another distribution; what is larger than `most` counts as `most`, as answers that are cut do."""
+    """Another distribution, with values above `most` set to `most`, like answers that are cut off."""
 
     base: Distribution
     most: float
@@ -71,7 +71,7 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """`other` for a share of the draws: bimodal latencies, or environments that fail slow."""
+    """Draws from `other` with probability `share`, else from `usual`: bimodal latencies, fail-slow environments."""
 
     usual: Distribution
     other: Distribution
@@ -83,7 +83,7 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True)
 class Scaled:
-    """Another distribution, `factor` times as long."""
+    """Another distribution, multiplied by `factor`."""
 
     base: Distribution
     factor: float
@@ -93,13 +93,13 @@ class Scaled:
 
 
 def fail_slow(base: Distribution, share: float, factor: float) -> Mixture:
-    """A `share` of the draws takes `factor` times as long."""
+    """Return a mixture in which a `share` of the draws is `factor` times as long."""
     return Mixture(base, Scaled(base, factor), share)
 
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """Draws from what was measured."""
+    """Draws from measured values."""
 
     values: Sequence[float]
 

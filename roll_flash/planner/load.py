@@ -1,4 +1,4 @@
-"""What the episodes of a simulated run do: a function of task and replica, so that every policy gets the same load."""
+"""Loads of a simulated run: an episode depends only on task, replica and attempt, so all policies get the same load."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from roll_flash.planner.distributions import Constant, Distribution, LogNormal
 @dataclass(frozen=True, slots=True)
 class EpisodePlan:
     turns: tuple[tuple[int, float], ...]
-    """Tokens the model writes, then seconds the environment takes, for each turn."""
+    """(tokens of the model, seconds of the environment step) for each turn."""
     reward: float
     fails: bool
-    """Whether it ends as a failure after its last turn."""
+    """True if the episode ends as a failure after its last turn."""
 
     @property
     def tokens(self) -> int:
@@ -27,7 +27,7 @@ class EpisodePlan:
 
 class Load(Protocol):
     def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:
-        """The episode of the task with this seed; the same arguments give the same plan."""
+        """Return the plan of one episode; the same arguments give the same plan."""
 
 
 NO_TIME = Constant(0.0)
@@ -38,16 +38,16 @@ class SyntheticLoad:
     """Episodes drawn from distributions."""
 
     tokens: Distribution
-    """Tokens of one turn; at least 1."""
+    """Number of tokens of one turn; values below 1 become 1."""
     environment_s: Distribution = NO_TIME
-    """Seconds of one step of the environment."""
+    """Time in seconds of one environment step."""
     turns: int = 1
     task_sigma: float = 0.0
-    """Standard deviation of the logarithm of a factor that all replicas of a task share: long tasks are long."""
+    """Standard deviation of the log of a length factor that all replicas of a task share: some tasks are longer."""
     slow_share: float = 0.0
-    """Share of the episodes whose environment fails slow in every step,"""
+    """Share of the episodes whose environment is slow (fail-slow) in every step."""
     slow_factor: float = 10.0
-    """and takes so many times as long."""
+    """Factor on the step time of slow environments."""
     failure_rate: float = 0.0
     signal_rate: float = 1.0
     """Share of the tasks whose replicas get different rewards."""
@@ -67,10 +67,10 @@ class SyntheticLoad:
 
 
 class RecordedLoad:
-    """Whole episodes of an earlier run, drawn at random: turns keep belonging together."""
+    """Whole episodes of an earlier run, drawn at random: the turns of an episode stay together."""
 
     def __init__(self, records: Sequence[Mapping[str, Any]], seed: int = 0) -> None:
-        """`records` as in a run's `episodes/*.jsonl`. Raises ValueError if none of them is a trajectory."""
+        """`records`: from a run's `episodes/*.jsonl`. Raises ValueError if none of them is a trajectory."""
         self._plans = [_plan_of(record) for record in records if record["kind"] == "trajectory" and record["turns"]]
         if not self._plans:
             raise ValueError("no finished episode in the recording; choose a run that has trained")
@@ -80,7 +80,7 @@ class RecordedLoad:
 
     @classmethod
     def of_run(cls, folder: Path, seed: int = 0) -> RecordedLoad:
-        """`folder` is a run folder."""
+        """Load the episodes of the run folder `folder`."""
         return cls(read_episodes(folder / "episodes"), seed)
 
     def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:

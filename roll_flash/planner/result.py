@@ -1,4 +1,4 @@
-"""What a simulated run reports."""
+"""Results of a simulated run."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ class EpisodeSpan:
     step: int | None = None
     """The step that trained it."""
     parts: list[tuple[Activity, float, float]] = field(default_factory=list)
-    """What it did, from and until when."""
+    """(activity, start, end), times in virtual seconds."""
 
 
 @dataclass(slots=True)
 class Timeline:
-    """For pictures; recorded on request only."""
+    """Timeline for plots; recorded only with `SimulationSettings.record`."""
 
     episodes: dict[tuple[str, float], EpisodeSpan] = field(default_factory=dict)
     learner: list[tuple[float, float]] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class SimulationResult:
-    """Times are virtual seconds, fractions are of the whole run."""
+    """Result of a simulated run. Times are virtual seconds; idle fractions cover the whole run."""
 
     elapsed_s: float
     steps: int
@@ -46,18 +46,18 @@ class SimulationResult:
     trained_episodes: int
     trained_tokens: int
     staleness: Counter[int]
-    """Trained policy tokens by their age in steps."""
+    """Number of trained policy tokens by age in steps."""
     discarded_tokens: int
-    """Tokens of dropped, cancelled and failed episodes."""
+    """Number of tokens in dropped, cancelled and failed episodes."""
     learner_idle: float
     slots_idle: float
     servers_idle: float
     bias: dict[str, float]
-    """The scheduler's own measurement, see `SelectionBias.metrics`."""
+    """Measured by the scheduler, see `SelectionBias.metrics`."""
     true_length_ratio: float
-    """Mean length of trained over all submitted and settled episodes, those that were cancelled included."""
+    """Mean length of trained episodes / mean length of all settled episodes, including cancelled ones."""
     true_latency_ratio: float
-    """The same for the time an episode takes by itself: its steps, and its tokens at the full rate of a server."""
+    """The same ratio for an episode's time without other load: its steps, and its tokens at a server's full rate."""
     dropped_groups: dict[str, int]
     groups: dict[str, int]
     """`requeued`, `given_up` and `unfiltered`, as in `Scheduler.counts`."""
@@ -67,7 +67,7 @@ class SimulationResult:
 
     @property
     def step_s(self) -> float:
-        """Mean time of a step, the first quarter (in which the pipeline fills) left out."""
+        """Mean time in seconds of a step, without the first quarter of the steps, in which the pipeline fills."""
         skipped = len(self.step_ends_s) // 4
         started = self.step_ends_s[skipped - 1] if skipped else 0.0
         return (self.step_ends_s[-1] - started) / (len(self.step_ends_s) - skipped)
@@ -82,5 +82,5 @@ class SimulationResult:
 
     @property
     def discarded(self) -> float:
-        """Share of all tokens that were sampled for nothing."""
+        """Share of all tokens that was discarded."""
         return self.discarded_tokens / max(1, self.discarded_tokens + self.trained_tokens)

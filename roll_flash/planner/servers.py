@@ -1,7 +1,7 @@
-"""Simulated inference servers: continuous batching whose rate per sequence falls as the batch grows.
+"""Simulated inference servers: continuous batching with a rate per sequence that falls as the batch grows.
 
-All sequences of a server advance at the same rate, so a server keeps one clock of tokens per sequence (`progress`), and
-a request is done when that clock reaches its goal: one future event for each server, however many requests it holds.
+All sequences of a server advance at the same rate, so a server keeps one clock of tokens per sequence (`progress`). A
+request is done when that clock reaches its goal: one future event per server for any number of requests.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class ServerSpec:
-    """`count` equal servers."""
+    """Properties of `count` equal servers."""
 
     count: int
     max_sequences: int
-    """Requests that run at the same time on one server; others wait in its queue."""
+    """Maximum number of running requests per server; others wait in its queue."""
     tokens_per_s: float
-    """Of a sequence that is alone on its server."""
+    """Rate of a sequence that runs alone on its server."""
     half_rate_batch: float = math.inf
-    """A sequence is half as fast when the batch is larger by this much."""
+    """Number of additional sequences in the batch that halves the rate of each sequence."""
 
     def rate(self, batch: int) -> float:
-        """Tokens per second of each of `batch` sequences."""
+        """Return the tokens per second of each of `batch` sequences."""
         return self.tokens_per_s / (1 + max(0, batch - 1) / self.half_rate_batch)
 
 
@@ -38,7 +38,7 @@ class Request:
     tokens: int
     server: SimulatedServer | None = None
     begun_at: float | None = None
-    """Progress of the server when it began to run."""
+    """Progress of the server at the start of the request; None while it waits."""
     begun_version: int = 0
     is_cancelled: bool = False
 
@@ -49,13 +49,13 @@ class SimulatedServer:
     spec: ServerSpec
     version: int = 0
     outstanding: int = 0
-    """Requests that run or wait."""
+    """Number of running and waiting requests."""
     running: int = 0
     paused: bool = False
     progress: float = 0.0
     busy_s: float = 0.0
     event_s: float = math.inf
-    """When its next event is due; others are void."""
+    """Time in seconds of its next event; events at other times are ignored."""
     _since_s: float = 0.0
     _goals: list[tuple[float, int, Request]] = field(default_factory=list)
     _waiting: deque[Request] = field(default_factory=deque)
@@ -63,7 +63,7 @@ class SimulatedServer:
     _order: itertools.count[int] = field(default_factory=itertools.count)
 
     def advance(self, now_s: float) -> None:
-        """Let the time since the last call pass."""
+        """Advance the server to `now_s`."""
         elapsed_s = now_s - self._since_s
         if self.running and not self.paused:
             self.progress += elapsed_s * self.spec.rate(self.running)
@@ -84,7 +84,7 @@ class SimulatedServer:
             self._admit()
 
     def pop_done(self) -> list[Request]:
-        """Requests that have all their tokens."""
+        """Remove and return the requests that have all their tokens."""
         done = []
         while self._goals and (self._goals[0][2].is_cancelled or self._goals[0][0] <= self.progress + 1e-6):
             request = heapq.heappop(self._goals)[2]
@@ -96,7 +96,7 @@ class SimulatedServer:
         return done
 
     def next_done_s(self, now_s: float) -> float | None:
-        """When the next request is done if nothing else happens."""
+        """Return the time at which the next request is done without other events; None if paused or idle."""
         while self._goals and self._goals[0][2].is_cancelled:
             heapq.heappop(self._goals)
         if self.paused or not self._goals:
@@ -104,13 +104,13 @@ class SimulatedServer:
         return now_s + max(0.0, self._goals[0][0] - self.progress) / self.spec.rate(self.running)
 
     def load_version(self, version: int) -> None:
-        """From here on it samples with `version`; requests in flight go on."""
+        """Sample with `version` from now on; requests in flight continue."""
         self.version = version
         self._versions.append((self.progress, version))
         del self._versions[:-16]
 
     def versions_of(self, request: Request) -> Sequence[tuple[int, int]]:
-        """(version, tokens) spans of a request that is done, oldest first."""
+        """Return the (version, tokens) spans of a finished request, oldest first."""
         assert request.begun_at is not None
         spans, start, version = [], 0, request.begun_version
         for changed_at, newer in self._versions:

@@ -1,4 +1,4 @@
-"""What a simulated run is made of."""
+"""Settings of a simulated run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from roll_flash.scheduling.staleness import StalenessRule
 
 @dataclass(frozen=True, slots=True)
 class LearnerSpec:
-    """Seconds that learning takes."""
+    """Times of the learner in seconds."""
 
     group_s: float = 0.0
-    """To accumulate the gradient of one group."""
+    """Time to accumulate the gradient of one group."""
     step_s: float = 0.0
-    """To finish a step: optimizer, and staging the weights."""
+    """Time to finish a step: optimizer, and staging of the weights."""
     publish_s: float = 0.0
-    """To load new weights, for which a server stands still."""
+    """Time to load new weights, while a server is paused."""
     publish_waves: int = 1
-    """Servers load their weights in so many parts, one part after another."""
+    """Number of groups of servers that load their weights one group after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,14 @@ class SimulationSettings:
     rule: StalenessRule
     policy: SchedulingPolicy
     slots: int
-    """Episodes that may run at the same time (environments)."""
+    """Maximum number of running episodes (environments)."""
     servers: ServerSpec
     learner: LearnerSpec = LearnerSpec()
     lockstep: bool = False
-    """Environments step together: a turn begins when the slowest of all has ended the one before (for comparison)."""
+    """True: environments step together; a turn starts when the slowest has ended the previous one (for comparison)."""
     record: bool = False
-    """Keep a timeline for pictures."""
+    """True: record a timeline for plots."""
     longest_episode_s: float = math.inf
-    """No episode lasts longer, as far as the bias metrics know (in a run: `rollout.episode_timeout_s`)."""
+    """Maximum episode duration in seconds, for the bias metrics only (in a run: `rollout.episode_timeout_s`)."""
     task_name: Callable[[int], str] = lambda seed: "Simulated-v0"
-    """The environment of a task by its seed."""
+    """Returns the environment id of a task from its seed."""

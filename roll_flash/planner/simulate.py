@@ -1,8 +1,8 @@
-"""A training run in virtual time: the real scheduler under a discrete-event clock.
+"""Simulates a training run in virtual time: the real scheduler with a discrete-event clock.
 
-Nothing of the scheduling is modelled: `roll_flash.scheduling.scheduler` itself decides what starts, what is cancelled
-and what is trained. Modelled are the servers (`servers.py`), the episodes (`load.py`), the learner and the publication
-of its weights. The same settings and load give the same run, event by event.
+The scheduling is real: `roll_flash.scheduling.scheduler` decides which episodes start, are cancelled or are trained.
+The simulation models the servers (`servers.py`), the episodes (`load.py`), the learner and the publication of its
+weights. The same settings and load give the same run, event by event.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class _Episode:
 
 
 LONGEST_EPISODE = 1 << 20
-"""Tokens; the arrays whose content does not matter here are slices of these."""
+"""Maximum episode length in tokens: length of the arrays below, sliced for fields with unused content."""
 _TOKENS = np.zeros(LONGEST_EPISODE, np.int32)
 _LOGPROBS = np.zeros(LONGEST_EPISODE, np.float32)
 _MASK = np.ones(LONGEST_EPISODE, np.bool_)
 
 
 def _expand(spans: list[tuple[int, int]]) -> NDArray[np.int32]:
-    """(version, tokens) spans as one version for each token, shape [tokens]."""
+    """Expand (version, tokens) spans to one version per token, shape [tokens]."""
     versions = np.empty(sum(tokens for _, tokens in spans), np.int32)
     start = 0
     for version, tokens in spans:
@@ -61,7 +61,7 @@ def _expand(spans: list[tuple[int, int]]) -> NDArray[np.int32]:
 
 
 class Simulation:
-    """Use once: `Simulation(settings, load).run(steps)`."""
+    """One simulated run. Use once: `Simulation(settings, load).run(steps)`."""
 
     def __init__(self, settings: SimulationSettings, load: Load) -> None:
         self._settings = settings
@@ -85,7 +85,7 @@ class Simulation:
         self._free_slots = list(range(settings.slots)) if settings.record else []
         self._tasks = itertools.count()
         self._replays: Counter[int] = Counter()
-        """How often a task was played again, by its seed: each time it gets other episodes."""
+        """Number of replays per task seed: each replay gets different episodes."""
         self._in_step: list[tuple[str, set[str]]] = []
         self._accumulating = self._finishing = self._waiting_to_publish = self._publishing = False
         self._learner_busy_s = self._slot_busy_s = 0.0
@@ -93,14 +93,14 @@ class Simulation:
         self._discarded_tokens = self._trained_tokens = self._trained_episodes = 0
         self._submitted = [0.0, 0.0, 0.0]
         self._trained = [0.0, 0.0, 0.0]
-        """Episodes, tokens and seconds, of settled groups."""
+        """`_submitted` and `_trained`: number of episodes, tokens and seconds of settled groups."""
         self._plans: dict[str, EpisodePlan] = {}
         self._step_ends_s: list[float] = []
         self._timeline = Timeline() if settings.record else None
 
     def run(self, steps: int) -> SimulationResult:
-        """Until `steps` steps are trained. Raises RunError if nothing can happen any more before that, or if all that
-        happens is lost, as a real run would."""
+        """Simulate until `steps` steps are trained. Raises RunError if no event is left before that, or if the
+        scheduler reports a `problem`, as in a real run."""
         self._react()
         while self._scheduler.learner_version < steps:
             if self._scheduler.problem is not None:
@@ -121,10 +121,10 @@ class Simulation:
     def _after(self, delay_s: float, handle: Callable[[Any], None], argument: Any = None) -> None:
         self._at(self._now_s + delay_s, handle, argument)
 
-    # The owner of the scheduler
+    # Calls to the scheduler
 
     def _react(self) -> None:
-        """Do what the scheduler decides after anything has changed."""
+        """Carry out the scheduler's decisions after every change."""
         self._learn()
         self._cancel(self._scheduler.take_cancelled())
         for dropped in self._scheduler.take_dropped():
@@ -196,7 +196,7 @@ class Simulation:
         return self._server_of_group[spec.group_id]
 
     def _watch(self, server: SimulatedServer) -> None:
-        """Its state has changed. An event that comes too early looks again, so only an earlier one must be set."""
+        """Set the next event of a changed server, if it is earlier. An event that is too early only checks again."""
         self._least_loaded.changed(server)
         done_s = server.next_done_s(self._now_s)
         if done_s is not None and done_s < server.event_s:
@@ -242,7 +242,7 @@ class Simulation:
         self._react()
 
     def _pass_barrier(self) -> None:
-        """Lockstep: when all running episodes have written, their environments step, as long as the slowest takes."""
+        """Lockstep: once all running episodes have generated, step their environments for the slowest one's time."""
         waiting = [episode for episode in self._at_barrier if not episode.is_cancelled]
         if not waiting or len(waiting) < len(self._episodes):
             return
@@ -312,7 +312,7 @@ class Simulation:
         self._publish()
 
     def _publish(self) -> None:
-        """One publication at a time; the learner goes on as soon as its newest weights are on their way."""
+        """Start a publication, one at a time; the learner continues as soon as its newest weights are being sent."""
         if self._waiting_to_publish and not self._publishing:
             self._waiting_to_publish = self._finishing = False
             self._publishing = True
@@ -344,7 +344,7 @@ class Simulation:
         self._scheduler.published(version)
         self._publish()
 
-    # The books
+    # Statistics
 
     def _count_trained(self, group: Group) -> None:
         for trajectory in group.trajectories:
@@ -358,7 +358,7 @@ class Simulation:
         self._in_step.append((group.group_id, {trajectory.episode_id for trajectory in group.trajectories}))
 
     def _settle(self, group_id: str, trained: Collection[str] = ()) -> None:
-        """Count every episode of the group that was started, by what it would have been undisturbed."""
+        """Count every started episode of the group, with its planned tokens and its time without other load."""
         self._server_of_group.pop(group_id, None)
         policy = self._settings.policy
         for replica in range(policy.replicas + policy.group_size):
@@ -374,7 +374,7 @@ class Simulation:
             episode.span.parts.append((activity, episode.since_s, self._now_s))
 
     def _note_step(self, episode: _Episode) -> None:
-        """In lockstep an environment waits after its own step for the slowest."""
+        """Record an environment step and, in lockstep, the wait for the slowest environment after it."""
         if episode.span is not None:
             own_end_s = min(self._now_s, episode.since_s + episode.plan.turns[episode.turn][1])
             episode.span.parts.append(("environment", episode.since_s, own_end_s))
@@ -418,7 +418,7 @@ def _add(sums: list[float], tokens: int, seconds: float) -> None:
 
 
 def _ratios(part: list[float], whole: list[float]) -> tuple[float, float]:
-    """Mean tokens and mean seconds of a part against those of the whole; 1 where nothing was trained."""
+    """Return the ratios of mean tokens and of mean seconds, `part` to `whole`; 1 if nothing was trained."""
     if not part[0]:
         return 1.0, 1.0
     share = part[0] / whole[0]

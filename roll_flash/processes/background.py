@@ -1,7 +1,7 @@
-"""Work side by side: behind the loop over steps, in threads, or all of several that need each other.
+"""Concurrent work: background tasks, threads, and groups of tasks that need each other.
 
-What runs in the background for as long as a run does is started with `start_background` alone, so that none of it can
-end unseen: its first error ends the run.
+Work that runs in the background as long as a run is started only with `start_background`, so that no error is lost: the
+first one ends the run.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 Work = Callable[[asyncio.Event], Coroutine[Any, Any, None]]
-"""Sets the event it is given when it needs nothing more of what its caller will change."""
+"""Function that sets its event once it no longer needs the state that its caller will change."""
 
 
 class FirstFailure:
-    """The first error of all background work on one event loop."""
+    """First error of all background work on one event loop."""
 
     def __init__(self) -> None:
         self.error: RollFlashError | None = None
         self.happened = asyncio.Event()
 
     def report(self, name: str, error: BaseException) -> None:
-        """`name` says whose error it is, where the error does not say it in words of its own."""
+        """Store the first error, log later ones; `name` identifies the work if the error does not."""
         told = error
         if not isinstance(told, RollFlashError):
             told = RunError(f"{name} failed: {type(error).__name__}: {error}")
@@ -47,7 +47,7 @@ class FirstFailure:
             _log.error("after the run had failed: %s", told)
 
     def raise_error(self) -> None:
-        """Raises the error, if there was one."""
+        """Raise the error, if there was one."""
         if self.error is not None:
             raise self.error
 
@@ -57,7 +57,7 @@ _WATCHED: WeakKeyDictionary[asyncio.AbstractEventLoop, FirstFailure] = WeakKeyDi
 
 @contextmanager
 def first_failure() -> Iterator[FirstFailure]:
-    """Within this block, what `start_background` started on this event loop reports its errors here."""
+    """Within this block, work from `start_background` on this event loop reports its errors to this object."""
     loop = asyncio.get_running_loop()
     before = _WATCHED.get(loop)
     failure = _WATCHED[loop] = FirstFailure()
@@ -71,8 +71,8 @@ def first_failure() -> Iterator[FirstFailure]:
 
 
 def start_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-    """Start `work` beside everything else. Its error goes to the `first_failure` of this event loop at once; where
-    there is none it is logged. Who starts it cancels it in the end."""
+    """Start `work` as a background task. Its error is reported at once to the `first_failure` of this event loop, or
+    logged if there is none. The caller must cancel the task in the end."""
     task = asyncio.create_task(work, name=name)
     task.add_done_callback(_report)
     return task
@@ -80,7 +80,7 @@ def start_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]
 
 @asynccontextmanager
 async def beside(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[None]:
-    """`start_background` for as long as the block runs."""
+    """Run `work` with `start_background` while the block runs."""
     task = start_background(work, name)
     try:
         yield
@@ -91,10 +91,10 @@ async def beside(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[Non
 
 @asynccontextmanager
 async def given_up_after(failure: FirstFailure) -> AsyncIterator[None]:
-    """The first error in the background cancels the block, which then raises that error: for a start, in which nobody
-    else looks at it for minutes. What the block started is closed outside of it, so that nothing cuts that short.
+    """Cancel the block at the first background error and raise that error: for a start, which may take minutes. The
+    block's resources are closed outside of it, so that the cancellation does not interrupt their closing.
 
-    Whatever else the block raises after that error is its consequence, and the error is raised instead.
+    If the block raises another error after that, it is a consequence, and the background error is raised instead.
     """
     block = asyncio.current_task()
     assert block is not None
@@ -103,19 +103,19 @@ async def given_up_after(failure: FirstFailure) -> AsyncIterator[None]:
     async def watch() -> None:
         nonlocal is_given_up
         await failure.happened.wait()
-        if not block.cancelling():  # what Ctrl-C has begun to end needs no second push
+        if not block.cancelling():  # else Ctrl-C has already cancelled it
             is_given_up = True
             block.cancel()
 
     watching = asyncio.create_task(watch())
     try:
         yield
-        await asyncio.sleep(0)  # where a cancellation arrives that came as the block ended
+        await asyncio.sleep(0)  # delivers a cancellation that came as the block ended
         failure.raise_error()
     except (asyncio.CancelledError, Exception):
         if is_given_up:
             block.uncancel()
-        if not block.cancelling():  # else Ctrl-C has come since
+        if not block.cancelling():  # else Ctrl-C came meanwhile
             failure.raise_error()
         raise
     finally:
@@ -134,9 +134,9 @@ def _report(task: asyncio.Task[Any]) -> None:
 
 
 async def begin_in_background(work: Work) -> asyncio.Task[None]:
-    """Start `work` and return its task when it has set its event. Raises what it raises before.
+    """Start `work` and return its task when it has set its event. Raises its error if it fails before.
 
-    Whoever cancels this cancels the work.
+    Cancelling this cancels the work.
     """
     may_go_on = asyncio.Event()
     task = asyncio.create_task(work(may_go_on))
@@ -152,7 +152,7 @@ async def begin_in_background(work: Work) -> asyncio.Task[None]:
 
 
 async def all_or_first_error(*work: Awaitable[Any]) -> None:
-    """Wait for all of them. The first failure gives the others up and is raised as it is, not in a group."""
+    """Wait for all. The first failure cancels the others and is raised itself, not in an exception group."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:
         await asyncio.gather(*tasks)
@@ -166,10 +166,10 @@ async def all_or_first_error(*work: Awaitable[Any]) -> None:
 async def in_thread(
     context: AbstractContextManager[T], *, give_up: Callable[[], None] = lambda: None
 ) -> AsyncIterator[T]:
-    """`context`, entered and left in a thread of its own: the event loop goes on while it is busy.
+    """Enter and leave `context` in a separate thread, so that the event loop continues while it is busy.
 
-    When it is cancelled while it enters, `give_up` may tell `context` to be quick; being cancelled once more leaves the
-    thread to itself, and it does not keep the process from ending.
+    If cancelled while it enters, `give_up` can tell `context` to hurry; a second cancellation abandons the thread,
+    which does not keep the process alive.
     """
     thread, loop = DaemonThread(), asyncio.get_running_loop()
     try:
@@ -177,7 +177,7 @@ async def in_thread(
         try:
             value = await asyncio.shield(entering)
         except asyncio.CancelledError as error:
-            # The thread goes on: what it has begun must be left in order.
+            # The thread continues: a context that was entered must be left.
             give_up()
             await asyncio.wait([entering])
             if entering.exception() is None:
@@ -198,7 +198,7 @@ Result = TypeVar("Result")
 
 
 class DaemonThreads(Executor):
-    """A daemon thread for each call."""
+    """Executor with one daemon thread per call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         call, future = _prepared(fn, args, kwargs)
@@ -207,8 +207,8 @@ class DaemonThreads(Executor):
 
 
 class DaemonThread(Executor):
-    """One daemon thread for all calls, which lives until `shutdown`: what a call has started may end with the thread
-    that started it (Linux sends PR_SET_PDEATHSIG then, which Ray's processes ask for)."""
+    """Executor with one daemon thread for all calls, which lives until `shutdown`: a child process may die with the
+    thread that started it (Linux then sends PR_SET_PDEATHSIG, which Ray's processes request)."""
 
     def __init__(self) -> None:
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -220,7 +220,7 @@ class DaemonThread(Executor):
         return future
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
-        """After the calls that were submitted. Never waits."""
+        """End the thread after the submitted calls. Never waits."""
         self._calls.put(None)
 
     def _work(self) -> None:
@@ -231,7 +231,7 @@ class DaemonThread(Executor):
 def _prepared(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Callable[[], None], Future[Any]]:
-    """A call that cannot raise, and the future of what it gives."""
+    """Return a call that cannot raise, and the future of its result."""
     future: Future[Any] = Future()
     context = contextvars.copy_context()
 
@@ -247,6 +247,6 @@ def _prepared(
 
 
 async def call_in_thread(function: Callable[[], Result]) -> Result:
-    """Await a blocking call. When the waiting is cancelled the thread is left to itself: Python cannot end it."""
+    """Await a blocking call. Cancellation abandons the thread, because Python cannot end it."""
     result: Result = await asyncio.get_running_loop().run_in_executor(DaemonThreads(), function)
     return result

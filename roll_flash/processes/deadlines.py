@@ -1,4 +1,4 @@
-"""What counts only for a while: how often something went wrong lately, and how long something has been taking."""
+"""Time windows: count recent events, and learn timeouts from recent durations."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ T = TypeVar("T")
 
 
 class HangsError(RunError):
-    """Something takes far longer than it ever took before."""
+    """An operation takes far longer than ever before."""
 
 
 class RecentCount:
-    """Events of the last `window_s` seconds. A limit on these stops what goes wrong in a row, however long the run."""
+    """Events of the last `window_s` seconds. A limit on them stops frequent failures, however long the run is."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
         self._times: deque[float] = deque()
 
     def add(self, now_s: float) -> int:
-        """One more, now. Returns how many there are in the window, this one included."""
+        """Add an event; return the number of events in the window, including this one."""
         self._times.append(now_s)
         return self.count(now_s)
 
     def clear(self) -> None:
-        """What was counted so far does not count any more."""
+        """Forget all events."""
         self._times.clear()
 
     def count(self, now_s: float) -> int:
@@ -40,8 +40,8 @@ class RecentCount:
 
 
 class LearnedDeadline:
-    """A deadline for something that happens again and again: `factor` times what the slowest of the last `remember`
-    times took for as much work, never less than `floor_s` nor more than `most_s`, which holds before the first."""
+    """Timeout of a repeated operation: `factor` times the slowest of the last `remember` times per unit of work, at
+    least `floor_s` and at most `most_s`; `most_s` until the first one has ended."""
 
     def __init__(self, *, floor_s: float, most_s: float, factor: float = 10.0, remember: int = 20) -> None:
         self._floor_s = floor_s
@@ -51,12 +51,12 @@ class LearnedDeadline:
         """(seconds, size)."""
 
     def took(self, seconds: float, size: float = 1.0) -> None:
-        """It happened once more, and took so long. With a size of 0 that says nothing about other times."""
+        """Record a duration in seconds. A size of 0 says nothing about other operations, and is ignored."""
         if size > 0:
             self._taken.append((seconds, size))
 
     async def bound(self, work: Awaitable[T], what: str, size: float = 1.0) -> T:
-        """Await `work` within the deadline, and learn from how long it took. Raises HangsError when it is over."""
+        """Await `work` within the timeout, and learn from its duration. Raises HangsError if the time is over."""
         started, limit_s = time.monotonic(), self.limit_s(size)
         try:
             async with asyncio.timeout(limit_s) as scope:
@@ -71,7 +71,7 @@ class LearnedDeadline:
         return result
 
     def limit_s(self, size: float = 1.0) -> float:
-        """For work of this size, in any unit that is always the same; 0: nobody knows how much there is to do."""
+        """Timeout in seconds for work of this size, always in the same unit; 0 means unknown size."""
         if not self._taken or not size:
             return self._most_s
         slowest = max(seconds / done for seconds, done in self._taken)

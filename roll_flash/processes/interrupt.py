@@ -1,7 +1,7 @@
-"""How a run is ended before its time: by Ctrl-C, SIGTERM, a closed terminal, or an error in the background.
+"""Early end of a run: by Ctrl-C, SIGTERM, a closed terminal, or a background error.
 
-The first signal stops the work, and what there is is saved. Everything then closes in order; a further signal cuts the
-wait that is under way short.
+The first signal stops the work and saves the state. Then everything closes in order; each further signal skips the
+current wait.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Signals while the block runs. One cancels the block, which then raises KeyboardInterrupt; within
-    `run_until_stopped` the work is stopped and saved first. `say` is told at once, for whoever pressed Ctrl-C."""
+    """Handle signals while the block runs. A signal cancels the block, which then raises KeyboardInterrupt; within
+    `run_until_stopped` the work is first stopped and saved. `say` gets a message for the user at once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -33,7 +33,7 @@ class Interrupts:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._task = task
-        # What nohup had ignored stays ignored.
+        # Under nohup SIGHUP stays ignored.
         ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
         self._numbers = [number for number in SIGNALS if number not in ignored]
         for number in self._numbers:
@@ -58,8 +58,8 @@ class Interrupts:
         failure: FirstFailure,
         save: Callable[[BaseException], Coroutine[Any, Any, None]] | None = None,
     ) -> T:
-        """Await `work`. A signal cancels it, as does an error in the background. Whatever ends it early, an error of
-        its own too, is given to `save`, awaited and raised. A signal during `save` cancels that."""
+        """Await `work`. A signal or a background error cancels it. The reason of an early end, also an error of `work`,
+        is passed to `save` and raised after that. A signal during `save` cancels it."""
         self._work_is_told = asyncio.Event()
         try:
             reason: BaseException = KeyboardInterrupt()
@@ -67,7 +67,7 @@ class Interrupts:
             if await _first(task, self._work_is_told, failure.happened):
                 if (error := task.exception()) is None:
                     return task.result()
-                reason = failure.error or error  # the first one is the cause of the other
+                reason = failure.error or error  # the first one caused the other
             elif failure.error is not None:
                 reason = failure.error
             self._work_is_told.clear()
@@ -91,7 +91,7 @@ class Interrupts:
 
 
 async def _first(task: asyncio.Future[Any], *events: asyncio.Event) -> bool:
-    """Whether the task was done before any of the events happened; it is cancelled where it was not."""
+    """Return True if the task was done before any of the events happened; else cancel it."""
     waits = [asyncio.ensure_future(event.wait()) for event in events]
     try:
         await asyncio.wait([task, *waits], return_when=asyncio.FIRST_COMPLETED)

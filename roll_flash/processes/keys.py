@@ -1,7 +1,7 @@
-"""The key of a run's model servers: they generate for, and take weights from, nobody else on the machine.
+"""Key of a run's model servers: without it, other users of the machine can neither generate nor send weights.
 
-It is made for each run, goes to a server in its environment (a command line can be read by everybody), and to clients
-in their `ClientSpec`. Every route asks for it as `Authorization: Bearer KEY`, but `/health`, which tells nothing else.
+Each run makes a new key. A server gets it in its environment (command lines are readable by all users), clients get it
+in their `ClientSpec`. Every route requires `Authorization: Bearer KEY`, except `/health`, which reveals nothing else.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def new_key() -> str:
 
 
 def bearer(key: str) -> dict[str, str]:
-    """The header of a request; none without a key."""
+    """Header of a request; empty without a key."""
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def key_from_environment() -> str:
-    """A server's own. Raises ConfigError where there is none: a server without a key would answer everybody."""
+    """Key of this server. Raises ConfigError if it is not set: a server without a key would answer every user."""
     key = os.environ.get(VARIABLE, "")
     if not key:
         raise ConfigError(f"the environment variable {VARIABLE} is not set; a server does not start without a key")
@@ -41,12 +41,12 @@ def key_from_environment() -> str:
 
 
 def may_pass(path: str, authorization: bytes, key: str) -> bool:
-    """In the same time whatever is wrong with the key."""
+    """Check the key in constant time."""
     return path == OPEN_PATH or hmac.compare_digest(authorization, f"Bearer {key}".encode())
 
 
 class RequireKey:
-    """ASGI middleware (vLLM's option `--middleware`) before all others."""
+    """ASGI middleware (vLLM's option `--middleware`) that runs before all others."""
 
     def __init__(self, app: Callable[[Scope, Receive, Send], Awaitable[None]]) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""Ray for one run: joins a cluster, or starts one on this machine that ends with the run.
+"""Ray for one run: join a cluster, or start one on this machine that ends with the run.
 
-One that is started here answers its run only: its token is made for it and is in no file, and what it writes, its
-sockets included, lies in a folder that nobody else may enter.
+A local Ray serves only its run: its token is new and in no file, and its files, including sockets, are in a folder that
+other users cannot enter.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def local_ray(config: RayConfig) -> AsyncIterator[None]:
-    """Initialise Ray, and shut it down. Raises RunError when it does not start or the cluster cannot be reached."""
+    """Initialise Ray, and shut it down. Raises RunError if it does not start or the cluster cannot be reached."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # the learner must not yield to the servers
@@ -42,7 +42,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
     if ray.is_initialized():
         yield
         return
-    # In a thread: it takes seconds, in which Ctrl-C must be answered.
+    # In a thread: it takes seconds, during which Ctrl-C must be answered.
     given_up = threading.Event()
     async with in_thread(_cluster(config, given_up), give_up=given_up.set):
         _take_sigterm_back()
@@ -50,7 +50,7 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
 
 
 def _take_sigterm_back() -> None:
-    """Ray's core puts a handler over the one that is there, which prints a stack before it calls that one."""
+    """Restore our SIGTERM handler: Ray's core wraps it in one that prints a stack first."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, handler)
@@ -78,11 +78,11 @@ def _initialised(options: dict[str, Any], config: RayConfig, given_up: threading
     import ray
     from ray._private import worker
 
-    # That it leaves SIGTERM alone, as it was started in a thread, is what we want.
+    # Hide Ray's warning that it does not handle SIGTERM in a thread, which is intended.
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     try:
         _init(options, config, given_up)
-        # A raylet that dies would otherwise print its whole log, also with log_to_driver off.
+        # Otherwise a raylet that dies prints its whole log, even with log_to_driver off.
         worker.print_to_stdstream = _log_what_ray_prints
         yield
     finally:
@@ -94,13 +94,13 @@ def _log_what_ray_prints(data: Mapping[str, Any], *_: object, **__: object) -> N
 
 
 def _options_of_our_own(folder: Path, config: RayConfig) -> dict[str, Any]:
-    # A new cluster asks for a token by Ray's own default; that it says so is no news to whoever trains.
+    # Ray logs that a new cluster requires a token, which is its default and no news for users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
-    # Ray's autoscaler tells its metrics to everybody, on every address. There is nothing to scale here.
+    # Ray's autoscaler exposes its metrics to everyone, on every address. There is nothing to scale here.
     os.environ.setdefault("AUTOSCALER_METRIC_PORT", NO_PORT)
     return {
-        "_temp_dir": str(folder / "ray"),  # which Ray opens for everybody
-        "address": "local",  # else Ray would join a cluster of somebody else's that runs on this machine
+        "_temp_dir": str(folder / "ray"),  # Ray makes this folder readable for everyone
+        "address": "local",  # else Ray would join another user's cluster on this machine
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "num_cpus": config.num_cpus,
@@ -109,9 +109,9 @@ def _options_of_our_own(folder: Path, config: RayConfig) -> dict[str, Any]:
 
 @contextmanager
 def _token_of_our_own() -> Iterator[None]:
-    """Ray asks for a token in a new cluster unless its mode is set, by default for one that lies in the home folder.
+    """Set a new token: a new cluster requires one unless the mode is set, by default the one in the home folder.
 
-    The processes that Ray starts get it from their environment.
+    Processes that Ray starts get it from their environment.
     """
     from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
@@ -129,8 +129,8 @@ def _token_of_our_own() -> Iterator[None]:
 
 
 def _init(options: dict[str, Any], config: RayConfig, given_up: threading.Event) -> None:
-    """`ray.init`, tried again when this machine was too busy: Ray gives its own processes 30 seconds to come up. Not
-    once somebody has `given_up` waiting for it."""
+    """Call `ray.init` and retry if this machine was too busy (Ray gives its processes 30 seconds to start). No retry
+    after `given_up` is set."""
     import ray
 
     for attempt in range(ATTEMPTS):

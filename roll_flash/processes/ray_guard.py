@@ -1,8 +1,8 @@
-"""Ends what a local Ray leaves behind when its driver is killed: `python -m roll_flash.processes.ray_guard FOLDER`.
+"""Clean up after a local Ray whose driver was killed: `python -m roll_flash.processes.ray_guard FOLDER`.
 
-Most of Ray's processes die with their driver; its agents do not notice for minutes. The guard reads a pipe from the
-driver. The word `done` says that Ray was shut down in order; an end of file without it, that the driver is gone: then
-every process that holds a file of the folder open is killed. Either way the folder is removed.
+Most Ray processes die with their driver; its agents notice only after minutes. The guard reads a pipe from the driver:
+`done` means that Ray was shut down properly; end of file without it means that the driver died, and the guard then
+kills every process with an open file in the folder. In both cases it removes the folder.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class RayGuard:
             [sys.executable, "-m", "roll_flash.processes.ray_guard", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C is the driver's
+            start_new_session=True,  # Ctrl-C is only for the driver
         )
 
     def stop(self) -> None:
-        """After ray.shutdown(): the guard removes the folder and ends."""
+        """Let the guard remove the folder and exit; call it after ray.shutdown()."""
         with contextlib.suppress(subprocess.TimeoutExpired, BrokenPipeError):
             self._process.communicate(DONE, timeout=STOP_TIMEOUT_S)
         if self._process.poll() is None:
@@ -44,7 +44,7 @@ class RayGuard:
 
 def main(folder: Path) -> None:
     if sys.stdin.buffer.read() != DONE:
-        for _ in range(ROUNDS):  # more than once: a process may be starting another
+        for _ in range(ROUNDS):  # repeated, because a process may be starting another
             for pid in _users_of(folder):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -57,7 +57,7 @@ def _users_of(folder: Path) -> set[int]:
     found = set()
     prefix = f"{folder}/"
     for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or not ours
+        with contextlib.suppress(OSError):  # exited meanwhile, or another user's
             if any(os.readlink(file).startswith(prefix) for file in (process / "fd").iterdir()):
                 found.add(int(process.name))
     return found - {os.getpid()}

@@ -1,7 +1,7 @@
-"""Notices within seconds that Ray itself has died: the raylet of this node, or the cluster's control store (GCS).
+"""Detect within seconds that Ray has died: the raylet of this node, or the cluster's control store (GCS).
 
-Ray's own driver goes on for up to a minute and is then ended with words of Ray's. Calls between processes that are
-there already still work for some seconds, so that a checkpoint can be written.
+Ray's own driver notices only after up to a minute and then exits with Ray's message. Calls between existing processes
+still work for some seconds, so that a checkpoint can be written.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ CONNECT_TIMEOUT_S = 10.0
 
 
 class RayDiedError(RunError):
-    """A process of Ray's is gone that nothing works without."""
+    """An essential Ray process died."""
 
 
 @dataclass(frozen=True, slots=True)
 class RayProcess:
-    """Something of Ray's that listens at a port for as long as it lives."""
+    """A Ray process that listens on a port as long as it lives."""
 
     name: str
     host: str
     port: int
 
     async def check(self) -> None:
-        """Raises RayDiedError when nobody listens there. A machine that is too busy to answer is given time."""
+        """Raise RayDiedError if the port is closed. A busy machine gets CONNECT_TIMEOUT_S to answer."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 _, writer = await asyncio.open_connection(self.host, self.port)
@@ -48,7 +48,7 @@ class RayProcess:
 
 
 def ray_processes() -> list[RayProcess]:
-    """What this driver needs of Ray, which must be initialised."""
+    """Ray processes that this driver needs. Ray must be initialised."""
     import ray
 
     context = ray.get_runtime_context()
@@ -62,8 +62,8 @@ def ray_processes() -> list[RayProcess]:
 
 @asynccontextmanager
 async def watching_ray() -> AsyncIterator[None]:
-    """While the block runs, the death of Ray ends the run (`start_background`). What else fails then is its
-    consequence, and the block raises RayDiedError instead."""
+    """While the block runs, the death of Ray ends the run (`start_background`). If the block fails because of it, the
+    block raises RayDiedError instead."""
     processes = await asyncio.to_thread(ray_processes)
     try:
         async with beside(_watch(processes), "the watch over Ray"):

@@ -1,12 +1,12 @@
-"""Child processes that cannot outlive us: a guard between us and the child kills its whole tree when we go away.
+"""Child processes that cannot outlive us: a guard process kills the child's whole process tree when we exit.
 
 `GuardedProcess.start` runs `python -m roll_flash.processes.supervise ... -- COMMAND`. The guard holds the reading end
-of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes, whatever closed it
-(`stop`, an exit, `kill -9`), it terminates all descendants, those in sessions of their own too, and removes the scratch
-folder and what they left in /dev/shm (Python's own cleaning misses semaphores of a process that was terminated). When
-the guard itself is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group.
+of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes for any reason
+(`stop`, an exit, `kill -9`), it terminates all descendants, also those in other sessions, and removes the scratch
+folder and their files in /dev/shm (Python's own cleanup misses semaphores of a terminated process). If the guard itself
+is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group.
 
-This file is also run as the guard, so it imports the standard library only.
+This file also runs as the guard, so it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 TERMINATE_GRACE_S = 5.0
 TRACKER_GRACE_S = 2.0
-"""How long processes that clean up after the others (multiprocessing's resource tracker) may still run."""
+"""Seconds that cleanup processes (multiprocessing's resource tracker) may continue to run."""
 GUARD_MARGIN_S = 5.0
 POLL_S = 0.05
 SHARED_MEMORY_EVERY_S = 10.0
@@ -48,7 +48,7 @@ class GuardedProcess:
     def start(
         cls, command: Sequence[str], *, env: Mapping[str, str], log: Path, scratch: Path | None = None
     ) -> GuardedProcess:
-        """Run `command` with stdout and stderr appended to `log`. `scratch` is removed when everything is gone."""
+        """Run `command` with stdout and stderr appended to `log`. `scratch` is removed after all processes ended."""
         guard = [sys.executable, "-m", "roll_flash.processes.supervise"]
         if scratch is not None:
             guard += ["--scratch", str(scratch)]
@@ -65,7 +65,7 @@ class GuardedProcess:
 
     @property
     def pid(self) -> int:
-        """Of the guard; its process group holds the command."""
+        """Process id of the guard; its process group contains the command."""
         return self._process.pid
 
     @property
@@ -75,10 +75,10 @@ class GuardedProcess:
         return code if code is None or code <= 128 else 128 - code
 
     def stop(self) -> None:
-        """End the whole tree and wait for it. Blocks for at most the grace times. Safe to call twice."""
+        """End the whole process tree and wait for it, at most for the grace times. Safe to call twice."""
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.send_signal(signal.SIGCONT)  # a guard that somebody stopped
+        self._process.send_signal(signal.SIGCONT)  # in case the guard is suspended
         try:
             self._process.wait(TERMINATE_GRACE_S + TRACKER_GRACE_S + GUARD_MARGIN_S)
         except subprocess.TimeoutExpired:
@@ -91,7 +91,7 @@ class GuardedProcess:
 def claim_semaphores() -> None:
     """Name this process's multiprocessing semaphores after its guard, if it has one, so that the guard finds them.
 
-    A semaphore that nobody has mapped (any more) cannot be attributed otherwise.
+    A semaphore that no process has mapped cannot be attributed otherwise.
     """
     guard = os.environ.get(GUARD_VARIABLE)
     if guard:
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 class _Children:
-    """The command and the orphans that the guard adopted: all are collected, one status is remembered."""
+    """The command and the adopted orphans: reaps all of them, keeps the exit status of the command."""
 
     def __init__(self, command: int) -> None:
         self._command = command
@@ -145,7 +145,7 @@ class _Children:
 
 
 class _SharedMemory:
-    """Files in /dev/shm that the descendants have mapped, seen while they live and removed when they are gone."""
+    """Files in /dev/shm mapped by the descendants, collected while they live and removed afterwards."""
 
     def __init__(self) -> None:
         self._paths: set[str] = set()
@@ -157,7 +157,7 @@ class _SharedMemory:
             self._paths.update(*(_mapped_shared_memory(pid) for pid in _descendants()))
 
     def remove(self) -> None:
-        """All but what some other process still uses."""
+        """Remove the files that no other process uses."""
         semaphores = glob.glob(f"/dev/shm/sem.{_semaphore_prefix(os.getpid())}-*")
         left = {path for path in (*self._paths, *semaphores) if os.path.exists(path)}
         if not left:
@@ -177,7 +177,7 @@ def _mapped_shared_memory(pid: int) -> set[str]:
 
 
 class _StopSignals:
-    """SIGTERM and the terminal's signals mean: end the tree."""
+    """SIGTERM and the terminal's signals end the process tree."""
 
     def __init__(self) -> None:
         self.seen = False
@@ -189,13 +189,13 @@ class _StopSignals:
 
 
 def _owner_is_gone(wait_s: float = 0.5) -> bool:
-    """Waits a little for the end of file on the pipe from the owner."""
+    """Wait up to `wait_s` seconds for the end of file on the owner's pipe."""
     readable, _, _ = select.select([0], [], [], wait_s)
     return bool(readable) and not os.read(0, 4096)
 
 
 def _end_descendants() -> None:
-    """Terminate, then kill; those that clean up after the others go last, by themselves if they can."""
+    """Terminate, then kill; cleanup processes last, if possible they exit by themselves."""
     _signal(_descendants(), signal.SIGTERM)
     _wait_until_gone(TERMINATE_GRACE_S, trackers=False)
     while workers := [pid for pid in _descendants() if not _is_tracker(pid)]:
@@ -216,7 +216,7 @@ def _wait_until_gone(limit_s: float, *, trackers: bool) -> None:
 
 
 def _descendants() -> list[int]:
-    """Everything below this process that is not dead yet, from /proc."""
+    """All living processes below this one, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (stat := _stat(entry)) and stat[0] not in "ZX":
@@ -231,7 +231,7 @@ def _descendants() -> list[int]:
 
 
 def _stat(pid: str) -> list[str] | None:
-    """State and parent; None for a process that has just gone."""
+    """State and parent of a process; None if it has just exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

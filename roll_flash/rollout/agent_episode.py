@@ -1,7 +1,7 @@
-"""Episodes of agents that bring their own loop: the worker's gateway, and one session of it for each of them.
+"""Runs episodes of agents that bring their own loop: one gateway per worker, one gateway session per episode.
 
-The gateway is started at the first such episode, answers on loopback only, and ends with the worker. An episode is
-scored only when every call of the model was answered: what failed for a reason that is not the agent's masks it.
+The gateway starts at the first such episode, listens on loopback only, and stops with the worker. An episode is
+scored only if every model call was answered: a failed call that the agent did not cause masks the episode.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from roll_flash.rollout.episode import Deadlines, EpisodeFailed, Progress, envir
 from roll_flash.types import EpisodeSpec, Trajectory
 
 MODEL_NAME = "policy"
-"""What agents ask for in a run. Of an endpoint that is not ours, its own name."""
+"""Model name that agents use in a run. With a third-party endpoint they use the endpoint's model name."""
 
 
 class AgentEpisodes:
-    """The gateway of one worker. The backend is its owner's to close."""
+    """The gateway of one worker. The caller closes the backend."""
 
     def __init__(self, backend: Backend, *, pins_groups: bool = False) -> None:
-        """`pins_groups`: all requests of a group go to one server."""
+        """`pins_groups`: send all requests of a group to one server."""
         self._backend = backend
         self._pins_groups = pins_groups
         self._gateway: GatewayServer | None = None
@@ -36,7 +36,7 @@ class AgentEpisodes:
     async def play(
         self, spec: EpisodeSpec, env: AsyncEnvironment, deadlines: Deadlines, progress: Progress
     ) -> Trajectory:
-        """Raises EpisodeFailed. Cancelling ends the session and its requests."""
+        """Play one episode. Raises EpisodeFailed. Cancelling ends the session and its requests."""
         gateway = await self._started(deadlines)
         settings = SessionSettings(spec.sampling, spec.max_turns, spec.group_id if self._pins_groups else None)
         session = gateway.open_session(settings, spec.episode_id)
@@ -60,7 +60,7 @@ class AgentEpisodes:
             await self._gateway.close()
 
     def metrics(self) -> dict[str, float]:
-        """Nothing before the first episode."""
+        """Return the gateway's metrics; empty before the first episode."""
         return self._gateway.metrics() if self._gateway is not None else {}
 
     async def _play(
@@ -72,7 +72,7 @@ class AgentEpisodes:
         gateway: GatewayServer,
         sessions: Sequence[Session],
     ) -> Trajectory:
-        """The first session is the episode's; what the second is asked is answered and forgotten."""
+        """Play with the first session, which is recorded; the optional second one is answered but not recorded."""
         session, *aside = sessions
         progress.now("the agent")
         aside_key = aside[0].api_key if aside else ""
@@ -101,7 +101,7 @@ class AgentEpisodes:
 
 
 def _raise_trouble(sessions: Sequence[Session]) -> None:
-    """Also where the agent failed: it may have done so because of it."""
+    """Raise the first trouble of the sessions. It goes before an agent's error, which it may have caused."""
     for session in sessions:
         if session.trouble is not None:
             raise EpisodeFailed(session.trouble.cause, session.trouble.message)

@@ -1,7 +1,7 @@
-"""One episode's view of the model: messages go in, text comes out, and what was sampled is remembered.
+"""The policy of one episode: takes messages, returns the model's text, and records the sampled tokens.
 
-`TokenPolicy` speaks token ids to a server of ours and keeps logprobs and weight versions: its episodes can be trained.
-`ChatPolicy` speaks chat messages to any compatible endpoint: its episodes can be evaluated.
+`TokenPolicy` sends token ids to our own server and keeps logprobs and weight versions: its episodes can be trained.
+`ChatPolicy` sends chat messages to any OpenAI-compatible endpoint: its episodes can only be evaluated.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAY_MEAN_TOOLS = frozenset({400, 404, 422, 501})
-"""With these an endpoint may say that it takes no declared tools; so they are left out once to find out."""
+"""HTTP statuses that may mean that the endpoint does not accept `tools`; the request is retried without them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One answer of the model. `start:end` are its policy tokens in the episode (0:0 where tokens are not known)."""
+    """One answer of the model. `start:end`: its policy tokens in the episode (0:0 if tokens are unknown)."""
 
     text: str
     start: int
@@ -40,7 +40,7 @@ class Action:
     finish_reason: FinishReason
     elapsed_s: float
     prompt_tokens: int | None = None
-    """None, as `completion_tokens`, where the endpoint does not tell."""
+    """None (as `completion_tokens`) if the endpoint does not report it."""
     completion_tokens: int | None = None
 
 
@@ -62,15 +62,15 @@ class ContextFullError(RollFlashError):
 class Policy(Protocol):
     @property
     def tools_shown(self) -> ToolsShown | None:
-        """How the model was told the tools that were offered, once it has begun; None if there were none."""
+        """The way the tools were shown to the model, known after `begin`; None without tools."""
         ...
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
-        """`tools` that the environment offers, in OpenAI's form."""
+        """Start the conversation. `tools`: tools of the environment, in OpenAI's format."""
         ...
 
     async def act(self, timeout_s: float) -> Action:
-        """Raises TimeoutError, InferenceError, or ContextFullError."""
+        """Return the model's next answer. Raises TimeoutError, InferenceError, or ContextFullError."""
         ...
 
     def observe(self, messages: Sequence[Message]) -> None: ...
@@ -81,7 +81,7 @@ class Policy(Protocol):
 
 
 class TokenPolicy:
-    """Token in, token out."""
+    """Sends and receives token ids."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class TokenPolicy:
         max_length: int,
         session: str | None = None,
     ) -> None:
-        """`session`: requests of the same one share a server's prefix cache; by default each episode is one."""
+        """`session`: requests with the same session share a server's prefix cache; default: the episode id."""
         self._client = client
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -134,8 +134,8 @@ class TokenPolicy:
         return tuple(self._conversation.messages)
 
     def arrays(self) -> TokenArrays:
-        """Up to the last token that the model wrote: nothing is learnt from an observation that nobody answered, and
-        one that filled the context may be a million tokens long."""
+        """Return the arrays up to the model's last token: an observation without an answer trains nothing, and one
+        that filled the context may be a million tokens long."""
         conversation = self._conversation
         token_ids, policy_mask, logprobs, versions = conversation.arrays()
         written = np.flatnonzero(policy_mask)
@@ -146,7 +146,7 @@ class TokenPolicy:
 
 
 class ChatPolicy:
-    """Messages in, messages out. Tools are declared to the endpoint; to one that refuses them they are described."""
+    """Sends and receives messages. Tools go into the request, or into the prompt if the endpoint refuses them."""
 
     def __init__(self, client: OpenAIChatClient, sampling: SamplingParams) -> None:
         self._client = client
@@ -171,7 +171,7 @@ class ChatPolicy:
             async with asyncio.timeout(timeout_s):
                 reply = await self._ask(timeout_s)
         except EndpointRefusedError as error:
-            if error.is_too_long:  # the model's doing, as with servers of ours: it is scored
+            if error.is_too_long:  # caused by the model, as with our own servers: the episode is scored
                 raise ContextFullError(str(error)) from None
             raise
         self._calls = reply.tool_calls
@@ -205,7 +205,7 @@ class ChatPolicy:
             self._messages.extend(self._described.results(messages))
 
     def messages(self) -> tuple[Message, ...]:
-        """For people and for imitation: calls are part of the text, as the environment was given them."""
+        """Return the messages for logs and imitation: tool calls are in the text, as the environment got them."""
         return tuple(
             {"role": message["role"], "content": calls_as_text(str(message["content"]), message["tool_calls"])}
             if message.get("tool_calls")

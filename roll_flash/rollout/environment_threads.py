@@ -1,7 +1,7 @@
-"""Threads for environments that block.
+"""Thread pool for environments that block.
 
-A thread cannot be stopped from outside. So a call that is given up (its deadline passed, or its episode was cancelled)
-keeps its thread until it returns, and another thread takes its place: environments that hang do not starve the others.
+A thread cannot be stopped from outside. An abandoned call (deadline passed or episode cancelled) keeps its thread until
+it returns, and a new thread replaces it: environments that hang do not block the others.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from roll_flash.errors import EnvError
 logger = logging.getLogger(__name__)
 
 MOST_LOST = 256
-"""Calls that may hang at the same time; beyond that new calls are refused."""
+"""Maximum number of abandoned calls that still run; above it new calls raise EnvError."""
 
 
 class _Call(Future[Any]):
-    """Cancelling one that runs gives its thread up."""
+    """A call of an environment. Cancelling it while it runs abandons its thread."""
 
     def __init__(self, threads: EnvironmentThreads, work: Callable[[], Any]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class _Call(Future[Any]):
 
 
 class EnvironmentThreads(Executor):
-    """At most `size` calls at once, beside those that were given up. Its threads end with the process."""
+    """Runs at most `size` calls at once, not counting abandoned ones. Its threads end with the process."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -47,10 +47,10 @@ class EnvironmentThreads(Executor):
         self._running = 0
         self._idle = threading.Semaphore(0)
         self.lost = 0
-        """Calls that were given up and have not returned."""
+        """Number of abandoned calls that have not returned."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Raises EnvError when `MOST_LOST` calls hang."""
+        """Queue a call. Raises EnvError if `MOST_LOST` abandoned calls still run."""
         if self.lost >= MOST_LOST:
             raise EnvError(f"{self.lost} blocking calls of environments hang in this worker; find out which and why")
         call = _Call(self, lambda: fn(*args, **kwargs))
@@ -60,7 +60,7 @@ class EnvironmentThreads(Executor):
         return call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads that wait; those that work end after their call. Never waits for them."""
+        """Stop idle threads now and busy threads after their call. Never waits, despite `wait`."""
         with self._lock:
             count = self._running
         for _ in range(count):
@@ -101,7 +101,7 @@ class EnvironmentThreads(Executor):
 def _carry_out(call: _Call) -> None:
     try:
         result = call.work()
-    except BaseException as error:  # also SystemExit: it belongs to the episode, not to this thread
+    except BaseException as error:  # also SystemExit: the episode must get it, not this thread
         call.set_exception(error)
     else:
         call.set_result(result)

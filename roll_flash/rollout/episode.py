@@ -1,6 +1,6 @@
-"""One episode, from reset to reward. Whatever goes wrong becomes an `EpisodeFailure` with a cause.
+"""Runs one episode, from reset to reward. Every error becomes an `EpisodeFailure` with a cause.
 
-Every wait has a deadline: each call of the model, each step of the environment, and the episode as a whole.
+Every wait has a deadline: each model call, each environment step, and the episode as a whole.
 Cancelling the coroutine cancels the request in flight and closes the environment and its sandbox.
 """
 
@@ -28,7 +28,7 @@ LARGE_CHARACTERS = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Deadlines:
-    """Seconds that a part of an episode may take."""
+    """Timeouts in seconds for the parts of an episode."""
 
     generate_s: float
     step_s: float
@@ -36,7 +36,7 @@ class Deadlines:
 
 
 class EpisodeFailed(Exception):
-    """Ends an episode as a failure of this cause."""
+    """Ends an episode as a failure with the given cause."""
 
     def __init__(self, cause: FailureCause, message: str) -> None:
         super().__init__(message)
@@ -45,7 +45,7 @@ class EpisodeFailed(Exception):
 
 @dataclass(slots=True)
 class Progress:
-    """Where an episode is, for the watchdog."""
+    """Current state of an episode, for the watchdog."""
 
     turn: int = 0
     waits_for: str = "reset"
@@ -59,7 +59,7 @@ class Progress:
 
 
 PlayAgent = Callable[[EpisodeSpec, AsyncEnvironment, Deadlines, Progress], Awaitable[Trajectory]]
-"""How an environment that plays itself is played, from `play` to its score."""
+"""Runs an environment that brings its own agent loop, from `play` to `score`."""
 
 
 async def run_episode(
@@ -70,7 +70,7 @@ async def run_episode(
     progress: Progress,
     play_agent: PlayAgent | None = None,
 ) -> Trajectory | EpisodeFailure:
-    """Play `spec` and return what came of it. Only cancellation raises."""
+    """Play `spec` and return its trajectory or failure. Raises only on cancellation."""
     try:
         async with asyncio.timeout(deadlines.episode_s):
             return await _play(spec, open_env, policy, deadlines, progress, play_agent)
@@ -79,7 +79,7 @@ async def run_episode(
     except TimeoutError:
         cause = "episode_timeout"
         message = f"not finished after {deadlines.episode_s:g} s; it was waiting for {progress.waits_for}"
-    except Exception as error:  # a defect of ours: its group must not wait for it for ever
+    except Exception as error:  # a bug in ROLL Flash: the group must not wait for this episode forever
         logger.exception("episode %s", spec.episode_id)
         cause, message = "internal_error", f"{type(error).__name__}: {error}"
     return EpisodeFailure(
@@ -218,7 +218,7 @@ async def _play_turns(
 
 
 async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
-    """A megabyte takes the better part of a second to tokenise: in a thread, where it holds up no other episode."""
+    """Tokenise long messages in a thread: 1 MB takes almost a second and would block all other episodes."""
     if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
         await asyncio.to_thread(take, messages)
     else:
@@ -228,7 +228,7 @@ async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence
 async def _conclude(
     env: AsyncEnvironment, turns: list[Turn], deadlines: Deadlines, progress: Progress
 ) -> Mapping[str, Any]:
-    """The environment did not end the episode, so it has not scored the whole of it yet."""
+    """Ask for the final score of an episode that the environment did not end itself."""
     progress.now("the environment's score")
     async with environment_errors(deadlines.step_s, "conclude"):
         reward, info = await env.conclude()
@@ -238,7 +238,7 @@ async def _conclude(
 
 @asynccontextmanager
 async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Anything an environment raises is its failure, whatever the type: environments are users' code."""
+    """Turn every exception of an environment into EpisodeFailed: environments are user code."""
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
@@ -250,12 +250,12 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
         raise EpisodeFailed("sandbox_error", str(error)) from error
     except BadRewardError as error:
         raise EpisodeFailed("bad_reward", str(error)) from error
-    except (Exception, SystemExit) as error:  # SystemExit would end the worker and all its episodes
+    except (Exception, SystemExit) as error:  # SystemExit would stop the worker and all its episodes
         raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
 
 
 async def _close(env: AsyncEnvironment, timeout_s: float) -> str | None:
-    """Close, and say what went wrong: an environment that cannot close has still been played."""
+    """Close `env` and return the error message, if any: the episode still counts if closing fails."""
     try:
         async with environment_errors(timeout_s, "close"):
             await env.close()

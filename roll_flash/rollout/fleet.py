@@ -1,7 +1,7 @@
-"""The driver's side of the workers: places episodes, collects outcomes, replaces workers that die.
+"""Manages the rollout workers from the driver: places episodes, collects outcomes, replaces dead workers.
 
-Invariant: every submitted episode reaches its receiver exactly once, as a trajectory or as a failure, unless it was
-cancelled. The episodes of a worker that died come back as failures with the cause `worker_died`.
+Invariant: each submitted episode gives its receiver exactly one outcome, a trajectory or a failure, unless it is
+cancelled. The episodes of a dead worker return as failures with the cause `worker_died`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ POLL_S = 2.0
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
 WATCH = "watch"
-"""Concurrency group of the calls that must be answered while the worker's own event loop is stuck."""
+"""Ray concurrency group of the calls that a worker answers even if its main event loop is blocked."""
 WATCH_TIMEOUT_S = 3.0
 WORKER_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
-"""What Ray raises for an actor whose process is gone, killed for want of memory too."""
+"""Ray's errors for an actor whose process died, including a kill for lack of memory."""
 MAX_WORKER_DEATHS = 20
 DEATH_WINDOW_S = 1800.0
-"""Workers that may die within so many seconds before the run stops: a machine that loses one a day goes on."""
+"""Window in seconds for MAX_WORKER_DEATHS; more deaths in it stop the run. One death per day does not."""
 
 Receiver = Callable[[Outcome], None]
 
@@ -57,17 +57,17 @@ class _Member:
     index: int
     actor: Any
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Cleared while a dead worker is being replaced."""
+    """Set while the worker can take calls; cleared during its replacement."""
     episodes: dict[str, EpisodeSpec] = field(default_factory=dict)
-    """Placed here and not ended."""
+    """Episodes placed on this worker and not ended."""
     to_submit: dict[str, EpisodeSpec] = field(default_factory=dict)
     to_cancel: list[str] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there is something to submit or to cancel."""
+    """Set if there are episodes to submit or to cancel."""
 
 
 class WorkerFleet:
-    """`workers` Ray actors of `WorkerActor`. Ray must be initialised."""
+    """Runs `workers` Ray actors of type `WorkerActor`. Ray must be initialised."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class WorkerFleet:
         self._error: BaseException | None = None
 
     async def start(self) -> None:
-        """Start every worker. Raises what a worker's start raised (SandboxError, RunError, ...)."""
+        """Start every worker. Raises the error of a worker's start (SandboxError, RunError, ...)."""
         actors = await asyncio.gather(*(self._start_actor(index) for index in range(self._count)))
         self._members = [_Member(index, actor) for index, actor in enumerate(actors)]
         for member in self._members:
@@ -101,16 +101,16 @@ class WorkerFleet:
                 self._tasks.append(task)
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receiver: Receiver) -> None:
-        """Start episodes on the workers with the fewest; `receiver` gets each outcome once.
+        """Start episodes on the least loaded workers; `receiver` gets each outcome once.
 
-        Waits only while no worker is there to take them, not for a worker to answer.
+        Waits only while all workers are being replaced, not for a worker to answer.
         """
         for episode in episodes:
             self._receivers[episode.episode_id] = receiver
         self._place(episodes, await self._ready_members())
 
     async def cancel(self, episode_ids: Iterable[str]) -> None:
-        """Stop episodes wherever they are; their receivers hear nothing of them any more."""
+        """Cancel episodes, running or not yet sent; their receivers get no outcome."""
         wanted = set(episode_ids)
         for member in self._members:
             for episode_id in wanted & member.episodes.keys():
@@ -121,9 +121,9 @@ class WorkerFleet:
                     member.has_news.set()
 
     async def run(self, episodes: Iterable[EpisodeSpec], *, max_concurrent: int) -> AsyncIterator[Outcome]:
-        """Play episodes, at most `max_concurrent` at once, and yield outcomes as they come.
+        """Play episodes, at most `max_concurrent` at once, and yield outcomes as they arrive.
 
-        `episodes` is asked for the next one only when it can start, so that its owner may stop it at any time.
+        Takes the next item of `episodes` only when it can start, so the caller can end the iterator at any time.
         """
         outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
         waiting = iter(episodes)
@@ -140,19 +140,19 @@ class WorkerFleet:
             await self.cancel(running)
 
     async def status(self) -> list[EpisodeStatus]:
-        """Every running episode and what it waits for."""
+        """Return the status of every running episode; workers that do not answer are left out."""
         calls = (_within(m.actor.status.remote(), CALL_TIMEOUT_S, "status") for m in self._members)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return [status for answer in answers if isinstance(answer, list) for status in answer]
 
     async def client_metrics(self) -> dict[str, float]:
-        """What the workers' clients of the model servers have counted, all together."""
+        """Return the combined metrics of the workers' model-server clients."""
         calls = (_within(m.actor.client_metrics.remote(), CALL_TIMEOUT_S, "client_metrics") for m in self._members)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return combined(answer for answer in answers if isinstance(answer, dict))
 
     async def sandbox_metrics(self) -> dict[str, float]:
-        """What the workers' sandbox pools have counted, all together; empty where there are none."""
+        """Return the combined metrics of the workers' sandbox pools; empty without pools."""
         calls = (_within(m.actor.pool_stats.remote(), CALL_TIMEOUT_S, "pool_stats") for m in self._members)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         total = PoolStats()
@@ -162,7 +162,7 @@ class WorkerFleet:
         return total.as_metrics() if pools else {}
 
     async def close(self) -> None:
-        """Cancel everything, free every sandbox, end the actors. Safe to call twice."""
+        """Cancel all episodes, free every sandbox, stop the actors. Safe to call twice."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -177,7 +177,7 @@ class WorkerFleet:
             member.has_news.set()
 
     async def _feed(self, member: _Member) -> None:
-        """Tell one worker what to start and to stop: all that came up during the last call in one."""
+        """Send submits and cancels to one worker; those that arrive during a call go into the next one."""
         while True:
             await member.has_news.wait()
             await member.ready.wait()
@@ -190,13 +190,13 @@ class WorkerFleet:
             except NoAnswerError as error:
                 self._fail(member, submit, str(error))
             except WORKER_DIED:
-                if member.actor is actor:  # `_collect` will see it too and replace the worker
+                if member.actor is actor:  # `_collect` gets the same error and replaces the worker
                     member.ready.clear()
                 lost = [episode for episode in submit if member.episodes.pop(episode.episode_id, None)]
                 await self._place_again(lost)
 
     async def _place_again(self, episodes: Sequence[EpisodeSpec]) -> None:
-        """What a dead worker had been given but cannot have begun."""
+        """Place episodes again that a dead worker cannot have started."""
         try:
             self._place(episodes, await self._ready_members())
         except RollFlashError as error:
@@ -204,7 +204,7 @@ class WorkerFleet:
                 self._deliver(_worker_died(spec, str(error)))
 
     async def _ready_members(self) -> list[_Member]:
-        """The workers that can take episodes; waits for one if all are being replaced."""
+        """Return the workers that can take episodes; wait for one if all are being replaced."""
         self._raise_error()
         if not any(member.ready.is_set() for member in self._members):
             waits = [asyncio.ensure_future(member.ready.wait()) for member in self._members]
@@ -231,7 +231,7 @@ class WorkerFleet:
         return actor
 
     async def _collect(self, member: _Member) -> None:
-        """Hand out what one worker finished; replace the worker when it dies or does not answer in time."""
+        """Deliver the outcomes of one worker; replace the worker if it dies or does not answer in time."""
         while True:
             try:
                 outcomes = await _within(member.actor.poll.remote(POLL_S), POLL_S + self._heartbeat_timeout_s, "poll")
@@ -246,7 +246,7 @@ class WorkerFleet:
                 self._deliver(outcome)
 
     async def _describe_hang(self, member: _Member) -> str:
-        """The call goes to another event loop of the worker, which may be able to look at the one that is stuck."""
+        """Ask the worker where its event loop is blocked; a second event loop of the worker answers."""
         try:
             call = member.actor.stuck_at.options(concurrency_group=WATCH).remote()
             place = await _within(call, WATCH_TIMEOUT_S, "stuck_at")
@@ -261,7 +261,7 @@ class WorkerFleet:
         self._fail(member, list(member.episodes.values()), f"its worker {what}")
         member.to_submit, member.to_cancel = {}, []
         logger.warning("rollout worker %d %s; it is replaced", member.index, what)
-        with contextlib.suppress(*WORKER_DIED):  # it may be hung rather than dead
+        with contextlib.suppress(*WORKER_DIED):  # it may hang and not be dead
             ray.kill(member.actor)
         try:
             if deaths > MAX_WORKER_DEATHS:
@@ -269,7 +269,7 @@ class WorkerFleet:
                 raise RunError(f"{deaths} rollout workers died {within}; the last one {what}")
             member.actor = await self._start_actor(member.index)
         finally:
-            member.ready.set()  # who waits for it must see the error too
+            member.ready.set()  # its waiters must see the error too
 
     def _fail(self, member: _Member, episodes: Iterable[EpisodeSpec], message: str) -> None:
         for spec in episodes:
@@ -282,7 +282,7 @@ class WorkerFleet:
             receiver(outcome)
 
     async def _next_outcomes(self, outcomes: asyncio.Queue[Outcome]) -> list[Outcome]:
-        """At least one, unless the fleet broke; the episodes' own deadlines bound the wait."""
+        """Return at least one outcome; the deadlines of the episodes bound the wait. Raises the fleet's error."""
         while outcomes.empty():
             self._raise_error()
             with contextlib.suppress(TimeoutError):
@@ -291,7 +291,7 @@ class WorkerFleet:
         return [outcomes.get_nowait() for _ in range(outcomes.qsize())]
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
-        """Who waits for outcomes must hear that there will be none."""
+        """Keep the error of a background task, to raise it in the callers that wait for outcomes."""
         if not task.cancelled() and self._error is None:
             self._error = task.exception()
 
@@ -310,9 +310,9 @@ async def _close(member: _Member) -> None:
 
 
 async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
-    """Await a call with a deadline, and raise what the worker raised rather than Ray's wrapper around it."""
+    """Await a call with a timeout; raise the worker's error without Ray's wrapper. Raises NoAnswerError."""
     try:
-        # Not asyncio.wait_for: before Python 3.12 it loses a cancellation that meets a finished call.
+        # Not asyncio.wait_for: before Python 3.12 it ignores a cancellation if the call has just finished.
         async with asyncio.timeout(timeout_s):
             return await reference
     except TimeoutError:
@@ -328,7 +328,7 @@ def _worker_died(spec: EpisodeSpec, message: str) -> EpisodeFailure:
 
 
 def ray_options(resources: Mapping[str, float], node_id: str | None) -> dict[str, Any]:
-    """How Ray is asked for a worker. A worker mostly waits, so it takes no CPU unless `resources` says so."""
+    """Return the Ray actor options of a worker. It mostly waits, so it reserves no CPU unless `resources` does."""
     named = dict(resources)
     affinity = None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=False)
     return {
@@ -342,14 +342,14 @@ def ray_options(resources: Mapping[str, float], node_id: str | None) -> dict[str
 
 
 def _living_nodes() -> list[Node]:
-    """The driver's first."""
+    """Return the living nodes, the driver's node first."""
     here = ray.get_runtime_context().get_node_id()
     nodes = [Node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
     return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
 
 
 def _lacking(resources: Mapping[str, float]) -> str:
-    """What of `resources` the cluster does not have enough of for one worker, as the rest of a message."""
+    """Return the end of an error message that names the `resources` too small for one worker, or ""."""
     there = ray.cluster_resources()
     lacking = [f"{name}: {amount:g}" for name, amount in resources.items() if there.get(name, 0) < amount]
     wanted = ", ".join(lacking)

@@ -1,4 +1,4 @@
-"""Where an event loop is stuck, asked from another thread: what it runs has not come back to it."""
+"""Finds the code that blocks an event loop, by reading the stack of its thread from another thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ FRAMES_SHOWN = 3
 
 
 class LoopWatch:
-    """Made in the thread of the loop; `place` may be asked from any other."""
+    """Watches one event loop. Create it in the thread of that loop; call `place` from any other thread."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
 
     def place(self) -> str:
-        """The innermost frames of what that thread is running now, innermost first: `sleep (env.py:12) < ...`."""
+        """Return the current stack frames of the loop's thread, innermost first: `sleep (env.py:12) < ...`."""
         frame = sys._current_frames().get(self._thread)
         return " < ".join(_describe(shown) for shown in _innermost(frame)) or "nowhere: its thread has ended"
 

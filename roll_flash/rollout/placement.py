@@ -1,7 +1,6 @@
-"""Which node gets which worker.
+"""Chooses a node for each rollout worker, from the cluster's resources, before any worker starts.
 
-Ray leaves an actor that takes no CPU to chance, and workers take none by default. So the nodes are chosen here, from
-what the cluster has, before any worker is asked for.
+Ray places an actor that reserves no CPU at random, and by default workers reserve none.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ Placement = Literal["pack", "spread"]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A living node and all that it has, whether in use or not."""
+    """A living node and its total resources, used or free."""
 
     node_id: str
     resources: Mapping[str, float]
 
     def holds(self, wanted: Mapping[str, float]) -> float:
-        """How many workers that take `wanted` each; infinity if they take nothing."""
+        """Number of workers that fit if each takes `wanted`; infinity if `wanted` is empty."""
         counts = [math.floor(self.resources.get(name, 0.0) / amount) for name, amount in wanted.items()]
         return min(counts, default=math.inf)
 
 
 def plan(placement: Placement, workers: int, wanted: Mapping[str, float], nodes: Sequence[Node]) -> list[str | None]:
-    """The node of each worker; None where none has room. `nodes` are in order of preference.
+    """Return the node of each worker; None if no node has room. `nodes` are in order of preference.
 
-    `pack` fills one node after the other, `spread` gives each node one in turn.
+    `pack` fills one node after the other, `spread` gives each node one worker in turn.
     """
     room = {node.node_id: node.holds(wanted) for node in nodes}
     placed: dict[str, int] = dict.fromkeys(room, 0)

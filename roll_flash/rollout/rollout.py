@@ -1,7 +1,7 @@
-"""The running rollout: feeds the pure scheduler with what happens and carries out what it decides.
+"""Connects the pure scheduler to the worker fleet: reports outcomes to it and carries out its decisions.
 
-Episodes go on by themselves while the learner works. The learner asks for the groups of its step one batch after the
-other (`groups_for_step`) and reports each new version (`version_advanced`, `published`).
+Episodes keep running while the learner trains. The learner reads the groups of its step in batches
+(`groups_for_step`) and reports each new version (`version_advanced`, `published`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
 
 
 class EpisodeLog(Protocol):
-    """Where every outcome is written down, and every group that was dropped."""
+    """A log of every outcome and every dropped group."""
 
     def write(self, step: int, outcome: Outcome) -> None: ...
 
@@ -49,7 +49,7 @@ class Rollout:
         version: int = 0,
         restored: Mapping[str, Any] | None = None,
     ) -> None:
-        """`restored`: the `state` to go on from. Raises ValueError, KeyError or TypeError if it is another run's."""
+        """`restored`: the `state` to resume from. Raises ValueError, KeyError or TypeError if it is another run's."""
         rollout = config.rollout
         self._fleet = fleet
         self._tasks = tasks
@@ -97,10 +97,10 @@ class Rollout:
         self._log_dropped()
 
     async def groups_for_step(self, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[list[Group]]:
-        """The groups of the step in progress, as they become ready, until the step has all it needs.
+        """Yield the groups of the current step as they become ready, until the step is full.
 
-        The last step of a task source that ended has what there is, which may be nothing: then the run `is_over`.
-        Raises RunError when every episode fails, when no group can be trained, or when nothing happens for
+        After the task source ends, the last step may get fewer groups or none: then the run `is_over`.
+        Raises RunError if every episode fails, if no group can be trained, or if no episode ends for
         `monitor.stall_timeout_s`.
         """
         self._last_progress = time.monotonic()
@@ -108,7 +108,7 @@ class Rollout:
             self._group_ready.clear()
             self.scheduler.now_s = time.monotonic()
             if groups := self.scheduler.take_ready():
-                self._changed.set()  # a full step cancels what no later one may train
+                self._changed.set()  # a full step cancels the groups that no later step may train
                 yield groups
                 self._last_progress = time.monotonic()
                 continue
@@ -118,7 +118,7 @@ class Rollout:
             await self._wait_for_group()
 
     async def version_advanced(self, version: int) -> None:
-        """The learner finished a step: what is too old now is cancelled and dropped."""
+        """Record that the learner finished a step; cancel and drop the groups that are now too old."""
         self.scheduler.now_s = time.monotonic()
         self.scheduler.version_advanced(version)
         if steps := self.scheduler.steps_without_signal:
@@ -128,28 +128,28 @@ class Rollout:
         self._changed.set()
 
     def published(self, version: int) -> None:
-        """All servers have `version`."""
+        """Record that all servers have `version`."""
         self.scheduler.published(version)
         self._changed.set()
 
     @property
     def is_over(self) -> bool:
-        """The task source has ended, and nothing is left that another step could train."""
+        """True if the task source has ended and nothing is left for another step to train."""
         scheduler = self.scheduler
         if not self._tasks_ended or scheduler.running or scheduler.ready or scheduler.requeued_tasks:
             return False
-        # While servers lag behind, queued groups may still begin with the next weights.
+        # While servers lag behind the learner, queued groups may still start with the next weights.
         return not scheduler.queued or (
             scheduler.server_version >= scheduler.learner_version and not scheduler.startable
         )
 
     def take_notices(self) -> list[str]:
-        """What the user should read, once each."""
+        """Return the messages for the user since the last call."""
         notices, self._notices = self._notices, []
         return notices
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON: the tasks still on their way, the task source, the asynchronous ratio."""
+        """Return the checkpoint state as JSON: unfinished tasks, task source, group number, async ratio."""
         return {
             "tasks": self._tasks.state(),
             "next_group": self.scheduler.next_group,
@@ -158,20 +158,20 @@ class Rollout:
         }
 
     def metrics(self) -> dict[str, float]:
-        """The asynchronous ratio, the bias of what was trained so far, and what the task source has to say."""
+        """Return the async ratio, the selection bias so far, and the metrics of the task source."""
         bias = {f"bias/{name}": value for name, value in self.scheduler.bias.metrics().items()}
         tasks = {f"tasks/{name}": value for name, value in self._tasks.metrics().items()}
         return {"async_ratio": float(self.scheduler.async_ratio), **bias, **tasks}
 
     def adapt(self, metrics: Mapping[str, float]) -> Decision | None:
-        """After each step, with its metrics: let `async_ratio: auto` decide. None where the ratio is fixed."""
+        """Let `async_ratio: auto` decide, after each step and from its metrics. None if the ratio is fixed."""
         if self._controller is None:
             return None
         decision = self._controller.update(
             StepMeasurement(
                 learner_idle=metrics[LEARNER_IDLE],
                 server_idle=metrics[SERVERS_IDLE],
-                # a step in which no group had signal has no importance weights, so nothing speaks against its age
+                # a step whose groups had no signal has no importance weights, so its staleness does no harm
                 effective_sample_size=metrics.get("effective_sample_size", 1.0),
             )
         )
@@ -181,16 +181,16 @@ class Rollout:
         return decision
 
     def fail(self, error: BaseException) -> None:
-        """Something that episodes depend on is broken: whoever waits for groups gets the error."""
+        """Raise `error` in the caller that waits for groups: a component that episodes depend on is broken."""
         self._error = self._error or error
         self._group_ready.set()
 
     def idle_s(self) -> float:
-        """Seconds so far in which no episode was running."""
+        """Return the total time in seconds without a running episode."""
         return self._idle_s + (time.monotonic() - self._idle_since if self._idle_since is not None else 0.0)
 
     def books(self) -> dict[str, int]:
-        """What became of every trajectory and episode: `produced == trained + dropped_* + waiting`."""
+        """Count every trajectory and episode by its result: `produced == trained + dropped_* + waiting`."""
         scheduler = self.scheduler
         failures = {f"failed_{cause}": count for cause, count in sorted(scheduler.failures.items())}
         waiting, cancelled = scheduler.waiting_trajectories(), scheduler.cancelled_episodes
@@ -217,7 +217,7 @@ class Rollout:
                     await self._fleet.submit(episodes, self._receive)
                 self._note_idleness()
                 if self._tasks_ended:
-                    self._group_ready.set()  # whoever waits for a group may find that the run is over
+                    self._group_ready.set()  # the caller that waits for a group checks if the run is over
                 self._log_dropped()
                 await self._changed.wait()
         except Exception as error:
@@ -242,7 +242,7 @@ class Rollout:
             pass
 
     def _admit_next(self) -> bool:
-        """Admit the next task of the source; False when it has none any more."""
+        """Admit the next task of the source; return False if the source has ended."""
         if self._tasks_ended:
             return False
         try:

@@ -1,7 +1,7 @@
-"""A worker hosts hundreds of episodes, one asyncio task each, in one process.
+"""Rollout worker: runs hundreds of episodes, one asyncio task each, in one process.
 
-`Worker` is the whole behaviour and runs anywhere; `WorkerActor` puts it into a Ray actor. Outcomes are fetched in
-batches by one long poll at a time, so no call is made per token or per turn.
+`Worker` needs no Ray; `WorkerActor` wraps it in a Ray actor. The fleet fetches outcomes in batches with one long poll
+at a time, so there is no Ray call per token or per turn.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ logger = logging.getLogger(__name__)
 Outcome = Trajectory | EpisodeFailure
 
 GATHER_S = 0.01
-"""Outcomes that come so soon after one another travel in one call."""
+"""Seconds that `poll` waits after the first outcome, to return several in one call."""
 GC_THRESHOLD = 10_000
-"""Python's 700 makes the collector look at all running episodes many times a second."""
+"""With Python's default of 700 the collector scans all running episodes many times per second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatEndpoint:
-    """A compatible endpoint that is not ours. `api_key_env` names the environment variable that holds the key."""
+    """A third-party OpenAI-compatible endpoint. `api_key_env`: name of the environment variable with the key."""
 
     base_url: str
     model: str
@@ -56,7 +56,7 @@ class ChatEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """All that a worker needs, picklable. `model` is a server of ours or an endpoint that is not."""
+    """Picklable settings of a worker. `model`: our own servers or a third-party endpoint."""
 
     model: ClientSpec | ChatEndpoint
     tokenizer_folder: Path | None
@@ -66,17 +66,17 @@ class WorkerSettings:
     """None for environments that need no sandbox."""
     run: str
     threads: int = 32
-    """Blocking environments that may step at the same time."""
+    """Maximum number of blocking environments that step at the same time."""
 
     @property
     def pins_groups(self) -> bool:
-        """All requests of a group go to one server (`rollout.replicate: false`)."""
+        """True if all requests of a group go to one server (`rollout.replicate: false`)."""
         return isinstance(self.model, ClientSpec) and self.model.pin_sessions
 
 
 @dataclass(frozen=True, slots=True)
 class EpisodeStatus:
-    """Where a running episode is and for how long it has waited there."""
+    """Current wait of a running episode and its length in seconds."""
 
     episode_id: str
     turn: int
@@ -85,7 +85,7 @@ class EpisodeStatus:
 
 
 class Worker:
-    """Must be used from one event loop. `close` cancels what runs and frees every sandbox."""
+    """Runs episodes on one event loop. `close` cancels running episodes and frees every sandbox."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         make_logs_printable()
@@ -102,7 +102,7 @@ class Worker:
         self._agents: AgentEpisodes | None = None
 
     async def start(self) -> None:
-        """Raises SandboxError if sandboxes are needed and cannot be had."""
+        """Open the sandbox pool and the model client. Raises SandboxError if no sandbox can be started."""
         if self._settings.sandbox is not None:
             self._spec = default_spec(self._settings.sandbox)
             self._pool = open_pool(self._settings.sandbox, self._settings.run)
@@ -119,25 +119,25 @@ class Worker:
 
         assert self._settings.tokenizer_folder is not None, "a model of ours comes with its tokenizer"
         self._tokenizer = await asyncio.to_thread(load_tokenizer, self._settings.tokenizer_folder)
-        Conversation(self._tokenizer, [{"role": "user", "content": "."}])  # refuses a chat template that cannot work
+        Conversation(self._tokenizer, [{"role": "user", "content": "."}])  # raises for an unusable chat template
         self._client = open_client(model, self._tokenizer)
 
     def submit(self, episodes: list[EpisodeSpec]) -> None:
-        """Start episodes now; how many may run at once is the scheduler's business."""
+        """Start episodes now; the scheduler limits the number of running episodes."""
         for spec in episodes:
             progress = Progress(since=time.monotonic())
             task = asyncio.create_task(self._run(spec, progress), name=spec.episode_id)
             self._episodes[spec.episode_id] = (task, progress)
-            task.add_done_callback(self._forget)  # also when it is cancelled before it has begun
+            task.add_done_callback(self._forget)  # also runs if cancelled before its start
 
     def cancel(self, episode_ids: list[str]) -> None:
-        """Stop episodes: their request, environment and sandbox go with them. Gives no outcome."""
+        """Cancel episodes with their request, environment and sandbox. They return no outcome."""
         for episode_id in episode_ids:
             if episode_id in self._episodes:
                 self._episodes[episode_id][0].cancel()
 
     async def poll(self, timeout_s: float) -> list[Outcome]:
-        """What ended since the last call; waits up to `timeout_s` for the first, and returns an empty list after."""
+        """Return the outcomes since the last call; wait up to `timeout_s` for the first, else return []."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_outcomes.wait()
@@ -156,12 +156,12 @@ class Worker:
         ]
 
     def client_metrics(self) -> dict[str, float]:
-        """What this worker's client of the model servers has counted; nothing where the endpoint is not ours."""
+        """Return the metrics of the model-server client and the agent gateway; none for a third-party endpoint."""
         of_agents = self._agents.metrics() if self._agents is not None else {}
         return {**(self._client.metrics() if self._client is not None else {}), **of_agents}
 
     def pool_stats(self) -> PoolStats | None:
-        """What this worker's sandbox pool has counted; None without one."""
+        """Return the statistics of the sandbox pool; None without a pool."""
         return self._pool.stats() if self._pool is not None else None
 
     async def close(self) -> None:
@@ -190,7 +190,7 @@ class Worker:
             policy, deadlines = self._policy(spec), self._settings.deadlines
             outcome = await run_episode(spec, open_env, policy, deadlines, progress, self._play_agent)
             self._end(sendable(outcome, spec))
-        except Exception as error:  # a defect of ours: its group must not wait for it for ever
+        except Exception as error:  # a bug in ROLL Flash: the group must not wait for this episode forever
             self._end(_failure(spec, "internal_error", f"{type(error).__name__}: {error}", progress.turn))
             raise
         finally:
@@ -209,7 +209,7 @@ class Worker:
         return await self._agents.play(spec, env, deadlines, progress)
 
     def _open_agents(self) -> AgentEpisodes:
-        """At the first environment that plays itself: most runs need no HTTP server."""
+        """Create the gateway at the first environment that plays itself: most runs need no HTTP server."""
         from roll_flash.gateway.endpoint_backend import EndpointBackend
         from roll_flash.gateway.token_backend import TokenBackend
         from roll_flash.rollout.agent_episode import MODEL_NAME, AgentEpisodes
@@ -223,7 +223,7 @@ class Worker:
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         running = self._episodes.get(task.get_name())
-        if running is not None and running[0] is task:  # one that failed may have been started again meanwhile
+        if running is not None and running[0] is task:  # a retry may already run under the same id
             del self._episodes[task.get_name()]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("after episode %s: %s", task.get_name(), error, exc_info=error)
@@ -243,8 +243,8 @@ class Worker:
 
 
 def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
-    """The outcome as the driver can receive it, whatever the environment put into `info`: its values become those of
-    JSON, which is how they are written down. One that cannot be sent even so is a failure of its environment."""
+    """Make `outcome` picklable: convert `info` and `messages` to JSON values, as in the log. If the outcome still
+    cannot be pickled, return a failure of the environment."""
     if isinstance(outcome, EpisodeFailure):
         return outcome
     try:
@@ -261,7 +261,7 @@ def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) ->
 
 
 def _info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """A model that nests what an environment repeats there loses the record, and neither the sample nor the run."""
+    """Convert `info` to JSON values; replace it if it is nested too deep, so that the episode and run survive."""
     try:
         return dict(plain(info))
     except RecursionError as error:
@@ -269,7 +269,7 @@ def _info(info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class WorkerActor:
-    """`Worker` behind Ray: `ray.remote(WorkerActor)`. Ray runs the coroutines of an actor on one event loop."""
+    """`Worker` as a Ray actor: `ray.remote(WorkerActor)`. Ray runs the coroutines of an actor on one event loop."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         self._settings = settings
@@ -280,7 +280,7 @@ class WorkerActor:
         self._failure = self._until_closed.enter_context(first_failure())
         self._worker = Worker(self._settings)
         await self._worker.start()
-        # The libraries' half a million objects stay for as long as the process: the collector need not look at them.
+        # The 500,000 objects of the libraries live as long as the process: exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         gc.set_threshold(GC_THRESHOLD)
@@ -290,7 +290,7 @@ class WorkerActor:
         self._worker.cancel(cancel)
 
     async def poll(self, timeout_s: float) -> list[Outcome]:
-        """As `Worker.poll`. Raises what went wrong in the background of this process."""
+        """Same as `Worker.poll`. Raises the first error of this process's background tasks."""
         self._failure.raise_error()
         return await self._worker.poll(timeout_s)
 
@@ -304,7 +304,7 @@ class WorkerActor:
         return self._worker.pool_stats()
 
     async def stuck_at(self) -> str:
-        """What holds the event loop up. Must be called in another concurrency group, which has a loop of its own."""
+        """Return the code that blocks the event loop. Call it in another concurrency group: that has its own loop."""
         return self._watch.place()
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
-"""The run folder `runs/NAME/`: who may use it, what lies where in it, and which checkpoints are complete.
+"""The run folder `runs/NAME/`: its lock, its layout, and its complete checkpoints.
 
-A checkpoint is written into `checkpoints/step_N.partial` and renamed when all of it is on disk, so that a folder
-`step_N` with its `COMPLETE` marker is always whole. One process at a time holds the folder (flock).
+A checkpoint is written to `checkpoints/step_N.partial` and renamed when all of it is on disk, so that a folder `step_N`
+with its `COMPLETE` marker is always whole. One process at a time holds the folder (flock).
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ __all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes
 FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
 PRIVATE = 0o700
-"""A run's folder holds what a model and its tasks said, and logs: its user's alone."""
+"""Folder mode: only the user may read a run's folder, with its model and task texts and logs."""
 MIN_FREE_BYTES = 1 << 30
 _STEP = re.compile(r"step_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint. `state` is what the learner saved, `hf` a model folder, `trainer` the run's own state."""
+    """A complete checkpoint. `state` is the learner's state, `hf` a model folder, `trainer` the state of the run."""
 
     step: int
     folder: Path
@@ -63,9 +63,10 @@ class RunDir:
 
     @classmethod
     def create(cls, config: Config, *, resume: bool) -> RunDir:
-        """Make (or, with `resume`, take over) `config.run_folder` and save the resolved config in it.
+        """Create (or, with `resume`, take over) `config.run_folder` and save the resolved config in it.
 
-        Raises ConfigError when the name is taken, in use, or the saved run is another one; RunError for a full disk.
+        Raises ConfigError if the name is taken or in use, or the saved run is a different one; RunError for a full
+        disk.
         """
         folder = config.run_folder
         require_own(folder)
@@ -111,14 +112,14 @@ class RunDir:
 
     @property
     def model(self) -> Path:
-        """Where the exported model of the finished run lies."""
+        """Folder of the exported model of the finished run."""
         return self.folder / "model"
 
     def episodes_writer(self) -> EpisodesWriter:
         return EpisodesWriter(self.episodes)
 
     def log_decision(self, decision: Mapping[str, Any]) -> None:
-        """Append what `async_ratio: auto` decided after a step, and why, to `logs/async_ratio.jsonl`."""
+        """Append the decision of `async_ratio: auto` after a step, with its reason, to `logs/async_ratio.jsonl`."""
         with closing(JsonLinesFile(self.logs / "async_ratio.jsonl")) as file:
             file.write(decision)
 
@@ -131,7 +132,7 @@ class RunDir:
 
     @contextmanager
     def writing_checkpoint(self, step: int) -> Iterator[Path]:
-        """An empty folder to write a checkpoint into; it becomes `step_N` when the block ends without an error."""
+        """Yield an empty folder for a checkpoint; it becomes `step_N` if the block ends without an error."""
         final = self.checkpoint_folder(step)
         partial = final.with_name(f"{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
@@ -147,7 +148,7 @@ class RunDir:
             shutil.rmtree(partial, ignore_errors=True)
 
     def prune_checkpoints(self, keep: int) -> list[Path]:
-        """Remove all but the newest `keep` complete checkpoints; returns what was removed."""
+        """Remove all but the newest `keep` complete checkpoints; return the removed folders."""
         removed = [checkpoint.folder for checkpoint in list_checkpoints(self.folder)[:-keep]] if keep > 0 else []
         for folder in removed:
             (folder / COMPLETE).unlink()
@@ -155,10 +156,10 @@ class RunDir:
         return removed
 
     def rewind(self, step: int) -> int:
-        """Set aside (as `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
-        all of them with -1.
+        """Rename (to `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
+        with -1 all.
 
-        Returns how many files and folders were set aside.
+        Returns the number of renamed files and folders.
         """
         count = 0
         for parent in (self.episodes, self.eval, self.checkpoints_folder):
@@ -172,7 +173,7 @@ class RunDir:
         return count
 
     def require_space(self, num_bytes: int) -> None:
-        """Raises RunError when the disk of the run folder has less than `num_bytes` free."""
+        """Check the free disk space. Raises RunError if it is less than `num_bytes`."""
         free = shutil.disk_usage(self.folder).free
         if free < num_bytes:
             raise RunError(
@@ -181,7 +182,7 @@ class RunDir:
             )
 
     def close(self) -> None:
-        """Give the folder free for others. Safe to call twice."""
+        """Release the lock. Safe to call twice."""
         self._lock.close()
 
     def __enter__(self) -> RunDir:
@@ -198,7 +199,7 @@ class RunDir:
             path.write_text(text)
 
     def _repair_checkpoints(self) -> None:
-        """Clear up after a process that was killed while it wrote or replaced a checkpoint."""
+        """Clean up after a process that was killed while it wrote or replaced a checkpoint."""
         for path in self.checkpoints_folder.glob("step_*.partial"):
             shutil.rmtree(path)
         for path in self.checkpoints_folder.glob("step_*.old"):
@@ -209,7 +210,7 @@ class RunDir:
 
 
 def require_own(folder: Path) -> None:
-    """Raises ConfigError for a folder of somebody else, who could read all of it and plant links for us to follow."""
+    """Raises ConfigError for a folder of another user, who could read all of it and plant links for us to follow."""
     if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
         raise ConfigError(
             f"{folder}: belongs to the user with id {owner}, who could read and change all of it; make it your own "
@@ -218,9 +219,9 @@ def require_own(folder: Path) -> None:
 
 
 def make_own_folder(folder: Path, name: str) -> None:
-    """A folder for what a model says, where it is not there yet; `name` is what the user calls it.
+    """Create a folder for model output if it does not exist; `name` is the option shown to the user.
 
-    Raises ConfigError for one of somebody else, or that cannot be made.
+    Raises ConfigError if it belongs to another user or cannot be created.
     """
     require_own(folder)
     try:
@@ -231,7 +232,7 @@ def make_own_folder(folder: Path, name: str) -> None:
 
 
 def check_run_folder(config: Config, *, resume: bool) -> None:
-    """Raises ConfigError as `RunDir.create` would, as far as can be told without making anything."""
+    """Check, without creating anything, as far as possible. Raises ConfigError as `RunDir.create` would."""
     folder = config.run_folder
     require_own(folder)
     if resume:
@@ -244,8 +245,8 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
 
 
 def link_folder(source: Path, target: Path) -> None:
-    """Make `target` hold the files of `source`, replacing what it was. They share their bytes on disk and each outlives
-    the other; where the file system has no hard links they are copied."""
+    """Replace `target` by the files of `source` as hard links, which outlive the source; copy them if the file system
+    has no hard links."""
 
     def link_or_copy(file: str, to: str) -> None:
         try:
@@ -270,7 +271,7 @@ def list_checkpoints(run_folder: Path) -> list[Checkpoint]:
 
 
 def find_run(name: str, runs: str = "runs") -> Path:
-    """The folder of a run given as a path or as a name under `runs`. Raises ConfigError with a suggestion."""
+    """Folder of a run given as a path or as a name under `runs`. Raises ConfigError with a suggestion."""
     for folder in (Path(name).expanduser(), Path(runs) / name):
         if (folder / "config.yaml").is_file():
             return folder
@@ -281,7 +282,7 @@ def find_run(name: str, runs: str = "runs") -> Path:
 
 
 def find_checkpoint(reference: str, runs: str = "runs") -> Checkpoint:
-    """The checkpoint that `RUN` (the newest) or `RUN@step` names. Raises ConfigError saying which there are."""
+    """Checkpoint of `RUN` (the newest) or `RUN@step`. Raises ConfigError that lists the existing ones."""
     name, _, step = reference.partition("@")
     folder = find_run(name, runs)
     found = list_checkpoints(folder)
@@ -322,7 +323,7 @@ def _cannot_be_written(folder: Path, error: OSError) -> ConfigError:
 
 
 def _never_began(folder: Path) -> bool:
-    """Whether this is the folder of a run that failed while it started: its name is free."""
+    """True for the folder of a run that failed during its start: its name may be reused."""
     played = (path for name in ("episodes", "eval", "checkpoints") for path in (folder / name).glob("*"))
     return (folder / "config.yaml").is_file() and not any(played)
 
@@ -379,7 +380,7 @@ def _free_name(path: Path) -> Path:
 
 
 def _replace_folder(new: Path, final: Path) -> None:
-    """Rename `new` to `final`; one that was there before goes away only after it has been replaced."""
+    """Rename `new` to `final`; remove the previous one only after the replacement."""
     old = final.with_name(f"{final.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if final.exists():
@@ -405,9 +406,9 @@ def _sync(path: Path) -> None:
 
 
 def export_checkpoint(reference: str, target: str) -> tuple[Checkpoint, Path]:
-    """Copy the Hugging Face folder of `RUN[@step]` to `target`, which appears only when all of it is there.
+    """Copy the Hugging Face folder of `RUN[@step]` to `target`, which appears only when complete.
 
-    Raises ConfigError for an unknown run or a folder with something in it, CheckpointError for one without a model.
+    Raises ConfigError for an unknown run or a non-empty folder, CheckpointError for a checkpoint without a model.
     """
     checkpoint = find_checkpoint(reference)
     folder = Path(target).expanduser()

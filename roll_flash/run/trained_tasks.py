@@ -1,9 +1,9 @@
-"""Which tasks are the same, whatever their seeds: a data set read as `rows[seed % len(rows)]` gives its training rows
-to every range of seeds.
+"""Detect identical tasks with different seeds: a data set read as `rows[seed % len(rows)]` repeats its training rows in
+every range of seeds.
 
-Tasks are the same where the model is shown the same before its first turn. Where all tasks of an evaluation begin alike
-(a game with hidden cards), that says nothing, and seeds tell them apart. An environment that knows better names its
-task in the info of `reset`, as `info["task"]`.
+Tasks are identical if the model sees the same messages before its first turn. If all tasks of an evaluation begin
+equally (a game with hidden cards), that is no evidence, and seeds distinguish them. An environment can name its task in
+the info of `reset`, as `info["task"]`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TRAINED_TASKS = "trained_tasks.jsonl"
 
 
 def task_hash(record: Mapping[str, Any]) -> str:
-    """Of an episode's record (`roll_flash.monitor.episodes`)."""
+    """Task hash of an episode record (`roll_flash.monitor.episodes`)."""
     return _hash(record["env_id"], record["messages"], len(record["turns"]), record["info"])
 
 
 def _hash(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: Mapping[str, Any]) -> str:
     answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    # Those before the model's own are worked examples, which the environment showed.
+    # Earlier assistant messages are few-shot examples from the environment.
     own = answers[-turns:] if 0 < turns <= len(answers) else answers
     shown: Any = info["task"] if "task" in info else messages[: own[0] if own else None]
     text = json.dumps([env_id, shown], sort_keys=True, default=str)
@@ -35,21 +35,21 @@ def _hash(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: 
 
 
 def hashes_by_task(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Hash of each task by its id; empty where the tasks cannot be told apart so."""
+    """Hash of each task by its id; empty if the hashes do not distinguish the tasks."""
     found = {record["task_id"]: task_hash(record) for record in records if "messages" in record}
     named = any("task" in record["info"] for record in records if "messages" in record)
     return found if named or len(found) == 1 or len(set(found.values())) > 1 else {}
 
 
 class TrainedTasks:
-    """Hashes of all tasks that a run has trained on, kept in its folder `logs`."""
+    """Hashes of all tasks that a run has trained on, stored in its folder `logs`."""
 
     def __init__(self, logs: Path) -> None:
         self.hashes = read_trained_tasks(logs)
         self._file = JsonLinesFile(logs / TRAINED_TASKS)
 
     def add(self, step: int, trajectories: Iterable[Trajectory]) -> None:
-        """`step` counts from 1. Raises RunError when the disk says no."""
+        """Add a step (from 1). Raises RunError if the disk write fails."""
         new = {_hash(t.task.env_id, t.messages, len(t.turns), t.info) for t in trajectories} - self.hashes
         if new:
             self.hashes |= new
@@ -60,12 +60,12 @@ class TrainedTasks:
 
 
 def read_trained_tasks(logs: Path) -> set[str]:
-    """Of a run's folder `logs`; empty where there are none."""
+    """Read a run's folder `logs`; empty if there are none."""
     return {name for line in read_lines(logs / TRAINED_TASKS) for name in line["tasks"]}
 
 
 def notes_on_tasks(hashes: Mapping[str, str], trained: Collection[str]) -> list[str]:
-    """What a reader must know: tasks that are the same, and tasks that were trained on."""
+    """Notes for a reader: identical tasks, and tasks that were trained on."""
     distinct, notes = set(hashes.values()), []
     if len(distinct) < len(hashes):
         notes.append(f"{len(hashes)} tasks are {len(distinct)} distinct ones (by what the model is shown first)")

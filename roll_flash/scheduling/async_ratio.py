@@ -1,9 +1,9 @@
-"""`async_ratio: auto`: raise or lower alpha by what one step measured. Pure: no clock, no I/O.
+"""Controller for `async_ratio: auto`: raises or lowers alpha from the measurements of each step. No clock, no I/O.
 
-Data as fresh as possible is best for learning, so alpha starts low. It is raised while the learner or the servers stand
-idle for want of work ahead, and lowered when the off-policy correction throws too much away (effective sample size) or
-when a lower alpha would cost no time. Only whole steps change what may be trained (see `staleness.py`), so alpha moves
-by one. What is not a number decides nothing: alpha stays.
+Fresh data is best for learning, so alpha starts low. The controller raises alpha while the learner or the servers are
+idle, and lowers it when the effective sample size is too small (the off-policy correction discards too much) or when a
+lower alpha may cost no time. Only the whole part of alpha limits staleness (see `staleness.py`), so alpha changes by 1.
+If the effective sample size is nan, alpha stays.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _ROUNDING = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class StepMeasurement:
-    """Fractions between 0 and 1 of one training step."""
+    """Measurements of one training step, as fractions between 0 and 1."""
 
     learner_idle: float
-    """Time the learner waited for groups."""
+    """Fraction of time that the learner waited for groups."""
     server_idle: float
-    """Time the servers, or the slots for episodes, had no work."""
+    """Fraction of time that the servers, or the episode slots, had no work."""
     effective_sample_size: float
-    """(sum w)^2 / (n sum w^2) of the importance weights: 1 on-policy, nan where it could not be computed."""
+    """(sum w)^2 / (n sum w^2) of the importance weights: 1 if on-policy, nan if it could not be computed."""
 
     def __post_init__(self) -> None:
         for name in ("learner_idle", "server_idle", "effective_sample_size"):
@@ -47,14 +47,14 @@ class ControllerSettings:
     lowest: int = 0
     highest: int = 4
     enough_idle: float = 0.1
-    """More idle time than this is worth a larger alpha."""
+    """Idle fraction above which a larger alpha is tried."""
     little_idle: float = 0.03
-    """With less than this on both sides a smaller alpha is tried."""
+    """Idle fraction of learner and servers below which a smaller alpha is tried."""
     smallest_sample_size: float = 0.6
     patience: int = 2
-    """Steps that must agree before alpha moves for time's sake; a small sample size acts at once."""
+    """Steps in a row before idle time raises alpha (4 times as many to lower it). A small sample size acts at once."""
     retreat_for: int = 20
-    """Steps for which an alpha that did not pay, or that cost too much, is not tried again."""
+    """Number of steps before a failed alpha (no less idle time, or sample size too small) is tried again."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.lowest <= self.highest:
@@ -62,7 +62,7 @@ class ControllerSettings:
 
 
 class AsyncRatioController:
-    """Call `update` once after each step with what it measured."""
+    """Chooses alpha. Call `update` once after each step with its measurements."""
 
     def __init__(self, settings: ControllerSettings | None = None, *, start: int | None = None) -> None:
         self._settings = settings or ControllerSettings()
@@ -71,7 +71,7 @@ class AsyncRatioController:
         self._wants_up = self._wants_down = 0
         self._step = 0
         self._avoid: dict[int, int] = {}
-        """Until which step an alpha is not tried again."""
+        """Alpha -> step until which that alpha is not tried again."""
         self._idle_before_raise: float | None = None
 
     def update(self, measured: StepMeasurement) -> Decision:
@@ -92,7 +92,7 @@ class AsyncRatioController:
         return self._stay(idle_text)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the state for a checkpoint, as JSON."""
         return {
             "async_ratio": self.async_ratio,
             "step": self._step,
@@ -103,7 +103,7 @@ class AsyncRatioController:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken, within the bounds of now."""
+        """Resume from `state`; clip alpha to the current bounds."""
         highest, lowest = self._settings.highest, self._settings.lowest
         self.async_ratio = min(highest, max(lowest, int(state["async_ratio"])))
         self._step = int(state["step"])

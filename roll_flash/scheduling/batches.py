@@ -1,4 +1,4 @@
-"""Batch scheduling, for comparison: groups start in waves, and a wave is handed out when all of it is done."""
+"""Batch scheduling, for comparison: groups start in waves; a wave is handed out when all its groups are done."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Waves:
         self._unfinished = set(group_ids)
 
     def hold_back(self, group: OpenGroup) -> None:
-        """A group of the wave is complete."""
+        """Keep a complete group of the wave until the wave is over."""
         self._held_back.append(group)
 
     def settle(self, group: OpenGroup) -> list[OpenGroup]:
-        """A group of the wave is complete or dropped. Returns the groups to hand out: none before the wave is over."""
+        """Mark a group as complete or dropped. Return the groups to hand out: none before the wave is over."""
         self._unfinished.discard(group.group_id)
         if self._unfinished:
             return []
@@ -36,7 +36,7 @@ class Waves:
         return released
 
     def forget(self, group: OpenGroup) -> None:
-        """A group that was held back is dropped."""
+        """Remove a dropped group from the held-back groups."""
         self._held_back = [held for held in self._held_back if held is not group]
 
     @property

@@ -1,7 +1,7 @@
-"""Where groups wait: running ones by the last step that may train them, complete ones in the order of the learner.
+"""Containers for waiting groups: buckets by the last step that may train a group, and the order of submission.
 
-All operations cost O(1) in the number of groups: there is one bucket for each last step, and of those there are at most
-alpha + 2 at a time.
+`add`, `remove`, `first` and `due_by` are O(1) in the number of groups: there is one bucket per last step, at most
+alpha + 2 buckets at a time.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, Task, Trajector
 
 
 class DeadlineBuckets:
-    """Groups by their last step; within one, first in, first out."""
+    """Groups ordered by their last step; first in, first out within a step."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, OrderedDict[str, OpenGroup]] = {}
@@ -25,7 +25,7 @@ class DeadlineBuckets:
         return self._count
 
     def __iter__(self) -> Iterator[OpenGroup]:
-        """Most urgent first."""
+        """Iterate over the groups, most urgent first."""
         for step in sorted(self._buckets):
             yield from self._buckets[step].values()
 
@@ -47,13 +47,13 @@ class DeadlineBuckets:
         return group.group_id in self._buckets.get(group.last_step, ())
 
     def first(self) -> OpenGroup | None:
-        """The group to use first; None if there is none to use yet."""
+        """Return the next group to use; None if no group can be used yet."""
         if not self._buckets:
             return None
         return next(iter(self._buckets[min(self._buckets)].values()))
 
     def due_by(self, step: int) -> int:
-        """How many must be trained by `step` at the latest."""
+        """Number of groups that must be trained by `step` at the latest."""
         return sum(len(bucket) for last_step, bucket in self._buckets.items() if last_step <= step)
 
     def list_due_by(self, step: int) -> list[OpenGroup]:
@@ -62,7 +62,7 @@ class DeadlineBuckets:
 
 
 class SubmissionOrder(DeadlineBuckets):
-    """Fair mode: the next group is the one submitted next, and until it is complete there is none."""
+    """Order for fair mode: `first` returns the group submitted next, or None until that group is complete."""
 
     def __init__(self, first_number: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class SubmissionOrder(DeadlineBuckets):
         return self._by_number.get(self._next)
 
     def settle(self, number: int) -> None:
-        """A group was taken or dropped: it holds up the line no longer."""
+        """Mark a group as taken or dropped, so that the next one can follow."""
         self._gone.add(number)
         while self._next in self._gone:
             self._gone.remove(self._next)
@@ -94,7 +94,7 @@ DropReason = Literal["stale", "too_few_trajectories", "surplus", "no_signal"]
 
 @dataclass(slots=True, eq=False)
 class OpenGroup:
-    """A group from admission until the learner has it: what it still waits for and what it has."""
+    """A group between its admission and the learner: its pending episodes and its results."""
 
     number: int
     group_id: str
@@ -102,19 +102,19 @@ class OpenGroup:
     queued: dict[str, EpisodeSpec] = field(default_factory=dict)
     running: dict[str, EpisodeSpec] = field(default_factory=dict)
     started_s: dict[str, float] = field(default_factory=dict)
-    """When each running episode started, by the owner's clock."""
+    """Start time in seconds of each running episode, by the caller's clock."""
     trajectories: list[Trajectory] = field(default_factory=list)
     failures: list[EpisodeFailure] = field(default_factory=list)
     last_step: int | None = None
-    """The last step that may train it: by the version it began with, and once complete by its oldest token. None until
-    its first episode starts."""
+    """Last step that may train the group: from the version at its start; once complete, from its oldest token. None
+    until its first episode starts."""
     oldest_age: int = 0
-    """The staleness bound in force when it began."""
+    """Staleness bound in steps at the start of the group."""
     refills: int = 0
     requeues: int = 0
-    """How often its task was put back before, because a group of it went stale."""
+    """Number of times that its task was requeued before because a group went stale."""
     unfinished_s: list[float] = field(default_factory=list)
-    """Of each replica that was stopped or failed for good: the seconds it had lasted."""
+    """Duration in seconds of each replica that was stopped or failed its last retry."""
     is_complete: bool = False
 
     @property
@@ -126,7 +126,7 @@ class OpenGroup:
         return bool(self.queued or self.running)
 
     def judge_by_tokens(self) -> int:
-        """Set and return the last step by the oldest token it holds; at least one trajectory must be there."""
+        """Set and return the last step, from the oldest token; the group needs at least one trajectory."""
         self.last_step = min(trajectory.oldest_version for trajectory in self.trajectories) + self.oldest_age
         return self.last_step
 
@@ -140,6 +140,6 @@ class DroppedGroup:
     task: Task
     reason: DropReason
     episodes_lost: int
-    """Finished trajectories that went with it."""
+    """Number of finished trajectories dropped with the group."""
     tokens_lost: int
-    """Policy tokens of those."""
+    """Number of policy tokens in those trajectories."""

@@ -1,4 +1,4 @@
-"""Tasks that are to be played again, each a limited number of times. Pure."""
+"""Requeued tasks, with a limit per task, and the detection of runs without progress. No clock, no I/O."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from roll_flash.types import Task
 
 
 class RequeuedTasks:
-    """Oldest first. `most_requeues`: how often one task may come back because a group of it went stale."""
+    """Tasks to play again, oldest first. `most_requeues`: maximum requeues per task after stale groups."""
 
     def __init__(self, most_requeues: int) -> None:
         self._most_requeues = most_requeues
         self._waiting: deque[tuple[Task, int]] = deque()
         self.requeued = 0
-        """Groups whose task was put back."""
+        """Number of groups whose task was requeued."""
         self.given_up = 0
-        """Groups whose task had come back so often that it was not put back again."""
+        """Number of groups whose task was dropped because it had reached `most_requeues`."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -29,11 +29,11 @@ class RequeuedTasks:
         return [task for task, _ in self._waiting]
 
     def put_back(self, tasks: Iterable[Task]) -> None:
-        """Tasks that an earlier run did not finish. They count as new."""
+        """Add tasks that an earlier run did not finish. Their requeue count starts at 0."""
         self._waiting.extend((task, 0) for task in tasks)
 
     def stale(self, group: OpenGroup) -> None:
-        """A group went stale: its task comes again, or is given up."""
+        """Requeue the task of a stale group, or give it up at the limit."""
         if group.requeues >= self._most_requeues:
             self.given_up += 1
         else:
@@ -41,12 +41,12 @@ class RequeuedTasks:
             self._waiting.append((group.task, group.requeues + 1))
 
     def pop(self) -> tuple[Task, int] | None:
-        """The next task, and how often it has come back; None if there is none."""
+        """Return the next task and its number of requeues; None if the queue is empty."""
         return self._waiting.popleft() if self._waiting else None
 
 
 class NoProgress:
-    """Counts groups that were lost one after another, and steps in a row of which no group had signal."""
+    """Counts consecutive lost groups and consecutive steps without signal, and describes the `problem`."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
@@ -55,20 +55,20 @@ class NoProgress:
         self._steps_without_signal = 0
         self._has_signal = False
         self.unfiltered_groups = 0
-        """Groups without signal that were trained because the filter had refused as many as a step allows."""
+        """Groups without signal that were trained because the filter had reached its limit for the step."""
 
     def lost(self, causes: list[str]) -> None:
-        """A group was dropped because too many of its replicas failed, for these causes."""
+        """Count a group that was lost (too many failed replicas, or tokens too old) for these causes."""
         self._lost_in_a_row += 1
         self._causes.update(causes)
 
     def completed(self) -> None:
-        """A group has the replicas that training needs, whatever becomes of it."""
+        """Reset the count: a group has enough fresh replicas for training, even if the filter refuses it later."""
         self._lost_in_a_row = 0
         self._causes.clear()
 
     def passed(self, *, has_signal: bool) -> None:
-        """The filter let a complete group through, or had to because the step must end."""
+        """Record a complete group that passed the filter, with signal or because of the limit per step."""
         self._has_signal = self._has_signal or has_signal
         self.unfiltered_groups += not has_signal
 
@@ -78,12 +78,12 @@ class NoProgress:
 
     @property
     def steps_without_signal(self) -> int:
-        """Steps in a row, up to the last one, of which no group had signal; 0 without a filter."""
+        """Number of consecutive steps, up to the last one, in which no group had signal; 0 without a filter."""
         return self._steps_without_signal if self._policy.group_filter is not None else 0
 
     @property
     def problem(self) -> str | None:
-        """Why going on is pointless, as one line that says what to do; None while there is progress."""
+        """Reason to stop the run, in one line with a remedy; None while there is progress."""
         if self._lost_in_a_row >= self._policy.most_lost_groups_in_a_row:
             causes = ", ".join(f"{cause} {count}" for cause, count in self._causes.most_common())
             return (

@@ -1,19 +1,19 @@
 """Queue scheduling with prompt replication, as a state machine: no asyncio, no clock, no I/O.
 
-Every replica of every task is an episode of its own in one queue, and a free slot takes the next. Groups complete in
-any order. The owner feeds in what happened (`admit`, `finished`, `published`, `version_advanced`) and asks what to do
-(`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulingPolicy` says how it behaves.
-The time is an input like any other (`now_s`). When all that begins is lost for nothing, `problem` says so.
+Every replica of every task is a separate episode in one queue; a free slot takes the next episode. Groups complete in
+any order. The caller reports events (`admit`, `finished`, `published`, `version_advanced`) and asks for decisions
+(`room`, `next_episodes`, `take_ready`, `take_cancelled`, `take_dropped`). `SchedulingPolicy` holds the options.
+The time is an input too (`now_s`). If no group can be trained for too long, `problem` is set.
 
 Invariants, checked by the property tests:
 - every admitted group leaves exactly once: taken by the learner or dropped with a reason;
 - every started episode ends exactly once: with a trajectory, with a failure, or cancelled;
-- `admitted == taken + dropped + waiting`, and a group holds replicas of its own task only;
-- no group is handed out that holds a token older than the staleness rule allows;
-- no group begins that the rule could not train in time, and nothing else keeps a slot idle while work is queued;
-- a step takes `groups_per_step` groups, whatever the policies.
+- `admitted == taken + dropped + waiting`, and a group holds only replicas of its own task;
+- no group with a token older than the staleness rule allows goes to the learner;
+- no group starts that the rule could not train in time, and nothing else keeps a slot idle while work is queued;
+- a step takes `groups_per_step` groups under every policy.
 
-Each event costs time in proportion to the group it is about, not to what runs or waits.
+The time of each event grows with its group, not with the number of running or waiting groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams,
 
 
 class Scheduler:
-    """Decides which episode starts next, which are cancelled, and which groups the learner may have."""
+    """Decides which episode starts next, which episodes are cancelled, and which groups the learner gets."""
 
     def __init__(
         self,
@@ -53,13 +53,13 @@ class Scheduler:
         self._sampling = sampling
         self._next_group = first_group
         self._groups: dict[str, OpenGroup] = {}
-        """All that were admitted and not yet taken or dropped."""
+        """Groups admitted and not yet taken or dropped."""
         self._running: dict[str, OpenGroup] = {}
         self._queue: deque[EpisodeSpec] = deque()
-        """Episodes to start; those cancelled meanwhile stay in it until they reach the front."""
+        """Episodes to start; a cancelled one stays in the queue until it reaches the front."""
         self._queued = 0
         self._begun = DeadlineBuckets()
-        """Groups that have begun and may not be handed out yet."""
+        """Groups that have started and are not ready for the learner."""
         self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.fair else DeadlineBuckets()
         self._waves = Waves() if policy.mode == "batch" else None
         self._in_step: list[tuple[OpenGroup, Group]] = []
@@ -69,7 +69,7 @@ class Scheduler:
         self.learner_version = version
         self.server_version = version
         self.now_s = 0.0
-        """Seconds by the owner's clock, which the owner sets before it tells or asks anything."""
+        """Time in seconds; the caller sets it before each other call."""
         self._requeued = RequeuedTasks(policy.most_requeues)
         self._progress = NoProgress(policy)
         self.bias = bias or SelectionBias()
@@ -82,17 +82,17 @@ class Scheduler:
         self.admitted = 0
         self.trained_groups = 0
 
-    # What the owner asks
+    # Queries of the caller
 
     def room(self) -> int:
-        """How many tasks may be admitted now."""
+        """Number of tasks that may be admitted now."""
         held = len(self._groups) + len(self._in_step)
         return max(0, self._rule.capacity(self.server_version, self.learner_version) - held)
 
     def next_episodes(self, free_slots: int) -> list[EpisodeSpec]:
-        """The episodes to start now, at most `free_slots`, first come first served. They count as started.
+        """Return the episodes to start now, at most `free_slots`, in queue order. They count as started.
 
-        With `replicate=False` the replicas of a group come one after the other and belong on one server.
+        With `replicate=False` the replicas of a group are consecutive and must run on one server.
         """
         starting: list[EpisodeSpec] = []
         while len(starting) < free_slots and (episode := self._front()) is not None:
@@ -103,16 +103,16 @@ class Scheduler:
         return starting
 
     def groups_wanted(self) -> int:
-        """Groups that the step in progress still needs; 0 when it may finish.
+        """Number of groups that the current step still needs; 0 if the step is full.
 
-        With `on_stale="wait"` places are kept for those that would go stale if it finished without them.
+        With `on_stale="wait"` the step keeps places for groups that would go stale without it.
         """
         return self._rule.groups_per_step - len(self._in_step)
 
     def take_ready(self) -> list[Group]:
-        """Complete, fresh groups for the step in progress, the oldest versions first; at most what it needs.
+        """Take complete, fresh groups for the current step, oldest versions first; at most `groups_wanted()`.
 
-        When the step is full, what cannot be trained by a later one is dropped and cancelled at once.
+        When the step is full, groups that no later step can train are dropped and cancelled immediately.
         """
         taken = []
         while (group := self._ready.first()) is not None and self._has_place_for(group):
@@ -125,12 +125,12 @@ class Scheduler:
         return taken
 
     def take_cancelled(self) -> list[str]:
-        """Running episodes to stop, each named once."""
+        """Return the ids of running episodes to cancel, each once."""
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def take_dropped(self) -> list[DroppedGroup]:
-        """Groups that were dropped since the last call."""
+        """Return the groups dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
 
@@ -144,7 +144,7 @@ class Scheduler:
 
     @property
     def startable(self) -> int:
-        """Queued episodes that lack nothing but a slot: the rest may not begin before the version allows it."""
+        """Number of queued episodes of the front group that only need a free slot; 0 if it must wait for a version."""
         front = self._front()
         if front is None:
             return 0
@@ -157,53 +157,53 @@ class Scheduler:
         return len(self._ready)
 
     def waiting_trajectories(self) -> int:
-        """Trajectories that were produced and neither trained nor dropped yet."""
+        """Number of trajectories produced and not yet trained or dropped."""
         waiting = sum(len(group.trajectories) for group in self._groups.values())
         return waiting + sum(len(group.trajectories) for _, group in self._in_step)
 
     def unfinished_tasks(self) -> list[Task]:
-        """Tasks whose groups no finished step has seen, oldest first: what a checkpoint must bring back."""
+        """Return the tasks whose groups no finished step has trained, oldest first: a checkpoint saves them."""
         waiting = [*(group for group, _ in self._in_step), *self._groups.values()]
         return [*self._requeued.tasks, *(group.task for group in sorted(waiting, key=lambda g: g.number))]
 
     @property
     def problem(self) -> str | None:
-        """Why going on is pointless, as one line that says what to do; None while there is progress."""
+        """Reason to stop the run, in one line with a remedy; None while there is progress."""
         return self._progress.problem
 
     @property
     def steps_without_signal(self) -> int:
-        """Steps in a row, up to the last one, of which no group had signal; 0 without a filter."""
+        """Number of consecutive steps, up to the last one, in which no group had signal; 0 without a filter."""
         return self._progress.steps_without_signal
 
     @property
     def requeued_tasks(self) -> list[Task]:
-        """Tasks that want to be admitted again, oldest first."""
+        """Tasks to admit again, oldest first."""
         return self._requeued.tasks
 
     def counts(self) -> dict[str, int]:
-        """Groups whose task was put back or given up, and groups trained without signal for want of better ones."""
+        """Count groups whose task was requeued or given up, and groups without signal that had to be trained."""
         return {
             "requeued": self._requeued.requeued,
             "given_up": self._requeued.given_up,
             "unfiltered": self._progress.unfiltered_groups,
         }
 
-    # What the owner reports
+    # Events that the caller reports
 
     def put_back(self, tasks: Iterable[Task]) -> None:
-        """Tasks that an earlier run did not finish: `admit_requeued` takes them first."""
+        """Add tasks that an earlier run did not finish, for `admit_requeued`."""
         self._requeued.put_back(tasks)
 
     def admit_requeued(self) -> Task | None:
-        """Admit the oldest task that wants to be played again; None if there is none."""
+        """Admit the oldest requeued task and return it; None if no task is requeued."""
         again = self._requeued.pop()
         if again is not None:
             self.admit(again[0], requeues=again[1])
         return again[0] if again is not None else None
 
     def admit(self, task: Task, *, requeues: int = 0) -> None:
-        """Take in a task and queue its replicas."""
+        """Add a task as a new group and queue its replicas."""
         group = OpenGroup(self._next_group, f"g{self._next_group:08d}", task, requeues=requeues)
         self._next_group += 1
         self.admitted += 1
@@ -212,7 +212,7 @@ class Scheduler:
             self._enqueue(group, self._episode(group, replica))
 
     def finished(self, outcome: Trajectory | EpisodeFailure) -> None:
-        """An episode ended by itself. Unknown ones (cancelled meanwhile) are ignored: they are already counted."""
+        """Record the end of an episode. Unknown episodes (already cancelled and counted) are ignored."""
         group = self._running.pop(outcome.episode_id, None)
         if group is None:
             return
@@ -228,11 +228,11 @@ class Scheduler:
             self._complete(group)
 
     def published(self, version: int) -> None:
-        """All servers sample with `version` from now on."""
+        """Record that all servers now sample with `version`."""
         self.server_version = version
 
     def version_advanced(self, version: int) -> None:
-        """A step finished: what it trained is counted, and what is too old now is dropped."""
+        """Record the end of a step: count its trained groups and drop the groups that are now too old."""
         self.learner_version = version
         self._progress.step_finished()
         self._filtered_in_step = 0
@@ -245,7 +245,7 @@ class Scheduler:
 
     @property
     def next_group(self) -> int:
-        """Number of the next group to be admitted: a resumed run must not use one twice."""
+        """Number of the next group to admit: a resumed run must not use a number twice."""
         return self._next_group
 
     @property
@@ -253,7 +253,7 @@ class Scheduler:
         return self._rule.async_ratio
 
     def set_async_ratio(self, async_ratio: float) -> None:
-        """From now on. Groups that have begun keep the bound they began with, so lowering it throws nothing away."""
+        """Change the async ratio. Started groups keep their old bound, so lowering it drops none of them."""
         self._rule = replace(self._rule, async_ratio=async_ratio)
         if self._waves is not None:
             self._shrink_wave(self._waves)
@@ -288,13 +288,13 @@ class Scheduler:
         return places > 0 and (self._waves is None or self._is_in_wave(self._waves, group, places))
 
     def _places(self) -> int:
-        """Groups that may begin now; negative after alpha was lowered."""
+        """Number of groups that may start now; can be negative after alpha was lowered."""
         is_full = self.groups_wanted() == 0
         held = len(self._begun) + len(self._ready) + (0 if is_full else len(self._in_step))
         return self._rule.startable(self.server_version, self.learner_version + is_full) - held
 
     def _shrink_wave(self, waves: Waves) -> None:
-        """Groups of the wave that lost their place go to a later one: nobody may wait for what cannot begin."""
+        """Move groups that lost their place to a later wave: a wave must not wait for a group that cannot start."""
         not_begun = [g for g in self._groups.values() if not g.has_begun and waves.may_begin(g)]
         for group in not_begun[max(0, self._places()) :]:
             self._settle_in_wave(group)
@@ -347,7 +347,7 @@ class Scheduler:
             group.refills += 1
 
     def _complete(self, group: OpenGroup) -> None:
-        """It has all that it will wait for: judge it by what is in it."""
+        """Complete a group that waits for no further replica: drop it, or make it ready for the learner."""
         group.is_complete = True
         self._cancel_surplus(group)
         if len(group.trajectories) < SMALLEST_GROUP:
@@ -387,7 +387,7 @@ class Scheduler:
             self._make_ready(held_back)
 
     def _cancel_surplus(self, group: OpenGroup) -> None:
-        """Queued surplus has cost nothing yet and is never started; running surplus goes by policy."""
+        """Remove queued surplus replicas, which have cost nothing; stop running ones if `surplus` is `cancel`."""
         self._unqueue(group)
         if self._policy.surplus == "cancel":
             self._stop(group)
@@ -395,10 +395,10 @@ class Scheduler:
     # Handing out
 
     def _has_place_for(self, group: OpenGroup) -> bool:
-        """Whether this step may take it: `wait` keeps the places that more urgent groups need, in each step to come."""
+        """True if this step may take `group`: `wait` keeps places for more urgent groups, in each later step too."""
         assert group.last_step is not None
         taken, size, first = len(self._in_step), self._rule.groups_per_step, self.learner_version
-        if taken >= size or self._policy.on_stale != "wait" or self._policy.fair:  # fair takes them in their order
+        if taken >= size or self._policy.on_stale != "wait" or self._policy.fair:  # fair keeps the submission order
             return taken < size
         return all(
             taken + self._begun.due_by(step) + self._ready.due_by(step) < (step - first + 1) * size
@@ -415,11 +415,11 @@ class Scheduler:
     # Dropping
 
     def _stale_after(self, version: int) -> list[OpenGroup]:
-        """Groups no step after that of `version` may train: ready ones by their tokens, others by their start."""
+        """Groups that no step after `version` may train: complete ones by oldest token, others by start version."""
         return [*self._begun.list_due_by(version), *self._ready.list_due_by(version)]
 
     def _surplus_groups(self) -> list[OpenGroup]:
-        """When the step is full: the longest under way of what is beyond the places of the steps to come."""
+        """Groups in excess of the places of later steps, oldest first; called when the step is full."""
         places = self._rule.oldest_age * self._rule.groups_per_step
         excess = len(self._begun) + len(self._ready) - places
         return list(self._begun)[: max(0, excess)]
@@ -446,7 +446,7 @@ class Scheduler:
             self._settle_in_wave(group)
 
     def _leave(self, group: OpenGroup) -> None:
-        """The group is taken or dropped: whatever of it still runs or waits is stopped."""
+        """Remove a group that is taken or dropped, and stop its queued and running episodes."""
         del self._groups[group.group_id]
         group.is_complete = True
         self._unqueue(group)

@@ -1,9 +1,9 @@
-"""What training sees against what was submitted: whether long, slow or hard episodes are lost on the way. No I/O.
+"""Compares trained with submitted episodes, to show if long, slow or hard episodes are lost. No I/O.
 
-Only settled groups count: those that were trained or dropped. An episode that was stopped, or that failed for good, was
-submitted too. How long it would have lasted is not known, only that it lasted at least so long (it is censored), so
-ratios and distances are intervals in which the true figure lies: `_low` to `_high`. Without such episodes both are the
-same. Every figure but `unfinished` is a ratio of trained to submitted, or a distance between 0 (the same) and 1.
+Only trained or dropped groups count. An episode that was stopped, or failed its last retry, was submitted too. Its full
+duration is unknown, only a lower bound (it is censored), so ratios and distances are intervals from `_low` to `_high`
+that contain the true value. Without such episodes both ends are equal. Every metric except `unfinished` is a ratio of
+trained to submitted, or a distance between 0 (equal) and 1.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from roll_flash.types import Task, Trajectory
 
 BINS_PER_DOUBLING = 4
 MOST_LEVELS, OTHER_LEVELS = 32, "other"
-"""Levels after the first 32 are counted together: a task source may make every task a level of its own."""
+"""Levels after the first 32 are counted together as "other": a task source may give every task its own level."""
 
 
 class Distribution:
-    """Positive numbers in logarithmic bins (19 % wide), with their exact mean."""
+    """Histogram of positive numbers in logarithmic bins (19 % wide), with the exact mean."""
 
     def __init__(self) -> None:
         self._bins: Counter[int] = Counter()
@@ -39,7 +39,7 @@ class Distribution:
         return self.total / self.count if self.count else math.nan
 
     def distance(self, other: Distribution) -> float:
-        """Kolmogorov-Smirnov: the largest difference of the cumulative shares; 0 if either is empty."""
+        """Return the Kolmogorov-Smirnov distance (largest difference of cumulative shares); 0 if one is empty."""
         if not self.count or not other.count:
             return 0.0
         difference = largest = 0.0
@@ -50,10 +50,10 @@ class Distribution:
 
 
 class Measure:
-    """One property of episodes, such as their latency: of those submitted, and of those trained."""
+    """One property of episodes, such as latency, for submitted and for trained episodes."""
 
     def __init__(self, longest: float) -> None:
-        """`longest`: no episode has more of it."""
+        """`longest`: upper bound of the value for every episode."""
         self.submitted, self.trained = Distribution(), Distribution()
         self._longest = longest
         self._unfinished = 0
@@ -70,11 +70,11 @@ class Measure:
 
     @property
     def unfinished(self) -> float:
-        """Share of the submitted episodes whose value nobody knows."""
+        """Share of the submitted episodes with an unknown value."""
         return self._unfinished / max(1, self._unfinished + self.submitted.count)
 
     def ratio(self, name: str) -> dict[str, float]:
-        """Between which figures the mean of the trained over the mean of the submitted is; empty if none is trained."""
+        """Return the bounds of mean(trained) / mean(submitted); empty if no episode is trained."""
         if not self.trained.count:
             return {}
         count = self.submitted.count + self._unfinished
@@ -88,15 +88,15 @@ class Measure:
         return {f"{name}_ratio_low": low, f"{name}_ratio_high": high}
 
     def distance(self) -> tuple[float, float]:
-        """Between which figures the distance of the two distributions is: the unknown share may move either."""
+        """Return the bounds of the distance of the two distributions; the unknown share may move it either way."""
         known = self.trained.distance(self.submitted)
         return max(0.0, known - self.unfinished), min(1.0, known + self.unfinished)
 
 
 class SelectionBias:
-    """Fed by the scheduler with every group that settles. `label` names the level of a task.
+    """Selection bias of a run. The scheduler reports every trained or dropped group. `label`: level of a task.
 
-    `longest_s`: no episode lasts longer, which bounds what an unfinished one would have been.
+    `longest_s`: maximum duration of an episode in seconds, the upper bound for unfinished ones.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class SelectionBias:
         self._add(group, is_trained=False)
 
     def dropped_alone(self, task: Task, trajectory: Trajectory) -> None:
-        """One trajectory of a group is not trained whatever becomes of the group."""
+        """Count one trajectory that is dropped while its group stays."""
         self._add_episodes(self._level(task), [trajectory], [], is_trained=False)
 
     def metrics(self) -> dict[str, float]:
-        """Intervals of ratios and distances, the share never finished, and by level what share of it was trained."""
+        """Return the bounds of ratios and distances, the unfinished share, and the trained share of each level."""
         found: dict[str, float] = {}
         for name, measure in (("length", self._lengths), ("latency", self._latencies)):
             found |= measure.ratio(name)
@@ -162,13 +162,13 @@ class SelectionBias:
                 latencies.add(trajectory.finished_s - trajectory.started_s, is_trained=is_trained)
         for lasted_s in unfinished_s:
             self._episodes["submitted"][level] += 1
-            self._lengths.add_unfinished(0)  # what it had sampled by then is not known here
+            self._lengths.add_unfinished(0)  # its number of sampled tokens is unknown here
             for latencies in (self._latencies, self._latencies_of[level]):
                 latencies.add_unfinished(lasted_s)
 
 
 def _total_variation(one: Counter[str], other: Counter[str]) -> float:
-    """Half the sum of the differences of shares; 0 if either is empty."""
+    """Return half the sum of the absolute differences of shares; 0 if one counter is empty."""
     if not one.total() or not other.total():
         return 0.0
     labels = one.keys() | other.keys()

@@ -1,4 +1,4 @@
-"""Where tasks come from. A source is a function of its cursor: a resumed run draws what it would have drawn."""
+"""Task sources. A source depends only on its saved state: a resumed run draws the same tasks as without a stop."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from roll_flash.types import Task
 
 class TaskSource(Protocol):
     def next(self) -> Task:
-        """The next task. Raises StopIteration when there is none any more: the run trains what is there and ends."""
+        """Return the next task. Raises StopIteration at the end: the run then trains the rest and stops."""
 
     def report(self, task: Task, score: float) -> None:
-        """A replica of `task` ended with `score`, from 0 (failure) to 1 (success)."""
+        """Record that a replica of `task` ended with `score`, from 0 (failure) to 1 (success)."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps, as JSON."""
+        """Return the state for a checkpoint, as JSON."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raises ValueError or KeyError if it belongs to other sources."""
+        """Resume from `state`. Raises ValueError or KeyError if it belongs to other sources."""
 
     def metrics(self) -> dict[str, float]:
-        """What a run logs after each step; empty if there is nothing to say."""
+        """Return the metrics that the run logs after each step; may be empty."""
 
 
 def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any], max_turns: int | None = None) -> Task:
@@ -34,13 +34,13 @@ def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any], max_turns: int 
 
 
 def level_name(task: Task) -> str:
-    """What tasks of one level share: all but their seed. Readable in a metric's name, such as `Maze-v0[size=3]`."""
+    """Name of a task's level (everything except the seed), usable in metric names, such as `Maze-v0[size=3]`."""
     kwargs = ",".join(f"{name}={value}" for name, value in sorted(task.kwargs.items()))
     return re.sub(r"[^\w.=,\[\]:-]", "_", f"{task.env_id}[{kwargs}]" if kwargs else task.env_id)[:80]
 
 
 class SeedTasks:
-    """Tasks are seeds of one environment: every seed of the range once, in an order shuffled by `seed`, then again.
+    """Tasks from the seeds of one environment: each seed of the range once, in an order shuffled by `seed`; repeats.
 
     The order is a permutation computed per index (a linear congruence over the range), so nothing is stored.
     """
@@ -63,7 +63,7 @@ class SeedTasks:
         self._offset = generator.randrange(self._count)
         self._stride = _coprime(self._count, generator)
         self.cursor = 0
-        """Tasks drawn so far; setting it moves the source."""
+        """Number of tasks drawn; set it to move the source."""
 
     def next(self) -> Task:
         index = (self._offset + self.cursor * self._stride) % self._count
@@ -71,7 +71,7 @@ class SeedTasks:
         return self.task_of(self._first + index)
 
     def report(self, task: Task, score: float) -> None:
-        """Seeds come in their order whatever the scores."""
+        """Do nothing: scores do not change the order of seeds."""
 
     def state(self) -> dict[str, Any]:
         return {"cursor": self.cursor}
@@ -83,12 +83,12 @@ class SeedTasks:
         return {}
 
     def task_of(self, seed: int) -> Task:
-        """The task of a seed, wherever the cursor is."""
+        """Return the task of `seed`; the cursor does not move."""
         return make_task(self._env_id, seed, self._kwargs, self._max_turns)
 
 
 def _coprime(count: int, generator: random.Random) -> int:
-    """A stride that visits every index of a ring of `count` before it repeats."""
+    """Return a random stride that visits every index of a ring of `count` before it repeats."""
     while True:
         stride = generator.randrange(1, count + 1)
         if math.gcd(stride, count) == 1:
@@ -96,7 +96,7 @@ def _coprime(count: int, generator: random.Random) -> int:
 
 
 def open_tasks(config: Config) -> TaskSource:
-    """The training tasks of a run: one environment's seeds, its levels by success, several environments by weight."""
+    """Return the task source of a run: seeds of one environment, its levels by success, or environments by weight."""
     sources = [_tasks_of(env, config.seed) for env in config.envs]
     if len(sources) == 1:
         return sources[0]
@@ -111,8 +111,8 @@ def _tasks_of(env: EnvConfig, seed: int) -> TaskSource:
 class MixedTasks:
     """Interleaves sources in proportion to their weights.
 
-    Smooth weighted round robin: after any number of draws each source is within one task of its share per source, and
-    nothing is random. When a source has no task any more the others go on.
+    Smooth weighted round robin, without randomness: after any number of draws each source is within one task of its
+    share per source. When a source ends, the others continue.
     """
 
     def __init__(self, sources: Sequence[TaskSource], weights: Sequence[float]) -> None:
@@ -157,18 +157,18 @@ class MixedTasks:
 
 
 class CurriculumTasks:
-    """Draws from the levels in proportion to what they can teach.
+    """Draws levels in proportion to their learning signal.
 
-    A group of replicas teaches something if its rewards differ. With success rate p the variance of a reward is p(1-p):
-    largest where the model succeeds half the time, zero where it always or never does. The rate of a level is a mean
-    that forgets, so a level comes back when the model changes; `exploration` is the share of draws that ignore it.
-    A draw is a function of the seed, the number of the draw and the reports before it.
+    A group gives a learning signal only if its rewards differ. With success rate p the variance of a reward is p(1-p):
+    largest if the model succeeds half the time, zero if it always or never succeeds. The success rate of a level is an
+    exponential moving average, so a level returns when the model changes; `exploration` is the share of draws that
+    ignore it. A draw depends only on the seed, its number and the earlier reports.
     """
 
     def __init__(
         self, levels: Sequence[TaskSource], *, seed: int, exploration: float = 0.1, memory: float = 200.0
     ) -> None:
-        """`memory`: replicas over which the success rate of a level is averaged."""
+        """`memory`: number of replicas over which the success rate of a level is averaged."""
         if not levels:
             raise ValueError("a curriculum needs at least one level")
         if not 0 < exploration <= 1 or memory < 1:
@@ -190,7 +190,7 @@ class CurriculumTasks:
             level = generator.choices(range(len(self._levels)), shares)[0]
             try:
                 task = self._levels[level].next()
-            except StopIteration:  # the other levels go on
+            except StopIteration:  # the other levels continue
                 shares[level] = 0.0
                 continue
             self._level_of[_kind(task)] = level
@@ -199,7 +199,7 @@ class CurriculumTasks:
 
     def report(self, task: Task, score: float) -> None:
         level = self._level_of.get(_kind(task))
-        if level is None:  # of another source beside this one
+        if level is None:  # the task is from another source
             return
         keep = 1 - 1 / self._memory
         self._scores[level] = self._scores[level] * keep + min(1.0, max(0.0, score))
@@ -209,7 +209,7 @@ class CurriculumTasks:
         return [score / count for score, count in zip(self._scores, self._counts, strict=True)]
 
     def probabilities(self) -> list[float]:
-        """How likely each level is drawn next; they add up to 1."""
+        """Return the probability of each level for the next draw; their sum is 1."""
         signal = [rate * (1 - rate) for rate in self.success_rates()]
         total, count = sum(signal), len(self._levels)
         if total == 0:
@@ -233,13 +233,13 @@ class CurriculumTasks:
         self._level_of = {str(kind): int(level) for kind, level in state["level_of"].items()}
 
     def metrics(self) -> dict[str, float]:
-        """Success and share of each level."""
+        """Return the success rate and the draw probability of each level."""
         found = {f"level_{index}_success": rate for index, rate in enumerate(self.success_rates())}
         return found | {f"level_{index}_share": share for index, share in enumerate(self.probabilities())}
 
 
 def _kind(task: Task) -> str:
-    """Tasks of one level differ in their seed only."""
+    """Return the key of a task's level: tasks of one level differ only in their seed."""
     return f"{task.env_id} {sorted(task.kwargs.items())!r}"
 
 

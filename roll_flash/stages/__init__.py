@@ -1,4 +1,4 @@
-"""Stages of a run: judges, reward models and users' own classes that score trajectories while episodes go on."""
+"""Stages of a run: judges, reward models and user classes that score trajectories while episodes are running."""
 
 from roll_flash.stages.reward_stage import RewardStage, check_stages
 from roll_flash.stages.running import RunningStages

@@ -1,4 +1,4 @@
-"""What a stage is: a class with a method `score`. Found by the names that a config gives."""
+"""Reward stages: classes with a method `score`, created from the names in the config."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ BUILT_IN = {
 
 
 class RewardStage(Protocol):
-    """Scores trajectories. Methods `start(self)` and `close(self)`, `async def` or plain, are called if there."""
+    """Scores trajectories. Optional methods: `start(self)` and `close(self)`, `async def` or plain."""
 
     def score(self, trajectories: Sequence[Trajectory]) -> Sequence[float] | Awaitable[Sequence[float]]:
-        """One finite number for each trajectory. May raise anything: the call is repeated, then given up and counted.
+        """Return one finite number per trajectory. May raise anything: the call is retried, then counted as failed.
 
-        `async def`, or a plain method, which is called in a thread; several calls may run at the same time.
+        An `async def`, or a plain method, which is called in a thread; several calls may run at the same time.
         """
         ...
 
 
 def check_stages(config: Config) -> None:
-    """Makes each stage once and throws it away. Raises ConfigError for one that cannot be made or used."""
+    """Create each stage once and discard it. Raises ConfigError if one cannot be created or used."""
     for stage in config.stages:
         make_stage(stage)
     if config.stages and config.rollout.drop_groups_without_signal:
@@ -45,13 +45,13 @@ def check_stages(config: Config) -> None:
 
 
 def make_stage(stage: StageConfig) -> RewardStage:
-    """The object that a stage of the config names, not started. Raises ConfigError or ModelError."""
+    """Create the object of a stage from the config, without starting it. Raises ConfigError or ModelError."""
     made: RewardStage = _call(stage, _bound(stage))
     return made
 
 
 def _bound(stage: StageConfig) -> Any:
-    """The class, which has a `score` and takes `kwargs`."""
+    """Return the class of a stage. Raises ConfigError if it lacks `score` or does not accept `kwargs`."""
     known = f"known are {', '.join(BUILT_IN)} and module:Class"
     source, colon, name = BUILT_IN.get(stage.entry_point, stage.entry_point).partition(":")
     if not colon or not source or not name:
@@ -85,10 +85,10 @@ def _call(stage: StageConfig, factory: Any) -> Any:
 
 
 class JudgeStage:
-    """Score 0 to 1. `judged`: the model's last message, or everything after the task.
+    """LLM judge; scores from 0 to 1. `judged`: the model's last message, or everything after the task.
 
-    `reference` names a key of the episode's `info` that holds the right answer. What is left of the arguments is that
-    of `roll_flash.envs.rewards.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s,
+    `reference`: key of the episode's `info` that holds the right answer. The other arguments go to
+    `roll_flash.envs.rewards.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s,
     max_new_tokens.
     """
 
@@ -108,7 +108,7 @@ class JudgeStage:
         self._reference = reference
 
     async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Raises EnvError if the endpoint does not answer or its model gives no score."""
+        """Score each trajectory. Raises EnvError if the endpoint does not answer or its model gives no score."""
         return list(await asyncio.gather(*(self._score(trajectory) for trajectory in trajectories)))
 
     async def close(self) -> None:
@@ -118,14 +118,14 @@ class JudgeStage:
         question, answer = split_conversation(trajectory.messages)
         reference = None
         if self._reference is not None:
-            # A task without its reference would be judged by another measure than the others.
+            # KeyError if missing: a task without its reference would be judged differently from the others.
             reference = str(trajectory.info[self._reference])
         said = _text(answer[-1:] if self._judged == "answer" else answer)
         return await self._judge.score(question=_text(question), answer=said, reference=reference)
 
 
 def split_conversation(messages: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """What came before the model's first message, and from there to its last one."""
+    """Split messages into those before the model's first one, and from there to its last one; drop the rest."""
     own = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     if not own:
         raise ValueError("there is no message of the model to judge")
@@ -139,16 +139,16 @@ def _text(messages: Sequence[Message]) -> str:
 
 
 class RewardModelStage:
-    """Score: the model's output number `label` for the conversation, or its sigmoid.
+    """Reward model; the score is the model's output number `label` for the conversation, or its sigmoid.
 
-    `path`: a folder with a model and its tokenizer. A conversation longer than `max_length` tokens loses its beginning.
-    `device`: where it computes. Use one worker: calls would only share the same cores.
+    `path`: folder with the model and its tokenizer. Conversations are cut at the start to `max_length` tokens.
+    `device`: torch device. Use one worker: parallel calls would only share the same cores.
     """
 
     def __init__(
         self, path: str, *, label: int = 0, sigmoid: bool = False, max_length: int = 2048, device: str = "cpu"
     ) -> None:
-        """Raises ModelError if there is no such folder."""
+        """Raises ModelError if `path` is not a model folder."""
         self._path = Path(path).expanduser()
         if not (self._path / "config.json").is_file():
             raise ModelError(f"{self._path}: no such model folder")
@@ -158,7 +158,7 @@ class RewardModelStage:
         self._device = device
 
     async def start(self) -> None:
-        """Raises ModelError if the folder's model gives no score."""
+        """Load the model. Raises ModelError if it is not a sequence classifier or lacks output `label`."""
         await call_in_thread(self._load)
 
     def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
@@ -184,7 +184,7 @@ class RewardModelStage:
         self._model.to(self._device).eval()
 
     def _outputs(self, text: str) -> Any:
-        """Shape [labels]. One text at a time: padding would change what some models say."""
+        """Return the logits, shape [labels]. One text at a time: padding would change some models' outputs."""
         import torch
 
         token_ids = self._tokenizer(text, add_special_tokens=False)["input_ids"][-self._max_length :]

@@ -1,4 +1,4 @@
-"""The stages of a run at work on its stream: each writes its scores, and the last one makes rewards of them."""
+"""Runs the stages on the trajectory stream: each stage writes its scores; a last one computes the rewards."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from roll_flash.stream.trajectories import ENV_REWARD, REWARD, TRAJECTORY_COLUMN
 from roll_flash.types import Trajectory, as_reward
 
 EPISODE_COLUMNS = (*(name for name in TRAJECTORY_COLUMNS if name != REWARD), ENV_REWARD)
-"""What a stage reads: the trajectory with the reward that its environment gave."""
+"""Columns that a stage reads: the trajectory with the reward of its environment."""
 REWARD_BATCH = 64
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 10.0
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def stage_consumers(stages: Sequence[StageConfig]) -> list[Consumer]:
-    """Who takes rows from the stream on behalf of the stages; none where there are no stages."""
+    """Return the stream consumers of the stages; empty without stages."""
     if not stages:
         return []
     scorers = [Consumer(stage.name, EPISODE_COLUMNS, _sampler(stage)) for stage in stages]
@@ -49,7 +49,7 @@ def score_column(stage: StageConfig) -> str:
 
 
 def final_reward(reward: float, scores: Sequence[float], stages: Sequence[StageConfig]) -> float:
-    """The environment's reward after all stages, in their order. Raises RunError for what cannot be trained on."""
+    """Apply all stages, in order, to the environment's reward. Raises RunError if the result is not a valid reward."""
     for score, stage in zip(scores, stages, strict=True):
         match stage.reward:
             case "add":
@@ -63,7 +63,7 @@ def final_reward(reward: float, scores: Sequence[float], stages: Sequence[StageC
 
 
 class RunningStages:
-    """Tasks of the driver that last as long as the run. Open with `open_stages`."""
+    """The stages of a run, as driver tasks that run as long as the run. Open with `open_stages`."""
 
     def __init__(self, stages: Sequence[StageConfig]) -> None:
         self._configs = list(stages)
@@ -72,11 +72,11 @@ class RunningStages:
 
     @property
     def reward_column(self) -> str:
-        """The column that rollout puts its rewards into: with stages the final one is written by them."""
+        """Column for the rewards of the rollout: with stages, `ENV_REWARD`, as the last stage writes `REWARD`."""
         return ENV_REWARD if self._configs else REWARD
 
     def metrics(self) -> dict[str, float]:
-        """Of each stage `rows`, `retries`, `failed_rows`, `seconds` so far, and the mean score since the last call."""
+        """Per stage: `rows`, `retries`, `failed_rows`, `seconds` so far and the mean score since the last call."""
         figures: dict[str, float] = {}
         for name, stage in self._stages.items():
             figures |= {f"stages/{name}/{key}": value for key, value in stage.metrics().items()}
@@ -85,8 +85,8 @@ class RunningStages:
         return figures
 
     def attach(self, stream: TrajectoryStream, scorers: Sequence[RewardStage], log: Log) -> list[Stage]:
-        """One `Stage` for each of the config, and the one that makes rewards; not running yet. `log` gets every score
-        and every failed attempt."""
+        """Create one `Stage` per configured stage and the one that computes rewards, without starting them. `log` gets
+        every score and every failed attempt."""
         for config, scorer in zip(self._configs, scorers, strict=True):
             self._stages[config.name] = Stage(
                 stream,
@@ -127,9 +127,9 @@ class RunningStages:
 async def open_stages(
     stages: Sequence[StageConfig], stream: TrajectoryStream, log_file: Path
 ) -> AsyncIterator[RunningStages]:
-    """Start the stages on a stream with the consumers `stage_consumers`; scores are appended to `log_file`.
+    """Start the stages on a stream with the consumers `stage_consumers`; append scores to `log_file`.
 
-    A stage that stops makes the stream fail, and so the run. Raises what `start` of a stage raises.
+    If a stage stops, the stream fails and so does the run. Raises the error of a stage's `start`.
     """
     running = RunningStages(stages)
     if not stages:
@@ -164,7 +164,7 @@ def _log_error(log: Log, name: str, batch: Batch, error: str) -> None:
 
 
 async def _score(scorer: RewardStage, trajectories: list[Trajectory]) -> list[float]:
-    """Raises RunError for anything but one finite number for each."""
+    """Return the scores. Raises RunError unless there is one finite number per trajectory."""
     function: Any = scorer.score
     if inspect.iscoroutinefunction(function):
         found = await function(trajectories)
@@ -197,13 +197,13 @@ async def _start(name: str, scorer: RewardStage) -> None:
         async with asyncio.timeout(START_TIMEOUT_S) as deadline:
             await _call_if_there(scorer, "start")
     except TimeoutError:
-        if not deadline.expired():  # its own
+        if not deadline.expired():  # raised by the stage itself
             raise
         raise RunError(f"stage {name}: `start` took longer than {START_TIMEOUT_S:g} s") from None
 
 
 async def _close(name: str, scorer: RewardStage) -> None:
-    """One that cannot be closed neither keeps others open nor hides how the run ended."""
+    """Close a stage; only log its error, so that the others close too and the run's own error stays visible."""
     try:
         async with asyncio.timeout(CLOSE_TIMEOUT_S):
             await _call_if_there(scorer, "close")
@@ -212,6 +212,6 @@ async def _close(name: str, scorer: RewardStage) -> None:
 
 
 def _fail_with(stream: TrajectoryStream, task: asyncio.Task[None]) -> None:
-    """Whoever waits for rewards must hear that there will be none."""
+    """Pass the error of a stage to the stream, so that readers of rewards stop waiting."""
     if not task.cancelled() and (error := task.exception()) is not None:
         stream.fail(error)

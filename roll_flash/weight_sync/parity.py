@@ -1,8 +1,8 @@
-"""The parity probe: do servers and learner say the same about the same weights?
+"""Parity probe: checks that servers and learner compute the same log-probabilities with the same weights.
 
-Compared are log-probabilities of fixed texts that share a beginning and then branch, so that the learner's shared
-prefixes and the servers' caches are part of what is tried. What decides is the mean and a high percentile of the
-differences over many tokens: in bfloat16 the largest of them says how unlucky one token was.
+The probe texts share a prefix and then branch, so that the check covers the learner's shared prefixes and the servers'
+prefix caches. The check uses the mean and a high percentile of the differences over many tokens: in bfloat16 the
+maximum depends on a single unlucky token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FLOAT32_THRESHOLD = 1e-3
 BFLOAT16_THRESHOLD = 0.25
 PERCENTILE = 99
 MEAN_SHARE = 0.2
-"""The mean difference may be this share of what the percentile may be."""
+"""Limit of the mean difference, as a fraction of the limit of the percentile."""
 WHOLE_PROBE_TOKENS = 1024
 _TEXT_TOKENS = 128
 _TEXTS_AFTER_UPDATE = 2
@@ -40,12 +40,12 @@ _PASSAGES = (
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Token ids of texts with a common beginning."""
+    """Token ids of texts with a common prefix."""
 
     texts: Sequence[Sequence[int]]
 
     def after_update(self, number: int) -> Probe:
-        """A few of the texts, others for each update."""
+        """Return a small subset of the texts, a different one for each update."""
         count = len(self.texts)
         chosen = {(number * _TEXTS_AFTER_UPDATE + index) % count for index in range(_TEXTS_AFTER_UPDATE)}
         return Probe([self.texts[index] for index in sorted(chosen)])
@@ -53,17 +53,17 @@ class Probe:
 
 @dataclass(frozen=True, slots=True)
 class Parity:
-    """Absolute differences of log-probabilities, of the server that is furthest from the learner."""
+    """Absolute differences of log-probabilities, for the server that differs most from the learner."""
 
     mean: float
     percentile: float
-    """99 of 100 tokens differ by less."""
+    """99th percentile of the differences."""
     largest: float
     tokens: int
 
 
 def load_probe(model_folder: Path, text: str, max_length: int) -> Probe:
-    """Texts of together at least 1,000 tokens that begin with `text` and go on differently.
+    """Return texts that begin with `text` and continue differently, at least 1,000 tokens in total.
 
     Raises RunError if `text` is shorter than two tokens.
     """
@@ -87,11 +87,11 @@ def load_probe(model_folder: Path, text: str, max_length: int) -> Probe:
 
 
 def compare(expected: Sequence[NDArray[np.float32]], found: Sequence[Sequence[NDArray[np.float32]]]) -> Parity:
-    """`expected` is the learner's answer for each text, `found` that of every server for each text."""
+    """Compare log-probabilities: `expected[text]` from the learner, `found[text][server]` from the servers."""
     wanted = np.concatenate(expected)
     servers = [np.concatenate(texts) for texts in zip(*found, strict=True)]
     differences = [np.abs(answer.astype(np.float64) - wanted) for answer in servers]
-    # numpy's maximum of what is not a number is not a number; Python's depends on the order.
+    # np.max propagates NaN; Python's max depends on the order.
     return Parity(
         mean=float(np.max([values.mean() for values in differences])),
         percentile=float(np.max([np.percentile(values, PERCENTILE) for values in differences])),
@@ -101,7 +101,7 @@ def compare(expected: Sequence[NDArray[np.float32]], found: Sequence[Sequence[ND
 
 
 def check(parity: Parity, threshold: float) -> None:
-    """Raises ParityError above the threshold of the percentile, or its share for the mean; also where one is nan."""
+    """Raises ParityError if the percentile exceeds `threshold`, the mean exceeds its share of it, or one is NaN."""
     if parity.percentile <= threshold and parity.mean <= MEAN_SHARE * threshold:
         return
     raise ParityError(
@@ -113,7 +113,7 @@ def check(parity: Parity, threshold: float) -> None:
 
 
 def parity_threshold(config: WeightsConfig, dtype: str) -> float:
-    """The configured threshold, or the default for the dtype that the servers run in."""
+    """Return the configured threshold, or the default for the servers' dtype."""
     if config.parity_threshold is not None:
         return config.parity_threshold
     return FLOAT32_THRESHOLD if dtype == "float32" else BFLOAT16_THRESHOLD

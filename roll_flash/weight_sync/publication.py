@@ -1,7 +1,7 @@
-"""Weights on their way from the learner to the servers (delayed parameter update, AsyncFlow arXiv 2507.01663).
+"""Publishes weights from the learner to the servers (delayed parameter update, AsyncFlow arXiv 2507.01663).
 
-After a step the new weights are copied aside, and the servers take them in the background while the learner goes on
-with the next step. A parity probe after each publication compares what servers and learner say (`parity.py`).
+After a step the new weights are copied; the servers load the copy in the background while the learner runs the next
+step. After each publication a parity probe compares servers and learner (`parity.py`).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from roll_flash.weight_sync.parity import Parity, Probe, check, compare
 
 @dataclass(frozen=True, slots=True)
 class Publication:
-    """How one set of weights reached all servers."""
+    """Timing, size and parity of one weight update on all servers."""
 
     version: int
     parity: Parity
     paused_s: float
-    """Time in which the slowest server generated nothing because of the update."""
+    """Longest time in seconds during which a server generated nothing because of the update."""
     total_s: float
     num_bytes: int
-    """What was published: all tensors of the model, or what is trained of them."""
+    """Size in bytes of the published tensors: all tensors of the model, or only the trained ones."""
     share: float = 1.0
-    """`num_bytes` as a share of the whole model's."""
+    """`num_bytes` as a fraction of the size of the whole model."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -49,8 +49,10 @@ class Publication:
 
 
 class Publisher:
-    """Publishes one version at a time; `on_published` gets each version that all servers have. A publication that
-    fails ends the run."""
+    """Publishes one version at a time; `on_published` gets each version that all servers have loaded.
+
+    A failed publication ends the run.
+    """
 
     def __init__(
         self,
@@ -74,13 +76,13 @@ class Publisher:
         self._task: asyncio.Task[Publication] | None = None
 
     async def begin(self) -> None:
-        """Copy the learner's current weights aside and start their publication; the learner may step on at once.
+        """Copy the learner's current weights and start their publication; the learner may train on immediately.
 
-        Call `settled` first: one publication is under way at a time.
+        Call `settled` first: only one publication may run at a time.
         """
         if self._task is not None:
             raise RunError("a publication is still under way")
-        # All of the probe once; after every update a few of its texts.
+        # The first check uses the whole probe, later updates a few of its texts.
         probe = self._probe.after_update(self._begun) if self._checked else self._probe
         self._begun, self._checked = self._begun + 1, True
         expected = await self._learner.logprobs_of(probe.texts)
@@ -90,7 +92,7 @@ class Publisher:
         )
 
     async def settled(self) -> Publication | None:
-        """Wait for the publication under way, if any. Raises ParityError, InferenceError or RunError if it failed."""
+        """Wait for the running publication, if any. Raises ParityError, InferenceError or RunError if it failed."""
         if self._task is None:
             return None
         try:
@@ -104,7 +106,7 @@ class Publisher:
             self._task = None
 
     async def check(self) -> Parity:
-        """The whole parity probe alone: before the first step, with the weights that both sides loaded themselves."""
+        """Run the whole parity probe before the first step, with the weights that both sides loaded themselves."""
         expected = await self._learner.logprobs_of(self._probe.texts)
         self._checked = True
         return await self._compare(self._probe, expected)
@@ -125,14 +127,14 @@ class Publisher:
             self._on_published(weights.version)
             total_s = time.monotonic() - started
         finally:
-            # Last, because the learner is already at its next step and answers when it has a moment.
+            # Last, because the learner is busy with its next step and may answer late.
             await self._learner.release_weights(weights)
         paused_s = max(update.paused_s for update in updates)
         share = weights.num_bytes / weights.model_bytes if weights.model_bytes else 1.0
         return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, share)
 
     async def _compare(self, probe: Probe, expected: Sequence[NDArray[np.float32]]) -> Parity:
-        """Raises ParityError where a server says something else about the probe."""
+        """Score the probe on all servers. Raises ParityError if a server differs from the learner."""
         found = [await self._engine.score(text) for text in probe.texts]
         parity = compare(expected, found)
         check(parity, self._threshold)

@@ -1,9 +1,9 @@
-"""What a publication's file says about all weights of a model: whole tensors, low-rank factors, what did not change.
+"""Reads all weights of a model from a publication file and, for unchanged tensors, from the model folder.
 
-A file is in the safetensors format. It holds every tensor of the model folder, or, marked `rest: model_folder`, only
-those that differ from the folder that the server itself was started from: what is not trained is neither written nor
-sent. An adapted weight is given by its factors and read as W + scale B A, W from the folder; the learner merges with
-the very same function, so that both have the same numbers.
+The file is in the safetensors format. It holds every tensor of the model folder, or, if marked `rest: model_folder`,
+only those that differ from the folder that the server was started from: untrained tensors are neither written nor
+sent. An adapted weight is stored as its low-rank factors and read as W + scale B A, with W from the folder. The learner
+merges with the same function, so that both get the same numbers.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ from roll_flash.engines.inference import StagedWeights
 
 TIED_HEAD = "lm_head.weight"
 DOWN, UP = "lora_a", "lora_b"
-"""Last part of the names of A [rank, in] and B [out, rank] of the layer whose weight they change."""
+"""Last name components of the factors A [rank, in] and B [out, rank] of an adapted layer."""
 REST, SCALE = "rest", "lora_scale"
 """Keys of the file's metadata."""
 MODEL_FOLDER = "model_folder"
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """W + scale B A, in the dtype of W."""
+    """Return W + scale B A, in the dtype of W."""
     return torch.addmm(weight, up.to(weight.dtype), down.to(weight.dtype), alpha=scale)
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a name in a model's state, or in a file, is that of a factor."""
+    """Return true if `name`, from a model's state or a file, is that of an adapter factor."""
     return name.rsplit(".", 1)[-1] in (DOWN, UP)
 
 
 class ModelFolder:
-    """The tensors that a server loaded itself, read again when they are needed."""
+    """Index of the tensors in the model folder that the server loaded at start."""
 
     def __init__(self, folder: Path) -> None:
         self._files: dict[str, Path] = {}
@@ -57,9 +57,9 @@ class ModelFolder:
 
 
 class PublishedWeights:
-    """All weights of one version. A context manager; tensors may be read while it is open.
+    """All weights of one version. A context manager; tensors can be read only while it is open.
 
-    Raises ValueError if the file is not of the folder's model.
+    Raises ValueError if the file does not match the model in the folder.
     """
 
     def __init__(self, path: str | Path, folder: ModelFolder, *, tied: bool) -> None:
@@ -82,7 +82,7 @@ class PublishedWeights:
             self._open.close()
             raise
         self.changed: frozenset[str] = frozenset(whole | self._adapted)
-        """Names of the tensors that may differ from the model folder's."""
+        """Names of the tensors that may differ from those in the model folder."""
         return self
 
     def __exit__(
@@ -93,12 +93,12 @@ class PublishedWeights:
 
     @property
     def names(self) -> list[str]:
-        """Of all tensors of the model, in the order of the folder."""
+        """Names of all tensors of the model, in the order of the folder."""
         known = list(self._folder.shapes)
         return known + sorted(self.changed - self._folder.shapes.keys())
 
     def tensor(self, name: str) -> Tensor:
-        """A new tensor, or one that lies in the file: not to be written to."""
+        """Return one tensor. It may be mapped from the file: do not write to it."""
         if name in self._adapted:
             layer = name.removesuffix(".weight")
             down, up = (self._file.get_tensor(f"{layer}.{part}") for part in (DOWN, UP))
@@ -114,7 +114,7 @@ class PublishedWeights:
         return tensor
 
     def _check(self, whole: Collection[str], *, is_whole: bool) -> None:
-        """A head that is tied to the embedding may be left out or stored beside it; everything else must match."""
+        """Raises ValueError if names or shapes do not match; only a head tied to the embedding is optional."""
         expected = self._folder.shapes
         optional = {TIED_HEAD} if self._tied else set()
         missing = sorted(expected.keys() - whole - optional) if is_whole else []
@@ -138,18 +138,18 @@ CHUNK_BYTES = 64 * 2**20
 
 
 class KeptWeights:
-    """A copy of our own in anonymous shared memory, because the publisher uses its memory again.
+    """A private copy of published weights in anonymous shared memory, because the publisher reuses its own memory.
 
-    It has no name in any file system: the kernel frees it when this process ends, however it ends.
+    The copy has no name in any file system: the kernel frees it when this process ends, even after a crash.
     """
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
         self.weights: StagedWeights | None = None
-        """What is kept, under a path that other processes of this machine can open."""
+        """The kept weights, with a path that other processes on this machine can open; None if nothing is kept."""
 
     def keep(self, weights: StagedWeights) -> None:
-        """Copy `weights` in place of what was kept. Raises OSError if they cannot be read."""
+        """Copy `weights`, replacing the earlier copy. Raises OSError if they cannot be read."""
         if self._descriptor is None:
             self._descriptor = os.memfd_create("roll-flash-newest")
         self.weights = None

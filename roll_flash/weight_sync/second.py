@@ -1,11 +1,11 @@
-"""A second set of weights beside the one that a vLLM model computes with, and their exchange (CPU).
+"""Double-buffers the weights of a vLLM model on CPU: prepares new weights during generation, then swaps them in.
 
-vLLM packs the weights of its linear layers for oneDNN when they are loaded, so that new ones cannot be copied into
-place. Packing takes several times as long as copying. Here new tensors are loaded and packed into doubles of the
-modules that they belong to, by a thread, while the model itself generates; the exchange moves references only.
+vLLM packs the weights of its linear layers for oneDNN at load time, so that new weights cannot be copied into place.
+Packing takes several times as long as copying. A thread therefore loads and packs new tensors into twin modules while
+the model generates; the exchange only swaps references.
 
-The doubles are made with what vLLM records for its own layerwise reload, and loaded by the model's own `load_weights`,
-so that fused and renamed tensors come out as vLLM makes them.
+The twins use the metadata that vLLM records for its own layerwise reload, and the model's own `load_weights` fills
+them, so that fused and renamed tensors are identical to those of vLLM.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ PACKED = "cpu_linear"
 
 
 class UnknownModelError(Exception):
-    """A model whose modules cannot be doubled: it is quantised, or loads weights in a way of its own."""
+    """The model does not support twin modules: it is quantised, or loads weights in a custom way."""
 
 
 class SecondWeights:
-    """`prepare`, then `exchange` or `discard`. `prepare` may run in a thread while the model generates."""
+    """Second weight buffer. Call `prepare` (in a thread while the model generates), then `exchange` or `discard`."""
 
     def __init__(self, model: nn.Module, folder: ModelFolder) -> None:
-        """Raises UnknownModelError."""
+        """Raises UnknownModelError if the model does not support twin modules."""
         self._model = model
         self._names_of = _find_modules(model, folder)
         self._tied_to = _tied_modules(model, self._names_of)
         self._differing: set[str] = set()
-        """Names of the tensors that are no longer those of the model folder."""
+        """Names of the tensors that currently differ from those in the model folder."""
         self._ready: list[tuple[nn.Module, nn.Module]] = []
         self._changed: set[str] = set()
 
     @torch.no_grad()
     def prepare(self, weights: PublishedWeights) -> None:
-        """Load and pack what differs between the model and `weights`."""
+        """Load and pack the tensors that differ between the model and `weights`."""
         self.discard()
         self._changed = set(weights.changed)
         wanted = self._changed | self._differing
@@ -69,7 +69,7 @@ class SecondWeights:
                 self._ready.append((follower, twin_follower))
 
     def exchange(self) -> None:
-        """From here on the model computes with what was prepared."""
+        """Swap the prepared weights into the model."""
         for module, twin in self._ready:
             module._parameters.update(twin._parameters)
             if hasattr(twin, PACKED):
@@ -83,20 +83,20 @@ class SecondWeights:
 
 
 class Preparation:
-    """`SecondWeights.prepare` in a thread. The file descriptor `hold` is closed when it has ended, however."""
+    """Runs `SecondWeights.prepare` in a thread; closes the file descriptor `hold` at its end, after errors too."""
 
     def __init__(self, second: SecondWeights, weights: PublishedWeights, hold: int) -> None:
         self._done: Future[None] = Future()
-        # A daemon: a server that ends does not wait for weights that nobody will use.
+        # A daemon thread, so that a stopping server does not wait for unused weights.
         thread = threading.Thread(target=self._run, args=(second, weights, hold), name="prepare-weights", daemon=True)
         thread.start()
 
     def result(self) -> None:
-        """Wait until it ended. Raises what went wrong."""
+        """Wait for the end of the preparation. Raises its error, if any."""
         self._done.result()
 
     def wait(self) -> None:
-        """Wait until it ended, however."""
+        """Wait for the end of the preparation; ignore its error."""
         self._done.exception()
 
     def _run(self, second: SecondWeights, weights: PublishedWeights, hold: int) -> None:
@@ -112,14 +112,14 @@ class Preparation:
 
 
 class Doubles:
-    """A model of the same modules, each with tensors of its own; all else is shared. It can be loaded, not run."""
+    """A copy of a model with separate tensors per module; all else is shared. It can load weights but not run."""
 
     def __init__(self, model: nn.Module) -> None:
         self.of: dict[nn.Module, nn.Module] = {}
         self.root = self._double(model)
 
     def materialize(self, module: nn.Module) -> None:
-        """Room for the parameters of one module, as its checkpoint has them; without it they are on device `meta`."""
+        """Allocate the parameters of one module, in checkpoint layout; until then they are on device `meta`."""
         parameters: dict[str, Any] = self.of[module]._parameters
         with get_layerwise_info(module).restore_device:
             for name, parameter in parameters.items():
@@ -134,7 +134,7 @@ class Doubles:
         for members in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             twin.__dict__[members] = module.__dict__[members].copy()
         self.of[module] = twin
-        # Copies, of what vLLM recorded before it packed, and of biases, which it leaves as they are.
+        # Copy the metadata that vLLM recorded before packing, and the biases, which vLLM does not pack.
         recorded, _ = get_layerwise_info(module).restore_metadata
         parameters: dict[str, Any] = twin._parameters
         for name, parameter in {**parameters, **recorded}.items():
@@ -147,10 +147,10 @@ class Doubles:
 
 
 def repack_tied_heads(modules: Iterable[nn.Module]) -> None:
-    """Pack the output head of a tied embedding again (vLLM on CPU).
+    """Repack the output head of a tied embedding (vLLM on CPU).
 
-    vLLM computes logits with a packed copy of the embedding. A reload replaces the embedding and leaves the copy, so
-    that logprobs are silently those of an older head (off by up to 1.0 after one update).
+    vLLM computes logits with a packed copy of the embedding. A reload replaces the embedding but not the copy, so that
+    logprobs silently come from an older head (off by up to 1.0 after one update).
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 
@@ -166,7 +166,7 @@ def _pack(twin: nn.Module) -> None:
 
 
 def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, frozenset[str]]:
-    """Which tensors of the checkpoint each module is made of, seen by letting the model load tensors without data."""
+    """Map each module to its checkpoint tensors, recorded while the model loads tensors without data."""
     double = Doubles(model)
     found: dict[nn.Module, set[str]] = {}
     current = ""
@@ -199,7 +199,7 @@ def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, froz
 def _tied_modules(
     model: nn.Module, names_of: dict[nn.Module, frozenset[str]]
 ) -> dict[nn.Module, tuple[nn.Module, ...]]:
-    """Modules that no tensor is loaded into, because they use the weight of another one."""
+    """Map each module to the modules that use its weight and load no tensor themselves."""
     tied: dict[nn.Module, tuple[nn.Module, ...]] = {}
     for module in names_of:
         weight = module._parameters.get("weight")

@@ -1,8 +1,8 @@
-"""vLLM's side of a publication: new weights from a safetensors file in shared memory into the running model.
+"""Loads published weights from a safetensors file in shared memory into the running vLLM model.
 
-Runs inside vLLM's worker process. A file that does not fit the model is refused before the model is touched. On CPU
-the new weights are made ready beside the old ones while generation goes on, and exchanged in a pause of milliseconds
-(`second_weights.py`); where that cannot be done they are loaded layer by layer in the pause.
+Runs inside vLLM's worker process. A file that does not match the model is rejected before the model changes. On CPU
+the new weights are prepared beside the old ones during generation and swapped in a pause of milliseconds
+(`second.py`); if the model does not support this, they are loaded layer by layer during the pause.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class SharedMemoryInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: each update names its file."""
+    """Empty: each update names its file."""
 
 
 @dataclass
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     path: str
-    """A safetensors file, as `published_weights.py` describes it."""
+    """Path of a safetensors file in the format of `published.py`."""
     hold: str = ""
-    """Only make the weights ready, and hold this file (a pipe) open until that is done."""
+    """Path of a pipe. If set, the update only prepares the weights and keeps the pipe open until that is done."""
 
 
 class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo, SharedMemoryUpdateInfo]):
-    """Between `start_weight_update` and `finish_weight_update` comes one `update_weights` that loads, and before it, if
-    generation is to go on meanwhile, one that only makes ready (`hold`)."""
+    """Transfer engine for weights in shared memory.
+
+    Between `start_weight_update` and `finish_weight_update` comes one `update_weights` that loads; before it,
+    optionally, one with `hold` that only prepares the weights while generation continues.
+    """
 
     init_info_cls = SharedMemoryInitInfo
     update_info_cls = SharedMemoryUpdateInfo
@@ -52,11 +55,11 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self._second = self._second_weights()
 
     def start_weight_update(self) -> None:
-        """What an update that was given up left behind is discarded."""
+        """Discard the leftovers of an abandoned update."""
         self._discard()
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
-        """Raises ValueError, with the model unchanged, if the file's names or shapes are not the model's."""
+        """Prepare or load the weights. Raises ValueError, with the model unchanged, on a name or shape mismatch."""
         if update_info.hold:
             self._begin_preparation(update_info.path, update_info.hold)
         elif self._second is None:
@@ -65,7 +68,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             self._exchange(self._second, update_info.path)
 
     def finish_weight_update(self) -> None:
-        """Nothing: `receive_weights` leaves a complete model."""
+        """Do nothing: the model is complete after `receive_weights`."""
 
     def shutdown(self) -> None:
         self._discard()
@@ -113,7 +116,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         with self._read(path) as weights, self.device:
             initialize_layerwise_reload(model)
             try:
-                # All of them: a layer that gets a part of its tensors would have nothing in the rest.
+                # Load all tensors: a partly loaded layer would be uninitialised in the rest.
                 model.load_weights((name, weights.tensor(name)) for name in weights.names)
             finally:
                 finalize_layerwise_reload(model, self.model_config)

@@ -1,5 +1,5 @@
-"""A model's tensors under the names of its folder. In memory some have others: transformers 5 keeps the experts of a
-layer in one tensor, folders and vLLM each expert in its own."""
+"""Converts a model's tensors between their form in memory and in its folder. transformers 5 keeps all experts of a
+layer in one tensor; folders and vLLM use one tensor per expert."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 
 def as_stored(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What `save_pretrained` would write for these of the model's tensors; views of them where it can be."""
+    """Convert `tensors` to the form that `save_pretrained` writes; views of the inputs where possible."""
     if not isinstance(model, PreTrainedModel):
         return dict(tensors)
     stored: dict[str, Tensor] = revert_weight_conversion(model, dict(tensors))
@@ -21,14 +21,14 @@ def as_stored(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 @torch.no_grad()
 def write_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
-    """Give the model stored tensors. Raises ValueError, with nothing changed, for a name that it does not store."""
+    """Copy stored tensors into the model. Raises ValueError, with the model unchanged, for an unknown name."""
     places: dict[str, tuple[Tensor, Tensor | None]] = {}
     for name, tensor in model.state_dict().items():
         shapes = as_stored(model, {name: torch.empty(tensor.shape, device="meta")})
         if [stored.shape for stored in shapes.values()] == [tensor.shape]:
             places[next(iter(shapes))] = tensor, None
         elif shapes.keys() & tensors.keys():
-            # Numbers instead of values show where each value of a stored tensor lies in the model's.
+            # Converting indices instead of values shows the place of each stored value in the model's tensor.
             numbers = torch.arange(tensor.numel()).view(tensor.shape)
             places |= {part: (tensor, where) for part, where in as_stored(model, {name: numbers}).items()}
     if unknown := sorted(tensors.keys() - places.keys()):
@@ -42,7 +42,7 @@ def write_stored(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> None:
 
 
 def converts_one_by_one(model: nn.Module, state: Mapping[str, Tensor]) -> bool:
-    """Whether each tensor alone gives what it gives among all, so that no two whole ones are needed at once."""
+    """Return true if each tensor can be converted alone, so that no two whole tensors are needed at once."""
     shapes = {name: torch.empty(tensor.shape, device="meta") for name, tensor in state.items()}
     alone = [item for name, tensor in shapes.items() for item in as_stored(model, {name: tensor}).items()]
     together = as_stored(model, shapes)

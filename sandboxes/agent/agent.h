@@ -1,8 +1,8 @@
-/* The resident agent: runs commands and moves files for a controller that speaks frames on stdin and stdout.
+/* The resident agent: runs commands and moves files for a controller that exchanges frames on stdin and stdout.
  *
  * Frame: u8 type, u32 channel, u32 length (little endian), then `length` bytes. The controller names the channels.
  * The agent is process 1 of its sandbox: code inside can neither signal nor trace it. It ends at end-of-file on stdin,
- * and the kernel then ends everything else. See docs/sandboxes.md for the protocol.
+ * and the kernel then ends all other processes. See docs/sandboxes.md for the protocol.
  */
 #ifndef ROLL_FLASH_AGENT_H
 #define ROLL_FLASH_AGENT_H
@@ -57,7 +57,7 @@ void send_done(uint32_t channel, uint64_t value);
 void die(const char *what) __attribute__((noreturn));
 int64_t now_us(void);
 
-/* command.c: the commands that run. */
+/* command.c: the running commands. */
 void commands_prepare(void);
 void command_start(uint32_t channel, struct reader *payload);
 bool command_data(uint32_t channel, const unsigned char *data, size_t length);
@@ -74,12 +74,12 @@ int64_t commands_deadline(void);
 uint32_t commands_alive(void);
 bool commands_wait(void);
 
-/* members.c: which processes belong to which command. */
+/* members.c: the processes of each command. */
 bool members_mark(uint64_t command);
 bool members_is_stopped(pid_t pid);
 void members_signal(uint64_t command, int number);
 int64_t members_clock_us(void);
-/* What is left of a command that was killed: nothing, processes that die, or such as began after `since_us`. */
+/* Rest of a killed command: nothing, dying processes, or processes that started after `since_us`. */
 enum members { MEMBERS_GONE, MEMBERS_DIE, MEMBERS_ESCAPE };
 enum members members_end(uint64_t command, int64_t since_us);
 bool members_pause(bool pause);
@@ -103,7 +103,7 @@ void walk_list(uint32_t channel, struct reader *payload);
 /* relay.c: connections on the loopback address as channels. */
 void relay(uint16_t port) __attribute__((noreturn));
 
-/* folders.c: modes, owners, flags and attributes, told and put back. */
+/* folders.c: print and restore the modes, flags and attributes of folders. */
 int folders(int count, char **words);
 
 /* root.c: a writable root in memory. */
@@ -112,7 +112,7 @@ void root_keep(uint64_t limit);
 void root_pause(uint32_t channel);
 void root_go_on(uint32_t channel);
 
-/* confine.c: what the sandbox's kernel interface is cut down to. */
+/* confine.c: the system call filter. */
 void confine(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* The commands that run side by side, each with its own channel. */
+/* The commands that run in parallel, each with its own channel. */
 #include "output.h"
 #include "spawn.h"
 
@@ -14,8 +14,8 @@
 #include <unistd.h>
 
 enum { KILL_ALL_US = 5000000 };
-enum { DEATH_US = 2000000, DEATH_POLL_US = 2000 }; /* how long killed processes are waited for */
-enum { BIRTH_US = 100000, MANY_ESCAPES = 16 };      /* who is born later than this after the kill has got away from it */
+enum { DEATH_US = 2000000, DEATH_POLL_US = 2000 }; /* maximum wait for the death of killed processes */
+enum { BIRTH_US = 100000, MANY_ESCAPES = 16 };      /* a process started over BIRTH_US after the kill has escaped */
 
 struct command {
     uint64_t number;
@@ -35,13 +35,13 @@ struct command {
 static struct command *commands;
 static uint32_t alive;
 static uint64_t started;
-static int ignored[MAX_CHANNELS]; /* pipes that a background child keeps open: read and thrown away */
-static bool held_back; /* some have ended and wait with their output */
+static int ignored[MAX_CHANNELS]; /* pipes that a background child keeps open: read and discarded */
+static bool held_back; /* true if ended commands wait to send their output */
 static size_t ignored_count, ignored_most;
-static int nothing; /* /dev/null, before anybody could put something else in its place that cannot be opened at once */
+static int nothing; /* /dev/null, opened before code inside could replace it by a file whose opening blocks */
 static unsigned char scratch[4 * CHUNK];
 
-/* Files are left for new commands, and for the search of processes at a time-out. */
+/* Reserves file descriptors for new commands, and for the search of processes at a timeout. */
 void commands_prepare(void) {
     struct rlimit files;
     nothing = open("/dev/null", O_RDONLY | O_CLOEXEC);
@@ -225,7 +225,7 @@ bool command_signal(uint32_t channel, int number) {
     return true;
 }
 
-/* Returns false when there is nothing more to read for now. */
+/* Returns false if there is nothing more to read for now. */
 static bool read_output(struct command *command, int which) {
     struct output *output = &command->output[which];
     size_t wanted = sizeof scratch;
@@ -264,8 +264,8 @@ static void ignore_pipe(int *fd) {
     *fd = -1;
 }
 
-/* Processes that others continue while they are stopped may hand on faster than they are found. Then one call kills
- * everything but the agent, whatever forks meanwhile: all here have one user, so who does that could kill the rest anyway. */
+/* Stopped processes that others continue may fork faster than they are found. Then one call kills everything but the
+ * agent, also processes that fork meanwhile: all have the same user, so such a command could kill the rest anyway. */
 static bool is_dying(struct command *command) {
     if (!command->dead_by_us) return false;
     bool late = now_us() >= command->dead_by_us;
@@ -275,8 +275,8 @@ static bool is_dying(struct command *command) {
     return command->dead_by_us != 0;
 }
 
-/* A command ends when its first process has ended and what lay in its pipes at that moment is on its way; one that was
- * killed when all its processes have. */
+/* A command ends when its first process has ended and the output in its pipes at that moment is sent; a killed command
+ * ends only when all its processes have ended too. */
 static bool finish(struct command *command) {
     if (!command->exited || is_dying(command)) return false;
     for (int i = 0; i < 2; i++) {
@@ -284,7 +284,7 @@ static bool finish(struct command *command) {
         }
         if (command->output[i].fd >= 0 && command->output[i].left > 0) return false;
     }
-    if (command->cap && wire_backlog() > OUTPUT_SOFT_LIMIT) { /* outputs that end together would add up */
+    if (command->cap && wire_backlog() > OUTPUT_SOFT_LIMIT) { /* limits memory if many commands end together */
         held_back = true;
         return false;
     }
@@ -331,8 +331,8 @@ void commands_reap(void) {
     finish_all();
 }
 
-/* Everything but the agent is dead when this answers. It is process 1, so that no process has to be started for it:
- * neither a full process table nor a replaced shell can be in its way. */
+/* Answers when every process but the agent is dead. The agent is process 1 and starts no process for this, so it works
+ * with a full process table or a replaced shell. */
 void commands_kill_all(uint32_t channel) {
     int64_t give_up = now_us() + KILL_ALL_US;
     if (getpid() != 1) {

@@ -1,4 +1,4 @@
-/* A system call filter on top of whatever the container engine sets. It covers the agent and all it starts. */
+/* A system call filter in addition to the container engine's. It covers the agent and all its children. */
 #include "agent.h"
 
 #include <errno.h>
@@ -29,7 +29,7 @@ enum { CLONE_NAMESPACES = 0x7e020000, MAX_RULES = 512 };
 static const int refused[] = {
     SYS_ptrace, SYS_process_vm_readv, SYS_process_vm_writev, SYS_kcmp, SYS_pidfd_getfd,
     SYS_io_uring_setup, SYS_io_uring_enter, SYS_io_uring_register,
-    SYS_io_setup, /* its contexts are counted over the whole machine */
+    SYS_io_setup, /* its contexts count against a limit of the whole machine */
     SYS_bpf, SYS_perf_event_open, SYS_userfaultfd, SYS_fanotify_init,
     SYS_keyctl, SYS_add_key, SYS_request_key,
     SYS_unshare, SYS_setns, SYS_mount, SYS_umount2, SYS_pivot_root, SYS_chroot, SYS_move_mount, SYS_open_tree,
@@ -43,7 +43,7 @@ static const int refused[] = {
 #endif
 };
 
-/* With a process as first argument. For its limits and its scheduling a user's right is enough, no tracing. */
+/* Calls with a process as first argument: to change limits and scheduling of the agent, the same user is enough. */
 static const int of_process[] = {
     SYS_prlimit64, SYS_sched_setaffinity, SYS_sched_setscheduler, SYS_sched_setparam, SYS_sched_setattr,
 };
@@ -52,14 +52,14 @@ enum { IOPRIO_PROCESS = 1, IOPRIO_GROUP, IOPRIO_USER };
 
 static const int families[] = {AF_UNIX, AF_INET, AF_INET6};
 
-/* Seldom asked for, often at fault, and loaded into the kernel for whoever asks. */
+/* Rarely used, often vulnerable, and loaded into the kernel on request of any user. */
 static const int protocols[] = {IPPROTO_SCTP, IPPROTO_DCCP, IPPROTO_UDPLITE, 115 /* L2TP */, 256 /* SMC */, 262 /* MPTCP */};
 
-/* Programs on sockets. They take of the memory for compiled filters, which the whole machine shares and without which no
- * filter like this one can be installed: no command could be started in any sandbox. */
+/* Programs on sockets. They use the memory for compiled filters, which the whole machine shares. If it is exhausted, no
+ * filter like this one can be installed, so no command can start in any sandbox. */
 static const int socket_programs[] = {SO_ATTACH_FILTER, SO_ATTACH_BPF, SO_ATTACH_REUSEPORT_CBPF, SO_ATTACH_REUSEPORT_EBPF};
 
-enum { SET_DELEGATION = 1040 }; /* F_SETDELEG, of Linux 6.19: a lease on a folder */
+enum { SET_DELEGATION = 1040 }; /* F_SETDELEG (Linux 6.19): a lease on a folder */
 
 static struct sock_filter rules[MAX_RULES];
 static unsigned short rule_count;
@@ -85,7 +85,7 @@ static void fail_if(int call, int argument, uint32_t value, int error) {
 
 static void refuse_with(int call, int argument, uint32_t value) { fail_if(call, argument, value, EPERM); }
 
-/* Of the argument and the one after it. */
+/* Refuses `call` if the argument and the next one have these values. */
 static void refuse_with_both(int call, int argument, uint32_t first, uint32_t second) {
     if_equal((uint32_t)call, 6);
     load(offsetof(struct seccomp_data, args[argument]));
@@ -102,7 +102,7 @@ static void refuse_foreign_calls(void) {
     give(fail_with(ENOSYS));
     load(offsetof(struct seccomp_data, nr));
 #if defined(__x86_64__)
-    rule(BPF_JMP | BPF_JGE | BPF_K, 0x40000000, 0, 1); /* the x32 numbers of the same calls */
+    rule(BPF_JMP | BPF_JGE | BPF_K, 0x40000000, 0, 1); /* x32 numbers of the same calls */
     give(fail_with(ENOSYS));
 #endif
 }
@@ -122,7 +122,8 @@ static void allow_families(void) {
     }
 }
 
-/* New namespaces are refused. clone3 hides its flags in memory: the C library then falls back to clone. */
+/* Refuses new namespaces. The flags of clone3 are in memory, out of reach of a filter: ENOSYS makes the C library fall
+ * back to clone. */
 static void refuse_namespaces(void) {
     if_equal(SYS_clone3, 1);
     give(fail_with(ENOSYS));
@@ -133,7 +134,7 @@ static void refuse_namespaces(void) {
     give(SECCOMP_RET_ALLOW);
 }
 
-/* The agent's limits and priorities would be those of all commands to come, and could end it. */
+/* New commands inherit the agent's limits and priorities, and a changed limit could end the agent. */
 static void keep_agent_as_it_is(void) {
     const uint32_t agent = (uint32_t)getpid();
     for (size_t i = 0; i < sizeof of_process / sizeof *of_process; i++) refuse_with(of_process[i], 0, agent);
@@ -145,7 +146,7 @@ static void keep_agent_as_it_is(void) {
     refuse_with(SYS_ioprio_set, 0, IOPRIO_USER);
 }
 
-/* Root of the machine itself, whose inotify instances are few and those of its services. */
+/* True for root of the machine itself, whose few inotify instances are needed by the machine's services. */
 static bool is_host_root(void) {
     unsigned int inside, outside, count;
     FILE *map = geteuid() == 0 ? fopen("/proc/self/uid_map", "re") : NULL;
@@ -171,9 +172,9 @@ void confine(void) {
         give(fail_with(EPERM));
     }
     keep_agent_as_it_is();
-    refuse_with(SYS_fcntl, 1, F_SETLEASE); /* whoever opens such a file waits: the agent would, for 45 s */
+    refuse_with(SYS_fcntl, 1, F_SETLEASE); /* an open of a leased file blocks: the agent would block for 45 s */
     refuse_with(SYS_fcntl, 1, SET_DELEGATION);
-    refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGCONT); /* from a connection, also to who is stopped: see members.c */
+    refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGCONT); /* a socket could send it to a stopped process: see members.c */
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGKILL);
     for (size_t i = 0; i < sizeof protocols / sizeof *protocols; i++) fail_if(SYS_socket, 2, (uint32_t)protocols[i], EPROTONOSUPPORT);
     for (size_t i = 0; i < sizeof socket_programs / sizeof *socket_programs; i++)

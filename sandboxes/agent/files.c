@@ -1,4 +1,4 @@
-/* Files of the sandbox, as its user. Only regular files are read; a write appears at once or not at all. */
+/* File operations as the sandbox's user. Only regular files are read; writes are atomic. */
 #include "agent.h"
 
 #include <errno.h>
@@ -60,7 +60,7 @@ static void fail(struct transfer *transfer, int error) {
     drop(transfer);
 }
 
-/* The kernel's own files are left out: what they hold belongs to the process that reads them, which is the agent. */
+/* Refuses files of the kernel (/proc, /sys): they contain data of the process that reads them, the agent. */
 static int open_regular(const char *path) {
     struct stat status;
     struct statfs system;
@@ -140,7 +140,7 @@ static int make_parents(char *path) {
     return 0;
 }
 
-/* A name beside the file that nobody can have put there before: the commands see the folder, and write to it too. */
+/* Creates a temporary file next to the target with an unpredictable name: commands can write to the same folder. */
 static int open_beside(struct transfer *transfer) {
     char *slash = strrchr(transfer->path, '/');
     size_t folder = slash ? (size_t)(slash - transfer->path) + 1 : 0, size = folder + 48;

@@ -1,6 +1,6 @@
-/* `agent --folders [--restore MODE FLAGS PATH] ... PATH ...`: what is to be known of folders that a sandbox may write to,
- * one line each: mode, inode flags, owner, extended attributes (access lists are such). `--restore` puts mode and flags
- * back, removes the attributes and sets the times to now. The caller compares lines: what could not be put back shows. */
+/* `agent --folders [--restore MODE FLAGS PATH] ... PATH ...`: prints a line for each PATH, a folder that a sandbox may
+ * write to: mode, inode flags, owner, extended attributes (such as access lists). `--restore` restores mode and flags,
+ * removes the attributes and sets the times to now. The caller compares the lines to detect a failed restore. */
 #include "agent.h"
 
 #include <errno.h>
@@ -36,7 +36,7 @@ static long flags_of(int fd) {
 static int open_folder(const char *path) { return open(path, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC); }
 
 static void restore(const char *path, mode_t mode, int flags) {
-    if (chmod(path, mode | 0700) < 0) return; /* not ours: nothing of it can have been changed */
+    if (chmod(path, mode | 0700) < 0) return; /* owned by another user, so code inside cannot have changed it */
     int fd = open_folder(path);
     if (fd < 0) return;
     remove_attributes(fd);

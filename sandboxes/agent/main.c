@@ -52,7 +52,7 @@ static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
     }
 }
 
-/* What is asked for waits while much is on its way out: answers such as listings would add up. */
+/* Requests wait while much output is unsent, to limit the memory for answers such as listings. */
 static bool may_dispatch(void) { return wire_backlog() <= OUTPUT_SOFT_LIMIT; }
 
 static void dispatch_all(void) {
@@ -78,7 +78,7 @@ static int prepare(void) {
     sigprocmask(SIG_BLOCK, &mask, NULL);
     int signals = signalfd(-1, &mask, SFD_NONBLOCK | SFD_CLOEXEC);
     if (signals < 0) die("signalfd is not available");
-    struct rlimit none = {1, 1}; /* with 0 the kernel still hands the memory to a program of the machine's (core_pattern) */
+    struct rlimit none = {1, 1}; /* with 0 the kernel would still pipe memory to a host program (core_pattern) */
     setrlimit(RLIMIT_CORE, &none);
     umask(022);
     if (prctl(PR_SET_DUMPABLE, 0) < 0) die("the agent cannot be protected from being traced");

@@ -1,6 +1,6 @@
-/* Which command a process belongs to. A command's first process gets a number of its own as its limit on file locks,
- * which kernels have not used since 2.4. Children inherit it and a filter keeps it as it is, so a process is known also
- * when all that it descends from have ended. */
+/* Finds the processes of a command. A command's first process gets a unique number as its limit on file locks, which
+ * kernels have not used since 2.4. Children inherit it and a filter prevents changes, so a process is still recognized
+ * when all its ancestors have ended. */
 #include "agent.h"
 
 #include <ctype.h>
@@ -20,7 +20,7 @@
 #include <time.h>
 #include <unistd.h>
 
-/* /proc/PID/stat from the state on: the 18th is the number of threads, the 20th when the process began, in ticks. */
+/* /proc/PID/stat from the state on: field 18 is the number of threads, field 20 the start time in ticks. */
 #define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
@@ -35,8 +35,8 @@ struct pids {
 #define ARGUMENT(number) offsetof(struct seccomp_data, args[number])
 #define IF_EQUAL(value, skip, skip_otherwise) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, skip, skip_otherwise)
 
-/* No setrlimit of RLIMIT_LOCKS, and no prlimit of it with a new value; it may be asked for. The same for RLIMIT_CORE,
- * for which the call succeeds and does nothing: programs that switch off their own dumps take a failure for an attack. */
+/* Refuses setrlimit of RLIMIT_LOCKS, and prlimit of it with a new value; reading it is allowed. For RLIMIT_CORE the
+ * call succeeds and does nothing: programs that disable their own dumps treat a failure as an attack. */
 static struct sock_filter keep_mark[] = {
     LOAD(offsetof(struct seccomp_data, nr)),
     IF_EQUAL(SYS_setrlimit, 0, 3),
@@ -56,7 +56,7 @@ static struct sock_filter keep_mark[] = {
     BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW),
 };
 
-/* Called in the child that becomes the command. Kernels that refuse the limit (gVisor) leave it without a number. */
+/* Called in the child that becomes the command. If the kernel refuses the limit (gVisor), the command has no number. */
 bool members_mark(uint64_t command) {
     const struct sock_fprog program = {sizeof keep_mark / sizeof *keep_mark, keep_mark};
     const struct rlimit mark = {command, command};
@@ -75,7 +75,7 @@ static bool read_entry(pid_t pid, const char *name, char *text, size_t size) {
     return got > 0;
 }
 
-/* One without a number may be anybody's, so it counts as this command's. */
+/* A process without a number may belong to any command, so it counts as this command's. */
 static bool belongs(pid_t pid, uint64_t command) {
     char text[4096];
     unsigned long long mark;
@@ -84,7 +84,7 @@ static bool belongs(pid_t pid, uint64_t command) {
     return !line || sscanf(line, "Max file locks %llu", &mark) != 1 || mark == command;
 }
 
-/* The letter in /proc/PID/stat, 'X' if it is gone. */
+/* Returns the state letter in /proc/PID/stat, 'X' if the process is gone. */
 static char state_of(pid_t pid) {
     char text[1024];
     const char *name_end = read_entry(pid, "stat", text, sizeof text) ? strrchr(text, ')') : NULL;
@@ -93,7 +93,7 @@ static char state_of(pid_t pid) {
 
 bool members_is_stopped(pid_t pid) { return state_of(pid) == 'T'; }
 
-/* A zombie may be a first thread that has ended before the others of its process. */
+/* A zombie with other threads is not dead: only its first thread has ended. */
 static bool is_dead(pid_t pid) {
     char text[1024];
     long threads;
@@ -117,7 +117,7 @@ static bool holds(const struct pids *pids, pid_t pid) {
     return false;
 }
 
-/* All processes but this one, or those that are stopped. */
+/* Lists all processes but this one, or only the stopped ones. */
 static void list_processes(struct pids *found, bool only_stopped) {
     DIR *directory = opendir("/proc");
     if (!directory) die("/proc cannot be read");
@@ -129,7 +129,7 @@ static void list_processes(struct pids *found, bool only_stopped) {
     closedir(directory);
 }
 
-static struct pids stopped, all; /* stopped before they were stopped from here, and so to stay */
+static struct pids stopped, all; /* `stopped`: processes not stopped by the agent, which must stay stopped */
 static bool paused;
 
 static void stop_all(void) {
@@ -140,8 +140,8 @@ static void stop_all(void) {
     list_processes(&all, false);
 }
 
-/* Everything is stopped by one call, so that members cannot run from the search by forking; then others go on.
- * A child whose fork was under way may come up after the search. It is stopped from its birth: members_end finds it. */
+/* One call stops every process, so that members cannot escape the search by forking; then other commands continue.
+ * A child whose fork was in progress may appear after the search, stopped from its start: members_end finds it. */
 void members_signal(uint64_t command, int number) {
     stop_all();
     for (size_t i = 0; i < all.count; i++) {
@@ -157,7 +157,7 @@ static void continue_all(void) {
         if (!holds(&stopped, all.at[i])) kill(all.at[i], SIGCONT);
 }
 
-/* Of all its threads: one may still be in the middle of a system call when the first one has stopped. */
+/* Checks all threads: one may still be inside a system call when the first one has stopped. */
 static bool stands_still(pid_t pid) {
     char path[48], text[1024];
     snprintf(path, sizeof path, "/proc/%d/task", pid);
@@ -172,7 +172,8 @@ static bool stands_still(pid_t pid) {
     return still;
 }
 
-/* A timer whose signal the kernel sends to who is stopped all the same: it goes on, or ends and another one goes on. */
+/* True if the process has a timer with SIGCONT or SIGKILL, which act on stopped processes too: the process would
+ * continue, or end and let another one continue. */
 static bool has_alarm_clock(pid_t pid) {
     char path[48], line[128];
     int number = 0;
@@ -190,8 +191,8 @@ static bool all_stand_still(void) {
     return true;
 }
 
-/* Stop everything but this process until it is to go on. False if something does not stand still in time: what a call to
- * the kernel had begun when it was stopped is done first; or if it would not stay so. */
+/* Stops (or continues) every process but this one. Returns false if a process does not stop in time (it first finishes
+ * a system call) or would not stay stopped. */
 bool members_pause(bool pause) {
     int64_t give_up = now_us() + STILL_US;
     if (pause) stop_all();
@@ -204,7 +205,7 @@ bool members_pause(bool pause) {
     return true;
 }
 
-/* When a process began, in microseconds since the machine did; 0 if it is gone. */
+/* Returns the start time of a process in microseconds since boot; 0 if it is gone. */
 static int64_t began_us(pid_t pid) {
     char text[1024];
     unsigned long long ticks;
@@ -230,7 +231,7 @@ static enum members end_those_seen(uint64_t command, int64_t since_us) {
     return found;
 }
 
-/* Nobody has come up while all were looked at: then those are all there are. */
+/* True if no new process appeared while `all` was searched, so `all` is complete. */
 static bool is_complete(void) {
     static struct pids now;
     list_processes(&now, false);
@@ -239,8 +240,8 @@ static bool is_complete(void) {
     return true;
 }
 
-/* Kill what is left after a SIGKILL for all. That nothing is left is said only of a list that is complete: one that ends
- * before it is looked at may have a successor that is not on it. */
+/* Kills the members left after a SIGKILL for all. Returns MEMBERS_GONE only for a complete list: a process that ends
+ * before it is checked may have a child that is not on the list. */
 enum members members_end(uint64_t command, int64_t since_us) {
     list_processes(&all, false);
     enum members found = end_those_seen(command, since_us);

@@ -4,7 +4,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Keep the first half of the cap and, as a ring, the last half. */
+/* Keeps the first cap/2 bytes, and the last bytes in a ring of the other half. */
 void output_keep(struct output *output, size_t cap, const unsigned char *data, size_t length) {
     size_t first = cap / 2, seen = output->total > cap ? cap : (size_t)output->total;
     size_t linear = length < cap - seen ? length : cap - seen;

@@ -1,8 +1,8 @@
-/* `agent --relay PORT`: connections to 127.0.0.1:PORT inside become channels on stdin and stdout. What may be reached is
- * decided by the controller at the other end; the sandbox itself has no network.
+/* `agent --relay PORT`: connections to 127.0.0.1:PORT inside become channels on stdin and stdout. The controller at the
+ * other end decides their destinations; the sandbox itself has no network.
  *
- * Each direction of each connection has WINDOW bytes of credit: what is on its way and not yet taken never exceeds it.
- * So a slow reader holds up nobody else, and more connections than MOST wait in the listener's queue. */
+ * Each direction of each connection has WINDOW bytes of credit, the maximum of unread data. So a slow reader does not
+ * block other connections. More connections than MOST wait in the listener's queue. */
 #include "agent.h"
 
 #include <arpa/inet.h>
@@ -22,7 +22,7 @@ enum { MOST = 128, ACCEPTED = 1 };
 struct joined {
     int fd;
     uint32_t channel;
-    int64_t credit; /* bytes that may still be read from it */
+    int64_t credit; /* bytes that may still be read from the connection */
     unsigned char *pending;
     size_t used;
     bool read_ended, write_ends, broken;
@@ -33,7 +33,7 @@ static size_t count;
 
 static void drop(size_t index) {
     if (!joined[index].read_ended) wire_send(END, joined[index].channel, NULL, 0);
-    wire_send(CANCEL, joined[index].channel, NULL, 0); /* else the controller would wait for its credit for ever */
+    wire_send(CANCEL, joined[index].channel, NULL, 0); /* else the controller would wait for credit forever */
     close(joined[index].fd);
     free(joined[index].pending);
     joined[index] = joined[--count];
@@ -65,7 +65,7 @@ static void grant(const struct joined *one, size_t bytes) {
     wire_send(CREDIT, one->channel, frame, sizeof frame);
 }
 
-/* What nobody inside reads any more is taken and thrown away: the controller must not wait for it. */
+/* Discards data for a broken connection and grants its credit: the controller must not wait for it. */
 static void write_pending(struct joined *one) {
     size_t sent = 0;
     while (sent < one->used && !one->broken) {
@@ -111,7 +111,7 @@ static void receive(uint8_t type, uint32_t channel, struct reader *payload) {
     while (index < count && joined[index].channel != channel) index++;
     if (index == count) return;
     struct joined *one = &joined[index];
-    if (type == CANCEL) one->read_ended = one->write_ends = true; /* what is pending still goes in */
+    if (type == CANCEL) one->read_ended = one->write_ends = true; /* pending data is still written */
     if (type == CREDIT) one->credit += take_u32(payload);
     if (type == DATA && payload->left) add_pending(one, payload);
     if (type == END) one->write_ends = true;

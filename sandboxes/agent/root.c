@@ -1,6 +1,6 @@
-/* A writable root that is held in memory. Docker has no limit for what a container writes to its own root on most
- * disks, so that root stays read-only and the agent, before it runs anything, lays a file system over it whose changes
- * lie in a tmpfs of the spec's size. For that it starts as root with a few capabilities; it gives up all of them here. */
+/* A writable root in memory. On most disks Docker cannot limit the data that a container writes to its root. So that
+ * root stays read-only and the agent, before it runs anything, mounts an overlay over it whose changes are in a tmpfs
+ * of the spec's size. For that it starts as root with a few capabilities; it drops all of them here. */
 #include "agent.h"
 
 #include <dirent.h>
@@ -21,7 +21,7 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
-#define LAYER "/.roll-flash-root" /* the tmpfs: changes, work, merged; in the new root also image, the old one */
+#define LAYER "/.roll-flash-root" /* the tmpfs: changes, work, merged, image; in the new root, image is the old root */
 #define MERGED LAYER "/merged"
 #define CHANGES LAYER "/changes"
 #define IMAGE LAYER "/image"
@@ -42,7 +42,7 @@ static bool is_below(const char *path, const char *folder) {
     return strncmp(path, folder, length) == 0 && (path[length] == 0 || path[length] == '/');
 }
 
-/* \040 and the like in /proc/self/mountinfo. */
+/* Decodes octal escapes such as \040 in /proc/self/mountinfo. */
 static void unescape(char *path) {
     char *to = path;
     for (char *at = path; *at; at++) {
@@ -57,7 +57,7 @@ static void unescape(char *path) {
     *to = 0;
 }
 
-/* Mount points below which nothing else of the list lies; each brings along what is mounted below it. */
+/* Lists the outermost mount points; a recursive bind mount of each includes the mounts below it. */
 static size_t read_mounts(char **found) {
     FILE *table = fopen("/proc/self/mountinfo", "re");
     char line[2 * PATH_SIZE], path[PATH_SIZE];
@@ -76,7 +76,7 @@ static size_t read_mounts(char **found) {
     return count;
 }
 
-/* Of /etc/hosts and its like, which the engine keeps on its disk, the new root has a copy. */
+/* Copies a file such as /etc/hosts, which the engine keeps on its disk, into the new root. */
 static void copy_file(const char *from, const char *to) {
     char block[4096];
     int in = open(from, O_RDONLY | O_CLOEXEC), out = open(to, O_WRONLY | O_TRUNC | O_CLOEXEC);
@@ -92,7 +92,7 @@ static bool is_named(const char *path, char **names, size_t count) {
     return false;
 }
 
-/* `volumes`: places that the engine covered because the image declares them, and that the root has anyway. */
+/* `volumes`: paths that the engine mounted over because the image declares them; the root already has these paths. */
 static void carry_over(const char *path, char **volumes, size_t volume_count) {
     struct stat status;
     char target[2 * PATH_SIZE];
@@ -133,16 +133,16 @@ void root_enter(char **words, size_t count) {
     bind_read_only(LAYER, MERGED LAYER);
     bind_read_only("/", MERGED IMAGE);
     must(chdir(MERGED) == 0 && mount(".", "/", NULL, MS_MOVE, NULL) == 0 && chroot(".") == 0, "entering it");
-    bind_read_only(SELF, SELF); /* root may write there without any capability: which process the kernel ends first */
+    bind_read_only(SELF, SELF); /* root can write there without a capability, for example to oom_score_adj */
     drop_privileges((uid_t)strtoul(words[0], NULL, 10), (gid_t)strtoul(words[1], NULL, 10));
     must(chdir(directory) == 0, directory);
 }
 
-/* What follows runs in a process of its own, with the capabilities that the agent began with, on what untrusted code has written: nothing is
- * followed, and no more than `budget` bytes are copied whatever changes meanwhile. */
+/* The code below runs in a separate process, with the initial capabilities of the agent, on files written by untrusted
+ * code: it follows no links, and copies at most `budget` bytes even if files change meanwhile. */
 static uint64_t budget;
 
-/* What the engine has mounted something on (/etc/hosts, a volume) stays, and the folders above it. */
+/* Mount points of the engine (/etc/hosts, a volume) and the folders above them are not removed. */
 static void remove_entry(int folder, const char *name, int depth) {
     if (unlinkat(folder, name, 0) == 0 || errno == ENOENT || errno == EBUSY) return;
     must(errno == EISDIR && depth < DEEPEST, name);
@@ -155,7 +155,7 @@ static void remove_entry(int folder, const char *name, int depth) {
     must(unlinkat(folder, name, AT_REMOVEDIR) == 0 || errno == EBUSY || errno == ENOTEMPTY, name);
 }
 
-/* Holes count: the engine writes them out. */
+/* Holes count against the budget: the engine writes them out. */
 static void copy_data(int in, int out, const char *name) {
     char block[CHUNK];
     for (ssize_t got; (got = read(in, block, sizeof block)) > 0; budget -= (uint64_t)got)
@@ -225,7 +225,7 @@ static void keep_folder(int from, int to, int depth) {
     closedir(directory);
 }
 
-/* Write the changes so far into the container's own root, of which the engine can make an image. */
+/* Writes the changes into the container's own root, which the engine can commit as an image. */
 void root_keep(uint64_t limit) {
     budget = limit;
     must(unshare(CLONE_NEWNS) == 0 && mount(NULL, "/", NULL, MS_REC | MS_PRIVATE, NULL) == 0, "a view of its own");
@@ -236,8 +236,8 @@ void root_keep(uint64_t limit) {
     close(to);
 }
 
-/* What the engine reads in here before it starts a program (runc: the user's entry). It would wait for the other end of
- * a FIFO for ever, and for some files of the kernel's. */
+/* Files that the engine reads in the sandbox before it starts a program (runc: the user's entry). It would block
+ * forever on a FIFO and on some files of the kernel. */
 static const char *const engine_reads[] = {"/etc/passwd", "/etc/group"};
 
 static bool is_plain(const char *path) {
@@ -252,9 +252,9 @@ static bool is_plain(const char *path) {
     return plain;
 }
 
-/* Before the engine is asked for root_keep: everything stands still, so that what was looked at stays as it is. */
+/* Stops every process before the engine runs root_keep, so that the checked files do not change. */
 void root_pause(uint32_t channel) {
-    for (int tries = 1; !members_pause(true); tries++) { /* who waits for a child that was stopped before its program ran */
+    for (int tries = 1; !members_pause(true); tries++) { /* a process may wait for a child stopped before exec */
         members_pause(false);
         if (tries == MOST_TRIES) {
             send_error(channel, EBUSY, "what runs in it does not stop");

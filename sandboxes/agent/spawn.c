@@ -55,7 +55,7 @@ static bool same_name(const char *left, const char *right) {
     return strncmp(left, right, length) == 0 && right[length] == '=';
 }
 
-/* The agent's environment with the request's settings over it; the strings stay where they are. */
+/* Merges the agent's environment with the request's settings, which take precedence; the strings are not copied. */
 static char **environment(char **settings) {
     size_t inherited = 0, own = 0, count = 0;
     while (environ[inherited]) inherited++;
@@ -115,8 +115,8 @@ static int become(const struct request *request, const int fds[3], uint64_t numb
     return search_and_run(request, variables);
 }
 
-/* What the child tells before it ends, or 0 once its program runs. Code inside may stop it before that, again and again:
- * then it is killed, and ends as by any SIGKILL. */
+/* Returns the error that the child reports, or 0 once its program runs. Code inside may stop the child before that;
+ * after MAX_STOPS stops it is killed and ends like after any SIGKILL. */
 static int outcome(int told, pid_t pid) {
     struct pollfd entry = {told, POLLIN, 0};
     for (int stops = 0; poll(&entry, 1, NUDGE_MS) <= 0;)
@@ -125,8 +125,8 @@ static int outcome(int told, pid_t pid) {
     return read(told, &why, sizeof why) == (ssize_t)sizeof why ? why : 0;
 }
 
-/* Returns the process id, or 0 with `error` set (negative: the working directory is at fault). No vfork: a child that is
- * stopped before it has become its program would hold up the agent for ever. */
+/* Returns the process id, or 0 with `error` set (negative: the working directory failed). No vfork: a child that is
+ * stopped before its exec would block the agent forever. */
 pid_t spawn(const struct request *request, const int fds[3], uint64_t number, int *error) {
     int told[2];
     if (pipe2(told, O_CLOEXEC) < 0) {

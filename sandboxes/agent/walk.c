@@ -1,4 +1,4 @@
-/* The contents of a directory tree, and its removal; never through a symbolic link. */
+/* Lists and removes directory trees; never follows a symbolic link. */
 #include "agent.h"
 
 #include <dirent.h>
@@ -12,7 +12,7 @@
 
 enum {
     DEEPEST = 200,
-    MAX_LISTING = 1 << 24, /* bytes of one listing; the controller takes no more (frames.py) */
+    MAX_LISTING = 1 << 24, /* maximum bytes of one listing, as in the controller (frames.py) */
 };
 
 struct walk {
@@ -23,7 +23,7 @@ struct walk {
     int error;
 };
 
-/* u32 mode, u64 size, i64 mtime, u32 length and path (relative), u32 length and link target. */
+/* ENTRY: u32 mode, u64 size, i64 mtime, u32 length and path (relative), u32 length and link target. */
 static void send_entry(struct walk *walk, int folder, const char *name, const struct stat *status, size_t prefix) {
     unsigned char frame[32 + 4096 + 4096], *at = frame;
     char target[4096];
@@ -107,7 +107,7 @@ static int remove_at(int parent, const char *name, int depth) {
     return error;
 }
 
-/* The path itself goes as well, unless it ends in a slash: then only what it holds. */
+/* Removes a path, or only the directory's content if the path ends in a slash. */
 void file_remove(uint32_t channel, struct reader *payload) {
     char *path = take_string(payload);
     if (payload->bad) die("the controller sent a malformed request");

@@ -1,4 +1,4 @@
-/* Frames on stdin and stdout. Everything is bounded; a controller that breaks the protocol ends the agent. */
+/* Frames on stdin and stdout. All buffers are bounded; if the controller breaks the protocol, the agent ends. */
 #include "agent.h"
 
 #include <errno.h>
@@ -60,7 +60,7 @@ static uint32_t little_u32(const unsigned char *at) {
     return at[0] | (uint32_t)at[1] << 8 | (uint32_t)at[2] << 16 | (uint32_t)at[3] << 24;
 }
 
-/* Whether a whole frame has come that was not taken yet. */
+/* True if a complete unread frame is available. */
 bool wire_waits(void) {
     size_t left = input_used - input_taken;
     return left >= HEADER_BYTES && left >= HEADER_BYTES + little_u32(input + input_taken + 5);

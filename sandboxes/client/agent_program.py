@@ -1,6 +1,6 @@
-"""The agent as bytes: a static C program, for the processor of the machine or the engine that it is to run on.
+"""The agent binary: a static C program for the processor of the machine or engine that runs it.
 
-It comes with the wheel. In a source checkout it is built once, with the `ziglang` package or the machine's C
+The wheel contains it. In a source checkout it is built once, with the `ziglang` package or the machine's C
 compiler, into the user's cache folder under the hash of its sources.
 """
 
@@ -33,16 +33,16 @@ class AgentProgram:
     digest: str
     """First 16 hexadecimal digits of the content's SHA-256."""
     command: tuple[str, ...]
-    """How it is started where it lies in a sandbox (FOLDER/agent)."""
+    """Command that starts the agent inside a sandbox (FOLDER/agent)."""
 
 
 FOLDER = "/.roll-flash"
 
 
 def agent_program(processor: str | None = None) -> AgentProgram:
-    """The agent for a processor (this machine's by default), built if need be.
+    """Return the agent for a processor (default: this machine's), and build it if necessary.
 
-    Raises SandboxUnavailable for a processor that there is no agent for, or if it cannot be built.
+    Raises SandboxUnavailable if the processor is not supported or the build fails.
     """
     machine = processor or platform.machine()
     known = PROCESSORS.get(machine.lower())
@@ -62,7 +62,7 @@ def _program(processor: str) -> AgentProgram:
 
 
 def cache_folder() -> Path:
-    """What sandboxes keep on this machine, for this user."""
+    """Return the cache folder of this user, created if missing."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll-flash"
     root.mkdir(parents=True, exist_ok=True)
     return root
@@ -81,19 +81,19 @@ def _cached_build(processor: str) -> Path:
     with open(root / "agent.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
-            for unfinished in root.glob("agent-*.new"):  # of a compilation that was killed: this one holds the lock
+            for unfinished in root.glob("agent-*.new"):  # left by a killed compilation: this process holds the lock
                 unfinished.unlink()
             build(processor, target)
     return target
 
 
 def build(processor: str, target: Path) -> None:
-    """Compile the agent into `target`, which appears whole. Raises SandboxUnavailable."""
+    """Compile the agent into `target`, written atomically. Raises SandboxUnavailable."""
     compile_static(processor, sorted(SOURCES.glob("*.c")), target)
 
 
 def compile_static(processor: str, sources: Sequence[Path], target: Path) -> None:
-    """A static Linux program of C sources. Raises SandboxUnavailable."""
+    """Compile C sources into a static Linux program. Raises SandboxUnavailable."""
     temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
     command = [*_compiler(processor), *FLAGS, *map(str, sources), "-o", str(temporary)]
     try:

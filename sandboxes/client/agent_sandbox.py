@@ -1,4 +1,4 @@
-"""The Sandbox that speaks to a resident agent; docker and local differ only in how they start and end it."""
+"""The Sandbox implementation that talks to an agent inside; docker and local only start and end it differently."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class CommandCounts:
 
 
 class AgentSandbox:
-    """See `Sandbox` for what each method promises."""
+    """See `Sandbox` for the contract of each method."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class AgentSandbox:
         self._open_fresh = open_fresh
         self._reusable = reusable
         self._others: list[Sandbox] = []
-        """Opened through this one, and ended with it at the latest."""
+        """Sandboxes opened by `beside` and `fresh`; they end with this one at the latest."""
         self._opening: set[asyncio.Task[Sandbox]] = set()
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -84,10 +84,10 @@ class AgentSandbox:
         self._counts = CommandCounts()
         self._folders = b""
         self._used_before: dict[str, int] = {}
-        """By the leases before the last reset."""
+        """Usage of the leases before the last reset."""
 
     async def prepare(self) -> None:
-        """What a spec asks for beyond a running agent. Raises SandboxError."""
+        """Apply the spec after the agent has started: files, snapshot, proxy. Raises SandboxError."""
         if is_reusable(self.spec):
             self._folders = await describe_folders(self._connection, self.spec)
         await populate(self._connection, self.spec)
@@ -135,7 +135,7 @@ class AgentSandbox:
         return Forward(self._uncounted, port, host_port)
 
     def _uncounted(self, command: Command) -> CommandStream:
-        """A command of this package's own."""
+        """An internal command, which does not count in `stats`."""
         return CommandStream(self._connection, self.spec, command, lambda result: None)
 
     def shell(self, program: str = "/bin/sh") -> Shell:
@@ -281,7 +281,7 @@ class AgentSandbox:
             await self._remove()
 
     async def _end_others(self) -> None:
-        """Their provider may be closed next, so none may still be on its way."""
+        """Close the other sandboxes, also those that are starting: the provider may be closed next."""
         await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._others))
 
     async def _remove(self) -> None:

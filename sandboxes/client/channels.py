@@ -1,6 +1,6 @@
-"""What one channel of a connection waits for. Each class collects the replies to one request, within bounds.
+"""Channels of a connection. Each class collects the replies to one request, within bounds.
 
-`receive` returns True when the channel is finished. It raises FrameError for anything an honest agent would not send.
+`receive` returns True when the channel is finished. It raises FrameError for any frame that breaks the protocol.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from roll_flash.sandboxes.client.frames import (
 from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 
 SLACK_BYTES = 1024
-"""A message of the agent's own (`not found`) may come on top of what was granted."""
+"""Extra bytes allowed above the granted credit, for a message of the agent itself (`not found`)."""
 
 
 class Channel:
-    """One request under way. `window` is how many bytes may still be sent to the agent."""
+    """One running request. `window` is the number of bytes that may still be sent to the agent."""
 
     def __init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -54,12 +54,12 @@ class Channel:
         self._changed.set()
 
     async def changed(self) -> None:
-        """Wait until something has come in."""
+        """Wait for the next state change of this channel."""
         self._changed.clear()
         await self._changed.wait()
 
     async def may_send(self, count: int) -> bool:
-        """Wait until the agent takes `count` bytes more; False if the request has ended."""
+        """Wait until the agent accepts `count` more bytes; False if the request has ended."""
         while self.window < count and not self.done.done():
             await self.changed()
         if self.done.done():
@@ -69,7 +69,7 @@ class Channel:
 
     @staticmethod
     def _output(frame: Frame) -> bytes:
-        """An empty piece counts against no cap, so there must be none."""
+        """Return the payload. Raises FrameError if it is empty: no cap would limit empty pieces."""
         if not frame.payload:
             raise FrameError("a piece of output that holds nothing")
         return frame.payload
@@ -82,14 +82,14 @@ class Channel:
 
 
 class CommandChannel(Channel):
-    """A command. With `window` None its output comes at the end, at most `cap` bytes of each stream."""
+    """Channel of a command. With `window` None the output comes at the end, at most `cap` bytes per stream."""
 
     def __init__(self, *, cap: int = 0, window: int | None = None) -> None:
         super().__init__()
         self._left = {Reply.OUT: cap + SLACK_BYTES, Reply.ERR: cap + SLACK_BYTES}
         self._credit = None if window is None else window + SLACK_BYTES
         self.pieces: deque[tuple[Reply, bytes]] = deque()
-        """Of a stream; what comes at the end is joined at once, however small the pieces are."""
+        """Unread output of a streamed command; capped output goes to `_collected` instead."""
         self._collected = {Reply.OUT: bytearray(), Reply.ERR: bytearray()}
         self.exit: Exit | None = None
 
@@ -128,9 +128,9 @@ class CommandChannel(Channel):
 
 
 class FileChannel(Channel):
-    """A file operation: pieces of a file, entries of a tree, or nothing, then DONE or ERROR.
+    """Channel of a file operation: pieces of a file, entries of a tree, or nothing, then DONE or ERROR.
 
-    `most_bytes` of the file and `entries` of the tree are what was asked for at most.
+    `most_bytes`: maximum number of bytes of the file. `entries`: maximum number of entries of the tree.
     """
 
     def __init__(self, label: str, *, window: int = 0, most_bytes: int = 0, entries: int = 0) -> None:
@@ -174,7 +174,7 @@ class FileChannel(Channel):
         self._credit += count
 
     async def next(self) -> bytes | None:
-        """The next piece; None at the end. Raises SandboxFileError."""
+        """Return the next piece; None at the end. Raises SandboxFileError."""
         while not self.pieces:
             if self.done.done():
                 self.done.result()
@@ -192,7 +192,7 @@ class PingChannel(Channel):
 
 
 class AbandonedChannel(Channel):
-    """Takes what is still under way for a request that nobody waits for any more."""
+    """Discards the remaining replies to a cancelled request."""
 
     def receive(self, frame: Frame) -> bool:
         return frame.type in (Reply.EXIT, Reply.DONE, Reply.ERROR, Reply.PONG)

@@ -1,4 +1,4 @@
-"""Commands over a connection: at once with capped output, or as a stream with flow control."""
+"""Run commands over a connection: with capped output at the end, or as a stream with flow control."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from roll_flash.sandboxes.spec import SandboxSpec
 
 LONGEST_TIMEOUT_S = 7 * 86400.0
 ANSWER_MARGIN_S = 15.0
-"""How much later than its own deadline an answer may come before the sandbox counts as unreachable."""
+"""Seconds after a command's own deadline at which a sandbox without an answer counts as unreachable."""
 PROCESS_WAIT_S = 2.0
-"""How long a command waits for a place below the sandbox's process limit."""
+"""Seconds that a command waits for a free process slot of the sandbox."""
 PROCESS_RETRY_S = 0.02
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What is asked of the agent; see `Sandbox.exec` for the meaning of each."""
+    """Parameters of one command; see `Sandbox.exec` for their meaning."""
 
     command: str | Sequence[str]
     timeout: float | None
@@ -46,7 +46,7 @@ class Command:
         return self.timeout_s + self.grace + ANSWER_MARGIN_S
 
     def request(self, spec: SandboxSpec, window: int) -> bytes:
-        """Raises ValueError for what can never be run."""
+        """Encode the EXEC request. Raises ValueError for invalid parameters."""
         argv = ["/bin/sh", "-c", self.command] if isinstance(self.command, str) else list(self.command)
         if not argv or not all(isinstance(word, str) for word in argv):
             raise ValueError("a command is a shell line (str) or a non-empty sequence of str")
@@ -70,14 +70,14 @@ class Command:
 
 
 def inside(spec: SandboxSpec, path: str) -> str:
-    """An absolute path in the sandbox; relative ones start at the working directory."""
+    """Return an absolute path in the sandbox; a relative `path` starts at the working directory."""
     if not path:
         raise ValueError("an empty path")
     return path if path.startswith("/") else posixpath.join(spec.workdir, "" if path == "." else path)
 
 
 async def send_data(connection: AgentConnection, number: int, channel: Channel, data: bytes) -> None:
-    """Send as fast as the agent takes it; stops early if the request ends meanwhile."""
+    """Send `data` with flow control; stop early if the request ends."""
     for at in range(0, len(data), CHUNK):
         piece = data[at : at + CHUNK]
         if not await channel.may_send(len(piece)):
@@ -89,10 +89,10 @@ async def send_data(connection: AgentConnection, number: int, channel: Channel, 
 async def run_command(
     connection: AgentConnection, spec: SandboxSpec, command: Command, stdin: bytes | None
 ) -> ExecResult:
-    """Run to the end. Cancelling it kills the command.
+    """Run a command to its end. Cancellation kills the command.
 
-    A command that could not be started because the sandbox is at its process limit never ran, so it is tried again for
-    PROCESS_WAIT_S: the rest of a fork bomb may take that long to die.
+    If the sandbox is at its process limit, the command cannot start and is retried for PROCESS_WAIT_S: the last
+    processes of a fork bomb may take that long to die.
     """
     give_up = time.monotonic() + PROCESS_WAIT_S
     while True:
@@ -118,7 +118,7 @@ async def _run_once(
 
 
 def result_of(end: frames.Exit, stdout: bytes, stderr: bytes, cap: int) -> ExecResult:
-    """`cap` 0: the output went elsewhere, nothing was left out."""
+    """Build the result of a command. `cap` 0: the output was streamed, so nothing was cut."""
     return ExecResult(
         exit_code=end.code,
         stdout=_with_notice(stdout, end.stdout_bytes, cap) if cap else stdout,
@@ -143,10 +143,10 @@ def _with_notice(kept: bytes, total: int, cap: int) -> bytes:
 
 
 class CommandStream:
-    """A command that runs while its output is read: `async with`, then `async for chunk in stream`.
+    """A command whose output is read while it runs: `async with`, then `async for chunk in stream`.
 
-    The agent reads the command's pipes only as far as this side has taken what came before. Leaving the `async with`
-    ends the command and its process tree. `result` is there once the iteration has ended.
+    The agent reads the command's pipes only as fast as the caller consumes the output. Leaving the `async with`
+    ends the command and its process tree. `result` is set when the iteration ends.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class CommandStream:
             yield chunk
 
     async def next(self) -> OutputChunk | None:
-        """The next piece of output; None when the command has ended. Raises SandboxDied, SandboxUnreachable."""
+        """Return the next piece of output; None at the command's end. Raises SandboxDied, SandboxUnreachable."""
         channel = self._open_channel()
         while not channel.pieces:
             if channel.done.done():
@@ -199,14 +199,14 @@ class CommandStream:
         return OutputChunk("stdout" if source == Reply.OUT else "stderr", data)
 
     async def wait(self) -> ExecResult:
-        """Throw the rest of the output away and return how the command ended."""
+        """Discard the rest of the output and return the result of the command."""
         while await self.next() is not None:
             pass
         assert self.result is not None
         return self.result
 
     async def send(self, data: bytes | str) -> None:
-        """Write to the command's standard input (`stdin=True`); fine if it has ended meanwhile."""
+        """Write to the command's standard input (`stdin=True`); no error if the command has ended."""
         content = data.encode() if isinstance(data, str) else data
         await send_data(self._connection, self._number, self._open_channel(), content)
 
@@ -220,7 +220,7 @@ class CommandStream:
             self._connection.send(Request.SIGNAL, self._number, frames.u32(number))
 
     async def cancel(self) -> None:
-        """Kill the command and its process tree; `wait` then tells how it ended."""
+        """Kill the command and its process tree; `wait` then returns its result."""
         if not self._open_channel().done.done():
             self._connection.send(Request.CANCEL, self._number)
 

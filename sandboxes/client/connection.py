@@ -1,4 +1,4 @@
-"""One connection to one agent: many requests at a time over one byte stream."""
+"""One connection to one agent: many concurrent requests over one byte stream."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_DIAGNOSTICS = 4096
 
 
 class AgentConnection:
-    """Owned by one event loop. `send` is set by whoever opens the byte stream and calls `receive` and `lost`.
+    """A connection for one event loop. The protocol of the byte stream calls `opened`, `receive` and `end_of_stream`.
 
     After `lost` every request, waiting or new, raises the same error.
     """
@@ -34,7 +34,7 @@ class AgentConnection:
         self.diagnostics = bytearray()
         """The first bytes of the agent's standard error."""
         self.explain: Callable[[], Awaitable[tuple[str, str]]] | None = None
-        """Asked for the reason (see SandboxDied) and its text when the stream ends by itself; must not raise."""
+        """Called when the stream ends unexpectedly: returns the reason (see SandboxDied) and a text; must not raise."""
         self._explaining: asyncio.Future[None] | None = None
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._channels: dict[int, Channel] = {}
@@ -77,7 +77,7 @@ class AgentConnection:
         self.diagnostics += data[: MAX_DIAGNOSTICS - len(self.diagnostics)]
 
     def lost(self, error: SandboxError) -> None:
-        """The stream has ended, or must not be used any more."""
+        """Close the connection with `error`: the stream has ended or must not be used any more."""
         if self.error is not None:
             return
         self.error = error
@@ -92,7 +92,7 @@ class AgentConnection:
             self._transport.abort()
 
     def end_of_stream(self) -> None:
-        """The other side closed. Why is asked (`explain`) before anybody is told."""
+        """Handle the end of the stream: ask `explain` for the reason, then fail all requests."""
         if self.error is None and self._explaining is None:
             self._explaining = asyncio.ensure_future(self._explain())
 
@@ -114,7 +114,7 @@ class AgentConnection:
         self._writable.set()
 
     async def ready(self, timeout_s: float) -> None:
-        """Wait for the agent's greeting. Raises SandboxStartError."""
+        """Wait for the agent's READY frame. Raises SandboxStartError after `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.shield(self._ready)
@@ -124,7 +124,7 @@ class AgentConnection:
             raise error from None
 
     def open(self, kind: Request, payload: bytes, channel: Channel) -> int:
-        """Send a request on a new channel. Raises the error of a lost connection."""
+        """Send a request on a new channel and return its number. Raises the error of a lost connection."""
         if self.error is not None:
             raise self.error
         self._last_channel = self._last_channel % 0xFFFF_FFFF + 1
@@ -146,14 +146,14 @@ class AgentConnection:
             raise self.error
 
     def abandon(self, number: int) -> None:
-        """Cancel a request that is under way and forget it; does nothing if it has ended."""
+        """Cancel a running request and discard its replies; does nothing if it has ended."""
         if self.error is None and number in self._channels:
             self._channels[number] = AbandonedChannel()
             self.send(Request.CANCEL, number)
 
     @asynccontextmanager
     async def within(self, timeout_s: float) -> AsyncIterator[None]:
-        """Raises SandboxUnreachable after `timeout_s`; the connection is given up then."""
+        """Close the connection and raise SandboxUnreachable if the body takes more than `timeout_s` seconds."""
         try:
             async with asyncio.timeout(timeout_s):
                 yield
@@ -164,7 +164,7 @@ class AgentConnection:
 
     @asynccontextmanager
     async def finishing(self, number: int, timeout_s: float) -> AsyncIterator[None]:
-        """As `within`, for the whole of one request, which is cancelled if the body does not get to its end."""
+        """Like `within`, for one whole request; cancels the request if the body fails."""
         try:
             async with self.within(timeout_s):
                 yield
@@ -180,7 +180,7 @@ class StreamProtocol(asyncio.Protocol):
         self._connection = connection
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not isinstance: the transports of uvloop, which Ray runs, are no subclasses.
+        # Not isinstance: Ray uses uvloop, whose transports are no subclasses.
         transport = cast(asyncio.WriteTransport, transport)
         self._connection.opened(transport)
 

@@ -1,4 +1,4 @@
-"""Single files over a connection."""
+"""File operations of the agent over a connection."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FILE_TIMEOUT_S = 300.0
 
 
 async def read_file(connection: AgentConnection, path: str, max_bytes: int) -> bytes:
-    """Raises SandboxFileError, also for a file larger than `max_bytes`."""
+    """Return the content of a file. Raises SandboxFileError, also if it is larger than `max_bytes`."""
     channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, most_bytes=max_bytes)
     number = connection.open(Request.READ, frames.read_request(path, max_bytes, WINDOW), channel)
     data = bytearray()
@@ -48,12 +48,12 @@ async def make_symlink(connection: AgentConnection, target: str, path: str) -> N
 
 
 async def remove(connection: AgentConnection, path: str) -> None:
-    """Remove a file or a tree; with a slash at the end only what the directory holds."""
+    """Remove a file or a tree; a path with a final slash removes only the directory's content."""
     await _simple(connection, Request.REMOVE, frames.text(path), "remove")
 
 
 async def list_tree(connection: AgentConnection, path: str, max_entries: int) -> list[Entry]:
-    """Every member below a directory, symbolic links not followed. Raises SandboxFileError if there are more."""
+    """List all entries below a directory, without following links. Raises SandboxFileError above `max_entries`."""
     channel = FileChannel(f"sandbox {connection.name}: list", entries=max_entries)
     number = connection.open(Request.LIST, frames.list_request(path, max_entries), channel)
     async with connection.finishing(number, FILE_TIMEOUT_S):
@@ -62,14 +62,14 @@ async def list_tree(connection: AgentConnection, path: str, max_entries: int) ->
 
 
 async def kill_all(connection: AgentConnection) -> None:
-    """Kill everything but the agent, and wait until it is gone."""
+    """Kill every process but the agent, and wait until all are dead."""
     await _simple(connection, Request.KILL_ALL, b"", "kill")
 
 
 @asynccontextmanager
 async def paused(connection: AgentConnection) -> AsyncIterator[None]:
-    """Everything but the agent stands still, and the engine can start a program in the sandbox: what it reads for that
-    are plain files. Raises SandboxFileError."""
+    """Stop every process but the agent for the duration of an `async with`. The engine can then start a program in
+    the sandbox: the files that it reads for that are regular files. Raises SandboxFileError."""
     await _simple(connection, Request.PAUSE, b"", "pause")
     try:
         yield

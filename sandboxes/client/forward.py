@@ -1,6 +1,6 @@
-"""One port of this machine's loopback address inside a sandbox that has no network; nothing else is reached.
+"""Forward one port of the host's loopback address into a sandbox without network; nothing else is reachable.
 
-Programs inside connect to 127.0.0.1:PORT; this side connects each to one address that is fixed here, outside.
+Programs inside connect to 127.0.0.1:PORT; the controller connects each to one fixed address on the host.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roll_flash.sandboxes.network.relay import Relay, RelayedConnection, join
 
 CONNECT_TIMEOUT_S = 10.0
 EVICT_AFTER_S = 600.0
-"""An answer of a model may take minutes, and nothing moves meanwhile."""
+"""Idle seconds before a connection may be evicted: an answer of a model may take minutes."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
@@ -29,13 +29,13 @@ class Forward:
         self.port = port
         self.host_port = host_port
         self.refused = 0
-        """Connections that nobody took on this machine."""
+        """Number of connections that failed because no program on the host accepted them."""
         self._start = start
         self._relay: Relay | None = None
 
     @property
     def accepted(self) -> int:
-        """Connections from inside so far."""
+        """Number of connections from inside so far."""
         return self._relay.accepted if self._relay is not None else 0
 
     @property

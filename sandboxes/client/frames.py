@@ -1,8 +1,8 @@
 """The wire protocol between controller and agent: pure encoding and decoding, no I/O.
 
 Frame: `u8 type, u32 channel, u32 length` (little endian), then `length` bytes. The controller names the channels.
-A decoder trusts nothing: what comes from inside a sandbox may be hostile. Every limit that is passed raises
-`FrameError`, and the connection is given up.
+The decoder trusts nothing: data from a sandbox may be hostile. Every exceeded limit raises `FrameError`, and the
+connection is closed.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ CHUNK = 1 << 16
 WINDOW = 1 << 18
 MAX_CAP = 1 << 24
 MAX_LISTING = 1 << 24
-"""Bytes of the entries of one listing."""
+"""Maximum bytes of all entries of one listing."""
 
 
 class FrameError(Exception):
-    """Bytes that no honest agent sends."""
+    """Bytes that break the protocol."""
 
 
 class Request(enum.IntEnum):
@@ -68,7 +68,7 @@ class ExitFlag(enum.IntFlag):
     CANCELLED = 2
     NOT_STARTED = 4
     BUSY = 8
-    """Not started for want of a process: the same request may go through in a moment."""
+    """Not started because no process slot was free: a retry may succeed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """How a command ended, as the agent tells it."""
+    """The agent's report about the end of a command."""
 
     flags: int
     code: int
@@ -94,7 +94,7 @@ class Exit:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One member of a directory tree."""
+    """One entry of a directory tree; `target` is the target of a symbolic link."""
 
     mode: int
     size: int
@@ -115,7 +115,7 @@ def encode(kind: Request | Reply, channel: int, payload: bytes = b"") -> bytes:
 
 
 def text(value: str | bytes) -> bytes:
-    """A length-prefixed string. Raises ValueError for a NUL, which no path, argument or variable can hold."""
+    """Encode a length-prefixed string. Raises ValueError for a NUL: no path, argument or variable can hold one."""
     data = value.encode(errors="surrogateescape") if isinstance(value, str) else value
     if b"\0" in data:
         raise ValueError("a NUL byte cannot be part of an argument, a path or a variable")
@@ -133,7 +133,7 @@ def exec_request(
     window: int,
     flags: int,
 ) -> bytes:
-    """`cap` 0 streams as far as `window` bytes (and later credit) allow; otherwise head and tail come at the end."""
+    """Encode EXEC. `cap` 0: stream within `window` bytes plus later credit; else head and tail come at the end."""
     parts = [_EXEC.pack(timeout_ms, grace_ms, cap, window, flags, len(argv), len(env)), text(cwd)]
     parts += [text(word) for word in argv]
     parts += [text(f"{name}={value}") for name, value in env]
@@ -204,14 +204,14 @@ def _unpack(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
 
 
 class FrameDecoder:
-    """Bytes in, whole frames out. Holds at most one frame's worth of bytes over."""
+    """Decodes bytes into frames. Buffers at most one incomplete frame."""
 
     def __init__(self, max_payload: int = MAX_REPLY) -> None:
         self._buffer = bytearray()
         self._max_payload = max_payload
 
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
-        """Raises FrameError at the first header that is out of bounds."""
+        """Yield every complete frame. Raises FrameError at the first header that is out of bounds."""
         buffer = self._buffer
         buffer += data
         at = 0
@@ -236,7 +236,7 @@ STDOUT, STDERR = 1, 2
 
 
 class Demultiplexer:
-    """Bytes in, (stream, piece) out; a piece is passed on as soon as it is there, its frame may still be incomplete."""
+    """Splits the engine's byte stream into (stream, piece); yields a piece before its frame is complete."""
 
     def __init__(self) -> None:
         self._header = bytearray()

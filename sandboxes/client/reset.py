@@ -1,4 +1,4 @@
-"""Make a used sandbox as good as new, and make sure that it is. Whoever is in doubt closes it instead."""
+"""Reset a used sandbox to its initial state and verify the result. In doubt the sandbox must be closed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,25 @@ REMAINS = (
     "tail -q -n +2 /proc/sysvipc/shm /proc/sysvipc/msg /proc/sysvipc/sem && "
     "for table in /proc/net/tcp /proc/net/tcp6; do test ! -e $table || tail -n +2 $table; done"
 )
-"""Prints processes, System V memory and connections: closed ones hold their port for a minute."""
+"""Shell line that prints remaining processes, System V IPC objects and connections (a closed one holds its port for
+a minute)."""
 
 
 def is_reusable(spec: SandboxSpec) -> bool:
-    """A sandbox with a writable root or a way out is never taken again."""
+    """False for a sandbox with a writable root or a network: it is never reused."""
     return not spec.writable_root and spec.network == "none"
 
 
 async def describe_folders(connection: AgentConnection, spec: SandboxSpec, *words: str) -> bytes:
-    """A line for each writable folder: mode, flags, owner, attributes; empty if that fails. Raises SandboxError."""
+    """Return a line per writable folder: mode, flags, owner, attributes; empty on failure. Raises SandboxError."""
     told = await _run(connection, spec, [f"{FOLDER}/agent", "--folders", *words, *_folders(spec)])
     return told.stdout if told.exit_code == 0 else b""
 
 
 async def reset(connection: AgentConnection, spec: SandboxSpec, folders: bytes) -> bool:
-    """Kill every process, empty every writable place, put its mode and attributes back, then look. False: close it.
+    """Kill every process, empty the writable folders, restore their modes and attributes, then check. False: close it.
 
-    `folders`: what `describe_folders` said when the sandbox was new. An image without a shell is never taken again.
+    `folders`: the output of `describe_folders` for the new sandbox. An image without a shell is never reused.
     """
     if not is_reusable(spec) or not folders:
         return False
@@ -67,7 +68,7 @@ def _restoring(spec: SandboxSpec, folders: bytes) -> list[str]:
     words: list[str] = []
     for path, line in zip(_folders(spec), folders.decode().splitlines(), strict=True):
         mode, flags, *_ = line.split(" ")
-        if mode.isdigit():  # else there is no such folder
+        if mode.isdigit():  # else the folder does not exist
             words += ["--restore", mode, flags, path]
     return words
 

@@ -14,19 +14,19 @@ from roll_flash.sandboxes.client.commands import CommandStream
 from roll_flash.sandboxes.result import ExecResult
 
 GARBLED_STATUS = 125
-"""The exit code of a command whose real one cannot be read."""
+"""Exit code of a command whose real exit code cannot be read."""
 MAX_STATUS_LINE = 512
 
 
 class Shell:
-    """One `/bin/sh` (or another POSIX shell), one command at a time.
+    """One `/bin/sh` (or another POSIX shell) that runs one command at a time.
 
-    A command that times out, that ends the shell (`exit`), or that garbles how the shell tells its status costs the
-    shell its state: it is replaced at the next command, never reused.
+    After a command that times out, ends the shell (`exit`) or garbles the shell's status line, the state is lost: the
+    next command starts a new shell.
 
-    The shell belongs to what runs in it. The end of a command is told by syntax alone, which no function, alias,
-    variable or option can change; but what is called by name in it (`pytest`) may be a function by then, and bash lets
-    a DEBUG trap see everything. What a reward depends on is asked with `Sandbox.exec`.
+    Code inside controls the shell. The end of a command is detected by syntax alone, which no function, alias,
+    variable or option can change; but a command called by name (`pytest`) may be a function by then, and in bash a
+    DEBUG trap sees everything. Use `Sandbox.exec` for any command that a reward depends on.
     """
 
     def __init__(self, program: str, start: Callable[[], CommandStream]) -> None:
@@ -35,7 +35,7 @@ class Shell:
         self._stream: CommandStream | None = None
         self._lock = asyncio.Lock()
         self.replaced = 0
-        """How often the state was lost."""
+        """Number of shells ended so far, including by `close`."""
 
     async def __aenter__(self) -> Shell:
         return self
@@ -44,9 +44,9 @@ class Shell:
         await self.close()
 
     async def run(self, command: str, *, timeout: float = 60.0, max_output: int = 1 << 17) -> ExecResult:
-        """Run in the shell's current state. Standard input is empty.
+        """Run a command in the current state of the shell, with empty standard input.
 
-        The exit code is GARBLED_STATUS if the shell's own cannot be read. Raises SandboxDied, SandboxUnreachable, and
+        The exit code is GARBLED_STATUS if the real one cannot be read. Raises SandboxDied, SandboxUnreachable, and
         ValueError for a NUL byte.
         """
         word = secrets.token_hex(12)
@@ -80,11 +80,11 @@ class Shell:
 
 
 def _script(command: str, word: str) -> bytes:
-    """The command, then its status on stdout and its end on stderr.
+    """Return a script that runs the command, then reports its status on stdout and its end on stderr.
 
-    What tells them is the shell's own message about a file that cannot be made, in a folder that nobody can have
-    guessed: a redirection alone names no command that a function or an alias could stand for, and starts no process.
-    `||` keeps `set -e` from ending the shell. The quotes keep `set -v` from writing what the reader looks for.
+    The report is the shell's own error message about a file that it cannot create, in a folder with a random name: a
+    redirection alone contains no command that a function or an alias could replace, and starts no process.
+    `||` keeps `set -e` from ending the shell. The quotes keep `set -v` from printing the reader's search string.
     """
     if "\0" in command:
         raise ValueError("a NUL byte cannot be part of a command")
@@ -97,19 +97,19 @@ def _script(command: str, word: str) -> bytes:
 
 
 class _Capture:
-    """Head and tail of one stream up to the line that tells the end."""
+    """Head and tail of one output stream, up to the status line that marks the end."""
 
     def __init__(self, program: str, word: str, cap: int) -> None:
         self._needle = f"/{word}/".encode()
         self._blame = re.compile(re.escape(program.encode()) + rb": (?:(?:line )?\d+: )?(?:can(?:not|'t) create )?\Z")
         self._reserve = len(self._needle) + len(program.encode()) + 64
-        """How much of the end may belong to the shell's message."""
+        """Maximum number of final bytes that may belong to the shell's message."""
         self._cap = cap
         self._head = bytearray()
         self._tail = bytearray()
         self._line: bytearray | None = None
         self.total = 0
-        """Bytes that came, what came after the end too, which is thrown away."""
+        """Number of bytes received, without the shell's message; bytes after the end count but are discarded."""
         self.ended = False
 
     def feed(self, data: bytes) -> None:
@@ -142,7 +142,7 @@ class _Capture:
             self.total -= len(self._line)
 
     def _trim(self) -> None:
-        """Fill the head; of the rest keep what is shown in the end, and what may belong to the message."""
+        """Fill the head; of the rest keep the tail to be shown and the bytes that may belong to the message."""
         ready = len(self._tail) - (0 if self._line is not None else self._reserve)
         moved = min(self._cap // 2 - len(self._head), ready)
         if moved > 0:
@@ -154,7 +154,7 @@ class _Capture:
 
     @property
     def status(self) -> int | None:
-        """None if what the line says is no exit code."""
+        """Exit code from the status line; None if it contains none."""
         found = re.match(rb"(\d{1,3})(?=[:\s'\"])", bytes(self._line or b"")[len(self._needle) :])
         return int(found[1]) if found and int(found[1]) < 256 else None
 
@@ -171,7 +171,7 @@ class _Reader:
         self._cap = cap
         self._captures = {source: _Capture(program, word, cap) for source in ("stdout", "stderr")}
         self.garbled = False
-        """Whether the status was none."""
+        """True if the status line contained no exit code."""
 
     async def read(self) -> ExecResult:
         while not all(capture.ended for capture in self._captures.values()):

@@ -1,5 +1,5 @@
-"""What a container uses, read from its own cgroup files (version 1 or 2) through the agent: a millisecond, where the
-engine's statistics take a second."""
+"""Resource usage of a container, read from its own cgroup files (version 1 or 2) through the agent: this takes a
+millisecond, the engine's statistics take a second."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ROOT = "/sys/fs/cgroup"
 
 
 async def read_usage(connection: AgentConnection) -> dict[str, int]:
-    """Only what the kernel offers."""
+    """Return the values that the kernel offers, by name."""
     first = await _value(connection, "memory_bytes", V1["memory_bytes"])
     names = V1 if first is not None else V2
     values = await asyncio.gather(*(_value(connection, key, name) for key, name in names.items()))

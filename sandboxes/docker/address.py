@@ -1,4 +1,4 @@
-"""Where a Docker engine is: a unix socket, or TCP with or without TLS."""
+"""Address of a Docker engine: a unix socket, or TCP with or without TLS."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ CERTIFICATE_FILES = ("ca.pem", "cert.pem", "key.pem")
 
 @dataclass(frozen=True, slots=True)
 class EngineAddress:
-    """`unix:///path`, `tcp://host:port`, or `tcp` with TLS (client certificates in a folder, as DOCKER_CERT_PATH)."""
+    """`unix:///path`, `tcp://host:port`, or `tcp` with TLS (`certificates`: a folder like DOCKER_CERT_PATH)."""
 
     host: str
     certificates: str | None = None
 
     @classmethod
     def from_environment(cls, host: str | None = None) -> EngineAddress:
-        """`host` or DOCKER_HOST. `tcp://host:port?certificates=FOLDER` is TLS; so is DOCKER_TLS_VERIFY, for every tcp.
+        """Return the address in `host`, else DOCKER_HOST, else the default socket.
 
-        Raises SandboxUnavailable for an address that is neither `unix://` nor `tcp://`.
+        TLS is used for `tcp://host:port?certificates=FOLDER`, and for every tcp address with DOCKER_TLS_VERIFY. Raises
+        SandboxUnavailable for an address that is neither `unix://` nor `tcp://`.
         """
         address, _, query = (host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST).partition("?")
         named = parse_qs(query).get("certificates")
@@ -47,7 +48,7 @@ class EngineAddress:
         return f"{'https' if self.certificates else 'http'}://{where}"
 
     def tls(self) -> ssl.SSLContext | None:
-        """Raises SandboxUnavailable for certificates that cannot be used."""
+        """Return the TLS context; None without TLS. Raises SandboxUnavailable for unusable certificates."""
         if self.certificates is None:
             return None
         authority, certificate, key = (str(Path(self.certificates) / name) for name in CERTIFICATE_FILES)
@@ -62,7 +63,7 @@ class EngineAddress:
         return context
 
     def why_unreachable(self, error: Exception) -> SandboxUnavailable:
-        """What to do about a connection that could not be made."""
+        """Return the error for a failed connection, with instructions for the user."""
         path = self.socket_path
         if path and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
             return SandboxPermissionDenied(

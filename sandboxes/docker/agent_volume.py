@@ -1,8 +1,8 @@
-"""The agent's program on an engine: one volume for each content, looked at by every controller before it is used.
+"""Volume with the agent program on an engine: one volume per content; every controller verifies it before use.
 
-The engine cannot replace a file at one stroke, and others may be starting from it. So the content goes into a file with
-a name of its own, and only when that is whole it becomes `agent`, as a second name of the same file; a transfer that is
-cut short changes nothing that anybody runs. Sandboxes that run from a file that was replaced keep the one they have.
+The engine cannot replace a file atomically, and other sandboxes may be starting from it. So the content goes into a
+file with a unique name, and the complete file is then hard-linked as `agent`; an interrupted transfer changes no file
+in use. Running sandboxes keep the old file when it is replaced.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ MODE = 0o755
 
 
 async def make_volume(engine: EngineApi, agent: AgentProgram) -> str:
-    """Fine if it is there."""
+    """Create the agent's volume if it does not exist, and return its name."""
     volume = volume_name(agent)
     await engine.call("POST", "/volumes/create", body={"Name": volume, "Labels": {LABEL: "agent"}})
     return volume
 
 
 def filler_config(image: str, volume: str) -> dict[str, object]:
-    """A container that never runs, through which the volume is read and written."""
+    """Return the config of a container that never runs and gives read and write access to the volume."""
     mount = {"Type": "volume", "Source": volume, "Target": FOLDER, "VolumeOptions": {"NoCopy": True}}
     host = {"Mounts": [mount], "NetworkMode": "none"}
     return {"Image": image, "Cmd": ["/none"], "Labels": labels("agent", None), "HostConfig": host}
 
 
 async def fill(engine: EngineApi, filler: str, agent: AgentProgram) -> bool:
-    """Have the volume hold the agent, whole; whether it had to be written. Raises SandboxStartError."""
+    """Ensure that the volume holds the complete agent; True if it was written. Raises SandboxStartError."""
     if await _holds(engine, filler, agent):
         return False
     query, path = {"path": FOLDER}, f"/containers/{filler}/archive"

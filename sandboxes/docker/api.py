@@ -1,4 +1,4 @@
-"""The part of the Docker Engine API that sandboxes need, spoken directly in a version that both sides know."""
+"""Client for the part of the Docker Engine API that sandboxes need, in a version that both sides support."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from roll_flash.sandboxes.errors import (
 
 OLDEST_VERSION = "1.41"
 NEWEST_VERSION = "1.44"
-"""Versions of the API that this module speaks: engine 20.10 has no newer than 1.41, engine 29 none older than 1.44."""
+"""Supported API versions: engine 20.10 supports none above 1.41, engine 29 none below 1.44."""
 REQUEST_TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 5.0
 MAX_HEADER = 1 << 14
 
 
 class EngineApi:
-    """One engine. Used from one event loop; `close` when done."""
+    """Client of one engine, for one event loop. Call `close` at the end."""
 
     def __init__(self, address: EngineAddress) -> None:
         self.address = address
@@ -47,7 +47,7 @@ class EngineApi:
         await self._client.aclose()
 
     async def connect(self) -> dict[str, Any]:
-        """Ask for the engine's version and settle on the API's. Raises SandboxUnavailable with what to do."""
+        """Negotiate the API version and return the answer to /version. Raises SandboxUnavailable with instructions."""
         host = self.address.host
         try:
             response = await self._client.get("/version", timeout=PROBE_TIMEOUT_S)
@@ -76,7 +76,7 @@ class EngineApi:
         accept: tuple[int, ...] = (),
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> httpx.Response:
-        """A request. Statuses of 400 and above raise, except those in `accept`."""
+        """Send a request. Raises SandboxError for a status of 400 or above that is not in `accept`."""
         try:
             response = await self._client.request(
                 method,
@@ -107,7 +107,7 @@ class EngineApi:
         content: AsyncIterator[bytes] | bytes | None = None,
         idle_timeout_s: float | None = REQUEST_TIMEOUT_S,
     ) -> AsyncIterator[dict[str, Any]]:
-        """A request whose answer is a row of JSON objects. Raises SandboxError; httpx errors pass through."""
+        """Send a request and yield its JSON lines. Raises SandboxError; httpx errors pass through."""
         timeout = httpx.Timeout(idle_timeout_s, pool=None)
         async with self._client.stream(
             method, f"/v{self.version}{path}", params=query, content=content, timeout=timeout
@@ -120,7 +120,7 @@ class EngineApi:
                     yield json.loads(line)
 
     async def attach(self, container: str, connection: AgentConnection) -> None:
-        """Join a container's stdin, stdout and stderr to `connection`. Raises SandboxStartError."""
+        """Attach `connection` to a container's standard streams. Raises SandboxStartError, SandboxUnreachable."""
         loop = asyncio.get_running_loop()
         request = (
             f"POST /v{self.version}/containers/{container}/attach?stream=1&stdin=1&stdout=1&stderr=1 HTTP/1.1\r\n"
@@ -142,7 +142,7 @@ class EngineApi:
 
 
 class _AttachProtocol(asyncio.Protocol):
-    """Sends the upgrade request, checks the answer, then hands the demultiplexed stream on."""
+    """Sends the upgrade request, checks the answer, then passes on the demultiplexed stream."""
 
     def __init__(self, connection: AgentConnection, request: bytes) -> None:
         self.upgraded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -153,7 +153,7 @@ class _AttachProtocol(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not isinstance: the transports of uvloop, which Ray runs, are no subclasses.
+        # Not isinstance: Ray uses uvloop, whose transports are no subclasses.
         transport = cast(asyncio.WriteTransport, transport)
         self._transport = transport
         self._connection.opened(transport)
@@ -196,7 +196,7 @@ class _AttachProtocol(asyncio.Protocol):
 
 
 def negotiated_version(host: str, oldest: str, newest: str) -> str:
-    """The highest version that an engine with `oldest` to `newest` and this module both know.
+    """Return the highest API version supported by this module and by an engine with `oldest` to `newest`.
 
     Raises SandboxUnavailable if there is none.
     """

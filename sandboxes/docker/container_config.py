@@ -1,4 +1,4 @@
-"""What a sandbox's container is created with: the whole hardening in one place (docs/security.md has the reasons)."""
+"""Configuration of a sandbox's container: the whole hardening in one place (reasons: docs/security.md)."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from roll_flash.sandboxes.spec import SandboxSpec
 
 SHM_MB = 16
 MAX_SIGNALS_AND_TIMERS = 4096
-"""Far below what others may have: a sandbox that is given a user of the machine takes nothing of theirs."""
+"""Limit per sandbox, far below that of other users: a sandbox with a user id of the machine must not exhaust theirs."""
 CORE_LIMIT = 1
-"""Bytes. With 0 the kernel would still give the memory of what crashes to a program of the machine's (core_pattern)."""
+"""Core limit in bytes. With 0 the kernel would still pipe a crashed process's memory to the host (core_pattern)."""
 INODES_PER_MB = 256
-"""As many files as a disk of that size usually has room for: each takes about 1 KiB of the sandbox's memory."""
+"""Files per MiB, as on a usual disk: each takes about 1 KiB of the sandbox's memory."""
 ROOT_LAYER = "/.roll-flash-root"
 ROOT_CAPABILITIES = (
     *("CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "MKNOD"),  # to copy files of any owner into the layer
-    *("SETGID", "SETPCAP", "SETUID", "SYS_ADMIN", "SYS_CHROOT"),  # to enter it and to give all of these up
+    *("SETGID", "SETPCAP", "SETUID", "SYS_ADMIN", "SYS_CHROOT"),  # to enter it and to drop all capabilities
 )
 
 
@@ -32,10 +32,10 @@ ATTACHED = {
     "AttachStdout": True,
     "AttachStderr": True,
     "Tty": False,
-    "StopSignal": "SIGKILL",  # the agent ignores SIGTERM; an engine that shuts down would wait 10 s for it
+    "StopSignal": "SIGKILL",  # the agent ignores SIGTERM; at its shutdown the engine would wait 10 s
     "Healthcheck": {"Test": ["NONE"]},
 }
-"""The container lives as long as its controller holds its standard input, and is asked nothing by the engine."""
+"""The container lives as long as its controller holds its standard input; the engine runs no health check."""
 
 
 def container_config(
@@ -49,10 +49,10 @@ def container_config(
     volumes: Sequence[str] = (),
     passwd: str | None = None,
 ) -> dict[str, Any]:
-    """`joins`: the container whose network namespace, of loopback alone, this one shares; None makes its own.
+    """Return the container's configuration.
 
-    `user`: numeric user and group. `volumes`: what `volume_paths` gives for the image. `passwd`: a file of the engine's
-    machine that is the sandbox's list of users.
+    `joins`: container whose loopback-only network namespace is shared; None: a new one. `user`: numeric user and group.
+    `volumes`: result of `volume_paths` for the image. `passwd`: file on the engine's machine for /etc/passwd.
     """
     number, group = user.split(":")
     root = _writable_root(spec, agent, number, group, volumes) if spec.writable_root else None
@@ -81,7 +81,7 @@ def container_config(
 
 
 def _rights(spec: SandboxSpec, root: _Root | None) -> dict[str, Any]:
-    """What the kernel lets it do; the agent's own filter comes on top."""
+    """Privileges of the container; the agent adds its own seccomp filter."""
     return {
         "IpcMode": "private",
         "CapDrop": ["ALL"],
@@ -94,7 +94,7 @@ def _rights(spec: SandboxSpec, root: _Root | None) -> dict[str, Any]:
 
 
 def _limits(spec: SandboxSpec) -> dict[str, Any]:
-    """How much it may take of what the machine has."""
+    """Resource limits of the container."""
     most = {"nofile": spec.open_files, "core": CORE_LIMIT, "sigpending": MAX_SIGNALS_AND_TIMERS}
     return {
         "Memory": spec.memory_mb << 20,
@@ -107,7 +107,7 @@ def _limits(spec: SandboxSpec) -> dict[str, Any]:
 
 
 def _writable_places(spec: SandboxSpec, owner: str, volumes: Sequence[str]) -> dict[str, str]:
-    """Places and their mount options: each in memory, with a size and a number of files."""
+    """Writable paths and their mount options: each a tmpfs with limited size and number of files."""
     options = f"rw,nosuid,nodev,exec,nr_inodes={spec.tmpfs_inodes},{owner}"
     volume_mb = min(spec.tmpfs_size_mb, max(1, (spec.memory_mb - 2 * spec.tmpfs_size_mb) // (len(volumes) or 1)))
     return {
@@ -118,7 +118,7 @@ def _writable_places(spec: SandboxSpec, owner: str, volumes: Sequence[str]) -> d
 
 
 def _mounts(agent: AgentProgram, passwd: str | None) -> list[dict[str, Any]]:
-    """What comes from outside, read-only."""
+    """Read-only mounts: the agent's volume and the passwd file."""
     program = {
         "Type": "volume",
         "Source": volume_name(agent),
@@ -137,9 +137,10 @@ class _Root:
 
 
 def _writable_root(spec: SandboxSpec, agent: AgentProgram, number: str, group: str, volumes: Sequence[str]) -> _Root:
-    """The agent starts as root, lays a layer in memory over the read-only root, and becomes the user (agent/root.c).
+    """Entrypoint and tmpfs of a writable root: the agent starts as root, mounts a layer in memory over the read-only
+    root, and switches to the user (agent/root.c).
 
-    An image's volumes are ordinary folders of that root: what the image holds there is seen.
+    The image's volumes are ordinary folders of that root, with the image's content.
     """
     inodes = max(spec.tmpfs_inodes, spec.root_size_mb * INODES_PER_MB)
     return _Root(
@@ -149,9 +150,9 @@ def _writable_root(spec: SandboxSpec, agent: AgentProgram, number: str, group: s
 
 
 def volume_paths(declared: Iterable[str], spec: SandboxSpec) -> tuple[str, ...]:
-    """Where an image declares volumes, which Docker would make on its disk without a limit.
+    """Return the paths of an image's volumes, which Docker would create on its disk without a size limit.
 
-    Those that the sandbox has anyway are left out. Raises SandboxSpecError for places that nothing can be put over.
+    Omits paths that the sandbox mounts anyway. Raises SandboxSpecError for paths that cannot be mounted over.
     """
     found = []
     for text in sorted(declared):
@@ -167,9 +168,8 @@ def volume_paths(declared: Iterable[str], spec: SandboxSpec) -> tuple[str, ...]:
 
 
 def _network(spec: SandboxSpec, joins: str | None) -> dict[str, Any]:
-    """`NetworkDisabled` starts twice as fast, but without the /etc/hosts that several sandboxes need for `localhost`.
-
-    One that joins has its host name from the first.
+    """Network options. `NetworkDisabled` starts twice as fast, but omits the /etc/hosts that sandboxes on an internal
+    network need for `localhost`. A container that joins another gets its host name.
     """
     if joins is not None:
         return {}

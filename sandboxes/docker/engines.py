@@ -1,7 +1,7 @@
-"""Several Docker engines as one provider: each sandbox starts on the engine with the fewest.
+"""Several Docker engines as one provider: each sandbox starts on the engine with the fewest sandboxes.
 
-An engine that fails is set aside, for longer each time, and tried again afterwards; with no other left it is tried at
-once, so that nobody is refused by an engine that was not asked. Starts side by side are limited for each engine.
+A failed engine is paused for a back-off that doubles with each failure. If every other engine fails too, it is tried
+at once, so that a start fails only after every engine was tried. Parallel starts are limited per engine.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from roll_flash.sandboxes.spec import SandboxSpec
 FIRST_ASIDE_S = 5.0
 LONGEST_ASIDE_S = 300.0
 ENGINE_FAILED = (SandboxUnavailable, SandboxUnreachable, SandboxDiskFull)
-"""The engine is at fault: it is set aside."""
+"""Errors of the engine itself: it is paused."""
 OTHERS_MAY = (SandboxImageMissing, SandboxSpecError)
-"""This engine cannot, another one might: it lacks the image, or the memory."""
+"""Errors that another engine may not have: a missing image, not enough memory."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
@@ -71,13 +71,13 @@ class EngineSet:
     isolation: Isolation = "strong"
 
     def __init__(self, hosts: Sequence[str], *, max_parallel_starts: int = 8) -> None:
-        """`hosts` as `EngineAddress.from_environment` takes them. Raises SandboxUnavailable for one that is none."""
+        """`hosts`: addresses for `EngineAddress.from_environment`. Raises SandboxUnavailable for an invalid one."""
         if not hosts or len(set(hosts)) != len(hosts):
             raise SandboxUnavailable("engines: name at least one Docker engine, and each once")
         self._members = [_Member(host, max_parallel_starts) for host in hosts]
 
     async def connect(self) -> None:
-        """Raises SandboxUnavailable if no engine answers; those that do not are set aside."""
+        """Connect to all engines; pause those that fail. Raises SandboxUnavailable if no engine answers."""
         outcomes = await asyncio.gather(*(member.connect() for member in self._members), return_exceptions=True)
         failed: list[str] = []
         for member, outcome in zip(self._members, outcomes, strict=True):
@@ -90,12 +90,12 @@ class EngineSet:
             raise SandboxUnavailable(f"none of the engines can be used: {'; '.join(failed)}")
 
     async def has_image(self, image: str) -> bool:
-        """Whether at least one of the engines that answered at `connect` has it."""
+        """True if at least one connected engine has the image."""
         answers = (member.provider.has_image(image) for member in self._members if member.connected)
         return any(await asyncio.gather(*answers))
 
     def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
-        """Of the engines that are connected, with all that they differ in."""
+        """Return the isolation measures of the connected engines; different values are joined by commas."""
         found = [member.provider.describe_isolation(spec) for member in self._members if member.connected]
         return {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in (found[0] if found else ())}
 
@@ -123,7 +123,7 @@ class EngineSet:
         raise SandboxStartError(f"no engine could start a sandbox: {'; '.join(map(str, refusals))}")
 
     def _next(self, asked: Sequence[_Member]) -> _Member | None:
-        """The least loaded engine that is not set aside; when there is none, the one that has waited longest."""
+        """Return the least loaded engine that is not paused; if all are, the one whose pause ends first."""
         left = [member for member in self._members if member not in asked]
         now = time.monotonic()
         fit = [member for member in left if member.aside_until <= now]

@@ -1,4 +1,4 @@
-"""Why a container ended, from the engine's event stream: one connection for all containers of a provider."""
+"""Reasons why containers ended, from the engine's event stream: one connection for all containers of a provider."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from roll_flash.sandboxes.errors import SandboxError
 
 REMEMBERED = 4096
 WAIT_S = 1.0
-"""How long the event of a container's end may come after the end of its stream."""
+"""Maximum seconds from the end of a container's stream to the event of its end."""
 OOM_WAIT_S = 0.3
-"""How long the event that it ran out of memory may come after that; engines send the two on different ways."""
+"""Maximum seconds from that event to the out-of-memory event; engines send the two independently."""
 RECONNECT_S = 0.5
 SIGKILL_CODE = 137
 
 
 class EngineEvents:
-    """`watch` runs as a task for as long as the provider is open; `why` answers from what it has seen."""
+    """Event log of an engine. `watch` runs as a task while the provider is open; `why` uses the events it recorded."""
 
     def __init__(self, engine: EngineApi, label: str) -> None:
         self._engine = engine
@@ -46,7 +46,7 @@ class EngineEvents:
                 await asyncio.sleep(RECONNECT_S)
 
     def forget(self, name: str) -> None:
-        """The name begins anew."""
+        """Delete the events of `name`, which a new container will use."""
         self._codes.pop(name, None)
         self._oom.pop(name, None)
 
@@ -65,7 +65,7 @@ class EngineEvents:
         self._news.set()
 
     async def why(self, name: str) -> tuple[str, str]:
-        """(reason of SandboxDied, text). Waits a moment for an event that is on its way."""
+        """Return (reason of SandboxDied, text). Waits WAIT_S and OOM_WAIT_S for events that may still arrive."""
         if not await self._seen(name, self._codes, WAIT_S):
             return await self._why_unknown()
         code = self._codes[name]
@@ -92,7 +92,7 @@ class EngineEvents:
         return "daemon", gone or "the Docker engine closed its stream; it may have been restarted"
 
     async def _why_engine_is_gone(self) -> str | None:
-        """None if it answers. Asked on a new connection: one that is shutting down still serves those it has."""
+        """None if the engine answers. Uses a new connection: an engine in shutdown still serves open connections."""
         probe = EngineApi(self._engine.address)
         try:
             await probe.connect()

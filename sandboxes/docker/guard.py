@@ -1,6 +1,6 @@
-"""The controller's end of its watchdog: starts it, tells it what the engine is asked for, replaces it if it ends.
+"""The controller's side of its watchdog: starts it, reports requests to the engine, replaces it if it ends.
 
-The watchdog is nobody's child and holds no file of the controller's, so that what ends a controller does not end it.
+The watchdog is no child of the controller and holds none of its files, so it survives the end of the controller.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from roll_flash.sandboxes.identity import LABEL_OWNER, Owner
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 IMAGE = "-"
-"""In place of a container's image: what is asked for is an image."""
+"""Value of `image` in `Guard.asked` if the request creates an image, not a container."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
 class Guard:
-    """`start` first; `asked` before each request that leaves something with the engine, `answered` after it."""
+    """Client of the watchdog. Call `start` first, `asked` before each request that creates an object in the engine,
+    and `answered` after it."""
 
     def __init__(self, snapshots: str, folders: str) -> None:
-        """`snapshots`: the repository of the images that it removes; `folders`: a glob pattern of folders."""
+        """`snapshots`: repository of the images to remove; `folders`: glob pattern of the folders to remove."""
         self._snapshots = snapshots
         self._folders = folders
         self._command: list[str] = []
@@ -38,7 +39,7 @@ class Guard:
         self._stopped = False
 
     def start(self, host: str, version: str, certificates: str) -> None:
-        """Returns when it watches. Raises SandboxUnavailable."""
+        """Start the watchdog and wait until it is ready. Raises SandboxUnavailable."""
         program = str(Path(__file__).with_name("watchdog.py"))
         label = f"{LABEL_OWNER}={Owner.current()}"
         self._command = [sys.executable, "-I", "-S", program, host, version, label, certificates]
@@ -50,14 +51,14 @@ class Guard:
             self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            # Not the controller's own: whoever cleans up after it may end what holds its log files open (Ray's guard).
+            # Not inherited: a clean-up of the controller (by Ray) may kill processes that hold its log files open.
             stderr=subprocess.DEVNULL,
             bufsize=0,
         )
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            process.wait(timeout=START_TIMEOUT_S)  # it goes on as a process of its own
+            process.wait(timeout=START_TIMEOUT_S)  # the watchdog forks and continues in the child
             watches = _answers(process, START_TIMEOUT_S) and os.read(process.stdout.fileno(), len(READY)) == READY
         except subprocess.TimeoutExpired:
             process.kill()
@@ -72,18 +73,18 @@ class Guard:
             self._say(f"+{name} {image}\n")
 
     def asked(self, name: str, image: str = IMAGE) -> None:
-        """The engine is now asked for a container of this name and image, or for an image of this name."""
+        """Record a request to the engine for a container with this name and image, or for an image with this name."""
         self._unanswered[name] = image
         self._say(f"+{name} {image}\n")
 
     def answered(self, name: str) -> None:
-        """It is there and carries its owner's label, or it never will be."""
+        """Record the answer: the object exists and carries its owner's label, or will never exist."""
         if self._unanswered.pop(name, None) is not None:
             self._say(f"-{name}\n")
 
     @property
     def unanswered(self) -> frozenset[str]:
-        """What the engine may still come up with."""
+        """Names of objects that the engine may still create."""
         return frozenset(self._unanswered)
 
     def _say(self, line: str) -> None:
@@ -101,14 +102,14 @@ class Guard:
         self._launch()
 
     def stop(self) -> None:
-        """There is nothing left but what was not answered: it still looks for that, then ends by itself."""
+        """Tell the watchdog that only unanswered requests are left; it searches for those, then ends by itself."""
         process, self._process, self._stopped = self._process, None, True
         if process is None or process.stdin is None:
             return
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(process.stdin.fileno(), b"q\n")
         if not self._unanswered:
-            _answers(process, END_TIMEOUT_S)  # with an end of file
+            _answers(process, END_TIMEOUT_S)  # readable at end-of-file
         _close_pipes(process)
 
 

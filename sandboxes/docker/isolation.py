@@ -1,4 +1,4 @@
-"""How an engine separates containers from the machine, as far as it says so itself."""
+"""Isolation features of an engine, from its own answer to /info."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class EngineIsolation:
     default_runtime: str
     runtimes: tuple[str, ...]
     user_namespaces: bool
-    """Users inside are others on the machine (`userns-remap`, or a rootless engine)."""
+    """True if user ids inside map to other ids on the machine (`userns-remap`, or a rootless engine)."""
     rootless: bool
     seccomp: bool
     cgroup_version: str
@@ -36,7 +36,7 @@ class EngineIsolation:
         )
 
     def check(self, spec: SandboxSpec) -> None:
-        """Raises SandboxSpecError for what this engine does not have."""
+        """Raise SandboxSpecError if this engine lacks a feature that `spec` requires."""
         if spec.runtime is not None and spec.runtime not in self.runtimes:
             raise SandboxSpecError(
                 f"runtime={spec.runtime!r}: the engine has {', '.join(self.runtimes)}; "
@@ -50,7 +50,7 @@ class EngineIsolation:
             raise SandboxSpecError('userns="host": a rootless engine cannot go without a user namespace')
 
     def users(self, spec: SandboxSpec) -> range:
-        """Whose numbers a sandbox without a `user` of its spec may get."""
+        """Return the range of user ids for sandboxes whose spec has no `user`."""
         return REMAPPED_USERS if self.user_namespaces and spec.userns != "host" else DOCKER_USERS
 
     def describe(self, spec: SandboxSpec) -> dict[str, str]:

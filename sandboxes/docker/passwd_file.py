@@ -1,7 +1,7 @@
-"""A name for a sandbox's user: whoami, git, ssh and node's os.userInfo() look it up in /etc/passwd.
+"""A user name for the sandbox's user id: whoami, git, ssh and node's os.userInfo() look it up in /etc/passwd.
 
-The image's own list stays, with one line more. It is a file of this machine while a container starts, and bound into it
-read-only; so an engine elsewhere, or one with user namespaces, does without.
+The file is the image's /etc/passwd plus one line. It lies on this machine while a container starts and is mounted
+read-only; so containers of remote engines, or of engines with user namespaces, have no such name.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from roll_flash.sandboxes.scratch import scratch_folder
 
 PATH = "/etc/passwd"
 NOT_SEEN = "bind source path does not exist"
-"""What an engine says that cannot see this machine's files."""
+"""Error text of an engine that cannot see this machine's files."""
 MOST_BYTES = 1 << 18
-"""A fork's list is a model's work, and is held in memory."""
+"""Maximum size of /etc/passwd: in a snapshot the model controls the file, and it is held in memory."""
 
 
 async def read_users(engine: EngineApi, container: str) -> str | None:
-    """What a container's image has at /etc/passwd: nothing is "", and None what is no plain file or is too large."""
+    """Return the /etc/passwd of a container's image; "" if missing, None if it is no regular file or too large."""
     where, query = f"/containers/{container}/archive", {"path": PATH}
     head = await engine.call("HEAD", where, query=query, accept=(404,))
     if head.status_code == 404:
@@ -41,7 +41,7 @@ async def read_users(engine: EngineApi, container: str) -> str | None:
 
 @contextmanager
 def passwd_file(users: str, number: int, home: str) -> Iterator[str]:
-    """A file with `users` and the sandbox's own; it must be there until the container has started."""
+    """Write a file with `users` and the sandbox's user; it must exist until the container has started."""
     with scratch_folder("users") as folder:
         path = folder / "passwd"
         path.write_text(with_user(users, number, home), errors="surrogateescape")
@@ -50,7 +50,7 @@ def passwd_file(users: str, number: int, home: str) -> Iterator[str]:
 
 
 def with_user(users: str, number: int, home: str) -> str:
-    """Without those of earlier sandboxes, which snapshots bring along."""
+    """Add the sandbox's user to `users`, and drop users of earlier sandboxes, which snapshots contain."""
     kept = [line for line in users.splitlines() if line and not _is_sandbox(line)]
     return "\n".join([f"sandbox:x:{number}:{GROUP}::{home}:/bin/sh", *kept, ""])
 

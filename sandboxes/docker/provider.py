@@ -1,7 +1,7 @@
 """Sandboxes in hardened Docker containers, each with a resident agent on its attached stdin and stdout.
 
-The agent comes into any image through one read-only volume per agent version and engine. Unlike a bind mount that works
-with remote engines; unlike a derived image it leaves the user's image, and snapshots of it, as they are.
+A read-only volume, one per agent version and engine, brings the agent into any image. Unlike a bind mount, it works
+with remote engines; unlike a derived image, it leaves the user's image and its snapshots unchanged.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from roll_flash.sandboxes.spec import SandboxSpec
 REMOVE_TIMEOUT_S = 30.0
 COMMIT_TIMEOUT_S = 120.0
 PRUNE_EVERY_S = 3600.0
-"""Each build is looked at one by one."""
+"""Seconds between prunings of unused builds, which need a request per build."""
 VOLUMES_KNOWN_S = 10.0
-"""How long an image name is taken for the same image."""
+"""Seconds for which the volumes of an image are cached by its name."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
 class _NameTaken(SandboxStartError):
-    """Another sandbox has the name, and the user that goes with it."""
+    """Another sandbox has this name and its user id."""
 
 
 class _FilesNotSeen(SandboxStartError):
@@ -63,7 +63,7 @@ class _FilesNotSeen(SandboxStartError):
 
 
 class DockerProvider:
-    """`connect` first. Several sandboxes may be opened at once; at most `max_parallel_starts` start side by side."""
+    """Provider for one engine; call `connect` first. At most `max_parallel_starts` sandboxes start in parallel."""
 
     name = "docker"
     isolation: Isolation = "strong"
@@ -86,18 +86,18 @@ class DockerProvider:
         self._processor = ""
         self._engine_isolation = EngineIsolation.of({})
         self._volumes: dict[str, tuple[float, list[str]]] = {}
-        """When each image was asked for the volumes that it declares, and which they are."""
+        """By image: time of the request for its declared volumes, and their paths."""
         self._users: dict[str, str | None] = {}
-        """What `read_users` found in each image."""
+        """Result of `read_users` for each image."""
         self._sees_files = self.engine.address.socket_path is not None
 
     @property
     def live(self) -> int:
-        """Sandboxes that were opened and not closed yet."""
+        """Number of open sandboxes."""
         return len(self._live)
 
     async def connect(self) -> None:
-        """Raises SandboxUnavailable."""
+        """Connect to the engine, start the guard and watch events. Raises SandboxUnavailable."""
         await self.engine.connect()
         info = await self.engine.json("GET", "/info")
         self._machine_memory_mb = int(info.get("MemTotal", 0)) >> 20
@@ -124,7 +124,7 @@ class DockerProvider:
         return await self._open(spec, run, timeout_s, None)
 
     async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
-        """`joins`: the container whose internal network it is on."""
+        """Open a sandbox; `joins`: container whose internal network it joins."""
         self._engine_isolation.check(spec)
         while True:
             try:
@@ -139,7 +139,7 @@ class DockerProvider:
                 )
 
     async def _open_named(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
-        """Raises _NameTaken, _FilesNotSeen."""
+        """Open a sandbox under a random name. Raises _NameTaken, _FilesNotSeen."""
         async with self._starts:
             image = await image_of(self.engine, spec)
             volumes = volume_paths(await self._declared_volumes(image), spec)
@@ -172,7 +172,7 @@ class DockerProvider:
     async def _start(
         self, sandbox: AgentSandbox, connection: AgentConnection, body: dict[str, Any], timeout_s: float
     ) -> None:
-        """Raises _NameTaken, _FilesNotSeen."""
+        """Create, attach and start the container, and prepare the sandbox. Raises _NameTaken, _FilesNotSeen."""
         name = sandbox.name
         creating = asyncio.ensure_future(self._create(name, body))
         try:
@@ -202,7 +202,7 @@ class DockerProvider:
         return nullcontext()
 
     async def _declared_volumes(self, image: str) -> list[str]:
-        """Asked once for starts that follow each other: it is a twentieth of one. Raises SandboxImageMissing."""
+        """Return the image's volumes, cached: the request takes 1/20 of a start. Raises SandboxImageMissing."""
         asked, volumes = self._volumes.get(image, (float("-inf"), []))
         if time.monotonic() - asked < VOLUMES_KNOWN_S:
             return volumes
@@ -212,7 +212,7 @@ class DockerProvider:
         return volumes
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
-        """Raises _NameTaken, _FilesNotSeen."""
+        """Create the container. Raises _NameTaken, _FilesNotSeen."""
         with self._asking(name, body["Image"]):
             try:
                 answer = await self.engine.call(
@@ -225,7 +225,7 @@ class DockerProvider:
 
     @contextmanager
     def _asking(self, name: str, image: str = IMAGE) -> Iterator[None]:
-        """The engine may finish what it did not answer: the guard and `sweep` look for that."""
+        """Report a request to the guard: if the engine creates the object later, the guard and `sweep` remove it."""
         self._guard.asked(name, image)
         self._asked.add(name)
         try:
@@ -241,14 +241,14 @@ class DockerProvider:
             self._asked.discard(name)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
-        """The engine finishes a creation even if nobody waits for it: removing too early would leave the container."""
+        """Remove a container after its creation ends: the engine would finish the creation after an early removal."""
         connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
         await asyncio.wait({creating})
         if creating.exception() is None:
             await self.remove(name, has_run=False)
 
     async def _commit(self, connection: AgentConnection, run: str, spec: SandboxSpec) -> str:
-        """Keep a container's writable root as an image until this provider is closed."""
+        """Commit a container's writable root as an image, kept until this provider is closed."""
         name = connection.name
         async with paused(connection):
             await self._keep_root(name, spec)
@@ -262,7 +262,7 @@ class DockerProvider:
         return image
 
     async def _keep_root(self, name: str, spec: SandboxSpec) -> None:
-        """Have the changes, which are in memory, written where the engine looks for them. Raises SandboxFileError."""
+        """Write the root's changes from memory to the path that the engine commits. Raises SandboxFileError."""
         assert self._agent is not None
         command = [*self._agent.command, "--keep-root", str(spec.root_size_mb << 20)]
         body = {"Cmd": command, "User": "0:0", "AttachStderr": True, "AttachStdout": True}
@@ -275,7 +275,7 @@ class DockerProvider:
             raise SandboxFileError(f"sandbox {name}: its root could not be kept: {why[:300]}", errno.EIO)
 
     async def remove(self, name: str, *, has_run: bool = True) -> None:
-        """Gone when this returns; fine if it already was. Raises SandboxUnreachable."""
+        """Remove a container and wait until it is removed; no error if it is missing. Raises SandboxUnreachable."""
         self._live.discard(name)
         if await remove_container(self.engine, name, has_run=has_run):
             return
@@ -288,7 +288,7 @@ class DockerProvider:
         )
 
     async def sweep(self) -> int:
-        """Also removes what this provider asked for and had no answer about, if it has come up since."""
+        """Remove leftovers of dead controllers, and objects of this provider whose creation was never answered."""
         for entry in await list_entries(self.engine):
             if entry.name in self._guard.unanswered and entry.name not in self._asked:
                 if entry.kind == "snapshot":
@@ -315,9 +315,9 @@ class DockerProvider:
             await self.engine.close()
 
     async def _provide_agent(self, image: str) -> AgentProgram:
-        """Look at the engine's agent volume, and fill it if need be: once, and again after a start that failed.
+        """Return the agent after checking the engine's agent volume, once and again after a failed start.
 
-        An image is looked at as well, once.
+        Fills the volume if necessary, and reads the users of each image once.
         """
         async with self._volume_lock:
             if self._agent is None:

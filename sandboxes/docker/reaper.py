@@ -1,6 +1,6 @@
-"""Find and remove what belongs to controllers that are gone: sandboxes, snapshots' images, scratch folders; old builds.
+"""Find and remove leftovers of dead controllers (sandboxes, images of snapshots, scratch folders) and old builds.
 
-Touches only what carries our label or name.
+Touches only objects with our label or name.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_f
 
 Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]
 FOREIGN_AGE_S = 86400.0
-"""A sandbox of another machine's process without a deadline counts as left behind after so long."""
+"""Age in seconds at which a sandbox of another machine, without a deadline, counts as leaked."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxEntry:
-    """One sandbox as its engine lists it, or what a sandbox left."""
+    """One sandbox in an engine's list, or a leftover of a sandbox."""
 
     name: str
     run: str
@@ -42,27 +42,27 @@ class SandboxEntry:
     age_s: float
     state: str
     leaked: bool
-    """Its owner is dead, or its deadline has passed."""
+    """True if its owner is dead or its deadline has passed."""
     network: str = ""
-    """With `network="internal"` the sandbox whose network it is on."""
+    """With `network="internal"`: the sandbox that owns its network."""
     engine: str = ""
     kind: str = "container"
-    """`container`, `snapshot` (an image), `build` (an image; listed when it is removed), `folder`."""
+    """`container`, `snapshot` (an image), `build` (an image; only in results of `reap`) or `folder`."""
 
 
 def list_sandboxes(*hosts: str) -> list[SandboxEntry]:
-    """Every labelled container and snapshot of the engines, and the scratch folders of this user here.
+    """List every labelled container and snapshot of the engines, and this user's scratch folders on this machine.
 
-    The engine is DOCKER_HOST's by default, with none of either if that does not answer. Raises SandboxUnavailable for
-    an engine that was named.
+    Default engine: DOCKER_HOST, skipped if it does not answer. Raises SandboxUnavailable if an engine in `hosts` does
+    not answer.
     """
     return [*asyncio.run(_with_engines(hosts, list_entries)), *map(_folder_entry, scratch_folders())]
 
 
 def reap(*hosts: str) -> list[SandboxEntry]:
-    """Remove the leaked ones, and builds that nobody uses any more, and return them.
+    """Remove leaked entries and unused builds, and return them.
 
-    Raises SandboxUnavailable as `list_sandboxes`.
+    Raises SandboxUnavailable like `list_sandboxes`.
     """
     return [*asyncio.run(_with_engines(hosts, sweep)), *map(_folder_entry, sweep_folders())]
 
@@ -86,7 +86,7 @@ async def _with_engine(host: str | None, action: Action) -> list[SandboxEntry]:
 
 
 async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
-    """Containers and snapshots of all owners."""
+    """List containers and snapshots of all owners."""
     query = {"all": "1", "filters": json.dumps({"label": [f"{LABEL}=1"]})}
     containers = await engine.json("GET", "/containers/json", query=query)
     images = await list_images(engine, SNAPSHOTS, f"{LABEL}=1")
@@ -97,13 +97,13 @@ async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
 
 
 async def labelled(engine: EngineApi, label: str | None) -> list[str]:
-    """Ids of the containers, in whatever state, that carry a label; None is all of the engine's."""
+    """Return the ids of containers in any state with a label; None: all containers of the engine."""
     query = {"all": "1", **({"filters": json.dumps({"label": [label]})} if label else {})}
     return [str(item["Id"]) for item in await engine.json("GET", "/containers/json", query=query)]
 
 
 async def sweep(engine: EngineApi) -> list[SandboxEntry]:
-    """Remove what dead owners left behind on this engine, and the builds that nobody uses any more."""
+    """Remove leftovers of dead owners and unused builds on this engine."""
     removed = await remove_leaked(engine)
     return removed + [
         SandboxEntry(name, "", "", round(unused_s, 1), "unused", True, engine=engine.address.host, kind="build")
@@ -112,7 +112,7 @@ async def sweep(engine: EngineApi) -> list[SandboxEntry]:
 
 
 async def remove_leaked(engine: EngineApi) -> list[SandboxEntry]:
-    """Remove what dead owners left behind on this engine."""
+    """Remove leftovers of dead owners on this engine."""
     leaked = [entry for entry in await list_entries(engine) if entry.leaked]
     containers = [entry for entry in leaked if entry.kind == "container"]
     await _remove(engine, containers)
@@ -131,9 +131,9 @@ async def _remove(engine: EngineApi, entries: Sequence[SandboxEntry]) -> None:
 
 
 async def remove_container(engine: EngineApi, name: str, *, has_run: bool = True) -> bool:
-    """False: somebody else is removing it just now. Raises SandboxUnreachable."""
+    """Remove a container. False if another process is removing it. Raises SandboxUnreachable."""
     if not has_run:
-        # Removed without having run, an attached container keeps its connection in the engine for ever.
+        # If removed before it ran, an attached container keeps its connection in the engine forever.
         await engine.call("POST", f"/containers/{name}/start", accept=(400, 404, 409, 500))
     query = {"force": "1", "v": "1"}
     answer = await engine.call("DELETE", f"/containers/{name}", query=query, accept=(404, 409))
@@ -141,7 +141,7 @@ async def remove_container(engine: EngineApi, name: str, *, has_run: bool = True
 
 
 def _entry(item: dict[str, Any], engine: str, image: str | None = None) -> SandboxEntry:
-    """Of a container; with `image`, of the snapshot of that name."""
+    """Return the entry of a container, or of the snapshot named `image`."""
     marks = item.get("Labels") or {}
     age_s = max(0.0, time.time() - float(marks.get(LABEL_CREATED) or item.get("Created") or 0))
     name = str(item["Names"][0]).lstrip("/") if item.get("Names") else str(item["Id"])

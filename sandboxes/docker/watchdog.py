@@ -1,13 +1,13 @@
-"""Removes what a controller leaves behind when it has died: its containers, its snapshots' images, its scratch folders.
+"""Removes the leftovers of a dead controller: its containers, the images of its snapshots, its scratch folders.
 
-Runs as a process of its own with the standard library alone. An attached container removes itself when its controller
-dies; one that was created and not started would stay. `guard.py` is the controller's end: it writes `+NAME IMAGE`
-before it asks for a container (`+NAME -` for an image), `-NAME` when that was answered, and `q` when it is done.
+Runs as a separate process with the standard library only. An attached container removes itself when its controller
+dies; a container that was created but not started would stay. `guard.py` is the controller's side: it writes
+`+NAME IMAGE` before it requests a container (`+NAME -` for an image), `-NAME` after the answer, and `q` at the end.
 
     watchdog.py ENGINE-URL API-VERSION OWNER-LABEL CERTIFICATES FOLDERS SNAPSHOTS
 
-CERTIFICATES is a folder or empty, FOLDERS a glob pattern of the owner's scratch folders, SNAPSHOTS the repository of
-its images.
+CERTIFICATES: a folder or empty. FOLDERS: glob pattern of the owner's scratch folders. SNAPSHOTS: repository of its
+images.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 QUIET_S = 2.0
-"""The sweep ends when for so long nothing new has come up."""
+"""The sweep ends when it has found nothing new for this time in seconds."""
 LONGEST_S = 60.0
-"""So long it waits for what was asked for and has neither come up nor been ruled out."""
+"""Maximum duration of the sweep in seconds, if requested objects have neither appeared nor been ruled out."""
 UNREACHABLE_S = 10.0
-"""An engine that nobody listens for is given up after so long."""
+"""Seconds after which the sweep gives up on an engine that accepts no connection."""
 POLL_S = 0.1
 READY = b"ready\n"
 FAILURES = (OSError, http.client.HTTPException, ValueError, KeyError)
-"""Of a request, or of an answer that is none."""
+"""Errors of a request or of an invalid answer."""
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -53,11 +53,11 @@ class Engine:
     def __init__(self, host: str, version: str, certificates: str) -> None:
         self.host = host
         self._version = version
-        # Read now: the folder may be gone by the time that it is needed.
+        # Read now: the folder may be gone later.
         self._tls = _client_tls(Path(certificates)) if certificates else None
 
     def call(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
-        """Status and content of the answer."""
+        """Send a request; return the status and the decoded JSON of the answer."""
         connection = self._connect()
         try:
             sent = json.dumps(body) if body is not None else None
@@ -91,21 +91,21 @@ def _client_tls(folder: Path) -> ssl.SSLContext:
 
 
 class Journal:
-    """What was asked for and not answered: names of containers with their images, names of images with `-`."""
+    """Unanswered requests: names of containers with their images, names of images with `-`."""
 
     def __init__(self) -> None:
         self.unanswered: dict[str, str] = {}
         self._rest = b""
 
     def follow(self, owner: str) -> bool:
-        """Until the controller has died (True) or has said that it is done (False)."""
+        """Read the controller's messages until it dies (True) or reports its end (False)."""
         while True:
             if not select.select([0], [], [], 1.0)[0]:
                 if not _lives(owner):  # a child of the controller may hold the pipe open
                     return True
                 continue
             piece = os.read(0, 1 << 16)
-            if not piece:  # dying, or only forgetful: then there may be something to remove when it dies
+            if not piece:  # the controller is dying, or closed the pipe without `q`: then wait for its death
                 while _lives(owner):
                     time.sleep(POLL_S)
                 return True
@@ -124,7 +124,7 @@ class Journal:
 
 
 def _lives(owner: str) -> bool:
-    """As `identity.Owner.lives`."""
+    """Same as `identity.Owner.lives`."""
     _, pid, started = owner.split(":")
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -134,7 +134,7 @@ def _lives(owner: str) -> bool:
 
 
 class Sweep:
-    """`died` False: the controller ended in order, and only what it never had an answer for is looked for."""
+    """Removal of leftovers. `died` False: the controller ended normally; only unanswered requests are searched for."""
 
     def __init__(self, engine: Engine, label: str, died: bool, unanswered: dict[str, str], snapshots: str) -> None:
         self._engine = engine
@@ -153,17 +153,17 @@ class Sweep:
                     quiet_since = time.monotonic()
                 reached = time.monotonic()
             except (ConnectionRefusedError, FileNotFoundError):
-                quiet_since = time.monotonic()  # it may be starting again
+                quiet_since = time.monotonic()  # the engine may be restarting
             except FAILURES:
-                quiet_since = reached = time.monotonic()  # it is busy
+                quiet_since = reached = time.monotonic()  # the engine is busy
             time.sleep(POLL_S)
             now = time.monotonic()
         for name in self._placeholders:
-            with contextlib.suppress(*FAILURES):  # it carries its owner: what stays is found by the next reaper
+            with contextlib.suppress(*FAILURES):  # the next reaper finds the rest by the owner label
                 self._engine.call("DELETE", f"/containers/{name}?force=1&v=1")
 
     def _round(self) -> bool:
-        """Whether anything was found."""
+        """Search once and remove what is found; True if anything was found."""
         found = False
         for item in self._engine.listed("/containers/json", label=self._label):
             found |= self._remove_container(item)
@@ -178,7 +178,7 @@ class Sweep:
         if names & self._placeholders or not (self._died or names & self._unanswered.keys()):
             return False
         if item["State"] == "created":
-            # Removed without having run, an attached container keeps its connection in the engine for ever.
+            # If removed before it ran, an attached container keeps its connection in the engine forever.
             self._engine.call("POST", f"/containers/{item['Id']}/start")
         self._engine.call("DELETE", f"/containers/{item['Id']}?force=1&v=1")
         self._settle(names)
@@ -192,10 +192,10 @@ class Sweep:
         return bool(names)
 
     def _take_name(self, name: str, image: str) -> bool:
-        """Whether the engine never began to create this one: it is settled then, by a container of that name.
+        """Create a placeholder container with this name; True if the engine never began to create the requested one.
 
-        A request that it has not read yet would now be refused. Names are taken first when a container is created, so
-        one that is under way refuses this.
+        The engine then refuses the request if it reads it later. If the creation has begun, the name is already
+        reserved and the placeholder is refused.
         """
         mark, _, value = self._label.partition("=")
         body = {"Image": image, "Cmd": ["/none"], "Labels": {"roll-flash.sandbox": "1", mark: value}}
@@ -213,7 +213,7 @@ class Sweep:
 
 
 def leave_controller() -> None:
-    """Be nobody's child: what ends a controller may end its children with it (Ray does)."""
+    """Detach from the controller: a program that ends a controller may also end its children (Ray does)."""
     if os.fork():
         os._exit(0)
     os.setsid()

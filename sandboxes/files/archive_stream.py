@@ -1,4 +1,4 @@
-"""The bytes of an archive, decompressed piece by piece and counted before they are held."""
+"""Stream the bytes of an archive: decompressed piece by piece, and counted before they are stored."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.tree_model import StepCounter
 
 MAX_RATIO = 200
-"""Largest unpacked size of an archive as a multiple of its packed size (beyond the first MiB)."""
+"""Maximum unpacked size of an archive as a multiple of its packed size (beyond the first MiB)."""
 FREE_BYTES = 1 << 20
 CHUNK = 1 << 16
 BLOCK = 512
 MAX_LZMA_BYTES = 1 << 27
-"""Most memory for the dictionary of an .xz file; `xz -9` takes half of it."""
+"""Maximum bytes of memory for the dictionary of an .xz file; `xz -9` needs half of it."""
 HEADERS_PER_ENTRY = 4
 EFBIG = 27
 
 
 class ArchiveError(Exception):
-    """What is no archive, or none that is taken."""
+    """The data is no archive, or an archive that is refused."""
 
 
 class Budget:
-    """What may still be unpacked: bytes of content and of long names, members, headers of any kind, steps."""
+    """Remaining limits of an unpacking: bytes (contents and long names), members, headers of any kind, steps."""
 
     def __init__(self, packed_bytes: int, max_bytes: int, max_entries: int) -> None:
         self._bytes = min(max_bytes, FREE_BYTES + MAX_RATIO * packed_bytes)
@@ -37,7 +37,7 @@ class Budget:
         self._error = f"the archive unpacks to more than {self._bytes} bytes or {max_entries} files"
 
     def take(self, count: int = 0, *, entries: int = 0, headers: int = 0) -> None:
-        """Raises SandboxFileError when one of the three is used up."""
+        """Subtract from the limits. Raises SandboxFileError if one of the three is exceeded."""
         self._bytes -= count
         self._entries -= entries
         self._headers -= headers
@@ -56,7 +56,7 @@ class Decompressor(Protocol):
 
 
 class _Gzip:
-    """zlib's decompressor as those of bz2 and lzma are used."""
+    """zlib's decompressor with the interface of bz2 and lzma."""
 
     def __init__(self) -> None:
         self._inner = zlib.decompressobj(wbits=31)
@@ -89,9 +89,9 @@ _FORMATS: tuple[tuple[bytes, Callable[[], Decompressor]], ...] = (
 
 
 def decompressed(packed: bytes, budget: Budget) -> Iterator[bytes]:
-    """Pieces of at most CHUNK bytes. What is in none of the known formats comes as it is.
+    """Yield decompressed pieces of at most CHUNK bytes. Data in an unknown format is yielded unchanged.
 
-    Raises ArchiveError for a stream that is damaged, cut short or followed by something else.
+    Raises ArchiveError for a stream that is damaged, truncated or followed by other data.
     """
     make = next((make for magic, make in _FORMATS if packed.startswith(magic)), None)
     at = 0
@@ -113,26 +113,26 @@ def decompressed(packed: bytes, budget: Budget) -> Iterator[bytes]:
         except (zlib.error, lzma.LZMAError, OSError, EOFError, ValueError) as error:
             raise ArchiveError(str(error)) from None
         at -= len(stream.unused_data)
-        if not packed[at : at + CHUNK].strip(b"\0") and not packed[at:].strip(b"\0"):  # many streams: not all for each
+        if not packed[at : at + CHUNK].strip(b"\0") and not packed[at:].strip(b"\0"):  # cheap test first: many streams
             return
 
 
 class Blocks:
-    """A stream read in the 512-byte blocks of a tar archive."""
+    """Reads a stream in the 512-byte blocks of a tar archive."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         self._pieces = pieces
         self._held, self._at = b"", 0
 
     def block(self) -> bytes | None:
-        """The next block; None at the end. Raises ArchiveError for a part of one."""
+        """Return the next block; None at the end. Raises ArchiveError for an incomplete block."""
         block = self._take(BLOCK)
         if block and len(block) < BLOCK:
             raise ArchiveError("it is cut short")
         return block or None
 
     def content(self, size: int) -> Iterator[bytes]:
-        """`size` bytes in pieces; the rest of the last block is thrown away. Raises ArchiveError."""
+        """Yield `size` bytes in pieces and skip the rest of the last block. Raises ArchiveError."""
         padding = -size % BLOCK
         while size:
             if not (piece := self._take(min(size, CHUNK))):
@@ -142,14 +142,14 @@ class Blocks:
         self._take(padding)
 
     def drain(self, most: int) -> None:
-        """Read to the end, so that a damaged end is found. Raises ArchiveError if there is more than `most`."""
+        """Read to the end to detect damage there. Raises ArchiveError if more than `most` bytes remain."""
         while piece := self._take(CHUNK):
             most -= len(piece)
             if most < 0:
                 raise ArchiveError("something large follows its end")
 
     def _take(self, count: int) -> bytes:
-        """Fewer bytes only at the end of the stream."""
+        """Return `count` bytes, or fewer at the end of the stream."""
         while len(self._held) - self._at < count and (piece := next(self._pieces, b"")):
             self._held, self._at = self._held[self._at :] + piece, 0
         taken = self._held[self._at : self._at + count]

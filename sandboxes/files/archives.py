@@ -1,7 +1,7 @@
-"""Archives that users bring, tar and zip, read within limits. Their names meet no file system of this machine.
+"""Unpack tar and zip archives of users, within limits. Their names never touch the file system of this machine.
 
-The contents go one after another into one nameless file; what lies where, and where links lead, is found out in a model
-of the tree (`tree_model.py`) before anything is sent on.
+The contents are written one after another into one unnamed file; paths and link targets are resolved in a model of the
+tree (`tree_model.py`) before anything is sent on.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ __all__ = ["EFBIG", "EINVAL", "MAX_RATIO", "max_packed", "unpack"]
 
 EINVAL = 22
 ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""Others are decompressed by `zipfile` without a bound on what one step yields."""
+"""Accepted compression methods: for others, `zipfile` does not limit the output of one step."""
 ZIP_MEMBER, ZIP_MEMBER_BYTES = b"PK\x01\x02", 46
 MAX_EXTRA_BYTES = 1024
-"""Of what a zip's directory says of one member beside its name: times, owners, sizes."""
+"""Maximum bytes of the extra field of one member in a zip's directory: times, owners, sizes."""
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -49,15 +49,15 @@ _ZIP_ERRORS = (
 
 
 def max_packed(max_bytes: int, max_entries: int) -> int:
-    """The size beyond which an archive need not be read: it holds more than `max_bytes`, or is padded."""
+    """Return the maximum size of an archive: a larger one holds more than `max_bytes`, or is padded."""
     return max_bytes + 4 * 1024 * max_entries + (1 << 20)
 
 
 def unpack(packed: bytes, contents: BinaryIO, *, max_bytes: int, max_entries: int) -> Folder:
-    """The tree of an archive; what its files hold is written to `contents`.
+    """Return the tree of an archive, and write the content of its files to `contents`.
 
-    Raises SandboxFileError for what is no archive, leads outside, holds anything but files, folders and links, or
-    passes a limit.
+    Raises SandboxFileError if the data is no archive, leads out of the tree, holds anything but files, folders and
+    links, or exceeds a limit.
     """
     budget = Budget(len(packed), max_bytes, max_entries)
     if len(packed) > max_packed(max_bytes, max_entries):
@@ -78,7 +78,7 @@ def unpack(packed: bytes, contents: BinaryIO, *, max_bytes: int, max_entries: in
 
 
 class _Unpacked:
-    """The tree of what has been read so far."""
+    """Tree of the members read so far."""
 
     def __init__(self, contents: BinaryIO, budget: Budget) -> None:
         self.root = Folder()
@@ -86,7 +86,7 @@ class _Unpacked:
         self._budget = budget
 
     def store(self, content: Iterator[bytes], mode: int) -> File:
-        """Set-id bits and what others might write are dropped; the owner can always read and write."""
+        """Append content to `contents`. Drops set-id bits and write bits of others; the owner can read and write."""
         start = self._contents.tell()
         for piece in content:
             self._contents.write(piece)
@@ -94,7 +94,7 @@ class _Unpacked:
         return File(kept, self._contents.tell() - start, start)
 
     def add(self, name: str, node: Node, *, replace: bool) -> None:
-        """Folders on the way are made. A member takes the place of an earlier one as far as `replace` says."""
+        """Add a member and its missing parent folders. `replace`: it may replace an earlier member, but no folder."""
         self._budget.take(entries=1)
         *above, last = parts_of(name)
         folder = self.find_folder(above)
@@ -108,7 +108,7 @@ class _Unpacked:
             self.find_folder(parts_of(name))
 
     def find_folder(self, parts: list[str]) -> Folder:
-        """As `mkdir -p` would, through links too as long as they stay inside. Raises LeadsOut."""
+        """Return a folder, created like with `mkdir -p`; follows links that stay in the tree. Raises LeadsOut."""
         here = self.root
         for part in parts:
             self._budget.step()
@@ -124,7 +124,7 @@ class _Unpacked:
         return here
 
     def find_file(self, name: str) -> File:
-        """What a hard link may mean. Raises ArchiveError."""
+        """Return the file that a hard link refers to. Raises ArchiveError."""
         *above, last = parts_of(name)
         here = self.root
         for part in above:
@@ -140,7 +140,7 @@ class _Unpacked:
 
 
 def _plain(name: str) -> str:
-    """Without the slashes and the `./` at its ends; nothing else is taken off."""
+    """Return the path without empty and `.` parts; nothing else is removed."""
     return "/".join(part for part in name.split("/") if part not in ("", "."))
 
 
@@ -159,8 +159,8 @@ def _add_member(tree: _Unpacked, member: Member, content: Iterator[bytes]) -> No
 
 
 class _ZipBytes(io.BytesIO):
-    """`zipfile` reads the whole directory of a zip at once, makes an object for each member in it, and copies its extra
-    field once for each part of that."""
+    """File object that checks a zip's directory: `zipfile` reads it at once, creates an object for each member, and
+    copies the member's extra field once for each part of that field."""
 
     max_members: int | None = None
 
@@ -172,7 +172,7 @@ class _ZipBytes(io.BytesIO):
 
 
 def _check_directory(data: bytes, max_members: int) -> None:
-    """Raises ArchiveError, SandboxFileError."""
+    """Check a zip's directory. Raises ArchiveError for a long extra field, SandboxFileError for too many members."""
     at = count = 0
     while data.startswith(ZIP_MEMBER, at):
         name, extra, comment = struct.unpack_from("<HHH", data, at + 28)
@@ -185,7 +185,7 @@ def _check_directory(data: bytes, max_members: int) -> None:
 
 
 def _read_zip(packed: bytes, tree: _Unpacked, budget: Budget, max_entries: int) -> None:
-    """Regular files and folders; a zip with links, devices or names that lead out is refused whole."""
+    """Read regular files and folders; refuse a zip with links, devices or names that lead out of the tree."""
     file = _ZipBytes(packed)
     file.max_members = max_entries
     try:
@@ -214,7 +214,7 @@ def _add_zipped(tree: _Unpacked, archive: zipfile.ZipFile, member: zipfile.ZipIn
 
 
 def _counted(source: IO[bytes], budget: Budget) -> Iterator[bytes]:
-    """A zip's own figures are not believed: bytes are counted as they come."""
+    """Yield the pieces of `source`, counted as they are read: the sizes in a zip are not trusted."""
     while piece := source.read(CHUNK):
         budget.take(len(piece))
         yield piece

@@ -1,4 +1,4 @@
-"""What a Dockerfile may COPY, as one archive whose bytes depend on names, modes and contents alone."""
+"""Build contexts of Dockerfiles as one archive, whose bytes depend only on names, modes and contents."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_CONTEXT_BYTES = 64 << 20
 
 
 def packed_files(files: Mapping[str, bytes | str]) -> bytes:
-    """A context of plain files."""
+    """Pack a build context of regular files."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for name, content in sorted(files.items()):
@@ -24,7 +24,7 @@ def packed_files(files: Mapping[str, bytes | str]) -> bytes:
 
 
 def read_build_folder(folder: Path) -> tuple[str, bytes]:
-    """(text of the Dockerfile, everything in the folder). Raises SandboxSpecError."""
+    """Return (text of the Dockerfile, archive of the folder's other files). Raises SandboxSpecError."""
     if not (folder / DOCKERFILE).is_file():
         raise SandboxSpecError(f"{folder}: there is no {DOCKERFILE} in it")
     packed, total = io.BytesIO(), 0
@@ -47,7 +47,7 @@ def read_build_folder(folder: Path) -> tuple[str, bytes]:
 
 
 def build_archive(dockerfile: str, context: bytes) -> bytes:
-    """What the engine's builder is sent: the context, with the Dockerfile. Raises SandboxSpecError."""
+    """Return the archive for the engine's builder: the context and the Dockerfile. Raises SandboxSpecError."""
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
         if context:

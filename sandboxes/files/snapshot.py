@@ -1,6 +1,6 @@
-"""The files of a sandbox as bytes that go into a spec: new sandboxes start from them. This machine's disk is not used.
+"""Snapshots: the files of a sandbox as bytes in a spec, from which new sandboxes start. They never use the host's disk.
 
-Processes are not part of a snapshot, nor are devices, FIFOs and sockets.
+A snapshot contains no processes, devices, FIFOs or sockets.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PARALLEL_FILES = 16
 
 
 async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
-    """A tar archive of what is in the working directory and in /tmp. Raises SandboxFileError if it is too large."""
+    """Return a tar archive of the working directory and /tmp. Raises SandboxFileError if it is too large."""
     packed = io.BytesIO()
     total, left = 0, MAX_SNAPSHOT_BYTES
     with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
@@ -44,7 +44,7 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
 
 
 async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry, most: int) -> int:
-    """How many bytes were read; sizes in a listing are a sandbox's word, so at most `most`."""
+    """Add one entry and return its bytes read, at most `most`: the sizes in a sandbox's listing are not trusted."""
     path = f"{folder}/{os.fsdecode(entry.path)}"
     member = tarfile.TarInfo(path.lstrip("/"))
     member.mode = stat.S_IMODE(entry.mode) & 0o777
@@ -62,7 +62,7 @@ async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: st
 
 
 async def restore(connection: AgentConnection, tree: bytes) -> None:
-    """Put the members of a snapshot where they were. Raises SandboxFileError."""
+    """Write the members of a snapshot to their original paths. Raises SandboxFileError."""
     limit = asyncio.Semaphore(PARALLEL_FILES)
 
     async def write(path: str, content: bytes, mode: int) -> None:
@@ -70,7 +70,7 @@ async def restore(connection: AgentConnection, tree: bytes) -> None:
             await files.write_file(connection, path, content, mode)
 
     writes = []
-    # Long names count too: whatever `capture` takes can be put back.
+    # Long names count too: every snapshot of `capture` can be restored.
     budget = Budget(len(tree), max_packed(MAX_SNAPSHOT_BYTES, 2 * MAX_ENTRIES), 2 * MAX_ENTRIES)
     try:
         for member, content in tar_members(Blocks(decompressed(tree, budget)), budget):
@@ -87,7 +87,7 @@ async def restore(connection: AgentConnection, tree: bytes) -> None:
 
 
 async def populate(connection: AgentConnection, spec: SandboxSpec) -> None:
-    """Give a new sandbox the files that its spec names."""
+    """Write the snapshot and the files of the spec into a new sandbox."""
     if spec.tree:
         await restore(connection, spec.tree)
     for path, content in spec.files:

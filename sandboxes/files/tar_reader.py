@@ -1,6 +1,6 @@
-"""The members of a tar archive (V7, ustar, GNU, PAX), read by ourselves.
+"""Reader for tar archives (V7, ustar, GNU, PAX).
 
-`tarfile` holds each extension header in memory whatever its size, searches it with regular expressions that take
+It replaces `tarfile`, which holds extension headers of any size in memory, searches them with regular expressions in
 quadratic time, and has no `filter` before Python 3.11.4.
 """
 
@@ -13,9 +13,9 @@ from typing import Literal
 from roll_flash.sandboxes.files.archive_stream import ArchiveError, Blocks, Budget
 
 MAX_EXTENSION_BYTES = 1 << 18
-"""Longest header of a name or of further fields: an extended attribute alone can take a quarter of it."""
+"""Maximum bytes of an extension header (a name or PAX fields); one extended attribute can take a quarter of it."""
 MAX_TRAILER_BYTES = 1 << 20
-"""Zeros that may follow the end of an archive."""
+"""Maximum bytes after the end of an archive."""
 USED = (b"path", b"linkpath", b"size")
 Kind = Literal["file", "folder", "link", "hard link"]
 _KINDS: dict[bytes, Kind] = {
@@ -32,17 +32,17 @@ _SPECIAL = {b"3": "a device", b"4": "a device", b"6": "a FIFO", b"S": "a sparse 
 @dataclass(frozen=True, slots=True)
 class Member:
     name: str
-    """As it was written, bytes that are no UTF-8 as surrogates."""
+    """Name as in the archive; invalid UTF-8 bytes become surrogates."""
     kind: Kind
     mode: int
     size: int
-    """Of its content; 0 for all but files."""
+    """Bytes of content; 0 unless `kind` is `file`."""
     target: str
-    """Of a link."""
+    """Target of a link or hard link."""
 
 
 def tar_members(blocks: Blocks, budget: Budget) -> Iterator[tuple[Member, Iterator[bytes]]]:
-    """Each member with its content, which is skipped where it is not taken. Raises ArchiveError, SandboxFileError."""
+    """Yield each member with its content; unread content is skipped. Raises ArchiveError, SandboxFileError."""
     fields: dict[bytes, bytes] = {}
     seen = 0
     while (block := blocks.block()) is not None and block.strip(b"\0"):
@@ -66,7 +66,7 @@ def tar_members(blocks: Blocks, budget: Budget) -> Iterator[tuple[Member, Iterat
 
 
 def _checked(block: bytes) -> bytes:
-    """The kind of a header whose checksum is right; some old programs added the bytes up as signed ones."""
+    """Verify a header's checksum and return the header's kind; some old programs summed the bytes as signed."""
     wanted = _number(block[148:156])
     rest = block[:148] + b" " * 8 + block[156:]
     if wanted != sum(rest) and wanted != sum(byte - 256 * (byte > 127) for byte in rest):
@@ -75,7 +75,7 @@ def _checked(block: bytes) -> bytes:
 
 
 def _number(field: bytes) -> int:
-    """Octal digits, or a binary number after 0x80."""
+    """Parse octal digits, or a binary number after 0x80."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     digits = field.partition(b"\0")[0].strip(b" ")
@@ -92,7 +92,7 @@ def _extension_data(blocks: Blocks, size: int, budget: Budget) -> bytes:
 
 
 def _extension(kind: bytes, data: bytes, budget: Budget) -> dict[bytes, bytes]:
-    """What it says of the next member. Global headers (kind g) are checked, and nothing of them is used."""
+    """Return the fields for the next member. Global headers (kind g) are checked; the caller ignores their fields."""
     if kind in (b"L", b"K"):
         return {b"path" if kind == b"L" else b"linkpath": data.partition(b"\0")[0]}
     found: dict[bytes, bytes] = {}

@@ -1,4 +1,4 @@
-"""A directory tree as names alone, on no disk: where a link leads is found out step by step, as the kernel would."""
+"""Model of a directory tree in memory: resolves links step by step, like the kernel, without a disk."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from typing import TypeAlias
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4095
 MAX_DEPTH = 200
-"""Folders below each other; the agent lists no deeper ones either (`agent/walk.c`)."""
+"""Maximum nesting of folders; the agent has the same limit for listings (`agent/walk.c`)."""
 MAX_LINKS = 40
-"""Links that one path may lead through, as in the kernel."""
+"""Maximum number of links in one path, as in the kernel."""
 MAX_STEPS = 512
-"""Parts of one path, those of the links on it included. Bounds the work; nothing honest comes near it."""
+"""Maximum number of parts of one path, including the parts of its links. Real trees stay far below."""
 STEPS_PER_ENTRY = 32
-"""The same for a whole tree, with the parts of names and the fields of headers: per member, on average."""
+"""Maximum steps for a whole tree, per member on average; parts of names and fields of headers count too."""
 
 
 class LeadsOut(Exception):
-    """A name or a link that leaves its tree, or of which that cannot be told."""
+    """A name or a link leaves its tree, or it is unknown where it leads."""
 
 
 @dataclass(slots=True, eq=False)
 class Folder:
     above: Folder | None = None
-    """None for the root of the tree."""
+    """Parent folder; None for the root of the tree."""
     depth: int = 0
     path: str = ""
-    """From the root."""
+    """Path from the root."""
     members: dict[str, Node] = field(default_factory=dict)
 
     def path_of(self, name: str) -> str:
         return f"{self.path}/{name}" if self.path else name
 
     def make_folder(self, name: str) -> Folder:
-        """Raises LeadsOut for a tree that is deeper than any tool could take."""
+        """Create a folder in this one. Raises LeadsOut if it is nested too deep for common tools."""
         made = Folder(self, self.depth + 1, self.path_of(name))
         if made.depth > MAX_DEPTH or len(os.fsencode(made.path)) > MAX_PATH_BYTES:
             raise LeadsOut(f"{made.path[:80]!r}… lies too deep")
@@ -49,7 +49,7 @@ class File:
     mode: int
     size: int
     offset: int = 0
-    """Where its content begins in what it was unpacked into."""
+    """Start of its content in the file of unpacked contents."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ Node: TypeAlias = Folder | File | Link
 
 
 def parts_of(name: str) -> list[str]:
-    """The parts of a relative path that leads nowhere but down. Raises LeadsOut."""
+    """Split a relative path that stays below its start. Raises LeadsOut for any other path."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
         raise LeadsOut(f"{name[:80]!r} is no plain path below the folder")
@@ -72,7 +72,7 @@ def parts_of(name: str) -> list[str]:
 
 
 class StepCounter:
-    """Bounds the work of following names and links in a tree of so many members. Raises LeadsOut."""
+    """Limits the work of resolving names and links in a tree with `entries` members. Raises LeadsOut."""
 
     def __init__(self, entries: int) -> None:
         self._left = STEPS_PER_ENTRY * entries + MAX_STEPS
@@ -84,9 +84,9 @@ class StepCounter:
 
 
 def follow(folder: Folder, target: str, count: Callable[[], None]) -> Node | None:
-    """What a link in `folder` with this target leads to; None for what is not there. `count` is called at each step.
+    """Resolve a link in `folder`; None if its target does not exist. Calls `count` at each step.
 
-    Raises LeadsOut as soon as one step leaves the tree, goes up from what is not there, or is one too many.
+    Raises LeadsOut if a step leaves the tree, goes up from a missing member, or exceeds a limit.
     """
     here: Node = folder
     waiting, links, steps = _reversed_parts(target), 0, 0
@@ -121,7 +121,7 @@ def _reversed_parts(target: str) -> list[str]:
 
 
 def walk(root: Folder) -> Iterator[tuple[Folder, str, Node]]:
-    """(folder, name in it, member) of everything below, folders before what they hold."""
+    """Yield (folder, name in it, member) for all members below `root`; a folder comes before its members."""
     waiting = [root]
     while waiting:
         folder = waiting.pop()

@@ -1,4 +1,4 @@
-"""Writing a tree on this machine. Each part of a path is opened by itself, never through a link, never outside."""
+"""Write a tree on this machine. Opens each part of a path separately: never through a link, never outside the tree."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TreeWriter:
-    """Makes what is below one folder, which must not exist or be empty. Nothing that is there is ever replaced.
+    """Writes a tree into one folder, which must not exist or must be empty. Never replaces an existing file.
 
     Every method raises SandboxFileError.
     """
@@ -53,7 +53,7 @@ class TreeWriter:
                 file.write(data)
 
     def make_links(self, links: list[tuple[str, str]]) -> None:
-        """(path, target) of each."""
+        """Create symbolic links; `links`: pairs (path, target)."""
         for path, target in links:
             with self._parent_of(path) as (folder, name):
                 os.symlink(target, name, dir_fd=folder)
@@ -73,7 +73,8 @@ class TreeWriter:
                 os.close(folder)
 
     def _open_root(self) -> int:
-        """A thread whose caller was cancelled may come late: the number may mean another folder by then."""
+        """Duplicate the root's descriptor. Fails after exit: a late thread of a cancelled caller must not use a reused
+        descriptor number."""
         with self._lock:
             if self._root < 0:
                 raise OSError(errno.EBADF, "given up")

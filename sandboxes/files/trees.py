@@ -1,4 +1,4 @@
-"""Directory trees in and out. What comes out of a sandbox is hostile: names, links and sizes are checked here."""
+"""Copy directory trees into and out of a sandbox. Data from a sandbox is hostile: names, links, sizes are checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PARALLEL_FILES = 16
 
 @dataclass(frozen=True, slots=True)
 class TreeReport:
-    """What a transfer moved, and which members it left out because they are no regular file, directory or safe link."""
+    """Result of a transfer. `left_out`: members that are no regular file, directory or safe link."""
 
     files: int
     bytes: int
@@ -36,7 +36,7 @@ class TreeReport:
 
 @dataclass(slots=True)
 class _Plan:
-    """What of a listing will be written. Its names and links are a sandbox's: each is checked against the others."""
+    """Members of a listing that will be written; each untrusted name and link is checked against the others."""
 
     folders: list[str] = field(default_factory=list)
     files: list[tuple[Entry, str]] = field(default_factory=list)
@@ -75,7 +75,7 @@ def _plan(entries: list[Entry]) -> _Plan:
 
 
 def is_safe_name(raw: bytes) -> bool:
-    """A relative path that leads nowhere but down."""
+    """True for a relative path that stays below its start."""
     try:
         parts_of(os.fsdecode(raw))
     except LeadsOut:
@@ -96,8 +96,8 @@ async def get_tree(
 ) -> TreeReport:
     """Copy a directory of the sandbox into `destination`, which must not exist or be empty.
 
-    Raises SandboxFileError before anything is written if the limits are passed. Links that are absolute or that lead
-    out of the tree at any step, devices, FIFOs and sockets are left out; set-id bits are dropped.
+    Raises SandboxFileError before anything is written if a limit is exceeded. Omits links that are absolute or that
+    leave the tree at any step, devices, FIFOs and sockets; drops set-id bits.
     """
     entries = await files.list_tree(connection, path, max_entries)
     total = sum(entry.size for entry in entries if stat.S_ISREG(entry.mode))
@@ -134,7 +134,7 @@ async def _fetch_files(
 
 
 async def _together(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
-    """All of them, or the first error, after the rest has been cancelled."""
+    """Run all moves and return their results; on the first error cancel the rest and raise it."""
     tasks = [asyncio.ensure_future(move) for move in moves]
     try:
         return await asyncio.gather(*tasks)
@@ -146,11 +146,11 @@ async def _together(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
 
 @dataclass(slots=True)
 class _Outgoing:
-    """What is sent: folders before what they hold, links last."""
+    """Members to send: folders before their members, links last."""
 
     folders: list[str] = field(default_factory=list)
     files: list[tuple[str, int, Callable[[], bytes]]] = field(default_factory=list)
-    """Path, mode, and what reads the content."""
+    """Path, mode, and a function that reads the content."""
     links: list[tuple[str, str]] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
@@ -160,8 +160,8 @@ async def put_tree(
 ) -> TreeReport:
     """Copy a directory, or the content of a tar or zip archive (a file, or its bytes), into a directory of the sandbox.
 
-    Raises SandboxFileError for an archive that leads outside, is too large or unpacks to more than
-    `archives.MAX_RATIO` times its size, before anything is sent.
+    Raises SandboxFileError, before anything is sent, for an archive that leads out of the directory, is too large or
+    unpacks to more than `archives.MAX_RATIO` times its size.
     """
     if not isinstance(source, bytes) and await asyncio.to_thread(source.is_dir):
         return await _send(connection, await asyncio.to_thread(_of_folder, source, max_bytes, max_entries), path)

@@ -1,4 +1,4 @@
-"""Images built from a spec's Dockerfile, under the hash of what goes into them; each is built once."""
+"""Build images from the Dockerfile of a spec, named by the hash of their inputs; each image is built once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def image_key(dockerfile: str, context: bytes = b"") -> str:
 
 
 async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
-    """The image that a spec's sandboxes start from, built first if need be. Raises SandboxImageError."""
+    """Return the image of a spec; build it first if necessary. Raises SandboxImageError."""
     if spec.dockerfile is None:
         return spec.image or DEFAULT_IMAGE
     image = f"{BUILDS}:{image_key(spec.dockerfile, spec.context)}"
@@ -50,9 +50,10 @@ async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
 
 @asynccontextmanager
 async def one_at_a_time(kind: str, what: str = "") -> AsyncIterator[None]:
-    """Across the processes of this machine and user; the lock goes with the process that holds it.
+    """Hold a lock across the processes of this machine and user; it is released when its process ends.
 
-    Its files stay, at most LOCKS for a kind, chosen by hash: one that were removed could be held twice, as two files.
+    The files are never deleted, else two processes could hold the same lock on two files. At most LOCKS per kind,
+    chosen by hash.
     """
     number = hashlib.sha256(what.encode()).digest()[0] % LOCKS
     path = cache_folder() / f"{kind}-{number}.lock"
@@ -85,17 +86,17 @@ async def _build(engine: EngineApi, image: str, archive: bytes) -> None:
 
 
 def build_error(said: str) -> SandboxImageError | SandboxDiskFull:
-    """What the engine's words about a build that failed mean."""
+    """Return the error for the engine's message about a failed build."""
     if "no space left" in said:
         return disk_full(said)
     if "could not find bridge" in said:
-        # Seen after a second engine of the same machine, without a bridge of its own, had removed it.
+        # Observed after a second engine on the same machine, configured without a bridge, had removed it.
         said = f"the engine's network bridge is gone, restart the engine ({said})"
     return SandboxImageError(f"building the image of a spec failed: {said[:300]}")
 
 
 class _Progress:
-    """Lines on standard error: at the beginning, every PROGRESS_S, and at the end."""
+    """Prints progress to standard error: at the start, every PROGRESS_S seconds, and at the end."""
 
     def __init__(self, image: str) -> None:
         self._image = image

@@ -1,7 +1,6 @@
-"""The sandbox's default image: `python -m roll_flash.sandboxes.images.default_image ensure [--image NAME]`.
+"""Build the default sandbox image: `python -m roll_flash.sandboxes.images.default_image ensure [--image NAME]`.
 
-Built on a registry's Debian image where one can be reached, else from `debootstrap` (as root). Does nothing if the
-image is there already.
+Uses the Debian image of a registry if one is reachable, else `debootstrap` (as root). Does nothing if the image exists.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ PACKAGES = "python3-minimal"
 LABEL_IMAGE = "roll-flash.image"
 IMAGE_VERSION = "1"
 PULL_TIMEOUT_S = 15.0
-"""How long the registry may take to answer at all; a pull that has begun may take PULL_TOTAL_S."""
+"""Maximum seconds without data from the registry; the whole pull may take PULL_TOTAL_S."""
 PULL_TOTAL_S = 600.0
 BUILD_TIMEOUT_S = 900.0
 STRIPPED = (
@@ -56,9 +55,9 @@ async def ensure_image(
     report: Report = print,
     provide_debootstrap: Callable[[], None] | None = None,
 ) -> str:
-    """Make sure that the engine has `image`; returns its id. Raises SandboxError with what to do.
+    """Ensure that the engine has `image` and return its id. Raises SandboxError with instructions for the user.
 
-    `provide_debootstrap` is called before that program is needed: it may install it.
+    `provide_debootstrap` is called before `debootstrap` is needed; it may install it.
     """
     engine = EngineApi(EngineAddress.from_environment(host))
     try:
@@ -85,7 +84,7 @@ async def ensure_image(
 
 
 async def find_image(engine: EngineApi, image: str) -> str | None:
-    """The image's id, None if the engine has none of that name."""
+    """Return the image's id; None if the engine has no image with this name."""
     answer = await engine.call("GET", f"/images/{image}/json", accept=(404,))
     return None if answer.status_code == 404 else str(answer.json()["Id"])
 

@@ -1,8 +1,8 @@
-"""The images that an engine keeps for sandboxes: snapshots, which end with their owner, and builds, which age.
+"""Images that an engine keeps for sandboxes: snapshots, removed with their owner, and builds, removed when unused.
 
-A build belongs to nobody: its name is the hash of what went into it, and whoever asks for the same finds it. The engine
-itself keeps when it was last asked for, as the time at which the image last got its name; so all controllers of an
-engine see the same. One that nobody has asked for in BUILD_AGE_S is removed.
+A build has no owner: its name is the hash of its inputs, so every controller can reuse it. The time of its last use is
+stored in the engine as the time when the image was last tagged, so all controllers of an engine see the same time.
+A build that is unused for BUILD_AGE_S is removed.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ BUILDS = "roll-flash-build"
 BUILD_LABEL = f"{LABEL}=image"
 BUILD_AGE_S = 7 * 86400.0
 NOTE_EVERY_S = 3600.0
-"""How exact the time of last use is."""
+"""Resolution in seconds of the time of last use."""
 
 
 async def list_images(engine: EngineApi, repository: str, label: str) -> list[dict[str, Any]]:
-    """As the engine lists them, those with a name."""
+    """Return the engine's image entries that have a name."""
     query = {"filters": json.dumps({"reference": [repository], "label": [label]})}
     return [image for image in await engine.json("GET", "/images/json", query=query) if image.get("RepoTags")]
 
 
 async def remove_image(engine: EngineApi, name: str, *, force: bool = False) -> bool:
-    """False for one that is gone, or that a container uses (with `force`: that runs)."""
+    """Remove an image. False if it is missing or a container uses it (with `force`: a running container)."""
     query = {"force": "1"} if force else None
     return (await engine.call("DELETE", f"/images/{name}", query=query, accept=(404, 409))).status_code == 200
 
 
 async def use_build(engine: EngineApi, name: str) -> bool:
-    """Whether the engine has this build; from now on it counts as used now."""
+    """True if the engine has this build; records the current time as its last use."""
     age_s = await _unused_s(engine, name)
     if age_s is not None and age_s > NOTE_EVERY_S:
         repository, _, tag = name.partition(":")
@@ -48,7 +48,7 @@ async def use_build(engine: EngineApi, name: str) -> bool:
 
 
 async def prune_builds(engine: EngineApi, older_than_s: float = BUILD_AGE_S) -> list[tuple[str, float]]:
-    """Remove the builds that nobody has asked for in so long; their names and how long that was."""
+    """Remove builds unused for `older_than_s` seconds; return their names and the seconds without use."""
     removed = []
     for image in await list_images(engine, BUILDS, BUILD_LABEL):
         for name in image["RepoTags"]:
@@ -59,7 +59,7 @@ async def prune_builds(engine: EngineApi, older_than_s: float = BUILD_AGE_S) -> 
 
 
 async def _unused_s(engine: EngineApi, name: str) -> float | None:
-    """Seconds since it was last asked for; None if there is no such image. Raises SandboxError."""
+    """Return the seconds since the last use of an image; None if it does not exist. Raises SandboxError."""
     answer = await engine.call("GET", f"/images/{name}/json", accept=(404,))
     if answer.status_code == 404:
         return None
@@ -72,7 +72,7 @@ async def _unused_s(engine: EngineApi, name: str) -> float | None:
 
 
 def _seconds(moment: str) -> float:
-    """Since 1970, of a time as engines write it (nanoseconds, zone); 0 for none."""
+    """Convert an engine's timestamp (nanoseconds, zone) to seconds since 1970; 0 if it is invalid."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (ValueError, OverflowError):

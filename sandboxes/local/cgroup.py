@@ -1,7 +1,7 @@
-"""Limits on memory, processor and processes for local sandboxes, where this user may make control groups.
+"""Limits on memory, processor and processes for local sandboxes, if this user may create control groups.
 
-Version 1 (one hierarchy per controller) and version 2. Where neither can be written the sandbox runs without limits of
-its own, which `LocalProvider.limited` says.
+Supports version 1 (one hierarchy per controller) and version 2. If neither is writable, sandboxes run without limits
+and `LocalProvider.limited` is False.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ ROOT = Path("/sys/fs/cgroup")
 FOLDER = "roll-flash"
 PERIOD_US = 100_000
 SOCKET_SHARE = 4
-"""Buffers of TCP and UDP may take a quarter of the memory beside it: version 1 counts them apart."""
+"""TCP and UDP buffers may take 1/SOCKET_SHARE of the memory limit on top of it: version 1 counts them separately."""
 REMOVE_TRIES, REMOVE_WAIT_S = 20, 0.02
 ENTER = 'while [ "$1" != -- ]; do echo $$ > "$1" || exit 70; shift; done; shift; exec "$@"'
 
 
 @dataclass(frozen=True, slots=True)
 class Cgroup:
-    """The folders of one sandbox, one per controller (version 1) or one in all (version 2)."""
+    """Control group folders of one sandbox: one per controller (version 1) or a single one (version 2)."""
 
     folders: tuple[Path, ...]
     version: int
 
     def wrap(self, command: list[str]) -> list[str]:
-        """A command line that enters the groups, then becomes `command`."""
+        """Return a command line that enters the groups, then executes `command`."""
         return [
             "/bin/sh",
             "-c",
@@ -45,7 +45,7 @@ class Cgroup:
         ]
 
     def remove(self) -> None:
-        """Fine if it is gone; one that is still in use stays for the sweep."""
+        """Remove the folders; no error if missing. A folder still in use is left for the sweep."""
         for folder in self.folders:
             for _ in range(REMOVE_TRIES):
                 try:
@@ -76,7 +76,7 @@ CONTROLLERS_V1 = ("memory", "pids", "cpu")
 
 
 def can_limit() -> bool:
-    """Whether this user may make groups with limits here."""
+    """True if this user may create control groups with limits."""
     try:
         _prepare()
     except OSError:
@@ -98,7 +98,7 @@ def _prepare() -> None:
 
 
 def make_cgroup(name: str, spec: SandboxSpec) -> Cgroup:
-    """Raises OSError."""
+    """Create the control groups of one sandbox. Raises OSError."""
     owner = Owner.current()
     leaf = f"{owner.pid}-{owner.started}-{name}"
     memory, quota = str(spec.memory_mb << 20), str(round(spec.cpus * PERIOD_US))
@@ -126,15 +126,15 @@ def make_cgroup(name: str, spec: SandboxSpec) -> Cgroup:
 def _limited(folder: Path, settings: dict[str, str]) -> Path:
     folder.mkdir()
     for name, value in settings.items():
-        if (folder / name).exists():  # no swap accounting, no file
+        if (folder / name).exists():  # the swap file exists only with swap accounting
             (folder / name).write_text(value)
     return folder
 
 
 def sweep_cgroups() -> int:
-    """Remove the groups of owners that are dead, with what runs in them.
+    """Remove the groups of dead owners and kill their processes; return the number of removed folders.
 
-    A sandbox ends with its controller; but a child that the controller forked holds its connection open.
+    A sandbox ends with its controller, unless a forked child of the controller holds the connection open.
     """
     removed = 0
     boot = Owner.current().boot
@@ -149,7 +149,7 @@ def sweep_cgroups() -> int:
 
 
 def _kill_members(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # somebody else removes it too
+    with contextlib.suppress(OSError):  # another process may remove it too
         for member in (folder / "cgroup.procs").read_text().split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(member), signal.SIGKILL)

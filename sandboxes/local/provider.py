@@ -1,6 +1,7 @@
-"""Sandboxes without a daemon: bubblewrap namespaces around the same agent. Weaker than docker, and it says so.
+"""Sandboxes without a daemon: bubblewrap namespaces around the same agent. `isolation` is "weak", unlike docker.
 
-The machine's own `/usr` is inside, read-only, and nothing else of it; network, processes and users are separate.
+Only the machine's `/usr` (with `/bin`, `/lib`) and a few files of `/etc` are visible, read-only; network, processes and
+users are separate.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ class LocalProvider:
         self._starts = asyncio.Semaphore(max_parallel_starts)
         self._agent: AgentProgram | None = None
         self.limited = False
-        """Whether sandboxes are held to their limits on memory, processor and processes."""
+        """True if limits on memory, processor and processes are enforced."""
         self._readers: set[asyncio.Future[None]] = set()
 
     async def connect(self) -> None:
-        """Raises SandboxUnavailable."""
+        """Check the required programs and load the agent. Raises SandboxUnavailable."""
         if shutil.which("bwrap") is None:
             raise SandboxUnavailable("the local sandbox needs bubblewrap: apt-get install bubblewrap")
         if os.geteuid() == 0 and shutil.which("setpriv") is None:
@@ -87,7 +88,7 @@ class LocalProvider:
             try:
                 process = await asyncio.shield(spawning)
             except asyncio.CancelledError:
-                # Abandoned in the middle, asyncio would kill bubblewrap alone and wait for its child's pipe for ever.
+                # If cancelled here, asyncio would kill only bubblewrap and wait for its child's pipe forever.
                 await asyncio.wait({spawning})
                 if spawning.exception() is None:
                     connection.lost(SandboxStartError(f"sandbox {name} was given up before it was ready"))
@@ -138,7 +139,7 @@ class LocalProvider:
                 stderr=asyncio.subprocess.PIPE,
                 pass_fds=files,
                 cwd="/",
-                start_new_session=True,  # Ctrl-C is the controller's; what it closes ends by end-of-file
+                start_new_session=True,  # Ctrl-C reaches only the controller; sandboxes end by end-of-file
                 env={"PATH": os.environ.get("PATH", SEARCH_PATH)},
             )
         except OSError as error:
@@ -160,11 +161,11 @@ class LocalProvider:
         return process
 
     async def sweep(self) -> int:
-        """Sandboxes whose connection a child of their dead controller holds, and control groups."""
+        """Remove control groups of dead controllers, with sandboxes kept alive by a controller's child process."""
         return await asyncio.to_thread(sweep_cgroups) if self.limited else 0
 
     async def close(self) -> None:
-        """Nothing is held beyond the sandboxes."""
+        """Do nothing: the provider holds no resources."""
 
 
 async def _read_diagnostics(stream: asyncio.StreamReader, connection: AgentConnection) -> None:
@@ -173,9 +174,9 @@ async def _read_diagnostics(stream: asyncio.StreamReader, connection: AgentConne
 
 
 class HostUser:
-    """The user of the machine that a sandbox of root runs as; no other process of this machine takes it meanwhile.
+    """Host user id of a sandbox started by root, reserved against all processes of this machine.
 
-    A socket name stands for it, which the kernel frees also when this process is killed.
+    The reservation is a bound abstract socket name, which the kernel frees even if this process is killed.
     """
 
     def __init__(self) -> None:
@@ -202,7 +203,7 @@ async def _end_and_release(process: asyncio.subprocess.Process, cgroup: Cgroup |
 
 
 async def _end(process: asyncio.subprocess.Process, cgroup: Cgroup | None) -> None:
-    """The agent leaves at end-of-file and its process namespace with it; bubblewrap follows."""
+    """Wait for bubblewrap, which ends after the agent and its process namespace; kill it after END_TIMEOUT_S."""
     try:
         async with asyncio.timeout(END_TIMEOUT_S):
             await process.wait()
@@ -215,7 +216,7 @@ async def _end(process: asyncio.subprocess.Process, cgroup: Cgroup | None) -> No
 
 
 def _kill(pid: int) -> None:
-    """Inside first: bubblewrap that is killed while it sets up leaves a child that waits for it for ever."""
+    """Kill bubblewrap's children first: if bubblewrap is killed during setup, its child would wait forever."""
     children = Path(f"/proc/{pid}/task/{pid}/children")
     for victim in (*(int(child) for child in children.read_text().split()), pid):
         with contextlib.suppress(ProcessLookupError):
@@ -228,17 +229,17 @@ def _fill(fd: int, content: bytes) -> None:
 
 
 def _without_root(user: HostUser) -> list[str]:
-    """Root's own user id must not be what the sandbox's user is mapped to. Who is not root has only his own."""
+    """Return a command prefix so that the sandbox's user does not map to root; empty for other users."""
     if os.geteuid() != 0:
         return []
     return ["setpriv", f"--reuid={user.number}", f"--regid={NOBODY}", "--clear-groups"]
 
 
 def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int]) -> list[str]:
-    """`files`: descriptors of the agent, passwd and group, copied in by bubblewrap."""
+    """Return the bubblewrap command. `files`: descriptors of agent, passwd and group, which bubblewrap copies in."""
     user, group = (spec.user or USER_INSIDE).split(":")
     size = str(spec.tmpfs_size_mb << 20)
-    # No --die-with-parent: killed while it sets up, bubblewrap leaves a child that waits for ever. End-of-file does it.
+    # No --die-with-parent: bubblewrap killed during setup leaves a child that waits forever. End-of-file ends it.
     command = [
         "bwrap",
         "--unshare-all",
@@ -246,7 +247,7 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
         "--new-session",
     ]
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
-    # Of the kernel's settings those of its own namespaces would be the sandbox's to change.
+    # /proc/sys read-only: else the sandbox could change the kernel settings of its own namespaces.
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
     command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
     for link in SYSTEM_LINKS:

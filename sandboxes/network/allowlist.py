@@ -1,8 +1,8 @@
-"""Where a sandbox with `network="allowlist"` may connect to: hosts by name or address, and what names may resolve to.
+"""Allowlist of a sandbox with `network="allowlist"`: permitted hosts, and the addresses that names may resolve to.
 
-An entry is `name:port`, `*.name:port` for every name below it, `address:port` or `network/bits:port` (IPv6 in
-brackets). A name may lead to public addresses alone, so that whoever holds it cannot point it at this machine or the
-networks around it; another address is reached, also by name, where an entry names it or its network.
+An entry is `name:port`, `*.name:port` for every subdomain, `address:port` or `network/bits:port` (IPv6 in brackets).
+A name may lead only to public addresses, so that its owner cannot point it at this machine or its local networks.
+Other addresses are reachable, also by name, only if an entry contains the address or its network.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ NOT_PUBLIC = tuple(
     ipaddress.ip_network(network)
     for network in (
         *("0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24"),
-        "168.63.129.16",  # what Azure's machines are told by the platform
+        "168.63.129.16",  # platform services of Azure machines
         *("192.0.2.0/24", "192.88.99.0/24", "192.168.0.0/16", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24"),
         *("224.0.0.0/3", "2001::/23", "2001:db8::/32", "3fff::/20"),
     )
 )
-"""Of IPv4, and of what is public in IPv6 (2000::/3): the registries of special addresses, and multicast (RFC 6890)."""
+"""Special-purpose and multicast networks of IPv4 and of the public IPv6 range 2000::/3 (RFC 6890)."""
 PUBLIC_V6 = ipaddress.IPv6Network("2000::/3")
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
@@ -35,12 +35,12 @@ NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 @dataclass(frozen=True, slots=True)
 class AllowEntry:
     host: str
-    """A name in lower case, `*.name`, or empty with `network`."""
+    """Lower-case name or `*.name`; empty if `network` is set."""
     network: Network | None
     port: int
 
     def covers(self, host: str, port: int) -> bool:
-        """`host` as a program asks for it: a name or an address."""
+        """True if the entry allows `host` (name or address, as requested by a program) and `port`."""
         if port != self.port:
             return False
         if (address := as_address(host)) is not None:
@@ -54,7 +54,7 @@ class AllowEntry:
 
 @lru_cache(maxsize=1024)
 def parse_entry(text: str) -> AllowEntry:
-    """Raises ValueError that says what is wrong with it."""
+    """Parse an entry. Raises ValueError with the reason."""
     host, _, port = text.rpartition(":")
     if not port.isascii() or not port.isdigit() or not 1 <= int(port) <= 65535:
         raise ValueError(f"allow: {text!r} does not end in a port from 1 to 65535; write host:port")
@@ -80,7 +80,7 @@ def _as_network(host: str) -> Network | None:
 
 
 def as_address(host: str) -> Address | None:
-    """The address that `host` is, None if it is a name."""
+    """Parse `host` as an address; None if it is a name."""
     try:
         return ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
     except ValueError:
@@ -88,18 +88,18 @@ def as_address(host: str) -> Address | None:
 
 
 def is_allowed(allow: Sequence[str], host: str, port: int) -> bool:
-    """Whether a program in the sandbox may ask for this host and port."""
+    """True if a program in the sandbox may request this host and port."""
     return any(parse_entry(entry).covers(host, port) for entry in allow)
 
 
 def may_connect(allow: Sequence[str], address: Address, port: int) -> bool:
-    """Whether an allowed name may lead to this address."""
+    """True if an allowed name may lead to this address."""
     entries = [entry for entry in map(parse_entry, allow) if entry.port == port]
     return is_public(address) or any(entry.contains(_unwrapped(address)) for entry in entries)
 
 
 def is_public(address: Address) -> bool:
-    """Not of this machine, of the networks around it, of a group; also not one of those in the clothes of IPv6."""
+    """False for loopback, local, multicast and other special addresses, also if embedded in an IPv6 address."""
     plain = _unwrapped(address)
     if isinstance(plain, ipaddress.IPv6Address) and plain not in PUBLIC_V6:
         return False
@@ -107,7 +107,7 @@ def is_public(address: Address) -> bool:
 
 
 def _unwrapped(address: Address) -> Address:
-    """The IPv4 address that an IPv6 one stands for: mapped, of 6to4, of the well-known NAT64 prefix."""
+    """Return the IPv4 address embedded in an IPv6 address (mapped, 6to4, well-known NAT64 prefix), else `address`."""
     if isinstance(address, ipaddress.IPv4Address):
         return address
     if address in NAT64:

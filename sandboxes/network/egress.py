@@ -1,8 +1,8 @@
-"""The way out of a sandbox with `network="allowlist"`: a proxy inside, decided upon here, outside.
+"""HTTP proxy of a sandbox with `network="allowlist"`: it listens inside; the controller decides outside.
 
-The sandbox still has no network but loopback. Its agent's binary listens on 127.0.0.1:3128 (as `agent --relay`) and
-passes connections on over a command's stdin and stdout; this side reads the proxy request, compares host and port with
-the spec's list, resolves the name, once, and connects to an address that it has checked, or answers 403.
+The sandbox has no network but loopback. The agent's binary listens on 127.0.0.1:3128 (as `agent --relay`) and
+relays connections over a command's stdin and stdout; the controller reads the proxy request, checks host and port
+against the spec's allowlist, resolves the name once, and connects to a checked address, or answers 403.
 `HTTP_PROXY` and `HTTPS_PROXY` are set for every command.
 """
 
@@ -25,26 +25,26 @@ from roll_flash.sandboxes.spec import PROXY_PORT
 
 MAX_HEAD = 1 << 14
 HEAD_TIMEOUT_S = 10.0
-"""For a program inside to send its whole request head."""
+"""Maximum seconds for a program inside to send its request head."""
 CONNECT_TIMEOUT_S = 20.0
-"""To resolve a name and to connect."""
+"""Maximum seconds to resolve a name and to connect."""
 EVICT_AFTER_S = 1.0
 LOOKUPS, LOOKUPS_OF_ONE = 8, 2
-"""Names that this process, and one sandbox, look up at a time: a slow name server holds up no others."""
+"""Maximum parallel name look-ups of this process, and of one sandbox: a slow name server must not block others."""
 MAX_SAID = 16
 FIELD = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]+:[^\r\n\0]*")
 OURS = ("proxy-", "connection:", "host:")
-"""Fields that are not passed on."""
+"""Prefixes of header fields that are not forwarded."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
 class _Refused(Exception):
-    """The list does not allow it."""
+    """The allowlist does not permit the request."""
 
 
 class Egress:
-    """Runs for as long as its sandbox. Counts what it let through and what it refused."""
+    """Proxy that runs as long as its sandbox. Counts allowed and refused connections."""
 
     def __init__(self, start: Callable[[Command], CommandStream], allow: tuple[str, ...]) -> None:
         self._relay = Relay(start, PROXY_PORT, self._serve, evict_after_s=EVICT_AFTER_S)
@@ -54,7 +54,7 @@ class Egress:
         self.allowed = self.refused = 0
 
     async def start(self) -> None:
-        """Raises SandboxStartError."""
+        """Start the relay. Raises SandboxStartError."""
         await self._relay.start()
 
     async def close(self) -> None:
@@ -78,7 +78,7 @@ class Egress:
         await self._join(connection, reader, writer, first, rest)
 
     async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """To an address of the host that was checked: nobody is asked for the name again. Raises _Refused, OSError."""
+        """Connect to a checked address of the host, without a second name look-up. Raises _Refused, OSError."""
         if not is_allowed(self._allow, host, port):
             raise _Refused
         found = await self._resolve(host, port)
@@ -102,7 +102,7 @@ class Egress:
         return await asyncio.shield(looking)
 
     async def _look_up(self, host: str, port: int) -> list[Address]:
-        """Counts as long as its thread is busy, also when nobody waits for it any more."""
+        """Resolve a name in a thread; a cancelled look-up counts against the limit until its thread ends."""
         async with self._lookups:
             return await asyncio.get_running_loop().run_in_executor(_resolvers(), resolve, host, port)
 
@@ -152,9 +152,9 @@ async def _read_head(connection: RelayedConnection) -> tuple[bytes, bytes]:
 
 
 def _target(head: bytes) -> tuple[str, int, bytes | None]:
-    """(host, port, what to send first) of a proxy request; None in third place for CONNECT.
+    """Return (host, port, head to send first) of a proxy request; the head is None for CONNECT.
 
-    Raises _Refused for one of another kind, ValueError for none.
+    Raises _Refused for another kind of request, ValueError for an invalid one.
     """
     line, *fields = head.decode("latin-1").split("\r\n")
     fields = [field for field in fields if field]
@@ -174,13 +174,13 @@ def _target(head: bytes) -> tuple[str, int, bytes | None]:
         raise _Refused
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
     kept = [field for field in fields if not field.lower().startswith(OURS)]
-    authority = url.netloc.rpartition("@")[2]  # a host of its own in `Host` would be another one than was allowed
+    authority = url.netloc.rpartition("@")[2]  # the client's `Host` could name a host that is not allowed
     first = "\r\n".join([f"{method} {path} {version}", f"Host: {authority}", *kept, "Connection: close", "", ""])
     return url.hostname, url.port or 80, first.encode("latin-1")
 
 
 def resolve(host: str, port: int) -> list[Address]:
-    """The addresses of a name. Blocks. Raises OSError."""
+    """Return the addresses of a name. Blocking. Raises OSError."""
     found = (
         as_address(str(entry[4][0]).partition("%")[0])
         for entry in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -194,7 +194,7 @@ def _resolvers() -> ThreadPoolExecutor:
 
 
 def is_own(address: Address) -> bool:
-    """Whether it is one of this machine's. Sends nothing: a route to oneself begins at the address itself."""
+    """True for an address of this machine. Sends nothing: a route to oneself begins at the address itself."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -1,9 +1,9 @@
-"""Connections that programs in a sandbox open on its loopback address, taken up here, outside.
+"""Relay: connections that programs in a sandbox open on its loopback address are handled by the controller.
 
-The sandbox has no network. Its agent's binary listens on 127.0.0.1:PORT in there (`agent --relay PORT`) and passes
-connections on over a command's stdin and stdout; `serve` decides here what each leads to. Each direction of each
-connection has `WINDOW` bytes of credit, so one that nobody reads holds up no other and nothing piles up. When all
-places are taken, those that have moved nothing for longest give theirs up.
+The sandbox has no network. The agent's binary listens on 127.0.0.1:PORT inside (`agent --relay PORT`) and relays
+connections over a command's stdin and stdout; `serve` decides the destination of each. Each direction of each
+connection has `WINDOW` bytes of credit, so an unread connection neither blocks others nor fills memory. At the
+connection limit, the connections that were idle for longest are closed.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from roll_flash.sandboxes.errors import SandboxError, SandboxStartError
 
 ACCEPTED = 1
 MAX_CONNECTIONS = 128
-"""Of one relay at a time; more wait in the sandbox until one of these ends or is evicted."""
+"""Maximum connections of one relay; more wait in the sandbox until one of these ends or is evicted."""
 EVICT_S = 0.1
 EVICT_AT_ONCE = MAX_CONNECTIONS // 4
-"""While all places are taken, so many of those that were idle for longest are closed every EVICT_S."""
+"""Maximum number of the longest idle connections closed every EVICT_S seconds at the connection limit."""
 PIECE = CHUNK - HEADER.size
 START_TIMEOUT_S = 10.0
 RESTART_S = 0.5
@@ -52,7 +52,7 @@ def relay_command(port: int) -> Command:
 
 
 class RelayedConnection:
-    """One connection from inside. `read` and `write` are used by one task each."""
+    """One connection from inside. One task may use `read`, one task `write`."""
 
     def __init__(self, channel: int, send: Callable[[bytes], Awaitable[None]]) -> None:
         self.channel = channel
@@ -65,10 +65,10 @@ class RelayedConnection:
         self._granted = WINDOW
         self._changed = asyncio.Condition()
         self.moved_at = time.monotonic()
-        """When a byte last came or went."""
+        """Time of the last byte in either direction (monotonic seconds)."""
 
     async def read(self) -> bytes:
-        """What came, at most `WINDOW` bytes; empty at the end."""
+        """Return received data, at most `WINDOW` bytes; empty at the end."""
         async with self._changed:
             await self._changed.wait_for(lambda: self._pieces or self._ended or self._lost)
             if not self._pieces or self._lost:
@@ -80,7 +80,7 @@ class RelayedConnection:
         return piece
 
     async def write(self, data: bytes) -> None:
-        """As fast as the program inside reads. Raises ConnectionResetError if the relay has ended."""
+        """Write as fast as the program inside reads. Raises ConnectionResetError if the connection is gone."""
         for at in range(0, len(data), PIECE):
             piece = data[at : at + PIECE]
             await self._take_credit(len(piece))
@@ -95,16 +95,16 @@ class RelayedConnection:
             self._granted -= size
 
     async def end(self) -> None:
-        """Nothing more is written; what comes from inside may still be read."""
+        """End writing; data from inside can still be read."""
         await self._send(encode(Request.END, self.channel))
 
     async def close(self) -> None:
-        """What was written still goes in; then the connection is closed."""
+        """Close the connection after delivery of all written data."""
         if not self._lost:
             await self._send(encode(Request.CANCEL, self.channel))
 
     async def receive(self, frame: Frame) -> None:
-        """Raises FrameError for what an honest relay would not send."""
+        """Handle a frame of the relay. Raises FrameError if it breaks the protocol."""
         async with self._changed:
             if frame.type == Request.DATA:
                 self.moved_at = time.monotonic()
@@ -121,7 +121,7 @@ class RelayedConnection:
             self._changed.notify_all()
 
     async def break_off(self) -> None:
-        """The program inside is gone: nothing goes in any more; what came from it may still be read."""
+        """Stop writing because the program inside is gone; data received from it can still be read."""
         async with self._changed:
             self._broken = self._ended = True
             self._changed.notify_all()
@@ -129,7 +129,7 @@ class RelayedConnection:
             self._on_break()
 
     def on_break(self, call: Callable[[], object]) -> None:
-        """What to call when the program inside is gone."""
+        """Set the callback for the end of the program inside."""
         self._on_break = call
         if self._broken:
             call()
@@ -145,15 +145,15 @@ Serve = Callable[[RelayedConnection], Coroutine[Any, Any, None]]
 
 
 class Relay:
-    """Listens in the sandbox on `port` and runs `serve` for each connection; ended by `close`, or with its sandbox.
+    """Listens in the sandbox on `port` and runs `serve` for each connection; ends at `close`, or with its sandbox.
 
-    Code inside may kill the listening process: it is started again, and connections that were open are lost.
+    If code inside kills the listening process, the relay restarts it; open connections are lost.
     """
 
     def __init__(
         self, start: Callable[[Command], CommandStream], port: int, serve: Serve, *, evict_after_s: float
     ) -> None:
-        """`evict_after_s`: with all places taken, a connection that has moved nothing for so long may be closed."""
+        """`evict_after_s`: idle seconds after which a connection may be closed at the connection limit."""
         self._start = start
         self._port = port
         self._serve = serve
@@ -161,14 +161,14 @@ class Relay:
         self._stream: CommandStream | None = None
         self._sending = asyncio.Lock()
         self._connections: dict[int, RelayedConnection] = {}
-        """By channel, of the relay that runs now; one that is started again counts from 1 again."""
+        """Connections of the current relay process by channel; a restarted process counts from 1 again."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._serving: dict[RelayedConnection, asyncio.Task[None]] = {}
         self._evicting = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._complaint = bytearray()
         self.accepted = 0
-        """Connections from inside so far."""
+        """Number of connections from inside so far."""
         self.restarts = 0
         self.evicted = 0
 
@@ -177,7 +177,7 @@ class Relay:
         return len(self._connections)
 
     async def start(self) -> None:
-        """Raises SandboxStartError if the port is taken, SandboxDied if the sandbox is gone."""
+        """Start listening. Raises SandboxStartError if the port is in use, SandboxDied if the sandbox has ended."""
         self._spawn(self._run())
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -276,7 +276,7 @@ class Relay:
         assert stream is not None
 
         async def send(frame: bytes) -> None:
-            """One frame at a time: pieces of two must not mix. Into a relay that has ended it goes nowhere."""
+            """Send one frame at a time, so that frames do not mix. Frames to an ended relay are discarded."""
             async with self._sending:
                 with contextlib.suppress(SandboxError):
                     await stream.send(frame)
@@ -298,7 +298,7 @@ def _moved_at(connection: RelayedConnection) -> float:
 
 
 async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy both ways until both have ended, or either is gone."""
+    """Copy in both directions until both have ended or one side is gone."""
     upward = asyncio.ensure_future(_copy_out(connection, writer))
     downward = asyncio.ensure_future(_copy_in(reader, connection))
     connection.on_break(downward.cancel)

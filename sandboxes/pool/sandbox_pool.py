@@ -1,8 +1,8 @@
-"""Sandboxes that are started before they are needed.
+"""A pool of sandboxes that are started before they are needed.
 
-Every sandbox is on exactly one of: being started, ready on a shelf, leased, being reset, being closed; one that was
-opened and not closed is in `_open`, so that `close` finds it wherever it is. Nobody waits for a sandbox that is not
-being started. A sandbox serves one lease; what an episode did in it is gone with it.
+A sandbox is in exactly one state: starting, ready on a shelf, leased, being reset, or closing. `_open` holds every
+sandbox that was opened and not closed, so that `close` finds all of them. For every waiting lease a sandbox is being
+started. A sandbox serves one lease; the effects of an episode end with it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from roll_flash.sandboxes.spec import SandboxSpec
 DEFAULT_LEASE_S = 3600.0
 UPKEEP_S = 5.0
 SWEEP_EVERY = 12
-"""Sweeps for what dead controllers left come at the start and after so many rounds of upkeep."""
+"""Rounds of upkeep between sweeps for leftovers of dead controllers; the first round sweeps too."""
 STATS_TIMEOUT_S = 2.0
 RESET_TIMEOUT_S = 60.0
 
@@ -34,12 +34,12 @@ _log = logging.getLogger("roll_flash.sandboxes")
 
 
 class SandboxPool:
-    """Used from one event loop. `start` pre-warms, `lease` hands out, `close` ends everything that is left.
+    """A pool for one event loop. `start` pre-warms, `lease` hands out a sandbox, `close` ends all sandboxes.
 
-    `size` sandboxes are kept ready of each spec that was given to `start`; of others as many as their leases of late
-    call for (arrival rate times start time). `engines` are the addresses of Docker engines that it uses as one; each
-    starts at most `max_parallel_starts` side by side. `reuse` resets and checks a sandbox after its lease
-    and takes it again.
+    The pool keeps `size` sandboxes ready for each spec passed to `start`; for other specs it follows the recent demand
+    (arrival rate times start time). `engines`: addresses of Docker engines that the pool uses as one; each engine
+    starts at most `max_parallel_starts` sandboxes in parallel. `reuse`: after a lease the pool resets and checks the
+    sandbox and leases it again.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class SandboxPool:
 
     @property
     def isolation(self) -> str:
-        """`strong` or `weak`; known after `start`."""
+        """Isolation of the provider: `strong` or `weak`. Call `start` first."""
         assert self._provider is not None, "start() comes first"
         return self._provider.isolation
 
     async def start(self, spec: SandboxSpec | None = None) -> None:
-        """Connect and fill the shelf of `spec`; returns with the first sandbox. Raises SandboxError if it fails."""
+        """Connect, fill the shelf of `spec` and return when the first sandbox is ready. Raises SandboxError."""
         wanted = spec or SandboxSpec()
         await self._connect(wanted)
         shelf = self._shelf(wanted)
@@ -96,9 +96,10 @@ class SandboxPool:
 
     @asynccontextmanager
     async def lease(self, spec: SandboxSpec | None = None, *, timeout: float | None = None) -> AsyncIterator[Sandbox]:
-        """A sandbox for the length of an `async with`, at most `timeout` seconds; then it is closed and replaced.
+        """Lease a sandbox for the duration of an `async with`, at most `timeout` seconds.
 
-        Raises SandboxError if none can be started. After the time it is gone: its calls raise SandboxDied("lease").
+        Raises SandboxError if no sandbox can be started. After the timeout the pool closes the sandbox, and its calls
+        raise SandboxDied with reason `lease`.
         """
         wanted = spec or SandboxSpec()
         limit_s = float(timeout or self._lease_timeout_s)
@@ -121,7 +122,7 @@ class SandboxPool:
             self._in_background(self._give_back(shelf.spec, sandbox))
 
     def stats(self) -> PoolStats:
-        """Counts since the pool was made, and what is there now."""
+        """Return counts since the creation of the pool, and its current state."""
         return replace(
             self._stats,
             ready=sum(len(shelf.ready) for shelf in self._shelves.values()),
@@ -132,11 +133,11 @@ class SandboxPool:
         )
 
     async def close(self) -> None:
-        """End every sandbox, leased ones too, and wait until they are gone. May be called more than once."""
+        """End every sandbox, also leased ones, and wait until they have ended. May be called more than once."""
         self._closed = True
         if self._closing is None:
             self._closing = asyncio.create_task(self._close(), name="sandbox pool close")
-        await asyncio.shield(self._closing)  # whoever waits may be cancelled: it is finished all the same
+        await asyncio.shield(self._closing)  # closing continues if the caller is cancelled
 
     async def _close(self) -> None:
         async with self._connecting:
@@ -195,7 +196,7 @@ class SandboxPool:
         return await self._given(shelf, future)
 
     async def _given(self, shelf: Shelf, future: asyncio.Future[Sandbox]) -> Sandbox:
-        """What `future` is given; if nobody waits for that any more it is somebody else's."""
+        """Wait for the sandbox of `future`; on cancellation a sandbox already assigned goes back to its shelf."""
         try:
             return await future
         except asyncio.CancelledError:
@@ -221,7 +222,7 @@ class SandboxPool:
         began = time.monotonic()
         try:
             sandbox = await self._provider.open(shelf.spec, run=self._run, timeout_s=self._start_timeout_s)
-        except Exception as error:  # whatever it is, it belongs to whoever waits
+        except Exception as error:  # any error is passed to a waiting lease
             self._stats.start_failures += 1
             shelf.failures_in_a_row += 1
             if not shelf.fail_one(error):
@@ -245,7 +246,7 @@ class SandboxPool:
         try:
             await self._note_usage(sandbox)
             is_new = self._reuse and not self._closed and sandbox.alive and await self._reset(sandbox)
-        finally:  # whatever went wrong, it does not stay
+        finally:  # close the sandbox after any error
             if is_new:
                 self._put(self._shelf(spec), sandbox)
             else:
@@ -257,7 +258,7 @@ class SandboxPool:
         try:
             async with asyncio.timeout(RESET_TIMEOUT_S):
                 is_new = await sandbox.reset()
-        except Exception as error:  # whoever is in doubt closes it
+        except Exception as error:  # after any error the sandbox is closed
             _log.warning("sandbox %s could not be reset and is closed: %r", sandbox.name, error)
             is_new = False
         self._stats.reused += is_new
@@ -265,18 +266,18 @@ class SandboxPool:
         return is_new
 
     async def _note_usage(self, sandbox: Sandbox) -> None:
-        """What the lease used, as far as the sandbox can still tell."""
+        """Record the usage of a lease, if the sandbox still answers."""
         try:
             async with asyncio.timeout(STATS_TIMEOUT_S):
                 self._stats.note_usage(await sandbox.stats())
-        except Exception as error:  # mostly a SandboxDied; nothing of what is counted here may keep the sandbox
+        except Exception as error:  # mostly SandboxDied; statistics must not block closing
             self._stats.died_in_lease += 1
             _log.debug("sandbox %s could not tell what it used: %r", sandbox.name, error)
 
     async def _end(self, sandbox: Sandbox, reason: str = "closed") -> None:
         try:
             await sandbox.close(reason=reason)
-        except Exception as error:  # of a plug-in it may be any
+        except Exception as error:  # a plug-in may raise any error
             self._stats.close_failures += 1
             _log.warning("sandbox %s could not be removed, the reaper will: %r", sandbox.name, error)
         finally:
@@ -288,19 +289,19 @@ class SandboxPool:
         task.add_done_callback(self._ends.discard)
 
     async def _keep_up(self) -> None:
-        """Shrink shelves that nobody asks for any more; remove what dead controllers left."""
+        """Close surplus sandboxes, drop idle shelves, and remove leftovers of dead controllers."""
         assert self._provider is not None
         for turn in range(1 << 62):
             if turn % SWEEP_EVERY == 0:
                 try:
                     self._stats.reaped += await self._provider.sweep()
                     self._stats.reaped += len(await asyncio.to_thread(sweep_folders))
-                except Exception as error:  # upkeep goes on
+                except Exception as error:  # upkeep continues after any error
                     self._stats.sweep_failures += 1
                     _log.warning("looking for what dead runs left behind failed: %r", error)
             for shelf in self._shelves.values():
                 for sandbox in shelf.surplus(self._size, time.monotonic()):
                     self._in_background(self._end(sandbox))
-            # Specs of one episode, as snapshots give them, must not add up over a run.
+            # Specs used by a single episode (snapshots) must not accumulate over a run.
             self._shelves = {spec: shelf for spec, shelf in self._shelves.items() if not shelf.idle}
             await asyncio.sleep(UPKEEP_S)

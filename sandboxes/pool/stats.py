@@ -1,4 +1,4 @@
-"""What a pool counts."""
+"""Statistics of a sandbox pool."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from roll_flash.sandboxes.result import Histogram, SandboxStats
 
 @dataclass
 class PoolStats:
-    """Counts since the pool was made, and what is there now. Usage is of leases that have ended."""
+    """Counts since the creation of the pool, and its current state. Usage covers leases that have ended."""
 
     ready: int = 0
     starting: int = 0
     waiting: int = 0
-    """Leases that wait for a start."""
+    """Number of leases that wait for a sandbox to start."""
     leased: int = 0
     closing: int = 0
     started: int = 0
@@ -23,14 +23,14 @@ class PoolStats:
     leases_expired: int = 0
     reused: int = 0
     not_reused: int = 0
-    """With `reuse`: sandboxes that could not be made as good as new, and were closed."""
+    """With `reuse`: number of sandboxes closed because their reset failed."""
     reaped: int = 0
-    """Containers, images and folders that dead controllers left, found and removed; builds that nobody uses."""
+    """Number of removed leftovers of dead controllers (containers, images, folders) and of removed unused builds."""
     sweep_failures: int = 0
-    """Times that looking for them failed."""
+    """Number of failed searches for leftovers."""
     died_on_shelf: int = 0
     died_in_lease: int = 0
-    """Sandboxes that could not tell their usage when their lease ended."""
+    """Number of sandboxes that could not report their usage at the end of their lease."""
     close_failures: int = 0
     commands: int = 0
     timeouts: int = 0
@@ -39,12 +39,12 @@ class PoolStats:
     cpu_s: float = 0.0
     start_s: Histogram = field(default_factory=Histogram)
     wait_s: Histogram = field(default_factory=Histogram)
-    """From asking for a lease to having it."""
+    """Seconds from the request for a lease to its start."""
     lease_s: Histogram = field(default_factory=Histogram)
     exec_s: Histogram = field(default_factory=Histogram)
     peak_memory_mib: Histogram = field(default_factory=Histogram)
     cpu_of_lease_s: Histogram = field(default_factory=Histogram)
-    """Processor time of each sandbox."""
+    """Processor seconds of each lease."""
 
     def note_usage(self, usage: SandboxStats) -> None:
         self.commands += usage.commands
@@ -59,7 +59,7 @@ class PoolStats:
             self.peak_memory_mib.add(usage.peak_memory_bytes / 2**20)
 
     def merge(self, other: PoolStats) -> None:
-        """Add what another pool counted."""
+        """Add the counts of another pool."""
         for name, value in vars(other).items():
             if isinstance(value, Histogram):
                 getattr(self, name).merge(value)
@@ -67,7 +67,7 @@ class PoolStats:
                 setattr(self, name, getattr(self, name) + value)
 
     def as_metrics(self) -> dict[str, float]:
-        """Flat numbers for a metrics file: counts as they are, histograms as mean, p50, p95 and maximum."""
+        """Return flat numbers for a metrics file: counts, and mean, p50, p95 and maximum of each histogram."""
         flat: dict[str, float] = {}
         for name, value in vars(self).items():
             if isinstance(value, Histogram):

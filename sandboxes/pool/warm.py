@@ -1,4 +1,4 @@
-"""The ready sandboxes of one spec, who waits for one, and how many should be ready. No tasks, no clock of its own."""
+"""Shelf of one spec: its ready sandboxes, its waiting leases, its target size. It starts no task, reads no clock."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MAX_FAILURES_IN_A_ROW = 3
 SMOOTHING = 0.2
 SAFETY = 1.5
 GROWTH = 4
-"""A shelf may grow to so many times the pool's size where its leases come that fast."""
+"""Maximum target of a shelf as a multiple of the pool's size, reached only under high demand."""
 WINDOW_S = 10.0
-"""Arrivals of so long are counted; a shelf that nobody has asked in that time holds only its floor."""
+"""Seconds over which lease requests are counted; a shelf without a request in this time shrinks to its floor."""
 
 
 class Shelf:
@@ -42,24 +42,24 @@ class Shelf:
         self._start_s += SMOOTHING * (took_s - self._start_s)
 
     def target(self, size: int) -> int:
-        """How many should be ready: what arrives while one is started, with some to spare."""
+        """Number of sandboxes to keep ready: expected requests during one start, with a safety margin."""
         if self.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
             return 0
         demand = math.ceil(SAFETY * self._start_s * len(self._arrivals) / WINDOW_S)
         return max(self.floor, min(demand, GROWTH * size))
 
     def missing(self, size: int) -> int:
-        """Starts that are due. A spec that keeps failing is started only for those who wait for it."""
+        """Number of sandboxes to start now. A spec that keeps failing is started only for waiting leases."""
         return max(0, self.target(size) + len(self.waiting) - len(self.ready) - self.starting)
 
     def surplus(self, size: int, now: float) -> list[Sandbox]:
-        """Take off the shelf what is no longer called for."""
+        """Remove and return the ready sandboxes above the target."""
         self._forget(now)
         return [self.ready.popleft() for _ in range(len(self.ready) - self.target(size))]
 
     @property
     def idle(self) -> bool:
-        """Nobody has asked of late, and nothing is there or on its way."""
+        """True if the shelf has no floor, no sandbox ready or starting, no waiting lease and no recent request."""
         return not (self.floor or self.ready or self.waiting or self.starting or self._arrivals)
 
     def ask(self) -> asyncio.Future[Sandbox]:
@@ -68,7 +68,7 @@ class Shelf:
         return future
 
     def withdraw(self, future: asyncio.Future[Sandbox]) -> Sandbox | None:
-        """Nobody waits for `future` any more; returns the sandbox if it had been given one already."""
+        """Cancel the wait for `future`; return its sandbox if one was already assigned."""
         if future in self.waiting:
             self.waiting.remove(future)
         elif future.done() and not future.cancelled() and future.exception() is None:
@@ -76,7 +76,7 @@ class Shelf:
         return None
 
     def put(self, sandbox: Sandbox) -> None:
-        """To whoever waits longest, else on the shelf."""
+        """Give the sandbox to the oldest waiting lease, else put it on the shelf."""
         while self.waiting:
             future = self.waiting.popleft()
             if not future.done():
@@ -85,7 +85,7 @@ class Shelf:
         self.ready.append(sandbox)
 
     def fail_one(self, error: Exception) -> bool:
-        """Tell whoever waits longest; False if nobody does."""
+        """Raise `error` in the oldest waiting lease; False if no lease waits."""
         while self.waiting:
             future = self.waiting.popleft()
             if not future.done():

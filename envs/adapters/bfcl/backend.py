@@ -1,7 +1,7 @@
-"""An item's tool classes and its checker in the sandbox, as a resident server that keeps their state for the episode.
+"""Runs an item's tool classes and checker in the sandbox, in a server that keeps their state for the episode.
 
-A call that hangs or takes too much memory ends the server; another one takes its place, to which the calls that went
-well are made again. The calls that are right come into the sandbox only with the last request, when the model is done.
+A call that hangs or takes too much memory ends the server; a new one starts and repeats the successful calls. The
+ground-truth calls enter the sandbox only with the last request, after the model has finished.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from roll_flash.sandboxes import Sandbox, SandboxSpec
 
 START_TIMEOUT_S = 60.0
 EPISODE_CALLS = 2
-"""All calls of an episode may together take as long as so many that are given up."""
+"""Time limit of all calls of an episode together, in multiples of the timeout of one call."""
 CHECK_TIMEOUT_S = 20.0
-"""Once with the model's calls, which took less, and once more without: both fit into a step."""
+"""Timeout in seconds of a check with the model's calls, which took less, and of one without; both fit into a step."""
 CHECKER_ENDED = "multi_turn:checker_ended"
-"""Our own: calls on which the checker comes to no verdict, because they take too much memory or nest too deeply."""
+"""Own error type: the checker gives no verdict, because the calls take too much memory or nest too deeply."""
 MEMORY_MB = 256
 STDERR_CHARACTERS = 2000
 _SERVER, _BUNDLE = "bfcl_server.py", "bfcl.zip"
@@ -52,12 +52,12 @@ _CLASS_MODULES = (
     "vehicle_control",
 )
 _LACKING_IN_A_MINIMAL_PYTHON = ("colorsys", "decimal", "_pydecimal", "json", "numbers")
-"""What the classes need of the standard library and Debian's python3-minimal leaves out."""
+"""Modules of the standard library that the classes need and Debian's python3-minimal lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What bfcl-eval's checker says. `error_type` is one of its own names, empty if valid."""
+    """Verdict of bfcl-eval's checker. `error_type` is one of the checker's names; empty if valid."""
 
     valid: bool
     error_type: str = ""
@@ -65,28 +65,28 @@ class Verdict:
 
 
 class ServerEndedError(Exception):
-    """The server took too long or ended; the message says which."""
+    """The server timed out or ended; the message says which."""
 
 
 class BfclBackend:
-    """One item's tool classes. The server starts with the first call."""
+    """Tool classes of one item. The server starts with the first call."""
 
     def __init__(self, sandbox: Sandbox, item: BfclItem, call_timeout_s: float) -> None:
         self._sandbox = sandbox
         self._item = item
         self._call_timeout_s = call_timeout_s
         self._left_s = EPISODE_CALLS * call_timeout_s
-        """For the calls that are still to come: they are made again by the checker, and after one that hangs."""
+        """Seconds left for further calls. Limited because the checker, and a restart after a hang, repeat all calls."""
         self._done: list[str] = []
         self._server: _Server | None = None
 
     async def start(self) -> None:
-        """Start the server if it does not run; the first call would. Raises SandboxError, EnvError."""
+        """Start the server if it is not running, as the first call does. Raises SandboxError, EnvError."""
         await self._running()
 
     async def run(self, source: str) -> str:
-        """The result of one call, as text. Raises ServerEndedError for a call that cannot be borne, else SandboxError
-        and EnvError."""
+        """Return the result of one call, as text. Raises ServerEndedError for a call that hangs or ends the server,
+        SandboxError and EnvError."""
         if self._left_s <= 0:
             raise ServerEndedError("was not run: the calls before it took all the time of the episode")
         server = await self._running()
@@ -102,8 +102,8 @@ class BfclBackend:
         return str(results["results"][0])
 
     async def check(self, turns: Sequence[Sequence[Sequence[str]]]) -> Verdict:
-        """The verdict on all calls of the model, by turn and step. Where the checker comes to none, they are wrong if
-        it comes to one on the right calls; else EnvError is raised."""
+        """Return the verdict on all calls of the model, by turn and step. Without a verdict the calls are wrong if the
+        checker has a verdict on the ground truth; else raises EnvError."""
         try:
             return await self._ask_checker(turns)
         except ServerEndedError as error:
@@ -116,7 +116,7 @@ class BfclBackend:
         return Verdict(False, CHECKER_ENDED, why)
 
     async def _ask_checker(self, turns: Sequence[Sequence[Sequence[str]]]) -> Verdict:
-        """Raises ServerEndedError."""
+        """Send the calls to the checker. Raises ServerEndedError."""
         server = await self._running()
         try:
             said = await server.ask({"check": turns, "ground_truth": self._item.ground_truth}, CHECK_TIMEOUT_S)
@@ -125,7 +125,7 @@ class BfclBackend:
         return Verdict(bool(said["valid"]), said["error_type"], said["error_message"])
 
     async def close(self) -> None:
-        """End the server; may be called more than once."""
+        """Stop the server; may be called more than once."""
         server, self._server = self._server, None
         if server is not None:
             await server.close()
@@ -151,7 +151,7 @@ class BfclBackend:
 
 
 class _Server:
-    """The program in the sandbox: one line of JSON to it, one back."""
+    """Connection to the program in the sandbox: requests and answers are single lines of JSON."""
 
     def __init__(self) -> None:
         self._stack = AsyncExitStack()
@@ -194,13 +194,13 @@ class _Server:
 
 @functools.cache
 def backend_spec() -> SandboxSpec:
-    """A sandbox with the server and the modules it needs. Raises ConfigError if a package is missing."""
+    """Return the spec of a sandbox with the server and its modules. Raises ConfigError if a package is missing."""
     server = Path(__file__).with_name("server.py").read_bytes()
     return SandboxSpec(memory_mb=MEMORY_MB, files=tuple(sorted({_SERVER: server, _BUNDLE: _bundle()}.items())))
 
 
 def _bundle() -> bytes:
-    """A zip archive that Python imports from; the same bytes each time, as it is part of what names a spec."""
+    """Return a zip archive that Python imports from; deterministic, because its bytes identify the spec."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name, content in sorted(_modules()):

@@ -1,8 +1,8 @@
-"""Calls of BFCL's functions: from what a model writes to Python source that is safe to run.
+"""Converts the calls that a model writes for BFCL's functions to Python source that is safe to run.
 
-A model writes `[f(a=1), g(b="x")]`, as BFCL's prompt asks, or calls in a native format (`tool_calls.py`). Read as
-bfcl-eval reads it (a bare name is a string, a call with keywords may be an argument), except where that loses
-something: arguments without a name are kept. What comes out names only known functions, and literals.
+A model writes `[f(a=1), g(b="x")]`, as BFCL's prompt asks, or calls in a native format (`tools/calls.py`), read as
+in bfcl-eval (a bare name is a string, a call with keywords may be an argument), but positional arguments, which it
+drops, are kept. The source contains only known functions and literals.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_t
 from roll_flash.envs.tools.functions import ToolDescription
 
 NO_SUCH_FUNCTION = "no_such_function()"
-"""Stands for a call that cannot be run: it fails in bfcl-eval's checker as the model's own did."""
+"""Replaces a call that cannot be run: it fails in bfcl-eval's checker, as the model's own call did."""
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """One call. `source` is what is run; with a `trouble` nothing is, and that is what the model is told."""
+    """One call. `source` is run, unless `trouble` is set, which is then shown to the model."""
 
     name: str
     source: str
     written: str
-    """As the model wrote it, for its eyes."""
+    """The call as the model wrote it, to show in results."""
     trouble: str = ""
 
 
 class _NoCallError(Exception):
-    """Text that is no list of calls."""
+    """Text that is not a list of calls."""
 
 
 def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[FunctionCall | BadCall]:
-    """The calls in a model's answer; empty where it calls nothing, which ends the user's turn."""
+    """Return the calls in a model's answer; empty if there are none, which ends the user's turn."""
     text = without_thinking(text)
     if looks_native(text):
         return [
@@ -47,12 +47,12 @@ def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[Fun
         ]
     try:
         return [_of_python(call, functions) for call in _python_calls(text)]
-    except (_NoCallError, ValueError, RecursionError):  # also numbers and nesting beyond what Python bears
+    except (_NoCallError, ValueError, RecursionError):  # also numbers and nesting beyond Python's limits
         return []
 
 
 def call_source(name: str, arguments: Mapping[str, Any]) -> str:
-    """`f(a=1, b='x')` of plain data."""
+    """Return the source `f(a=1, b='x')` of a call with plain data."""
     return f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"
 
 
@@ -92,7 +92,7 @@ def _of_python(call: ast.Call, functions: Collection[str]) -> FunctionCall:
 
 
 def _source(node: ast.expr, functions: Collection[str]) -> str:
-    """Source of literals and calls of known functions only. Raises _NoCallError for other code."""
+    """Return source with only literals and calls of known functions. Raises _NoCallError for other code."""
     match node:
         case ast.Constant():
             return repr("..." if node.value is Ellipsis else node.value)

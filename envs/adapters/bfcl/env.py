@@ -1,9 +1,9 @@
 """BFCL-v4: the multi-turn categories of the Berkeley Function Calling Leaderboard, v4.
 
-A user asks for several things, one after the other; for each the model calls functions, sees their results, and calls
-more, until it answers without a call. Reward 1 if bfcl-eval's own checker finds that after every turn the state of
-the tool classes is the right one and the results that were needed were seen, else 0. Protocol and prompts are those of
-bfcl-eval 2026.3.23 (`BaseHandler.inference_multi_turn_*`), as its score is; the tool classes run in the sandbox.
+A user makes several requests; for each the model calls functions, sees their results, and calls more, until it
+answers without a call. Reward 1 if bfcl-eval's own checker finds the right state of the tool classes, and all needed
+results, after every turn, else 0. Protocol, prompts and score are those of bfcl-eval 2026.3.23
+(`BaseHandler.inference_multi_turn_*`); the tool classes run in the sandbox.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from roll_flash.types import Message
 CallFormat = Literal["python", "native"]
 MOST_CALLS_PER_STEP = 64
 SPARE_S = 15.0
-"""For starting the tool classes, beside what the checker may take."""
+"""Seconds added to the checker's timeouts for starting the tool classes."""
 FORCED = Verdict(False, "multi_turn:force_terminated", "the model was stopped before the last turn ended")
 
 
 class BFCL(SandboxEnv):
-    """Arguments: `category`; `index` (one item; else the seed's, modulo the number of items); `call_format`: `python`
-    describes functions and results as BFCL does for models without function calling, `native` by the chat template's
-    own tools; calls are understood in either. After `max_steps_per_turn` steps with calls in one turn the model has
-    failed; a call may take `call_timeout_s`.
+    """Arguments: `category`; `index` (of one item; else the seed modulo the number of items); `call_format`: `python`
+    describes functions and results as BFCL does for models without function calling, `native` uses the tools of the
+    chat template; calls are parsed in both formats. The model fails after `max_steps_per_turn` steps with calls in one
+    turn; `call_timeout_s` limits one call.
     """
 
     full_reward = 1.0
@@ -97,7 +97,7 @@ class BFCL(SandboxEnv):
         return self._user_turn(len(self._turns) - 1), 0.0, False, False, self._info()
 
     def least_step_timeout_s(self) -> float:
-        """The checker is asked once more where it comes to no verdict on the model's calls."""
+        """Allow for two checks: without a verdict on the model's calls, the checker runs again."""
         return 2 * CHECK_TIMEOUT_S + SPARE_S
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
@@ -109,7 +109,7 @@ class BFCL(SandboxEnv):
             await backend.close()
 
     async def oracle(self) -> str:
-        """The right action now, for checks and demonstrations."""
+        """Return the right next action, for checks and demonstrations."""
         turn = len(self._turns) - 1
         calls = self._item.ground_truth[turn] if self._steps == 0 else ()
         if self._call_format == "python" or not calls:
@@ -130,7 +130,7 @@ class BFCL(SandboxEnv):
         return [added_functions(added), *messages] if added else messages
 
     async def _run(self, calls: Sequence[FunctionCall | BadCall]) -> list[Message]:
-        """Run the calls of one step, and note them for the checker."""
+        """Run the calls of one step and record them for the checker."""
         step: list[str] = []
         shown: list[tuple[str, str]] = []
         for call in calls[:MOST_CALLS_PER_STEP]:
@@ -146,7 +146,7 @@ class BFCL(SandboxEnv):
         return [python_results(shown)]
 
     async def _run_call(self, call: FunctionCall | BadCall) -> tuple[str, str]:
-        """The result as the model sees it, and what the checker is to run for it; nothing for what is no call."""
+        """Return the result for the model, and the source for the checker; empty source for an invalid call."""
         name = call.name if call.name in self._functions else UNKNOWN
         use = self._use.setdefault(name, ToolUse())
         use.calls += 1
@@ -187,5 +187,5 @@ class BFCL(SandboxEnv):
 
 
 def _is_error(result: str) -> bool:
-    """The classes report errors as `{"error": ...}`, bfcl-eval those of Python as a sentence."""
+    """Return True for an error: `{"error": ...}` of the tool classes, or bfcl-eval's sentence for exceptions."""
     return result.startswith(("Error during execution:", '{"error":'))

@@ -1,8 +1,8 @@
-"""The items of BFCL v4's multi-turn categories, as the package bfcl-eval carries them.
+"""The items of BFCL v4's multi-turn categories, read from the package bfcl-eval.
 
-An item is a few user turns, the tool classes they are about with their initial state, and the calls that are right.
-The package is optional (`pip install --no-deps bfcl-eval`: of what it needs, these categories use only mpmath); only
-its data and its prompts are read here, its tool classes run in the sandbox.
+An item has a few user turns, the tool classes with their initial state, and the right calls.
+The package is optional (`pip install --no-deps bfcl-eval`: these categories use only mpmath of its dependencies). This
+module reads only its data and prompts; its tool classes run in the sandbox.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from roll_flash.errors import ConfigError
 CATEGORIES = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 ENVIRONMENT = "BFCL-v4"
 _JSON_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
-"""The data's names of types that are not those of a JSON schema."""
+"""JSON schema types for BFCL's type names."""
 _PYTHON_HINT = " Note that the provided function is in Python 3 syntax."
 
 
 @dataclass(frozen=True, slots=True)
 class BfclItem:
-    """One conversation. `question`, `ground_truth` and `held_out` belong together turn by turn."""
+    """One conversation. `question`, `ground_truth` and `held_out` are indexed by turn."""
 
     item_id: str
     question: tuple[tuple[Mapping[str, Any], ...], ...]
-    """The user's messages of each turn; none where functions are added instead."""
+    """The user's messages of each turn; empty if functions are added instead."""
     ground_truth: tuple[tuple[str, ...], ...]
-    """The calls that are right, as Python source; none where there is nothing to call."""
+    """The right calls as Python source; empty if the turn needs none."""
     functions: tuple[Mapping[str, Any], ...]
-    """The functions that are offered from the start, as BFCL describes them."""
+    """Functions that are available from the start, in BFCL's format."""
     held_out: Mapping[int, tuple[Mapping[str, Any], ...]]
-    """Functions that are offered from a turn on."""
+    """Functions that become available at a later turn, by turn."""
     involved_classes: tuple[str, ...]
     initial_config: Mapping[str, Any]
 
@@ -52,18 +52,18 @@ class BfclItem:
 
 
 def package() -> Any:
-    """The package bfcl_eval. Raises ConfigError that says how to install it."""
+    """Import bfcl_eval. Raises ConfigError with the install command."""
     return import_optional("bfcl_eval", package="bfcl-eval", needed_by=ENVIRONMENT, pip_options="--no-deps ")
 
 
 def package_folder() -> Path:
-    """Where the package lies. Raises ConfigError."""
+    """Return the package's folder. Raises ConfigError."""
     return Path(package().__file__).parent
 
 
 @functools.cache
 def load_items(category: str) -> Sequence[BfclItem]:
-    """All items of a category, in its order. Raises ConfigError."""
+    """Return all items of a category, in its order. Raises ConfigError."""
     if category not in CATEGORIES:
         raise ConfigError(f"{ENVIRONMENT}: category must be one of {', '.join(CATEGORIES)}, not {category!r}")
     data = package_folder() / "data"
@@ -74,7 +74,7 @@ def load_items(category: str) -> Sequence[BfclItem]:
 
 
 def describe_function(function: Mapping[str, Any]) -> ToolDescription:
-    """A function of BFCL's in the form that chat templates and endpoints take."""
+    """Convert a BFCL function to the form for chat templates and endpoints."""
     return ToolDescription(
         str(function["name"]), str(function["description"]), _as_json_schema(dict(function["parameters"]))
     )

@@ -1,4 +1,4 @@
-"""BFCL's own words: bfcl-eval's default prompt for models without function calling, and how it shows results."""
+"""BFCL's original texts: bfcl-eval's default prompt for models without function calling, and its result format."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from roll_flash.types import Message
 
 
 def system_prompt(functions: Sequence[Mapping[str, Any]]) -> str:
-    """As `formulate_system_prompt` of bfcl-eval with its default format (calls as a Python list, functions as JSON)."""
+    """Same as bfcl-eval's `formulate_system_prompt` in its default format: calls as Python list, functions as JSON."""
     words = _prompts()
     style = words.PROMPT_STYLE_TEMPLATES["classic"]
     return str(
@@ -31,13 +31,13 @@ def system_prompt(functions: Sequence[Mapping[str, Any]]) -> str:
 
 
 def added_functions(functions: Sequence[Mapping[str, Any]]) -> Message:
-    """What the user says when functions are offered that were held out before."""
+    """Return the user message that announces functions held out before."""
     text = _prompts().DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING
     return {"role": "user", "content": text.format(functions=[dict(function) for function in functions])}
 
 
 def python_results(shown: Sequence[tuple[str, str]]) -> Message:
-    """Calls and their results, as one message of the user."""
+    """Return calls and their results as one user message."""
     return {"role": "user", "content": repr([{"role": "tool", "name": name, "content": text} for name, text in shown])}
 
 

@@ -1,8 +1,8 @@
-"""Runs in the sandbox: bfcl-eval's tool classes and its checker, one item, requests and answers as lines of JSON.
+"""Runs bfcl-eval's tool classes and checker for one item in the sandbox; requests and answers are lines of JSON.
 
-It is a program of its own, so it imports nothing of ROLL Flash; the sandbox's Python may be a minimal one. The checker
-waits in a process that was forked before the first call, so that it starts from what the package says and not from
-what the model's calls have left behind.
+It is a separate program, so it imports nothing of ROLL Flash; the sandbox's Python may be a minimal one. The checker
+waits in a process that is forked before the first call, so it starts from the package's state and not from the state
+that the model's calls leave.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_RESULT_CHARACTERS = 1 << 18
 
 
 class _ContextVar:
-    """What `_pydecimal` needs of contextvars, for a Python without it: here is one thread and one context."""
+    """Replacement for contextvars in `_pydecimal`, for a Python without it: there is one thread and one context."""
 
     def __init__(self, name: str) -> None:
         self._values: list[Any] = []
@@ -32,7 +32,7 @@ class _ContextVar:
 
 def main(bundle: str) -> None:
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what the classes print is no answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # prints of the classes must not become answers
     _find_modules(bundle)
     import json
 
@@ -44,8 +44,8 @@ def main(bundle: str) -> None:
 
 
 def serve_item(item: dict[str, Any], requests: Any, answer: Any, load: Any) -> None:
-    """The first line is the item; `{"calls": [...]}` runs some, `{"again": [...]}` too and tells no results,
-    `{"check": ..., "ground_truth": ...}` ends it."""
+    """Serve one item. The first line is the item; `{"calls": [...]}` runs calls, `{"again": [...]}` also, without
+    results, `{"check": ..., "ground_truth": ...}` ends the server."""
     from bfcl_eval.constants.executable_backend_config import CLASS_FILE_PATH_MAPPING
     from bfcl_eval.eval_checker.multi_turn_eval.multi_turn_utils import execute_multi_turn_func_call
 
@@ -76,7 +76,7 @@ def serve_item(item: dict[str, Any], requests: Any, answer: Any, load: Any) -> N
 
 
 def _fork_checker(item: dict[str, Any], answer: Any, load: Any) -> TextIO:
-    """A process that waits for one line, checks, and answers. Returns where that line goes."""
+    """Fork a process that waits for one line, checks, and answers. Return the stream for that line."""
     reads, writes = os.pipe()
     if os.fork():
         os.close(reads)
@@ -105,7 +105,7 @@ def _bounded(result: str) -> str:
 
 
 def _find_modules(bundle: str) -> None:
-    """The package's modules from the bundle, and from its `lib` what this Python itself lacks."""
+    """Import the package's modules from the bundle, and modules that this Python lacks from its `lib`."""
     sys.path[:0] = [bundle]
     sys.path.append(bundle + "/lib")
     try:
@@ -118,7 +118,7 @@ def _find_modules(bundle: str) -> None:
 
 
 def _import_when_used(name: str) -> None:
-    """mpmath takes a second to compile, and one function of one class needs it."""
+    """Import lazily: mpmath takes a second to compile, and only one function of one class needs it."""
     from importlib.util import LazyLoader, find_spec, module_from_spec
 
     spec = find_spec(name)

@@ -1,4 +1,4 @@
-"""How a model's text becomes an action of an OpenEnv server, and an observation becomes text."""
+"""Conversion of a model's text to an action of an OpenEnv server, and of an observation to text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _decoder = json.JSONDecoder(strict=False)
 
 @dataclass(frozen=True, slots=True)
 class TextActions:
-    """The whole text is the one thing that an action says."""
+    """For actions with one field: the whole text is its value."""
 
     field: str
     kind: str
@@ -39,7 +39,7 @@ class TextActions:
 
 @dataclass(frozen=True, slots=True)
 class JsonActions:
-    """The text holds a JSON object of the action's schema."""
+    """For other actions: the text contains a JSON object of the action's schema."""
 
     schema: Mapping[str, Any]
 
@@ -60,7 +60,7 @@ class JsonActions:
 
 
 def actions_of(schema: Mapping[str, Any], field: str | None) -> TextActions | JsonActions:
-    """By the server's schema: an action with one plain field is the text itself. Raises ConfigError."""
+    """Choose by the server's schema: for an action with one plain field the text is its value. Raises ConfigError."""
     fields = {name: about for name, about in schema.get("properties", {}).items() if name != "metadata"}
     if field is not None and field not in fields:
         raise ConfigError(f"{NAME}: action_field {field!r}: the server's actions have {', '.join(fields) or 'none'}")
@@ -72,12 +72,12 @@ def actions_of(schema: Mapping[str, Any], field: str | None) -> TextActions | Js
 
 
 def takes_tools(schema: Mapping[str, Any]) -> bool:
-    """Whether the environment is a set of MCP tools."""
+    """Return True if the environment is a set of MCP tools."""
     return {"tool_name", "arguments"} <= set(schema.get("properties", {}))
 
 
 def as_text(observation: Mapping[str, Any], field: str | None) -> str:
-    """One field of it, or the only text there is, else all of it as JSON. Raises ConfigError."""
+    """Return the given field, or the only text in it, else all of it as JSON. Raises ConfigError."""
     if field is not None:
         if field not in observation:
             has = ", ".join(observation) or "none"

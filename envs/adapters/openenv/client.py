@@ -1,7 +1,7 @@
-"""OpenEnv-v0: an environment behind an OpenEnv server, which runs on its own (openenv-core 0.3).
+"""OpenEnv-v0: an environment behind an OpenEnv server that runs separately (openenv-core 0.3).
 
-What the model writes is the action's one field, a JSON object, or calls of tools where the environment is a set of MCP
-tools; the server's own schema says which. An action that the server does not take is told to the model.
+By the server's schema, the model writes the action's one field, a JSON object, or tool calls if the environment is a
+set of MCP tools. If the server rejects an action, the model sees the error.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from roll_flash.types import Message
 
 
 class OpenEnv(Env):
-    """Arguments: `url` of the server (http, https, ws or wss), `reset_kwargs` (beside the seed), `action_field` and
-    `observation_field` (where the schema leaves a choice), `max_turns`, `timeout_s` (of each answer, and of the wait
+    """Arguments: `url` of the server (http, https, ws or wss), `reset_kwargs` (in addition to the seed), `action_field`
+    and `observation_field` (if the schema leaves a choice), `max_turns`, `timeout_s` (for each answer, and for the wait
     for a free session), `success_reward` (the sum of rewards that counts as solved), `tool_format`.
 
-    Rewards are the server's, step by step.
+    Rewards come from the server, step by step.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OpenEnv(Env):
         return news, earned, done, truncated, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
-        """Rewards were given step by step; none is left."""
+        """Return no reward, because the steps have given all of it."""
         return 0.0, {"success": self._earned >= self._success_reward, "wrong_actions": self._wrong}
 
     async def close(self) -> None:
@@ -121,7 +121,7 @@ class OpenEnv(Env):
             raise EnvError(f"{NAME}: the server does not list its tools: {error!r}") from None
 
     async def _call_tools(self, text: str) -> tuple[list[Message], float, bool]:
-        """Text without a call is the end."""
+        """Run the calls; text without a call ends the episode."""
         calls = parse_tool_calls(text, self._tools)
         shown, earned, done = [], 0.0, not calls
         for call in calls:
@@ -153,7 +153,7 @@ class OpenEnv(Env):
 
 
 def _plain(value: Any) -> str:
-    """An MCP result carries the same thing several times; its plain form is enough."""
+    """Return the plain form of an MCP result, which contains the same data several times."""
     if isinstance(value, dict):
         for name in ("data", "message"):
             if value.get(name) is not None:

@@ -1,7 +1,7 @@
-"""One session of an OpenEnv server: a WebSocket that the server gives an environment of its own (openenv-core 0.3).
+"""One session of an OpenEnv server: a WebSocket with a private environment on the server (openenv-core 0.3).
 
-The server's HTTP `/reset` and `/step` make a new environment for every request, so episodes need the WebSocket. Only
-messages in JSON go over it, no package of theirs is needed.
+The server's HTTP `/reset` and `/step` make a new environment for every request, so episodes need the WebSocket. It
+carries only JSON messages, so OpenEnv's package is not needed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from roll_flash.errors import ConfigError, EnvError
 
 NAME = "OpenEnv-v0"
 FULL_POLL_S = 0.5
-"""How often a server that has no session free is asked again."""
+"""Seconds between retries if the server has no free session."""
 MAX_MESSAGE_BYTES = 64 << 20
 
 
 class WrongAction(Exception):
-    """The server does not take the action as one of its environment. The message is for the model."""
+    """The server rejects the action as invalid. The message is shown to the model."""
 
 
 class OpenEnvConnection:
-    """Belongs to one event loop. Every method raises EnvError when the server is away or fails."""
+    """Client of one server; belongs to one event loop. Every method raises EnvError if the server is down or fails."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Raises ConfigError. `timeout_s` bounds connecting, waiting for a free session, and each answer."""
+        """Raises ConfigError. `timeout_s` limits connecting, the wait for a free session, and each answer."""
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https", "ws", "wss") or not parts.hostname:
             raise ConfigError(f"{NAME}: url {url!r} is no address of a server; one looks like http://localhost:8000")
@@ -44,7 +44,7 @@ class OpenEnvConnection:
         self._socket: aiohttp.ClientWebSocketResponse | None = None
 
     async def action_schema(self) -> Mapping[str, Any]:
-        """JSON schema of the environment's actions."""
+        """Return the JSON schema of the environment's actions."""
         try:
             async with asyncio.timeout(self._timeout_s), self._client().get(f"{self._http}/schema") as answer:
                 if answer.status != 200:
@@ -57,7 +57,7 @@ class OpenEnvConnection:
             raise EnvError(f"{NAME}: {self._http}/schema: not a schema of an OpenEnv server: {error!r}") from None
 
     async def reset(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A new episode. Waits for a free session where the server has none."""
+        """Start an episode; wait until the server has a free session."""
         deadline_s = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -74,7 +74,7 @@ class OpenEnvConnection:
                 raise EnvError(f"{NAME}: reset with {dict(settings)}: {error}") from None
 
     async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`observation`, `reward` and `done`. Raises WrongAction."""
+        """Return `observation`, `reward` and `done`. Raises WrongAction."""
         return await self._ask("step", action)
 
     async def close(self) -> None:
@@ -133,7 +133,7 @@ class _Full(Exception):
 
 
 def _as_json(request: Mapping[str, Any]) -> str:
-    """Raises WrongAction for what a model can write and a server cannot read: that would be the end of the session."""
+    """Raises WrongAction for JSON that a model can write but the server cannot read, as it would end the session."""
     if is_deeper(request, MOST_DEPTH):
         raise WrongAction(f"it is nested more than {MOST_DEPTH} deep")
     try:

@@ -1,9 +1,9 @@
-"""TaskFolder-v0: task folders as Harbor and terminal-bench write them, played in our sandboxes.
+"""TaskFolder-v0: plays task folders of Harbor and terminal-bench in sandboxes.
 
-The model has a shell. The tests enter the sandbox only when it has finished: what it left running is killed and what
-it left in their place is removed first. The reward is what they write. A task that is broken, an image that cannot be
-built, tests that come to no verdict in an untouched sandbox either: each fails the episode with a reason and is never
-scored 0. What the model itself broke always is.
+The model has a shell. The tests enter the sandbox only after it has finished; first its processes are killed and its
+files in the tests' place are removed. The tests write the reward. A broken task, an image that cannot be built, or
+tests without a verdict in an untouched sandbox fail the episode with a reason and are never scored 0. Damage done by
+the model is always scored 0.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
 __all__ = ["FolderTask", "TaskFolder", "find_tasks", "load_task"]
 
 LONGEST_S = 24 * 3600.0
-"""The limits that count are the task's own."""
+"""Upper bound for tool and reward timeouts; the task's own limits apply."""
 SPARE_S = 20.0
-"""For starting a sandbox, and for what lies there to be removed and put, beside what the tests may take."""
+"""Seconds added to the tests' timeout for starting a sandbox and for removing and writing files."""
 ENDING_S = 1.0
-"""Between the time-out of a command and the end of what a turn allows: for its output so far."""
+"""Seconds between a command's timeout and the end of the turn's time, for reading its output."""
 
 _tests_that_work: set[tuple[Path, SandboxSpec]] = set()
-"""Tasks of this process whose tests came to a verdict in a sandbox that no command of a model had touched."""
+"""Tasks of this process whose tests gave a verdict in a sandbox that no model command had touched."""
 
 
 class TaskFolder(SandboxToolEnv):
     """Arguments: `folder` (a task, or a folder of tasks: the seed chooses), `max_turns`, `command_timeout_s`,
-    `tool_format`, `reward_key` (which number of a `reward.json` with several), and over what the tasks say:
+    `tool_format`, `reward_key` (the number to use from a `reward.json` with several), and overrides of the tasks:
     `memory_mb`, `cpus`, `workdir`, `user`, `allow` (hosts that the sandbox may reach, `host:port`), `force_build`.
     `artifacts`: absolute paths of the files and folders that are the model's work; the tests then run in a fresh
-    sandbox into which these alone are copied, and nothing else that the model did can touch them.
+    sandbox with only these copied into it, so that nothing else that the model did can affect them.
     """
 
     tool_format = "tags"
@@ -120,8 +120,8 @@ class TaskFolder(SandboxToolEnv):
 
     @reward(timeout_s=LONGEST_S)
     async def tests(self) -> float:
-        """What the task's tests say. Where they come to no verdict, it is the model's doing, and 0, if they come to one
-        in a sandbox that it has not touched; else nobody's here, and EnvError is raised."""
+        """Return the reward of the task's tests. Without a verdict it is 0 if the tests have one in an untouched
+        sandbox, because then the model is the cause; else raises EnvError."""
         try:
             await self._make_ready()
             verdict = await self._verdict()
@@ -150,7 +150,7 @@ class TaskFolder(SandboxToolEnv):
 
     @asynccontextmanager
     async def _tests_in_time(self) -> AsyncIterator[None]:
-        """What the model left may make it slow to put the tests there, too. Raises NoVerdictError."""
+        """Limit the tests and their copying, which the model's files may also slow down. Raises NoVerdictError."""
         limit_s = self.task.test_timeout_s + SPARE_S
         try:
             async with asyncio.timeout(limit_s) as scope:
@@ -162,7 +162,7 @@ class TaskFolder(SandboxToolEnv):
             raise NoVerdictError(why, timed_out=True) from None
 
     async def _check_that_tests_work(self, why: NoVerdictError) -> None:
-        """Raises EnvError if they come to no verdict where no command of the model ran."""
+        """Raise EnvError if the tests give no verdict in a sandbox that no model command has touched."""
         known = (self.task.folder, self.task.spec)
         if known in _tests_that_work and not why.timed_out:  # tests may also be slow because the machine is busy
             return
@@ -174,9 +174,9 @@ class TaskFolder(SandboxToolEnv):
                 await run_tests(untouched, self.task, self._reward_key)
             except NoVerdictError as same:
                 raise self._broken(same) from None
-            except SandboxDied as error:  # of whatever reason: not the model's doing
+            except SandboxDied as error:  # for any reason: it is not the model's fault
                 raise self._broken(NoVerdictError(str(error))) from None
-        if not self.task.spec.allow:  # what is reached outside may be away the next time
+        if not self.task.spec.allow:  # hosts outside may be down the next time
             _tests_that_work.add(known)
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
@@ -185,7 +185,7 @@ class TaskFolder(SandboxToolEnv):
         return earned, info | ({"verifier_error": self._verifier_error} if self._verifier_error else {})
 
     async def oracle(self) -> str:
-        """The right action now, for checks and demonstrations: runs the task's solution."""
+        """Return the right next action, which runs the task's solution, for checks and demonstrations."""
         if not self.task.solution_command:
             raise EnvError(f"{self.task.folder}: it has no solution to show")
         if self.turn:
@@ -197,7 +197,7 @@ class TaskFolder(SandboxToolEnv):
         return f"<sh>{exported}{self.task.solution_command}</sh>"
 
     def least_step_timeout_s(self) -> float:
-        """A command, the tests, and where they come to no verdict the tests again in an untouched sandbox."""
+        """Allow for a command, the tests, and, without a verdict, the tests again in an untouched sandbox."""
         agent_s, tests_s = longest_limits(self._folder, self._options)
         return min(self._command_timeout_s, agent_s) + 2 * (tests_s + SPARE_S)
 
@@ -218,7 +218,7 @@ class TaskFolder(SandboxToolEnv):
         )
 
     async def _make_ready(self) -> None:
-        """At the first use: an image that cannot be built is named with its task."""
+        """Make the folders at the first use; an image error is extended by the task's folder."""
         if self._is_ready:
             return
         try:

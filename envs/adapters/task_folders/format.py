@@ -1,9 +1,9 @@
-"""Task folders as Harbor and terminal-bench write them, read into one form.
+"""Reads task folders of Harbor and terminal-bench into one form.
 
 Harbor: `task.toml`, `instruction.md`, `environment/` (Dockerfile), `tests/test.sh`, `solution/solve.sh`; the tests
 write a reward file. terminal-bench 1: `task.yaml`, `Dockerfile` or `docker-compose.yaml`, `run-tests.sh`, `tests/`,
-`solution.sh`; the tests are pytest's, and all must pass. What a folder asks for and sandboxes do not have (several
-containers, several steps, a verifier of its own) is an error, not left out.
+`solution.sh`; the tests use pytest, and all must pass. A folder that needs unsupported features (several containers,
+several steps, a separate verifier) is an error; nothing is ignored.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ HARBOR_FILE, TERMINAL_BENCH_FILE = "task.toml", "task.yaml"
 MARKS = (HARBOR_FILE, TERMINAL_BENCH_FILE, "instruction.md")
 DEFAULT_WORKDIR = "/app"
 DEPTH = 4
-"""How many folders down tasks are looked for."""
+"""Maximum folder depth of the search for tasks."""
 HOME = "/root"
 SCRATCH = "/roll-flash"
-"""Where the sandbox has its own writable folder; the image's folders stay as they were built."""
+"""Path of the sandbox's own writable folder; the image's folders stay as built."""
 _MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([MG])i?B?", re.IGNORECASE)
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
 
@@ -45,37 +45,37 @@ class FolderTask:
     instruction: str
     spec: SandboxSpec
     workdir: str
-    """Where commands of the agent, the tests and the solution start."""
+    """Working directory of commands of the agent, the tests and the solution."""
     agent_timeout_s: float
-    """For all commands of the agent together."""
+    """Seconds for all commands of the agent together."""
     tests: Mapping[Path, str]
-    """Folders and files of this machine, and where they are put for the verification."""
+    """Folders and files of this machine, and their sandbox paths during the tests."""
     test_command: str
     test_env: Mapping[str, str]
     test_timeout_s: float
     verdict: Literal["reward file", "pytest"]
     solution: Mapping[Path, str]
     solution_command: str
-    """Empty if the task tells no solution."""
+    """Empty if the task has no solution."""
     solution_env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
 class FolderOptions:
-    """What the user asks for, over what the folders say."""
+    """The user's overrides of the tasks' settings."""
 
     memory_mb: int | None = None
     cpus: float | None = None
     workdir: str | None = None
     user: str = "0:0"
     allow: tuple[str, ...] = ()
-    """`host:port` that the sandbox may reach; nothing else, whatever the task asks for."""
+    """`host:port` that the sandbox may reach; no others, even if the task asks for them."""
     force_build: bool = False
     """Build `environment/Dockerfile` even if the task names an image."""
 
 
 def find_tasks(folder: str | Path) -> list[Path]:
-    """The task folders in `folder`, sorted; `folder` itself if it is one. Raises ConfigError if there is none."""
+    """Return the task folders in `folder`, sorted, or `folder` itself if it is one. Raises ConfigError if none."""
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigError(f"{root}: there is no such folder")
@@ -96,9 +96,9 @@ def _tasks_below(folder: Path, depth: int) -> Iterator[Path]:
 
 @cache
 def longest_limits(folder: Path, options: FolderOptions) -> tuple[float, float]:
-    """Seconds that a task in this folder allows its agent and its tests, each the longest there is.
+    """Return the largest agent timeout and the largest test timeout of the tasks in this folder, in seconds.
 
-    Tasks that cannot be read are shown when they are played. Raises ConfigError where none can.
+    Unreadable tasks are skipped and fail when they are played. Raises ConfigError if all are unreadable.
     """
     tasks, limits, trouble = find_tasks(folder), [], ""
     for path in tasks:
@@ -115,7 +115,7 @@ def longest_limits(folder: Path, options: FolderOptions) -> tuple[float, float]:
 
 
 def load_task(folder: Path, options: FolderOptions | None = None) -> FolderTask:
-    """Read one task folder. Raises ConfigError that says what is wrong in which file."""
+    """Read one task folder. Raises ConfigError with the file and the reason."""
     options = options or FolderOptions()
     try:
         if (folder / HARBOR_FILE).is_file():
@@ -136,7 +136,7 @@ def load_task(folder: Path, options: FolderOptions | None = None) -> FolderTask:
 
 
 class _Section(pydantic.BaseModel):
-    """Other keys are the authors' own."""
+    """Ignores other keys, which belong to the task's authors."""
 
     env: dict[str, str] = {}
 
@@ -233,7 +233,7 @@ def _read_terminal_bench(folder: Path, options: FolderOptions) -> FolderTask:
 
 
 def _compose_source(folder: Path) -> dict[str, Any]:
-    """Image or Dockerfile of the one service that a compose file may have; without one, the folder's Dockerfile."""
+    """Return image or Dockerfile of a compose file's only service; without a compose file, the folder's Dockerfile."""
     compose = folder / "docker-compose.yaml"
     build: Any = {}
     if compose.is_file():
@@ -289,7 +289,7 @@ def _in_mb(folder: Path, text: str | None) -> int | None:
 
 
 def _workdir_of(dockerfile: str) -> str:
-    """The last WORKDIR with a plain path; what an image that it builds on says cannot be seen."""
+    """Return the last WORKDIR with a plain path; the settings of a base image are unknown."""
     workdir = ""
     for path in re.findall(r"^\s*WORKDIR\s+[\"']?([^\s\"'$]+)[\"']?\s*$", dockerfile, re.MULTILINE | re.IGNORECASE):
         workdir = path if path.startswith("/") else f"{workdir or ''}/{path}"
@@ -297,7 +297,7 @@ def _workdir_of(dockerfile: str) -> str:
 
 
 def _resolved(folder: Path, variables: Mapping[str, str]) -> dict[str, str]:
-    """`${NAME}` and `${NAME:-default}` stand for variables of this process, as in Harbor."""
+    """Replace `${NAME}` and `${NAME:-default}` by variables of this process, as in Harbor."""
 
     def value_of(match: re.Match[str]) -> str:
         value = os.environ.get(match[1], match[2])

@@ -1,4 +1,4 @@
-"""A task's tests in a sandbox: what runs there is killed, the tests are put there and run, their verdict is read."""
+"""Runs a task's tests in a sandbox: kills its processes, writes the tests, runs them, and reads their verdict."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REWARD_TEXT, REWARD_JSON = f"{VERIFIER_LOGS}/reward.txt", f"{VERIFIER_LOGS}/rewa
 MOST_REWARD_BYTES = 1 << 16
 SHOWN_CHARACTERS = 4000
 ENVIRONMENT = {"PYTHONNOUSERSITE": "1"}
-"""What a model planted in its home is no part of a test's Python."""
+"""Keeps modules that the model planted in its home out of the tests' Python."""
 EMPTY_ARCHIVE = b"PK\5\6" + bytes(18)
 ENOTDIR = 20
 _NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
@@ -34,7 +34,7 @@ _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTIL
 
 
 class NoVerdictError(Exception):
-    """The tests did not say what the sandbox is worth. `output` is what they printed."""
+    """The tests gave no verdict. `output` is the text that they printed."""
 
     def __init__(self, message: str, output: str = "", *, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -45,11 +45,11 @@ class NoVerdictError(Exception):
 class Verdict:
     reward: float
     output: str
-    """What the tests printed, shortened."""
+    """Output of the tests, shortened."""
 
 
 async def make_folders(sandbox: Sandbox, task: FolderTask) -> None:
-    """What a task may expect to be there, in a sandbox that no command of the model has touched. Raises EnvError."""
+    """Make the folders that a task expects, in a sandbox that no model command has touched. Raises EnvError."""
     command = f"mkdir -p {shlex.quote(task.workdir)} /logs/agent {VERIFIER_LOGS}"
     result = await sandbox.exec(command, timeout=60.0, cwd="/")
     if not result.ok:
@@ -58,7 +58,7 @@ async def make_folders(sandbox: Sandbox, task: FolderTask) -> None:
 
 
 async def put_files(sandbox: Sandbox, places: Mapping[Path, str]) -> None:
-    """Raises SandboxFileError."""
+    """Copy files into the sandbox. Raises SandboxFileError."""
     for source, target in places.items():
         if source.is_dir():
             await sandbox.put_tree(source, target)
@@ -67,7 +67,7 @@ async def put_files(sandbox: Sandbox, places: Mapping[Path, str]) -> None:
 
 
 async def copy_out(sandbox: Sandbox, paths: Sequence[str], target: Sandbox) -> None:
-    """Files and folders of one sandbox into another; what is not there is left out. Raises NoVerdictError."""
+    """Copy files and folders from one sandbox into another; missing ones are skipped. Raises NoVerdictError."""
     try:
         await sandbox.kill_all()
         for path in paths:
@@ -92,7 +92,7 @@ async def _copy(sandbox: Sandbox, path: str, target: Sandbox) -> None:
 
 
 async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verdict:
-    """Nothing that ran before or that the tests leave running can change the verdict. Raises NoVerdictError."""
+    """Run the tests. Processes from before or of the tests cannot change the verdict. Raises NoVerdictError."""
     try:
         await sandbox.kill_all()
         for place in (VERIFIER_LOGS, *{place.rpartition("/")[0] or place for place in task.tests.values()}):
@@ -122,7 +122,7 @@ async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verd
 
 
 def pytest_verdict(output: str) -> float:
-    """1 if every test passed, as terminal-bench has it. Raises ValueError."""
+    """Return 1 if every test passed, by terminal-bench's rules. Raises ValueError."""
     summary = _SUMMARY.findall(output)
     outcomes = _OUTCOME.findall(summary[-1]) if summary else []
     if not outcomes:
@@ -131,7 +131,7 @@ def pytest_verdict(output: str) -> float:
 
 
 async def _of_reward_file(sandbox: Sandbox, reward_key: str) -> float:
-    """Raises ValueError for what is no finite number."""
+    """Return the reward from its file. Raises ValueError if it is not a finite number."""
     for path, number in ((REWARD_TEXT, reward_of_text), (REWARD_JSON, lambda text: reward_of_json(text, reward_key))):
         try:
             text = (await sandbox.read(path, max_bytes=MOST_REWARD_BYTES)).decode(errors="replace")
@@ -145,7 +145,7 @@ async def _of_reward_file(sandbox: Sandbox, reward_key: str) -> float:
 
 
 def reward_of_text(text: str) -> float:
-    """Raises ValueError for all but a plain decimal number."""
+    """Return the reward in the text. Raises ValueError for all but a plain decimal number."""
     text = text.strip()
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
     if not math.isfinite(value):
@@ -154,7 +154,7 @@ def reward_of_text(text: str) -> float:
 
 
 def reward_of_json(text: str, key: str) -> float:
-    """The number called `key`, or the only one there is. Raises ValueError, RecursionError."""
+    """Return the number under `key`, or the only number. Raises ValueError, RecursionError."""
     numbers: Any = json.loads(text)
     if not isinstance(numbers, dict) or not numbers:
         raise ValueError("it must be an object of numbers")

@@ -1,10 +1,10 @@
-"""TextArenaDuel-v0: any game for two of the package textarena, against another or against the policy itself.
+"""TextArenaDuel-v0: any two-player game of the package textarena, against an opponent or the policy itself.
 
-One episode is one seat: its tokens are trained on, with what that seat earned. The seed says which seat it is, so the
-replicas of a group sit on the same side of the same game and are compared with each other alone: a first mover's
-advantage cancels (the role-conditioned baseline of SPIRAL, arXiv 2506.24119, without an estimate that is carried on).
-In self-play the other seat is answered by the newest weights too, but neither recorded nor trained on; over the seeds
-both seats are.
+One episode is one seat: it trains on the tokens and the reward of that seat. The seed decides the seat, so all
+replicas of a group play the same side of the same game and are compared only with each other: the advantage of the
+first mover cancels (the role-conditioned baseline of SPIRAL, arXiv 2506.24119, without its running estimate).
+In self-play the other seat also uses the newest weights, but is neither recorded nor trained on; across seeds the
+policy trains on both seats.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ Seat = Literal["by seed", 0, 1]
 Move = Callable[[Sequence[Message]], Awaitable[str]]
 MOST_OPENINGS = 10
 MOST_OPPONENT_TURNS = 200
-"""In a row. A game that goes on without the other seat for longer has hung."""
+"""Maximum consecutive turns of the opponent; a game with more has hung."""
 TURNS_USED_UP = 403
-"""What the gateway answers then: the game is scored as it stands."""
+"""HTTP status of the gateway at the turn limit: the game is then scored in its current state."""
 CALL_TIMEOUT_S = 600.0
-"""Of one call of the model in self-play; the gateway's own deadline is shorter."""
+"""Timeout in seconds of one model call in self-play; the gateway's own deadline is shorter."""
 
 
 class TextArenaDuel(Env):
     """Arguments: `game` (an id of the package), `game_kwargs`, `max_turns`, `seat` (0, 1 or `by seed`), `opponent`:
-    `self` (the policy that is trained), `random` (of the moves that the game lists), a function of the messages
+    `self` (the policy that is trained), `random` (one of the moves that the game lists), a function of the messages
     (`module:function`, `path/to/file.py:function`), or `{url, model, api_key_env}` for a fixed model at an endpoint.
 
-    Reward is the seat's own: 1 won, 0 drawn or not over after `max_turns`, -1 lost, or what the game gives.
+    Reward of the seat: 1 won, 0 drawn or not over after `max_turns`, -1 lost, or the game's own reward.
     """
 
     asks_aside = True
@@ -56,7 +56,7 @@ class TextArenaDuel(Env):
             raise ConfigError("TextArenaDuel-v0: seat must be 0, 1 or 'by seed', and max_turns at least 1")
         self._table = Table("TextArenaDuel-v0", game, game_kwargs or {}, players=2)
         self.plays_itself = opponent == SELF
-        """Whether the run's gateway answers for both seats (`play`), or `step` is called for one."""
+        """True if the gateway answers for both seats (`play`); False if `step` is called for one seat."""
         self._opponent_named = opponent
         self._opponent: Opponent | None = None
         if not self.plays_itself:
@@ -69,7 +69,7 @@ class TextArenaDuel(Env):
         self._conversations: tuple[list[Message], list[Message]] = ([], [])
         self._is_over = False
         self._broken = ""
-        """Why the game ended with a move of this seat's that it could not take: that is a loss."""
+        """Reason why the game raised for a move of this seat, which counts as a loss."""
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -96,11 +96,11 @@ class TextArenaDuel(Env):
         return "", reward, self._is_over, not self._is_over, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
-        """The run ends the game before it is over."""
+        """Return the score of a game that the run ended before it was over."""
         return await self.score()
 
     async def play(self, gateway: AgentGateway) -> None:
-        """Self-play: what is said on the other seat goes through a session that is not recorded."""
+        """Play both seats; the other seat uses a session that is not recorded."""
         from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient
 
         keys = [gateway.aside_key, gateway.aside_key]
@@ -145,7 +145,7 @@ class TextArenaDuel(Env):
         await call_in_thread(lambda: self._table.reset(self._game_seed))
 
     async def _open(self, opponent: Move) -> None:
-        """Until this seat's first turn. A game that the other seat loses before it teaches nothing: it begins anew."""
+        """Play to this seat's first turn. If the other seat loses before it, start anew: the game teaches nothing."""
         for _ in range(MOST_OPENINGS):
             await self._await_turn(opponent)
             if not self._is_over:
@@ -164,7 +164,7 @@ class TextArenaDuel(Env):
         raise EnvError(f"TextArenaDuel-v0: the opponent had {MOST_OPPONENT_TURNS} turns in a row")
 
     def _tell(self) -> list[Message]:
-        """Tell the player whose turn it is what is new; returns that player's whole conversation."""
+        """Tell the current player the news; return that player's whole conversation."""
         conversation = self._conversations[self._table.player]
         conversation.append({"role": "user", "content": self._table.news()})
         return conversation

@@ -1,7 +1,7 @@
 """TextArena-v0: any single-player game of the package textarena.
 
-The package plays and scores the game. It is optional: `pip install textarena` (some of its word games also want nltk's
-data). Games for two are `TextArenaDuel-v0`.
+The package plays and scores the game. It is optional: `pip install textarena` (some of its word games also need nltk's
+data). Two-player games are in `TextArenaDuel-v0`.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from roll_flash.envs.tools.calls import without_thinking
 class TextArena(gymnasium.Env[str, str]):
     """Arguments: `game` (an id of the package), `game_kwargs`, `max_turns`.
 
-    Reward is the package's, given at the end; many games give a part of it for a part of the way. A reward of 1 is a
-    success. A game that is not over after `max_turns` earns nothing.
+    The reward is the package's, given at the end; many games give partial rewards for partial progress. A reward of 1
+    is a success. A game that is not over after `max_turns` earns nothing.
     """
 
     observation_space = TextSpace()
@@ -53,5 +53,5 @@ class TextArena(gymnasium.Env[str, str]):
         return "", reward, True, False, {"success": reward >= 1.0, "reason": reason}
 
     def conclude(self) -> tuple[float, dict[str, Any]]:
-        """The run ends the game before it is over."""
+        """Return the result of a game that the run ended before it was over."""
         return 0.0, {"success": False}

@@ -1,4 +1,4 @@
-"""Who plays the other side of a game for two: chance, a function, a fixed model, or the policy itself."""
+"""Opponents for two-player games: random moves, a function, a fixed model, or the policy itself."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Opponent(Protocol):
 
 
 def listed_moves(text: str) -> list[str]:
-    """What a game lists last as allowed; players' words may be in the text too."""
+    """Return the last list of allowed moves in the text, which may also contain players' words."""
     listed = _LISTED.findall(text)
     return _MOVE.findall(listed[-1]) if listed else []
 
 
 class RandomOpponent:
-    """Plays one of the moves that the game lists as allowed."""
+    """Plays a random move from the game's list of allowed moves."""
 
     def __init__(self, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -46,7 +46,7 @@ class RandomOpponent:
         return self._chance.choice(moves)
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there are no resources."""
 
 
 class ScriptedOpponent:
@@ -61,11 +61,11 @@ class ScriptedOpponent:
         return str(await call_in_thread(lambda: self._function(list(messages))))
 
     async def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: there are no resources."""
 
 
 class ModelOpponent:
-    """A model behind an OpenAI-compatible endpoint. Raises EnvError when it does not answer."""
+    """A model behind an OpenAI-compatible endpoint. Raises EnvError if it does not answer."""
 
     def __init__(
         self, url: str, model: str, api_key: str | None = None, *, timeout_s: float = 120.0, max_new_tokens: int = 512
@@ -90,7 +90,7 @@ class ModelOpponent:
 
 
 def make_opponent(named: str | Mapping[str, Any] | Callable[..., Any], seed: int) -> Opponent:
-    """What the argument `opponent` means. Raises ConfigError."""
+    """Make the opponent from the argument `opponent`. Raises ConfigError."""
     if callable(named):
         return ScriptedOpponent(named)
     if isinstance(named, Mapping):

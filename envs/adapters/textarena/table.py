@@ -1,7 +1,7 @@
-"""A game of the package textarena, for one player or more: what is new for whom, and what each earned.
+"""A game of the package textarena, for one or more players: the news for each player, and each player's reward.
 
-The package draws from Python's shared generator, which other episodes' threads use too: a table has a generator of its
-own, so that the same seed and moves give the same game. Its methods block; one thread at a time.
+The package draws from Python's shared generator, which other episodes' threads also use. A table has its own generator,
+so that the same seed and moves give the same game. Its methods block and must run in one thread at a time.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from roll_flash.errors import ConfigError
 _shared_random = threading.Lock()
 MOST_SHOWN_CHARACTERS = 200
 MOST_CHARACTERS = 2000
-"""Of a move, from its end. Games look for theirs with expressions that take the square of its length."""
+"""Maximum characters of a move, from its end: the games' regular expressions take quadratic time."""
 _MANY_BLANKS = re.compile(r"\s{9,}+")
-"""Of blanks even the cube: no other thread of the worker runs meanwhile."""
+"""Runs of blanks take cubic time, during which no other thread of the worker runs."""
 
 
 class BrokenMove(Exception):
-    """The game raised for what a player wrote: that is a wrong move, and the end."""
+    """The game raised for a player's text: this counts as a wrong move and ends the game."""
 
 
 class Table:
-    """Raises ConfigError for a game that is not there, or not for so many players."""
+    """One game. Raises ConfigError for an unknown game, or one with another number of players."""
 
     def __init__(self, needed_by: str, game: str, game_kwargs: Mapping[str, Any], players: int) -> None:
         self._package = import_optional("textarena", package="textarena", needed_by=needed_by)
         self._players = players
         self._random_state: Any = random.Random(0).getstate()
         try:
-            # The raw form tells what is new since the last turn; the others repeat the whole game every time.
+            # The raw form returns only news since the last turn; the other forms repeat the whole game each time.
             self._game = self._package.make(game if game.endswith("-raw") else f"{game}-raw", **game_kwargs)
             self.reset(0)
         except (ValueError, AssertionError, TypeError, LookupError, ImportError, SyntaxError) as error:
@@ -48,11 +48,11 @@ class Table:
 
     @property
     def player(self) -> int:
-        """Whose turn it is."""
+        """Player whose turn it is."""
         return int(self._game.state.current_player_id)
 
     def news(self) -> str:
-        """What the player whose turn it is has not been told yet, but for the player's own words."""
+        """Return all text that is new to the current player, without the player's own words."""
         own = self._package.core.ObservationType.PLAYER_ACTION
         player, said = self._game.get_observation()
         told = [
@@ -63,20 +63,20 @@ class Table:
         return "\n".join(told) or "(nothing new)"
 
     def move(self, text: str) -> bool:
-        """Take the turn; whether the game is over. Raises BrokenMove, and for a package or file that is missing as the
-        game does."""
+        """Make a move; return True if the game is over. Raises BrokenMove, and the game's own error for a missing
+        package or file."""
         text = _MANY_BLANKS.sub(" ", text)[-MOST_CHARACTERS:]
         try:
             with self._own_random():
                 is_over, _ = self._game.step(text)
-        except Exception as error:  # others' code may raise anything
-            if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk's, without its data
+        except Exception as error:  # third-party code may raise anything
+            if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk without its data
                 raise
             raise BrokenMove(f"{type(error).__name__}: {error}"[:MOST_SHOWN_CHARACTERS]) from error
         return bool(is_over)
 
     def outcome(self) -> tuple[Mapping[int, float], str]:
-        """What each player earned, and why."""
+        """Return the reward of each player, and the reason."""
         rewards, details = self._game.close()
         earned = {int(player): float(reward) for player, reward in (rewards or {}).items()}
         return earned, str((details or {}).get(0, {}).get("reason"))

@@ -1,7 +1,7 @@
-"""Environments of the package verifiers, loaded once per process and shared by its episodes, as they are made for.
+"""Loads environments of the package verifiers once per process; its episodes share them, as the package intends.
 
-Loading one would take the process's Ctrl-C for itself, and fails in a thread because of it: it is kept from that. A
-reward function that raises counts as 0 there; here it is noted, so that the episode can be failed instead.
+Loading one would install a signal handler for Ctrl-C, which also fails in a thread, so this is disabled. In the package
+a reward function that raises counts as 0; here the error is recorded, so that the episode can fail instead.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from roll_flash.errors import ConfigError, RollFlashError
 NAME = "Verifiers-v0"
 
 raised_by_rewards: ContextVar[list[str] | None] = ContextVar("raised_by_rewards", default=None)
-"""Where reward functions that raise are noted while an episode is scored."""
+"""Errors of reward functions while an episode is scored."""
 
 _loaded: dict[str, Any] = {}
 _loading = threading.Lock()
 
 
 def load(env: str, args: Mapping[str, Any]) -> Any:
-    """The environment that `load_environment(**args)` of a package or a file makes. Raises ConfigError."""
+    """Return the environment made by `load_environment(**args)` of a package or a file. Raises ConfigError."""
     key = json.dumps([env, dict(args)], sort_keys=True, default=str)
     with _loading:
         if key not in _loaded:
@@ -48,7 +48,7 @@ def _load(env: str, args: Mapping[str, Any]) -> Any:
             made = _maker(package, env)(**args)
     except RollFlashError:
         raise
-    except Exception as error:  # others' code may raise anything
+    except Exception as error:  # third-party code may raise anything
         said = " ".join(str(error).split())[:300]
         raise ConfigError(f"{NAME}: env {env!r} with {dict(args)}: {type(error).__name__}: {said}") from None
     if not isinstance(made, package.MultiTurnEnv):

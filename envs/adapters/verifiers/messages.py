@@ -1,4 +1,4 @@
-"""Messages of the package verifiers in ours, and our model's text as what its environments take for an answer."""
+"""Conversion of messages of the package verifiers to ours, and of the model's text to their responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tools_of(definitions: Sequence[Any]) -> dict[str, ToolDescription]:
 
 
 def as_messages(theirs: Sequence[Any], tool_format: ToolFormat) -> list[Message]:
-    """Results of tools that follow each other become one message, in the form in which the tools were described."""
+    """Convert messages. Consecutive tool results become one message, in the format of the tool descriptions."""
     found: list[Message] = []
     results: list[str] = []
     for message in theirs:
@@ -41,7 +41,7 @@ def as_messages(theirs: Sequence[Any], tool_format: ToolFormat) -> list[Message]
 
 
 def as_response(package: Any, action: str, calls: Sequence[ToolCall | BadCall]) -> Any:
-    """The model's turn as their client would have read it. A bad call keeps its place under its number."""
+    """Return the model's turn as verifiers' client would parse it. A bad call keeps its place and number."""
     written = [
         package.ToolCall(
             id=call_id(number),
@@ -64,7 +64,7 @@ def call_id(number: int) -> str:
 
 
 def explain_bad_calls(answers: Sequence[Any], calls: Sequence[ToolCall | BadCall]) -> None:
-    """Their tools say `'name'` of a tool that is not there; the model is told what was wrong instead."""
+    """Replace the package's answer to a bad call, which is only `'name'`, by the error message for the model."""
     wrong = {call_id(number): call.message for number, call in enumerate(calls) if isinstance(call, BadCall)}
     for answer in answers:
         if answer["role"] == "tool" and answer["tool_call_id"] in wrong:

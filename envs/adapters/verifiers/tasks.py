@@ -1,7 +1,7 @@
-"""Verifiers-v0: environments written for the package verifiers (SingleTurnEnv, MultiTurnEnv, ToolEnv and their kin).
+"""Verifiers-v0: environments of the package verifiers (SingleTurnEnv, MultiTurnEnv, ToolEnv and subclasses).
 
-A row of the data set is a task, `env_response` answers the model, the rubric gives the reward; the model is ours, so no
-client of theirs is used. Optional: `pip install verifiers`.
+A row of the data set is a task, `env_response` answers the model, and the rubric gives the reward. The model is ours,
+so the package's clients are not used. Optional: `pip install verifiers`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Split = Literal["auto", "train", "eval"]
 
 class Verifiers(Env):
     """Arguments: `env` (an installed environment package, or `path/to/file.py` with `load_environment`), `env_args`
-    (what it is called with), `split` (`auto`: held-out seeds take the evaluation data set, where there is one),
+    (its arguments), `split` (`auto`: held-out seeds take the evaluation data set, if the environment has one),
     `tool_format`.
 
     A reward function that raises fails the episode. `info["success"]` is a reward of at least `pass_threshold`.
@@ -87,7 +87,7 @@ class Verifiers(Env):
         return as_messages(news, self._tool_format), 0.0, False, False, {"tools": self._use_info()}
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
-        """The rubric's reward for the rollout as it stands."""
+        """Return the rubric's reward for the rollout in its current state."""
         state, self._state = self._state, None
         await self._env.cleanup(state)
         noted: list[str] = []
@@ -108,7 +108,7 @@ class Verifiers(Env):
         }
 
     async def close(self) -> None:
-        """Lets the environment free what a rollout holds that was not scored."""
+        """Let the environment release a rollout that was not scored."""
         if self._state is not None:
             state, self._state = self._state, None
             await self._env.cleanup(state)
@@ -120,7 +120,7 @@ class Verifiers(Env):
         return dict(rows[seed % len(rows)])
 
     async def _next_prompt(self) -> list[Any] | None:
-        """Their whole conversation before the next turn; None when the rollout is over."""
+        """Return the package's whole conversation before the next turn; None when the rollout is over."""
         normalized = importlib.import_module("verifiers.utils.message_utils").maybe_normalize_messages
         while not await self._env.is_completed(self._state):
             try:
@@ -142,7 +142,7 @@ class Verifiers(Env):
 
 
 def _no_client() -> Any:
-    """Their environments are given one; what asks it for anything is told that there is none."""
+    """Return a client for environments that raises an error at every call."""
     client = importlib.import_module("verifiers.clients").Client
 
     def refuse(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A loop as users of the `openai` package write it: one tool, called until the model answers in words."""
+"""Agent loop in the usual style of the `openai` package: one tool, called until the model answers in text."""
 
 import json
 import os
@@ -43,7 +43,7 @@ for _ in range(int(os.environ.get("AGENT_MAX_CALLS", "8"))):
             continue
         try:
             output = sh(**json.loads(call.function.arguments))
-        except Exception as error:  # the model wrote the arguments: it is told what was wrong with them
+        except Exception as error:  # the model wrote the arguments, so it is told the error
             output = f"error: {type(error).__name__}: {error}"
         print("called:", call.function.arguments, "->", output, flush=True)
         messages.append({"role": "tool", "tool_call_id": call.id, "content": output})

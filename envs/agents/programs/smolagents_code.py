@@ -1,4 +1,4 @@
-"""smolagents' CodeAgent as its documentation shows it: the model writes Python, which may call one tool, a shell."""
+"""smolagents' CodeAgent as in its documentation: the model writes Python, which may call one tool, a shell."""
 
 import os
 import subprocess

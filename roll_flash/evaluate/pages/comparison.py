@@ -1,4 +1,4 @@
-"""`eval-diff.html`: two evaluations as one page that needs nothing else, conversations side by side."""
+"""`eval-diff.html`: two evaluations on one self-contained page, with conversations side by side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGE_FILE = "eval-diff.html"
 
 
 def write_comparison(found: Comparison, path: str | Path | None = None) -> Path:
-    """Into `path`, or into the folder of B. Raises ConfigError where that cannot be written."""
+    """Write the page to `path`, or to the folder of B. Raises ConfigError if that is not writable."""
     target = Path(path).expanduser() if path is not None else found.b.folder / PAGE_FILE
     try:
         target.write_text(render_comparison(found), encoding="utf-8", errors="replace")
@@ -29,7 +29,7 @@ def write_comparison(found: Comparison, path: str | Path | None = None) -> Path:
 
 def render_comparison(found: Comparison) -> str:
     transcripts = PageTranscripts()
-    # The tasks that differ most come first, and get their conversations should the page become too large.
+    # Largest differences first: these keep their conversations if the page becomes too large.
     pairs = sorted(found.pairs, key=lambda pair: (-abs(pair.difference), pair.task_id))
     tasks = table(("task", "A | B", "A#", "B#", "B - A#"), [_row(pair, transcripts) for pair in pairs], sortable=True)
     notices = list(found.notes)

@@ -17,7 +17,7 @@
     const summary = make("summary");
     summary.append(make("b", "", piece.title), " " + piece.preview);
     folded.append(summary);
-    // Filled when it is opened: a long conversation is quick to show.
+    // Filled on opening, so that a long conversation shows quickly.
     folded.addEventListener("toggle", () => {
       if (folded.open && folded.children.length === 1) folded.append(make("pre", "", piece.text));
     });

@@ -1,8 +1,8 @@
-"""One self-contained HTML page: style and program inside, nothing is ever fetched.
+"""One self-contained HTML page: style and script are inline, nothing is ever fetched.
 
-What a model or an environment wrote gets into the page in two ways only: escaped by `html.escape`, or inside the JSON
-of `<script type="application/json">`, where every `<` is `\\u003c`. The content security policy allows the one
-program and the one style by their hashes and no request at all, should anything slip through.
+Text of a model or an environment enters the page in two ways only: escaped by `html.escape`, or inside the JSON of
+`<script type="application/json">`, where every `<` is `\\u003c`. As a second defence, the content security policy
+allows only this script and this style, by their hashes, and no request at all.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCALE_WIDTH = 160
 
 
 def document(title: str, body: str, data: Any) -> str:
-    """The whole page; `body` is markup, `data` is what `page.js` reads."""
+    """Return the whole page; `body` is markup, `data` is read by `page.js`."""
     style, program = _resource("page.css"), _resource("page.js")
     policy = (
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(program)}'; "
@@ -39,7 +39,7 @@ def document(title: str, body: str, data: Any) -> str:
 
 
 def json_inside_html(data: Any) -> str:
-    """JSON in which no character can end the element that it stands in, nor a line of JavaScript."""
+    """Return JSON in which no character can end its element or a line of JavaScript."""
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":"), default=str)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
@@ -47,7 +47,7 @@ def json_inside_html(data: Any) -> str:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], *, sortable: bool = False) -> str:
-    """Cells are markup that is already escaped; a head that ends with `#` is a column of numbers."""
+    """Return a table. Cells are already escaped markup; a head that ends with `#` is a column of numbers."""
     names = [name.rstrip("#") for name in head]
     kinds = [' class="number"' if name.endswith("#") else "" for name in head]
     shown = [f'<button type="button">{escape(name)}</button>' if sortable and name else escape(name) for name in names]
@@ -67,7 +67,7 @@ def card(name: str, value: str, detail: str = "") -> str:
 
 
 def interval_picture(estimate: Estimate, low: float = 0.0, high: float = 1.0) -> str:
-    """The interval as a band and the value as a mark, on a scale from `low` to `high`."""
+    """Draw the interval as a band and the value as a mark, on a scale from `low` to `high`."""
     width = (high - low) or 1.0
 
     def place(value: float) -> float:

@@ -1,4 +1,4 @@
-"""`report.html`: an evaluation as one page that needs nothing else; scores, tools, every task, every conversation."""
+"""`report.html`: an evaluation on one self-contained page: scores, tools, every task, every conversation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Records = Sequence[Mapping[str, Any]]
 
 
 def write_report(folder: Path, result: EvalResult, records: Records, about: Mapping[str, Any]) -> Path:
-    """Replaces `report.html` of the folder, whole or not at all."""
+    """Replace `report.html` of the folder atomically."""
     path = folder / REPORT_FILE
     partial = path.with_name(f"{path.name}.new")
     partial.write_text(render_report(result, records, about), encoding="utf-8", errors="replace")
@@ -159,7 +159,7 @@ def _mean(values: Sequence[float]) -> str:
 
 
 def attempt_button(record: Mapping[str, Any], number: int | None) -> str:
-    """Opens the conversation `number`; without one it cannot be pressed."""
+    """Button that opens the conversation `number`; disabled if that is None."""
     kind, mark = outcome_mark(record)
     target = " disabled" if number is None else f' data-episodes="{number}"'
     return (
@@ -169,7 +169,7 @@ def attempt_button(record: Mapping[str, Any], number: int | None) -> str:
 
 
 def outcome_mark(record: Mapping[str, Any]) -> tuple[str, str]:
-    """A class and a character for how an attempt ended."""
+    """CSS class and character for the outcome of an attempt."""
     if record["kind"] == "failure":
         return "warn", "!"
     return {True: ("good", "✓"), False: ("bad", "✗"), None: ("", "•")}[record["success"]]

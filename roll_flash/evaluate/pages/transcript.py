@@ -1,4 +1,4 @@
-"""Conversations for a page: what the model says is shown, its thinking, its calls and what came back are folded."""
+"""Conversations for a page: the model's text is shown; thinking, calls and observations are folded."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 MESSAGE_CHARACTERS = 20_000
-"""Of a longer message the beginning and the end are shown; the files in `transcripts/` have all of it."""
+"""Maximum characters per message: longer ones show beginning and end; the files in `transcripts/` have all of it."""
 OPEN_CHARACTERS = 2_000
-"""What is longer is folded, whoever wrote it."""
+"""Maximum characters of unfolded text."""
 PAGE_CHARACTERS = 16_000_000
-"""Conversations beyond that are left out of a page, counted, and stay in `transcripts/`."""
+"""Maximum characters per page; further conversations are counted, and are only in `transcripts/`."""
 PREVIEW_CHARACTERS = 90
 SHOWN_TAGS = frozenset({"answer"})
 _OPENING = re.compile(r"<([A-Za-z_][\w.-]{0,40})(?:[ =][^<>]{0,200})?>")
 
 
 class PageTranscripts:
-    """The conversations of one page, numbered as they are added."""
+    """Conversations of one page, numbered in the order of `add`."""
 
     def __init__(self) -> None:
         self.episodes: list[dict[str, Any]] = []
@@ -27,7 +27,7 @@ class PageTranscripts:
         self._characters = 0
 
     def add(self, record: Mapping[str, Any], whose: str = "") -> int | None:
-        """The number of the record's conversation; None when the page is full."""
+        """Add a conversation and return its number; None if the page is full."""
         episode = episode_for_page(record)
         episode["title"] = whose + episode["title"]
         size = sum(len(part["text"]) for message in episode["messages"] for part in message["parts"])
@@ -47,7 +47,7 @@ def episode_for_page(record: Mapping[str, Any]) -> dict[str, Any]:
         turn = next(turns, None) if role == "assistant" else None
         answered = answered or role == "assistant"
         messages.append({"role": role, "about": _about(turn), "parts": _parts(message, role, answered)})
-    # What the environment said to the last action is no message any more: nobody answered it.
+    # The observation after the last action is not a message, because no turn follows it.
     last = record["turns"][-1]["observation"] if record["turns"] else ""
     if last and (not messages or messages[-1]["role"] == "assistant"):
         piece = {"role": "user", "content": last}
@@ -60,7 +60,7 @@ def episode_for_page(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ending(record: Mapping[str, Any]) -> str:
-    """One line: how an attempt ended and what it earned, or why it failed."""
+    """Outcome of an attempt in one line: end and reward, or cause of the failure."""
     if record["kind"] == "failure":
         return f"failed ({record['cause']}, turn {record['failed_turn']}): {record['message']}"
     success = {True: "success", False: "no success", None: "success not reported"}[record["success"]]
@@ -99,7 +99,7 @@ def _parts(message: Mapping[str, Any], role: str, answered: bool) -> list[dict[s
 
 
 def _assistant_parts(text: str) -> Iterator[dict[str, str]]:
-    """`<tag>...</tag>` is folded, except for an answer; in time that grows with the text, whatever it is."""
+    """Fold `<tag>...</tag>`, except for an answer; the time is linear in the text for any input."""
     position, unclosed = 0, set()
     for opening in _OPENING.finditer(text):
         tag = opening[1]
@@ -140,7 +140,7 @@ def shortened(text: str, longest: int = MESSAGE_CHARACTERS) -> str:
 
 
 def attempts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Records by task, in the order of the tasks and then of the attempts."""
+    """Records by task, in the order of tasks and then attempts."""
     found: dict[str, list[Mapping[str, Any]]] = {}
     for record in records:
         found.setdefault(str(record["task_id"]), []).append(record)

@@ -1,8 +1,8 @@
-"""What a model wrote, taken apart: thinking, text, and tool calls in the format it was taught.
+"""Split model output into thinking, text, and tool calls in the model's own format.
 
-Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 nothing but
-`{"name": ..., "parameters": {...}}`. Something that is meant as a call and is none stays text: the agent sees what the
-model wrote, and answers it as it likes. So does what comes after the first MOST_CALLS.
+Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 writes only
+`{"name": ..., "parameters": {...}}`. An invalid call stays text, so that the agent sees it and can react.
+Text after the first MOST_CALLS calls stays text too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _decoder = json.JSONDecoder(strict=False)  # models write raw newlines into stri
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """(thinking, the rest), both stripped. The opening tag may stand in the prompt; thinking may never end."""
+    """Return (thinking, rest), both stripped. The opening tag may be in the prompt; thinking may be unclosed."""
     if THINK_CLOSE in text:
         before, _, after = text.partition(THINK_CLOSE)
         lead, _, thinking = before.rpartition(THINK_OPEN) if THINK_OPEN in before else ("", "", before)
@@ -34,7 +34,7 @@ def split_thinking(text: str) -> tuple[str, str]:
 
 
 def split_tool_calls(text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:
-    """(text without the calls, the calls). `names` are the declared tools; without any, nothing is a call."""
+    """Return (text without the calls, calls). `names` are the declared tools; if empty, nothing is a call."""
     if not names:
         return text, ()
     if start := _LLAMA_START.match(text):
@@ -67,7 +67,7 @@ def _tagged_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 def _bare_calls(text: str, names: Collection[str]) -> tuple[ToolCall, ...]:
-    """Of an answer that is calls and nothing else; empty if it is not."""
+    """Parse an answer that consists only of calls; empty if it does not."""
     calls: list[ToolCall] = []
     position = 0
     while position < len(text):
@@ -83,16 +83,16 @@ def _bare_calls(text: str, names: Collection[str]) -> tuple[ToolCall, ...]:
 
 
 def _decode(text: str, start: int) -> tuple[ToolCall | None, int]:
-    """The call that begins at `start`, and where it ends: an argument may hold any closing tag, so JSON decides."""
+    """Parse the call at `start`; return it and its end. JSON decides the end: arguments may contain closing tags."""
     try:
         value, end = _decoder.raw_decode(text, start)
         return _call_of(value), end
-    except (ValueError, RecursionError):  # also nesting that can be read and not written
+    except (ValueError, RecursionError):  # also nesting that can be parsed but not serialised
         return None, start
 
 
 def _call_of(value: Any) -> ToolCall | None:
-    """Raises ValueError and RecursionError for arguments that JSON cannot say."""
+    """Raises ValueError and RecursionError for arguments that JSON cannot represent."""
     if not isinstance(value, dict):
         return None
     if isinstance(value.get("function"), dict):

@@ -1,4 +1,4 @@
-"""`/v1/messages`: what Anthropic's clients send and expect."""
+"""`/v1/messages`: parse and render Anthropic's Messages API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
 def parse(body: Mapping[str, Any]) -> ModelCall:
-    """Raises ApiError for a field that is wrong."""
+    """Parse a request. Raises ApiError for an invalid field."""
     messages: list[Message] = []
     if system := content_text(body.get("system"), "system"):
         messages.append({"role": "system", "content": system})
@@ -136,7 +136,7 @@ def _blocks(answer: Answer) -> list[dict[str, Any]]:
         blocks.append({"type": "text", "text": answer.content})
     for call in answer.tool_calls:
         given = parsed_arguments(call.arguments)
-        # An input is an object here. What is none is shown as it was written.
+        # The API requires an object as input. Anything else is passed as its raw text.
         shown = given if isinstance(given, dict) else {"arguments": call.arguments}
         blocks.append({"type": "tool_use", "id": call.call_id, "name": call.name, "input": shown})
     return blocks

@@ -1,4 +1,4 @@
-"""What the gateway answers when it cannot answer, in the shape that each API's clients expect."""
+"""Errors of the gateway, in the format that each API's clients expect."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 ApiStyle = Literal["openai", "anthropic"]
 MOST_CHARACTERS = 1000
-"""Of a message, which may quote a body of megabytes."""
+"""Maximum length of a message, which may quote a large body."""
 
 _ANTHROPIC_TYPES = {
     400: "invalid_request_error",
@@ -20,7 +20,7 @@ _OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not
 
 
 class ApiError(Exception):
-    """`status` is HTTP's, `code` is for programs, `param` names the field of the request that is wrong."""
+    """`status` is the HTTP status, `code` is for programs, `param` names the invalid request field."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
         message = message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}…"

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: what OpenAI's clients send and expect."""
+"""`/v1/chat/completions`: parse and render OpenAI's Chat Completions API."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ _UNDERSTOOD = frozenset(
     {"model", "messages", "tools", "tool_choice", "temperature", "top_p", "top_k", "max_tokens", "stop", "seed", "n"}
     | {"max_completion_tokens", "logprobs", "top_logprobs", "stream", "stream_options", "parallel_tool_calls"}
 )
-"""What is not passed on as it is to an endpoint behind the gateway."""
+"""Fields that are not forwarded unchanged to an endpoint behind the gateway."""
 
 
 def parse(body: Mapping[str, Any], *, tokens_are_known: bool) -> ModelCall:
-    """Raises ApiError for a field that is wrong, or that would be disregarded."""
+    """Parse a request. Raises ApiError for a field that is invalid, or would be ignored."""
     if tokens_are_known:
         _refuse_what_changes_sampling(body)
     messages = [_message(message, f"messages[{i}]") for i, message in enumerate(objects(body, "messages"))]
@@ -77,7 +77,7 @@ def tool_choice(value: Any) -> str:
 
 
 def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether the last event of a stream tells tokens."""
+    """True if the last event of a stream contains the token usage."""
     options = body.get("stream_options")
     return isinstance(options, dict) and bool(options.get("include_usage"))
 
@@ -96,7 +96,7 @@ def render(reply: Reply, model: str) -> dict[str, Any]:
 
 
 def events(reply: Reply, model: str, *, with_usage: bool) -> Iterator[Event]:
-    """The same as a stream of chunks."""
+    """Like `render`, as a stream of chunks."""
     envelope = _envelope("chat.completion.chunk", model)
     for index, answer in enumerate(reply.answers):
 

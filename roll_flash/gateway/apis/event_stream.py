@@ -1,5 +1,5 @@
-"""Server-sent events. A turn is streamed when it is complete: what an agent saw of it is what is recorded, also when
-its server died in the middle and another one went on."""
+"""Server-sent events. A turn is streamed only when complete, so that the agent sees exactly what is recorded, even if a
+server died in the middle and another one continued."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from aiohttp import web
 
 PIECE_CHARACTERS = 48
 EVENTS_AT_ONCE = 64
-"""After so many the event loop turns."""
+"""The event loop gets control after this many events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`data` is JSON, or text as it stands; `name` where the API names its events."""
+    """`data` is JSON, or verbatim text; `name` is set if the API names its events."""
 
     data: dict[str, Any] | str
     name: str | None = None
@@ -35,7 +35,7 @@ def pieces(text: str) -> Iterator[str]:
 
 
 async def send(request: web.Request, events: Iterable[Event]) -> web.StreamResponse:
-    """Raises ConnectionError when the agent has gone away."""
+    """Send the events. Raises ConnectionError if the agent disconnected."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     for number, event in enumerate(events):

@@ -1,7 +1,7 @@
-"""From messages and tools to tokens: the model's chat template, and what it needs where it knows nothing of tools.
+"""Turn messages and tools into tokens with the model's chat template, also if it has no tool support.
 
-A template that has no place for tools (plain ChatML) gets them described in the system message, in the format that
-Hermes and Qwen models were taught; calls and results are written into the text then.
+If the template does not know tools (plain ChatML), the system message describes them in the format of Hermes and Qwen
+models, and calls and results become text.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ To call one, write a JSON object with its name and arguments within <tool_call><
 
 
 class PromptText:
-    """The prompts of one tokenizer. Everything returned is token ids."""
+    """Prompts of one tokenizer. All results are token ids."""
 
     def __init__(self, tokenizer: Any) -> None:
         """Raises ModelError for a tokenizer without a chat template."""
@@ -41,19 +41,19 @@ class PromptText:
         self._calls_are_bare = self.knows_tools and CALL_OPEN not in source
 
     def whole(self, call: ModelCall) -> list[int]:
-        """A conversation of which nothing is recorded. Raises ModelError for roles that the template refuses."""
+        """Tokenize a conversation without a recorded prefix. Raises ModelError for roles that the template rejects."""
         messages = self._shown(call.messages)
         if call.tools and not self.knows_tools:
             messages = _with_tools_described(messages, call.tools)
         return [*self._template.prompt(messages, self._tools(call)), *self.forced(call)]
 
     def continued(self, messages: Sequence[Message], call: ModelCall, after: int) -> list[int]:
-        """What follows a recorded turn of the model that ended with token `after`."""
+        """Tokenize the messages after a recorded model turn that ended with token `after`."""
         delta = self._template.delta(self._shown(messages), after=after, tools=self._tools(call))
         return [*delta, *self.forced(call)]
 
     def forced(self, call: ModelCall) -> list[int]:
-        """The beginning of a tool call, written for the model where it must make one: not the policy's tokens."""
+        """Beginning of a tool call, prefilled if the model must make one; these are not policy tokens."""
         text = self.forced_text(call)
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
@@ -79,7 +79,7 @@ class PromptText:
 
 
 def _for_template(message: Message) -> Message:
-    """Templates take the arguments of a call as the object they are."""
+    """Parse the arguments of calls: templates expect objects."""
     if not message.get("tool_calls"):
         return message
     calls = [

@@ -1,4 +1,4 @@
-"""Reading requests: every field is checked where it is taken, and a wrong one is named."""
+"""Parse and check request fields; errors name the wrong field."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from roll_flash.types import Message
 
 MAX_ANSWERS = 128
 MAX_MARKS = 250_000
-"""Commas and opening brackets in one body: so many values stop the whole process for a tenth of a second."""
+"""Maximum commas and opening brackets in one body: this many values block the whole process for 0.1 s."""
 MAX_STRINGS, MAX_STRING_CHARACTERS = 32, 1024
-"""Servers look for each stop string at each token."""
+"""Servers search for each stop string at each token."""
 MAX_TOP_K = 1 << 24
-"""More than any vocabulary; servers keep it in 32 bits."""
+"""Larger than any vocabulary; servers store it in 32 bits."""
 
 
 def decode_object(content: bytes) -> dict[str, Any]:
-    """The body of a request. Raises ApiError for anything but a JSON object of bounded size and depth."""
+    """Parse the body of a request. Raises ApiError for anything but a JSON object of bounded size and depth."""
     if sum(content.count(mark) for mark in (b",", b"[", b"{")) > MAX_MARKS:
         raise ApiError(413, "request_too_large", f"the body has more than {MAX_MARKS} commas and brackets")
     try:
@@ -38,7 +38,7 @@ def decode_object(content: bytes) -> dict[str, Any]:
 
 
 def _decoded(content: bytes) -> Any:
-    """Without the garbage collector, which would look at everything in the process again and again meanwhile."""
+    """Decode without the garbage collector, which would otherwise scan the whole process repeatedly."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -74,7 +74,7 @@ def flag(body: Mapping[str, Any], name: str) -> bool:
 
 
 def strings(body: Mapping[str, Any], name: str) -> tuple[str, ...]:
-    """One string or a list of them."""
+    """Read one string or a list of strings."""
     value = body.get(name)
     if value is None:
         return ()
@@ -103,7 +103,7 @@ def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def content_text(content: Any, where: str, kinds: Sequence[str] = ("text", "input_text", "output_text")) -> str:
-    """Text, or parts of which only those of text can be understood here."""
+    """Return text, or the joined text of parts. Raises ApiError for other parts."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -126,7 +126,7 @@ def _part_text(part: Any, where: str, kinds: Sequence[str]) -> str:
 
 
 def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any]:
-    """A declared tool in OpenAI's form."""
+    """Return a declared tool in OpenAI's form."""
     if not isinstance(name, str) or not name:
         raise bad_request("a tool must have a name", "tools")
     if parameters is not None and not isinstance(parameters, dict):
@@ -139,7 +139,7 @@ def function_tool(name: Any, description: Any, parameters: Any) -> dict[str, Any
 
 
 def refuse(body: Mapping[str, Any], name: str, harmless: Sequence[Any], why: str) -> None:
-    """A field that would change what is sampled, and cannot be followed here, is not ignored."""
+    """Reject a field that would change sampling and is not supported, instead of ignoring it."""
     if body.get(name) is not None and body[name] not in harmless:
         raise unsupported(name, why)
 

@@ -1,7 +1,7 @@
-"""`/v1/responses`: what OpenAI's clients send and expect.
+"""`/v1/responses`: parse and render OpenAI's Responses API.
 
-A conversation may come whole each time, or as what is new after `previous_response_id`; either way the gateway sees the
-same conversation.
+A request contains the whole conversation, or only the new items after `previous_response_id`; the gateway sees the same
+conversation in both cases.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from roll_flash.types import Message
 
 
 def parse(body: Mapping[str, Any], earlier: Mapping[str, tuple[Message, ...]]) -> ModelCall:
-    """`earlier` are the session's conversations by response id. Raises ApiError for a field that is wrong."""
+    """Parse a request; `earlier`: the session's conversations by response id. Raises ApiError for an invalid field."""
     messages: list[Message] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": text(body, "instructions")})
     if previous := body.get("previous_response_id"):
         if not isinstance(previous, str) or previous not in earlier:
             raise ApiError(404, "response_not_found", f"no response {previous!r} in this session")
-        # Instructions are not carried over: those of the new request take their place.
+        # Instructions are not carried over: the new ones replace them.
         before = earlier[previous]
         has_old = bool(messages) and bool(before) and before[0]["role"] == "system"
         messages += before[1:] if has_old else before
@@ -128,7 +128,7 @@ def _input(value: Any) -> list[Message]:
 
 
 def _take_item(found: list[Message], item: Mapping[str, Any], where: str) -> None:
-    """A turn of the model is several items: its text and each of its calls."""
+    """Append an item; one model turn is several items: its text and each of its calls."""
     match item.get("type", "message"):
         case "message":
             role = {"developer": "system"}.get(str(item.get("role")), item.get("role"))

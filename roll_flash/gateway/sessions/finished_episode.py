@@ -1,4 +1,4 @@
-"""A session that is over, as the trajectory or the failure that a run keeps."""
+"""Convert an ended session to the trajectory that a run keeps."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from roll_flash.types import EpisodeEnd, Task, Trajectory
 def finished_episode(
     session: Session, *, group_id: str, task: Task, reward: float, info: Mapping[str, Any]
 ) -> Trajectory:
-    """The sample with the most policy tokens is the trajectory, the others its branches; the reward is its last turn's.
+    """The sample with the most policy tokens is the trajectory, the others its branches; its last turn has the reward.
 
-    `info["success"]` is what it says. Raises ValueError for a session that recorded nothing.
+    `success` comes from `info["success"]`. Raises ValueError for a session that recorded nothing.
     """
     samples = session.history.samples()
     if not samples:
@@ -46,7 +46,7 @@ def finished_episode(
 
 
 def session_figures(session: Session) -> dict[str, int]:
-    """What a session did so far."""
+    """Counts of a session so far."""
     history = session.history
     return {
         "calls": session.calls,

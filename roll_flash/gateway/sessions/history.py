@@ -1,9 +1,9 @@
-"""What one session recorded: a tree of model calls, in which every request finds the longest prefix of itself.
+"""History of one session: a tree of model calls, in which each request finds its longest recorded prefix.
 
-A call hangs under the recorded call whose messages (with its answer) are the longest beginning of the request's; its
-prompt is that call's tokens and the template's delta. An agent that only appends makes a single path. One that goes
-back, asks twice or rewrites makes further paths: each leaf of the tree ends a sample. Every sampled token is the
-policy's in exactly one of them, whatever they share.
+The parent of a call is the recorded call whose messages (with its answer) are the longest prefix of the request; the
+prompt is the parent's tokens plus the template's delta. An agent that only appends makes a single path. One that goes
+back, asks twice or rewrites its history adds paths: each leaf of the tree ends a sample. Every sampled token is a
+policy token in exactly one sample, also if samples share it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class CallRecord:
 
     parent: CallRecord | None
     asked: Key
-    """Of the conversation up to the answer."""
+    """Key of the conversation before the answer."""
     key: Key
-    """The same with the answer."""
+    """Key of the conversation with the answer."""
     given: tuple[Message, ...]
     given_ids: list[int]
     generation: Generation | None
-    """None behind an endpoint that tells no tokens."""
+    """None if an endpoint reports no tokens."""
     answer: Answer
     prompt_tokens: int
     completion_tokens: int
     started_s: float
-    """Unix time of the request."""
+    """Unix time of the request in seconds."""
     finished_s: float
     children: int = field(default=0)
 
     def path(self) -> list[CallRecord]:
-        """From the first call to this one."""
+        """Calls from the first to this one."""
         found: list[CallRecord] = []
         record: CallRecord | None = self
         while record is not None:
@@ -51,7 +51,7 @@ class CallRecord:
         return found[::-1]
 
     def token_ids(self) -> list[int]:
-        """Everything up to the end of the answer."""
+        """All tokens up to the end of the answer."""
         found: list[int] = []
         for record in self.path():
             found += record.given_ids
@@ -62,34 +62,34 @@ class CallRecord:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a request belongs: under `parent`, with the messages that are new. `key` is that of the whole request."""
+    """Position of a request in the tree: its `parent`, its new messages, and the `key` of the whole request."""
 
     parent: CallRecord | None
     given: tuple[Message, ...]
     key: Key
     characters: int
-    """Of what is new and of the tools, about: what there is to render."""
+    """Approximate characters to render: new messages and tools."""
 
 
 class History:
-    """The records of one session, in the order in which they were answered."""
+    """Records of one session, in the order of their answers."""
 
     def __init__(self) -> None:
         self.records: list[CallRecord] = []
         self._by_key: dict[Key, list[CallRecord]] = {}
         self._begun: Counter[Key] = Counter()
-        """What calls without a parent asked, by key: an agent may send the same thousands of messages each time."""
+        """Number of root calls by request key (small, while an agent may resend thousands of messages each time)."""
         self.rewrites = 0
-        """Conversations that began anew although there was one: the agent rewrote its history, or has a second one."""
+        """Conversations that started again although one existed: the agent rewrote its history, or has a second one."""
         self.forks = 0
-        """Answers to a prompt, or after a recorded prefix, that has another answer or continuation already."""
+        """Further answers to a prompt that has one, and further continuations of a recorded prefix that has one."""
 
     def find(self, call: ModelCall) -> Place:
-        """The longest recorded prefix of a call's messages; its tools are part of it."""
+        """Find the longest recorded prefix of a call's messages; the tools are part of it."""
         found = call.keys
         for known in range(len(found.keys) - 1, 0, -1):
             if records := self._by_key.get(found.keys[known - 1]):
-                # Of equal ones the one that nobody has continued yet: the sample goes on instead of a new one.
+                # Among equal records, prefer one without a continuation: this extends a sample instead of adding one.
                 parent = next((record for record in reversed(records) if not record.children), records[-1])
                 return Place(parent, call.messages[known:], found.keys[-1], found.characters(known))
         return Place(None, call.messages, found.keys[-1], found.characters(0))
@@ -107,7 +107,7 @@ class History:
         self._by_key.setdefault(record.key, []).append(record)
 
     def discard(self, record: CallRecord) -> None:
-        """Forget an answer that the agent never got. One that was continued was got."""
+        """Remove an answer that the agent never received. If it has a continuation, the agent received it."""
         if record.children or record not in self.records:
             return
         self.records.remove(record)
@@ -120,11 +120,11 @@ class History:
             del self._begun[record.asked]
 
     def answers(self) -> list[Message]:
-        """In the order in which they were given."""
+        """Messages of all answers, in order."""
         return [record.answer.message for record in self.records]
 
     def samples(self) -> list[Branch]:
-        """The sample of each leaf, the one with the most policy tokens first."""
+        """Samples of all leaves, the one with the most policy tokens first."""
         leaves = [record for record in self.records if not record.children]
         leaves.sort(key=lambda leaf: sum(record.completion_tokens for record in leaf.path()), reverse=True)
         owned: set[int] = set()
@@ -136,7 +136,7 @@ def answer_key(place: Place, answer: Answer) -> Key:
 
 
 def _sample(path: Sequence[CallRecord], owned: set[int]) -> Branch:
-    """The tokens of a path; policy tokens are those of the calls that no earlier sample owns."""
+    """Sample of a path; its policy tokens are those of calls that no earlier sample owns."""
     token_ids: list[int] = []
     messages: list[Message] = []
     spans: list[tuple[int, Generation]] = []

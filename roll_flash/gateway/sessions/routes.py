@@ -1,12 +1,12 @@
-"""The routes of a gateway that stands alone: sessions are opened, scored and given up over HTTP.
+"""HTTP routes of a standalone gateway, which open, score and cancel sessions.
 
     POST   /v1/sessions                {"task_id", "env_id", "seed", "group_id", "max_calls", "sampling", "metadata"}
     GET    /v1/sessions                open sessions and totals
     POST   /v1/sessions/{id}/reward    {"reward", "success", "info"}; {} asks the verifier
     POST   /v1/reward                  the same, with the session's own key
-    DELETE /v1/sessions/{id}           give it up: nothing is scored
+    DELETE /v1/sessions/{id}           cancel it: nothing is scored
 
-Every session that was opened ends as one line in the episodes: a trajectory, or a failure that says why it is none.
+Every opened session ends as one line in the episodes: a trajectory, or a failure with its reason.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SAMPLING_FIELDS = tuple(entry.name for entry in fields(SamplingParams))
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A session and what it is about."""
+    """An open session and its task."""
 
     session: Session
     task: Task
@@ -55,7 +55,7 @@ class Opened:
 
 
 class SessionRoutes:
-    """Adds its routes to a gateway that has not started yet."""
+    """Add the session routes to a gateway that has not started yet."""
 
     def __init__(
         self,
@@ -66,9 +66,8 @@ class SessionRoutes:
         idle_s: float,
         url: str | None = None,
     ) -> None:
-        """The gateway's `admin_key` is needed to open and list sessions.
-        `idle_s`: a session that is not used for so long is given up.
-        `url`: what sessions are told; None is the address at which they were opened."""
+        """`admin_key` of the gateway is needed to open and list sessions. `idle_s`: idle seconds after which a session
+        is cancelled. `url`: base URL that sessions get; None is the address at which they were opened."""
         self.gateway = gateway
         self._episodes = episodes
         self._verifier = verifier
@@ -76,7 +75,7 @@ class SessionRoutes:
         self._url = url
         self._opened: dict[str, Opened] = {}
         self.sessions_being_scored: set[str] = set()
-        """Ids of those that a verifier looks at."""
+        """Ids of sessions that a verifier is scoring."""
         self._ending: set[asyncio.Task[Outcome]] = set()
         self.scored = 0
         self.failed = 0
@@ -90,7 +89,7 @@ class SessionRoutes:
             router.add_post(path, self._reward)
 
     async def sweep(self) -> None:
-        """Give up sessions that nobody uses; runs until it is cancelled."""
+        """Cancel idle sessions; runs until cancelled."""
         while True:
             await asyncio.sleep(min(SWEEP_S, self._idle_s))
             for opened in list(self._opened.values()):
@@ -101,9 +100,9 @@ class SessionRoutes:
                     await self._fail(opened, "episode_timeout", f"no call and no reward for {idle_s:.0f} s")
 
     async def close(self) -> None:
-        """Whatever is still open is given up."""
+        """Cancel all open sessions."""
         for opened in list(self._opened.values()):
-            if opened.session.session_id in self._opened:  # a request may have ended it while others were given up
+            if opened.session.session_id in self._opened:  # a request may have ended it meanwhile
                 await self._fail(opened, "cancelled", "the gateway was stopped before the session had a reward")
         await asyncio.gather(*self._ending, return_exceptions=True)
 
@@ -156,7 +155,7 @@ class SessionRoutes:
         return web.json_response(_summary(await self._to_its_end(self._finish(opened, reward, info))))
 
     async def _to_its_end(self, work: Coroutine[Any, Any, Outcome]) -> Outcome:
-        """Also when whoever asked goes away meanwhile: a session that is ended must be written."""
+        """Finish `work` even if the client disconnects: an ended session must be written."""
         task = asyncio.ensure_future(work)
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
@@ -190,7 +189,7 @@ class SessionRoutes:
         return found
 
     async def _finish(self, opened: Opened, reward: float, info: Mapping[str, Any]) -> Outcome:
-        """Trouble that came while a verifier ran counts as well."""
+        """Write the scored episode; trouble during the verification fails it."""
         if (trouble := opened.session.trouble) is not None:
             return await self._fail(opened, trouble.cause, trouble.message)
         await self._end(opened)
@@ -218,13 +217,13 @@ class SessionRoutes:
         return failure
 
     async def _end(self, opened: Opened) -> None:
-        """Raises ApiError for one that another request has ended meanwhile."""
+        """End the session. Raises ApiError if another request already did."""
         if self._opened.pop(opened.session.session_id, None) is None:
             opened.session.require_open()
         await self.gateway.end_session(opened.session)
 
     def _find(self, request: web.Request) -> Opened:
-        """By the key of the session, or by its id with the administrator's."""
+        """Find a session by its key, or by its id with the admin key."""
         session_id = request.match_info.get("session_id")
         if session_id is None or not self.gateway.is_admin(request):
             session = self.gateway.session_of(request)

@@ -1,7 +1,7 @@
 """One session: the calls of one episode, under one api key.
 
-Calls may run side by side. Ending a session cancels those in flight; nothing is recorded after that. An answer that
-never came for a reason that is not the agent's is remembered as `trouble`: such an episode must not be scored.
+Calls may run concurrently. Ending a session cancels its running calls; nothing is recorded after that. A failed call
+that the agent did not cause is stored as `trouble`: such an episode must not be scored.
 """
 
 from __future__ import annotations
@@ -22,49 +22,49 @@ from roll_flash.types import FailureCause, Message, SamplingParams
 T = TypeVar("T")
 
 DEFAULT_MAX_TOKENS = 4096
-"""Of an agent that names no limit, in a session that sets none."""
+"""Default token limit of an answer if neither agent nor session sets one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionSettings:
-    """`sampling` overrides what the agent asks for, except that fewer tokens and further stop strings are its own to
-    ask for: what a run trains on is sampled as the run says. None leaves it all to the agent."""
+    """`sampling` overrides the agent's parameters, so that a run samples as configured; the agent may only ask for
+    fewer tokens and more stop strings. None leaves all parameters to the agent."""
 
     sampling: SamplingParams | None = None
     max_calls: int | None = None
     routed_as: str | None = None
-    """Name under which servers keep prefixes; the session's own where None."""
+    """Session name for prefix caching on the servers; None uses the session id."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """Why the sample is masked."""
+    """Reason why the sample is masked."""
 
     cause: FailureCause
     message: str
 
 
 class Session:
-    """Use `run` for everything that a request waits for."""
+    """A session; use `run` for all work that a request waits for."""
 
     def __init__(
         self, session_id: str, settings: SessionSettings, timeout_s: float, threads: WorkThreads | None = None
     ) -> None:
-        """`threads` are those of its gateway."""
+        """`threads`: the threads of the gateway."""
         self.session_id = session_id
         self.api_key = f"rf-{secrets.token_urlsafe(24)}"
         self.settings = settings
         self.timeout_s = timeout_s
-        """Of one call of the model."""
+        """Timeout in seconds of one model call."""
         self.work = SessionWork(threads or WorkThreads(), timeout_s)
         self.reading = asyncio.Lock()
-        """Held while a large body is read: no agent fills the memory with them."""
+        """Held while a large body is read, so that an agent cannot fill the memory."""
         self.history = History()
         self.responses: dict[str, tuple[Message, ...]] = {}
-        """Conversations by the id of the response that ended them, for `previous_response_id`."""
+        """Conversations by response id, for `previous_response_id`."""
         self.started_s = time.time()
         self.used_s = time.monotonic()
-        """When the last call came, was answered, or was given up."""
+        """Monotonic time in seconds when the last call started or ended."""
         self.calls = 0
         self.reached_max_calls = False
         self.context_was_full = False
@@ -81,15 +81,14 @@ class Session:
         return self.settings.routed_as or self.session_id
 
     def admit(self, answers: int = 1) -> int:
-        """Count a call, once for each answer that it asks for; returns its number. Raises ApiError for a session that
-        takes no more."""
+        """Count a call, once per requested answer; return its number. Raises ApiError if no more calls are allowed."""
         self.require_calls_left(answers)
         self.calls += answers
         self.used_s = time.monotonic()
         return self.calls - answers
 
     def require_calls_left(self, answers: int = 1) -> None:
-        """Raises ApiError for a session that has ended or whose calls are used up."""
+        """Check the call limit. Raises ApiError if the session has ended or has no calls left."""
         self.require_open()
         limit = self.settings.max_calls
         if limit is not None and self.calls + answers > limit:
@@ -101,12 +100,12 @@ class Session:
             raise ApiError(410, "session_ended", "the session has ended: its episode was scored or given up")
 
     def note_trouble(self, cause: FailureCause, message: str) -> None:
-        """The first counts."""
+        """Record a failure; only the first counts."""
         if self.trouble is None:
             self.trouble = Trouble(cause, message)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Do `work` so that it ends with the session or with whoever waits for it, whichever is first."""
+        """Run `work` until it ends, the session ends or the caller is cancelled."""
         task = asyncio.ensure_future(work)
         self._in_flight.add(task)
         try:
@@ -120,12 +119,12 @@ class Session:
             self.used_s = time.monotonic()
         if task.cancelled() or self.ended:
             if not task.cancelled():
-                task.exception()  # retrieved: nobody else will look at it
+                task.exception()  # marks the exception as retrieved
             self.require_open()
         return task.result()
 
     async def end(self) -> None:
-        """No more calls; those in flight are cancelled, on the servers too."""
+        """End the session and cancel its running calls, also on the servers."""
         self.ended = True
         tasks = list(self._in_flight)
         for task in tasks:
@@ -133,7 +132,7 @@ class Session:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def sampling(self, call: ModelCall, room: int) -> SamplingParams:
-        """How to sample one call, `room` tokens being left in the context."""
+        """Sampling parameters of one call; `room`: tokens left in the context."""
         wanted, ruled = call.requested, self.settings.sampling
         if ruled is None:
             return _as_wanted(wanted, room)

@@ -1,7 +1,7 @@
-"""A user's function that scores a finished session: `module:function` or `path/to/file.py:function`.
+"""Load and call a user's function that scores a finished session: `module:function` or `path/to/file.py:function`.
 
-It is called with the trajectory (messages, tokens, `task.kwargs` is the session's metadata) and returns a number, or a
-number and a dict of info (`success` in it says whether the task was solved). It may be a coroutine function.
+Its argument is the trajectory (messages, tokens; `task.kwargs` is the session's metadata). It returns a number, or a
+number and a dict of info, in which `success` says if the task was solved. It may be a coroutine function.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ TIMEOUT_S = 600.0
 
 
 class VerifierError(RollFlashError):
-    """The verifier raised, hung, or returned something that is no reward."""
+    """The verifier raised, hung, or returned an invalid reward."""
 
 
 class Verifier:
     def __init__(self, reference: str) -> None:
-        """Raises ConfigError for a function that cannot be loaded."""
+        """Raises ConfigError if the function cannot be loaded."""
         self.reference = reference
         self._function = _load(reference)
 
     async def score(self, episode: Trajectory) -> tuple[float, dict[str, Any]]:
-        """Raises VerifierError."""
+        """Call the verifier. Raises VerifierError."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 if inspect.iscoroutinefunction(self._function):
@@ -39,7 +39,7 @@ class Verifier:
                     found = await asyncio.to_thread(self._function, episode)
         except TimeoutError:
             raise VerifierError(f"{self.reference} took longer than {TIMEOUT_S:g} s") from None
-        except (Exception, SystemExit) as error:  # users' code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise VerifierError(f"{self.reference} raised {type(error).__name__}: {error}") from error
         reward, info = found if isinstance(found, tuple) and len(found) == 2 else (found, {})
         if not isinstance(info, Mapping):

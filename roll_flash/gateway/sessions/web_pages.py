@@ -1,7 +1,7 @@
-"""Keeps web pages in a user's browser away from a gateway on the same machine.
+"""Block web pages in a user's browser from a gateway on the same machine.
 
-A page cannot know a key. Still it is refused what it could send without one: requests that say where they come from
-(`Origin`), that have a form's type of content, or that reach a loopback address by another name (DNS rebinding).
+A page cannot know a key. The gateway also rejects requests that a page could send without one: with a foreign `Origin`,
+with the content type of a form, or to a loopback address under another name (DNS rebinding).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 @web.middleware
 async def refuse_web_pages(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Raises ApiError."""
+    """Reject requests of web pages. Raises ApiError."""
     origin = request.headers.get("Origin")
     if origin is not None and not is_loopback(_host(origin)):
         raise ApiError(403, "foreign_origin", "web pages of other machines may not use this gateway")
@@ -33,7 +33,7 @@ async def refuse_web_pages(request: web.Request, handler: Handler) -> web.Stream
 
 
 def local_url(request: web.Request) -> str:
-    """The address at which a request came in, whatever it calls it."""
+    """Local address of the connection, whatever the Host header says."""
     address, port = _local_address(request)
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
@@ -48,7 +48,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _host(url: str) -> str:
-    """Empty for what is no address."""
+    """Host of a URL; empty if invalid."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

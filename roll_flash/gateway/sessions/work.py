@@ -1,8 +1,7 @@
-"""What a gateway computes for its sessions, so that no agent holds up another.
+"""Schedule CPU work of a gateway's sessions, so that no agent delays another.
 
-Invariants: of one session one piece of work is done at a time, in the order in which it came; what is large is done in
-a thread, of which one session has at most one, also when its agent goes away meanwhile; between two small pieces of one
-session the event loop turns.
+Invariants: each session runs one piece of work at a time, in order of arrival; large work runs in a thread, at most one
+per session, even if its agent disconnects; between two small pieces of one session the event loop gets control.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ T = TypeVar("T")
 
 THREADS = 4
 SMALL_CHARACTERS = 4096
-"""What is read, rendered or tokenised on the event loop: a few milliseconds."""
+"""Maximum size of work on the event loop (read, render, tokenize): a few milliseconds."""
 
 
 class WorkThreads:
-    """The threads of a gateway, shared by its sessions; first come, first served."""
+    """Threads of a gateway, shared by its sessions in first-come, first-served order."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="gateway")
@@ -32,24 +31,25 @@ class WorkThreads:
         return asyncio.wrap_future(self._pool.submit(work))
 
     async def close(self) -> None:
-        """What has begun comes to its end; its size is bounded."""
+        """Wait for running work, whose size is bounded."""
         await asyncio.to_thread(self._pool.shutdown, cancel_futures=True)
 
 
 class SessionWork:
-    """The work of one session. Belongs to one event loop."""
+    """Work of one session. Belongs to one event loop."""
 
     def __init__(self, threads: WorkThreads, timeout_s: float) -> None:
         self._threads = threads
         self._timeout_s = timeout_s
         self._turn = asyncio.Lock()
         self._in_thread: asyncio.Future[Any] | None = None
-        """May still run although whoever asked for it has gone."""
+        """May still run after the caller was cancelled."""
 
     async def do(self, work: Callable[[], T], characters: int) -> T:
-        """`work` on so much text. Cancelling does not end what a thread has begun, but nothing more begins before it.
+        """Run `work` on a text of `characters`. Cancelling does not stop a running thread, but delays new work until
+        its end.
 
-        Raises ApiError where the session's own earlier work takes too long, InferenceError where that of others does.
+        Raises ApiError if the session's own earlier work takes too long, InferenceError if other sessions' work does.
         """
         await self._acquire_turn()
         try:
@@ -82,6 +82,6 @@ class SessionWork:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """An error that nobody waits for any more is no news."""
+    """Mark the exception as retrieved if no caller waits any more."""
     if not future.cancelled():
         future.exception()

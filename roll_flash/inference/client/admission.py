@@ -1,7 +1,7 @@
-"""Requests that no server may take now wait here, in the order in which they came.
+"""First-in, first-out queue for requests that no server can take now.
 
-The wait ends when a request before them is done, or when a server comes back; its deadline is the caller's. Invariant:
-what `enter` returned is given back by one `leave`; a caller that gives up while it waits leaves nothing behind.
+The wait ends when another request is done or a server comes back; the caller sets the timeout. Invariant: each server
+that `enter` returned is released by one `leave`; a caller cancelled while it waits leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Admission:
         self._router = router
         self._waiting: deque[_Waiting] = deque()
         self.waits = 0
-        """Requests that had to wait so far, and for how long in all and at most."""
+        """Number of requests that had to wait; `wait_s` and `longest_wait_s`: their total and longest wait."""
         self.wait_s = 0.0
         self.longest_wait_s = 0.0
 
@@ -38,7 +38,7 @@ class Admission:
         return len(self._waiting)
 
     async def enter(self, tokens: int, session: str | None, avoid: str | None) -> str:
-        """The server for a request of `tokens`, as soon as there is one."""
+        """Return the server for a request of `tokens`; wait until one has room."""
         if not self._waiting:
             server = self._router.choose(tokens, session=session, avoid=avoid)
             if server is not None:
@@ -51,10 +51,10 @@ class Admission:
             self.admit()
 
     def admit(self) -> None:
-        """Let in who may go, the first one first: nobody overtakes, so a large request is not starved."""
+        """Admit waiting requests strictly in order, so that small requests do not starve a large one."""
         while self._waiting:
             first = self._waiting[0]
-            if first.server.cancelled():  # given up, but its task has not run yet
+            if first.server.cancelled():  # cancelled, but its task has not run yet
                 self._waiting.popleft()
                 continue
             server = self._router.choose(first.tokens, session=first.session, avoid=first.avoid)
@@ -75,7 +75,7 @@ class Admission:
                     self._waiting.remove(entry)
                 self.admit()
             else:
-                self.leave(entry.server.result(), entry.tokens)  # given up in the moment in which it was let in
+                self.leave(entry.server.result(), entry.tokens)  # cancelled just after admission
             raise
         finally:
             waited = time.monotonic() - began

@@ -1,8 +1,8 @@
-"""Watches the servers of one client: takes out those that do not answer, brings back those that do.
+"""Health checks of one client's servers: removes servers that do not answer and brings back those that do.
 
-A server is asked only while requests are outstanding at it, or after it was removed. It comes back when it is healthy
-and has no older weights than this client has seen of it: one that was started again first has to get the newest ones.
-Every question has a deadline.
+A server is checked only while it has outstanding requests or after its removal. It comes back when it is healthy and
+its weights are not older than the newest that this client got from it: a restarted server must get those first.
+Every health check has a timeout.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from roll_flash.inference.client.http_connections import BadAnswerError, Connect
 from roll_flash.inference.client.token_protocol import UNLABELLED_VERSION
 
 HEARTBEATS = 4
-"""How often a busy server is asked within `health_timeout_s`."""
+"""Number of health checks of a busy server per `health_timeout_s`."""
 PROBE_EVERY_S = 0.25
 PROBE_TIMEOUT_S = 5.0
 FIRST_PENALTY_S = 0.25
 LONGEST_PENALTY_S = 30.0
-"""A server that goes on failing after each return stays out twice as long each time, at most so long."""
+"""Maximum back-off in seconds before a removed server is checked; doubled after each failure."""
 
 
 class ServerHealth:
-    """One server. `run` is a task that ends when it is cancelled; `removed` and `returned` call back."""
+    """Health of one server. `run` is a task that runs until cancelled; it calls `on_hung` and `on_return`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class ServerHealth:
         self._is_out = False
         self._was_removed = asyncio.Event()
         self.newest_version = 0
-        """The newest weights that this client got tokens from."""
+        """Newest weight version in the tokens that this client got from the server."""
 
     def removed(self) -> None:
         self._is_out = True
@@ -60,7 +60,7 @@ class ServerHealth:
         self._penalty_s = FIRST_PENALTY_S
 
     def sampled_with(self, version: int) -> None:
-        """The server gave tokens of `version`."""
+        """Record that the server sampled tokens with `version`."""
         self.newest_version = max(self.newest_version, version)
 
     async def run(self) -> None:
@@ -103,7 +103,7 @@ class ServerHealth:
         return (await self._connections.get("/health")).status == 200
 
     async def _version(self) -> int:
-        """The version of the server's weights; the newest known where it does not tell."""
+        """Return the version of the server's weights; the newest known one if the server does not report it."""
         answer = await self._connections.get("/weight_info")
         if answer.status != 200:
             return self.newest_version

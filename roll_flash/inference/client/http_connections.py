@@ -1,11 +1,10 @@
-"""HTTP/1.1 to one server with as little work per request as there can be: a stack of idle connections, a C parser.
+"""HTTP/1.1 client for one server with minimal work per request: a stack of idle connections and a C parser.
 
-The hot path of the rollout: every turn of every episode goes through here. A request takes the connection that was used
-last, in constant time however many there are. `benchmarks/clients.py` compares it with aiohttp and httpx.
+This is the hot path of the rollout: every turn of every episode passes here. A request takes the most recently used
+connection in O(1). `benchmarks/clients.py` compares it with aiohttp and httpx.
 
-Invariants: one request at a time on a connection; a connection whose request was given up is closed, which cancels the
-request on the server; nothing here waits longer than its caller does, except that a connection is made within
-CONNECT_TIMEOUT_S.
+Invariants: one request at a time per connection; a connection whose request was cancelled is closed, which cancels the
+request on the server; no timeouts here (the caller sets them) except CONNECT_TIMEOUT_S for new connections.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from roll_flash.processes.keys import bearer
 
 CONNECT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 256 * 2**20
-"""An answer longer than that is no answer to a generate request."""
+"""Maximum size of an answer in bytes; a valid answer to a generate request is shorter."""
 
 Receiver = Callable[[bytes], None]
 
@@ -33,22 +32,22 @@ class ConnectionLostError(Exception):
 
 
 class BadAnswerError(Exception):
-    """The server answered, but not what it should."""
+    """The server's answer is invalid."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """`body` is empty where it went to a receiver, part by part."""
+    """An HTTP answer. `body` is empty if its parts went to a receiver."""
 
     status: int
     body: bytes
 
 
 class HttpConnections:
-    """The connections to one endpoint, `http://host:port`. Belongs to one event loop."""
+    """Connections to one endpoint, `http://host:port`. Belongs to one event loop."""
 
     def __init__(self, endpoint: str, key: str = "") -> None:
-        """`key`: sent with every request, if there is one."""
+        """`key`: sent with every request if not empty."""
         parts = urlsplit(endpoint)
         if parts.scheme != "http" or not parts.hostname:
             raise ConfigError(f"{endpoint}: an inference server is reached at http://host:port")
@@ -60,9 +59,9 @@ class HttpConnections:
         self._busy: set[_Connection] = set()
 
     async def post(self, path: str, body: bytes, receiver: Receiver | None = None) -> Answer:
-        """With `receiver` the parts of an answer of type text/event-stream go there as they come.
+        """Send a POST request. The parts of a text/event-stream answer go to `receiver`, if given, as they arrive.
 
-        Raises ConnectionLostError, or BadAnswerError for what is not HTTP and for what `receiver` raises as such.
+        Raises ConnectionLostError, or BadAnswerError if the answer is not HTTP or `receiver` raises it.
         """
         head = (
             f"POST {path} HTTP/1.1\r\n{self._head}Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -73,7 +72,7 @@ class HttpConnections:
         return await self._ask(f"GET {path} HTTP/1.1\r\n{self._head}\r\n".encode(), None)
 
     def interrupt(self, reason: str) -> int:
-        """Give up every request in flight: each raises ConnectionLostError. Returns how many there were."""
+        """End every request in flight with ConnectionLostError. Return the number of these requests."""
         interrupted = list(self._busy)
         for connection in interrupted:
             connection.fail(ConnectionLostError(reason))
@@ -92,7 +91,7 @@ class HttpConnections:
                 try:
                     return await self._exchange(connection, request, receiver)
                 except ConnectionLostError:
-                    # The server may close an idle connection in the moment in which it is used again.
+                    # The server may close an idle connection just when it is used again.
                     if connection.has_answered:
                         raise
         return await self._exchange(await self._connect(), request, receiver)
@@ -131,7 +130,7 @@ class _Connection(asyncio.Protocol):
         self._receiver: Receiver | None = None
         self.is_open = True
         self.has_answered = False
-        """Whether anything came back for the newest request."""
+        """True if any data has arrived for the newest request."""
 
     def ask(self, request: bytes, receiver: Receiver | None) -> asyncio.Future[Answer]:
         assert self._transport is not None
@@ -155,7 +154,7 @@ class _Connection(asyncio.Protocol):
         self.drop()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's are none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
@@ -163,7 +162,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():
-            self.drop()  # nobody asked
+            self.drop()  # no request is open
             return
         self.has_answered = True
         try:

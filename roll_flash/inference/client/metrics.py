@@ -1,4 +1,4 @@
-"""What clients count, and how the counts of many become those of a run."""
+"""Counters of a client, and the combination of many clients' metrics into those of a run."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Counts:
-    """What happened so far in one client. Each is a metric under its own name."""
+    """Counters of one client. Each is a metric with the same name."""
 
     requests: int = 0
     asked_again: int = 0
-    """Requests sent once more because their server died, hung, answered garbage or aborted them."""
+    """Retries because the server died, hung, sent a bad answer or aborted the request."""
     aborted: int = 0
-    """Those of them that a server aborted."""
+    """Retries because a server aborted the request."""
     tokens_kept: int = 0
-    """Tokens that did not have to be sampled again then."""
+    """Tokens kept in these retries and not sampled again."""
     bad_answers: int = 0
     removed: int = 0
-    """How often a server was left out, and how often one came back."""
+    """Number of times that a server was removed; `returned`: number of times that one came back."""
     returned: int = 0
     hung: int = 0
-    """Servers left out because they did not answer a heartbeat, or answered that they are not healthy."""
+    """Number of removals because of a failed health check (no answer, or not healthy)."""
 
 
 def combined(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """The figures of many clients as one: sums, except of those called `longest` (the longest of any)."""
+    """Combine the metrics of many clients: sums, but the maximum for names with `longest`."""
     total: dict[str, float] = {}
     for client in metrics:
         for name, value in client.items():

@@ -1,11 +1,11 @@
-"""One turn that may be sampled in several requests: what is known of it so far, and what to ask for next.
+"""State of one turn that may be sampled in several requests: its tokens so far and its next request.
 
-A request ends early when its server dies, hangs or aborts it for new weights. What it made before is kept, exactly as
-it was sampled: the next request continues after it, and every token keeps the logprob and the version it was sampled
-with. A token whose version nobody told is not kept, because its version would be a guess.
+A request ends early when its server dies, hangs or aborts it for new weights. Its tokens are kept exactly as sampled:
+the next request continues after them, and every token keeps its logprob and version. A token without a version from the
+server is not kept, because its version would be a guess.
 
-A server looks for stop strings in what it made itself. One that began in an earlier request is looked for here, and
-the turn is cut after it; without a way to decode tokens a turn with stop strings begins again instead.
+A server searches for stop strings only in its own output. A stop string that began in an earlier request is found here,
+and the turn is cut after it; without a function to decode tokens, a turn with stop strings starts again instead.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Decode = Callable[[list[int]], str]
 
 
 class PartialTurn:
-    """`request`, then `take` for each piece, then `finish` or `end_early`; again until `finish_reason` is known."""
+    """Call `request`, `take` for each piece, then `finish` or `end_early`; repeat until `finish_reason` is set."""
 
     def __init__(
         self,
@@ -42,21 +42,21 @@ class PartialTurn:
         self._stream_every = stream_every if stream_every is not None and stream_every < new_tokens else None
         self._decode = decode
         self._seams: list[int] = []
-        """Where requests after the first began."""
+        """Start positions, in new tokens, of the requests after the first."""
         self._begun = time.monotonic()
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
-        """One for each token that is kept; fewer than tokens while a request is under way."""
+        """Version of each token; may be shorter than the tokens while a request is in flight."""
         self._kept = 0
-        """Tokens of earlier requests."""
+        """Number of tokens kept from earlier requests."""
         self._requests = 0
         self._told: FinishReason | None = None
         self.finish_reason: FinishReason | None = None
 
     @property
     def tokens(self) -> int:
-        """The most that the next request may occupy on its server: the prompt, what is known, what may follow."""
+        """Maximum tokens that the next request may occupy on its server: prompt, known tokens and new tokens."""
         return len(self._prompt) + self._new_tokens
 
     @property
@@ -65,7 +65,7 @@ class PartialTurn:
 
     @property
     def newest_version(self) -> int | None:
-        """Of the weights that the last token was sampled with; None where there is none yet."""
+        """Weight version of the last token; None if there is no token yet."""
         return self._versions[-1] if self._versions else None
 
     @property
@@ -73,14 +73,14 @@ class PartialTurn:
         return self._stream_every is not None
 
     def request(self) -> bytes:
-        """The body of the next request."""
+        """Return the body of the next request."""
         self._requests += 1
         self._told = None
         if self._requests == 1:
             return encode_request(self._prompt, self._sampling, self._new_tokens, self.request_id, self._stream_every)
         sampling = self._sampling
         if sampling.seed is not None:
-            # The same seed again would draw the same numbers again.
+            # The same seed would draw the same random numbers again.
             sampling = _with_seed(sampling, sampling.seed + self._kept)
         return encode_request(
             [*self._prompt, *self._token_ids],
@@ -91,7 +91,7 @@ class PartialTurn:
         )
 
     def take(self, piece: Piece) -> None:
-        """Raises BadAnswerError for more tokens than were asked for, or versions that do not cover them."""
+        """Add a piece of the answer. Raises BadAnswerError for too many tokens or versions that do not cover them."""
         if self._told is not None:
             raise BadAnswerError("tokens after the end of the turn")
         if len(self._token_ids) + len(piece.token_ids) > self._new_tokens:
@@ -103,9 +103,9 @@ class PartialTurn:
         self._told = piece.finish_reason
 
     def finish(self) -> int:
-        """The answer is complete. Raises BadAnswerError if it is not one.
+        """Process the end of an answer. Raises BadAnswerError if the answer is incomplete.
 
-        An abort leaves the turn open; returns how many tokens of the aborted request are kept.
+        An abort leaves the turn open; return the number of tokens kept from the aborted request, else 0.
         """
         if self._told is None:
             raise BadAnswerError("an answer that ended without a reason")
@@ -119,7 +119,7 @@ class PartialTurn:
         return 0
 
     def end_early(self) -> int:
-        """The request is over before its end: keep what is certain. Returns how many of its tokens that are."""
+        """End an interrupted request and keep its tokens with a known version. Return the number of kept tokens."""
         told = len(self._versions)
         if self._sampling.stop and self._decode is None:
             told = self._kept
@@ -132,7 +132,7 @@ class PartialTurn:
         return gained
 
     def discard(self) -> None:
-        """The request answered with something wrong: nothing of it can be trusted."""
+        """Drop all tokens of the current request after a bad answer."""
         self._forget_after(self._kept)
 
     def generation(self, server: str) -> Generation:
@@ -147,7 +147,7 @@ class PartialTurn:
         )
 
     def _label(self, spans: list[tuple[int, int, int]]) -> None:
-        """Spans count from the beginning of the request, and tell of all its tokens each time."""
+        """Set the versions. Spans are relative to the start of the request and always cover all its tokens."""
         made = len(self._token_ids) - self._kept
         versions: list[int] = []
         for version, start, end in spans:
@@ -164,7 +164,7 @@ class PartialTurn:
             self._cut_at_stop()
 
     def _cut_at_stop(self) -> None:
-        """End the turn after the first stop string that lies across a seam: every token has a byte of it at least."""
+        """Cut the turn after the first stop string across a seam. Each of its tokens has at least one byte of it."""
         assert self._decode is not None
         longest = max(len(stop.encode()) for stop in self._sampling.stop)
         for seam in self._seams:

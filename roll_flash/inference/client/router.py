@@ -1,19 +1,19 @@
-"""Which server takes the next request. A pure state machine: no I/O and no clock.
+"""Router: chooses the server for each request. A pure state machine: no I/O and no clock.
 
 Policy, in this order:
 
-- a server that was removed, or has no room for the request, gets nothing;
-- a pinned session (the group of `rollout.replicate: false`) goes to the one server that its name picks among those that
-  are not removed (rendezvous hashing), so that every worker picks the same one without asking the others; it waits
-  rather than go elsewhere;
-- any other session (an episode) stays where its last turn was, because its prefix is cached there, unless that server
-  is clearly more loaded: more than SPILL_RATIO x the outstanding tokens of the least loaded one, plus SPILL_TOKENS;
-- all else goes to the server with the least outstanding tokens.
+- a server that was removed, or has no room for the request, gets no request;
+- a pinned session (the group of `rollout.replicate: false`) goes to one server, chosen by rendezvous hashing of its
+  name among the servers that are not removed. So all workers choose the same server without communication. If that
+  server is full, the request waits;
+- any other session (an episode) stays on the server of its last turn, which has its prefix in the cache, unless that
+  server has more than SPILL_RATIO x the outstanding tokens of the least loaded server, plus SPILL_TOKENS;
+- all other requests go to the server with the fewest outstanding tokens.
 
-Outstanding tokens of a request are its prompt and all that it may still sample: the keys and values it may come to
-need. Each client counts its own requests only. Counts that all workers share would cost a call to another process for
-every request (1.3 ms with Ray, more than a turn may cost in all); instead a client of N gets 1/N of each server's
-capacity, which is fair because episodes are placed evenly over the workers.
+The outstanding tokens of a request are its prompt and its maximum new tokens: the KV cache that it may need. Each
+client counts only its own requests. Shared counts would need a call to another process per request (1.3 ms with Ray,
+more than a whole turn may cost). Instead each of N clients gets 1/N of every server's capacity, which is fair because
+episodes are placed evenly on the workers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 SPILL_RATIO = 1.25
 SPILL_TOKENS = 8192
 MAX_SESSIONS = 65536
-"""Sessions remembered; the ones not heard of for longest are forgotten."""
+"""Maximum number of remembered sessions; the least recently used ones are removed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -36,12 +36,12 @@ class _Server:
     outstanding: int = 0
 
     def has_room(self, tokens: int) -> bool:
-        """A request that is larger than the whole capacity runs alone."""
+        """True if a request of `tokens` fits. A request larger than the whole capacity runs alone."""
         return self.outstanding == 0 or self.outstanding + tokens <= self.capacity
 
 
 class Router:
-    """`choose`, then exactly one `done` per server chosen."""
+    """Chooses servers. Each `choose` that returns a server needs exactly one `done`."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Router:
         pinned: bool = False,
         first: int = 0,
     ) -> None:
-        """`capacity_tokens` limits what is outstanding at a server; those not named have no limit. `pinned` applies to
-        every session. Among servers with equal load the one at index `first` is chosen first: clients that differ in it
-        do not all begin with the same one."""
+        """`capacity_tokens`: maximum outstanding tokens per server; no entry means no limit. `pinned`: pin every
+        session. `first`: index of the server that is preferred at equal load; different values prevent that all
+        clients start with the same server."""
         if not servers:
             raise ValueError("a router needs at least one server")
         first %= len(servers)
@@ -65,12 +65,12 @@ class Router:
         self._pinned = pinned
         self._sessions: OrderedDict[str, _Server] = OrderedDict()
         self.spill_overs = 0
-        """Turns that left the server with their prefix because it was too loaded or full."""
+        """Number of turns sent away from the server with their cached prefix because it was too loaded or full."""
 
     def choose(self, tokens: int, *, session: str | None = None, avoid: str | None = None) -> str | None:
-        """Takes a request of `tokens` into account at the server it returns. None: no server may take it now.
+        """Choose a server for a request of `tokens` and add them to its load. None if no server may take it now.
 
-        `avoid` is taken only where there is no other server.
+        `avoid` is chosen only if no other server is healthy.
         """
         server = self._pick(tokens, session, avoid)
         if server is None:
@@ -87,7 +87,7 @@ class Router:
         self._servers[server].outstanding -= tokens
 
     def remove(self, server: str) -> bool:
-        """Nothing goes there until it is returned. False if it was removed before."""
+        """Send no requests to `server` until `bring_back`. Return False if it was already removed."""
         if not self.is_healthy(server):
             return False
         self._healthy.remove(self._servers[server])
@@ -102,7 +102,7 @@ class Router:
 
     @property
     def healthy(self) -> int:
-        """How many servers are not removed."""
+        """Number of servers that are not removed."""
         return len(self._healthy)
 
     def outstanding_tokens(self, server: str) -> int:
@@ -125,7 +125,7 @@ class Router:
         return other
 
     def _with_room(self, least: _Server | None, tokens: int, candidates: Sequence[_Server]) -> _Server | None:
-        """The least loaded one, unless it is full: then one that is larger may still have room."""
+        """Return the least loaded server; if it is full, the least loaded one with room, as capacities can differ."""
         if least is None or least.has_room(tokens):
             return least
         return min((server for server in candidates if server.has_room(tokens)), key=_outstanding, default=None)

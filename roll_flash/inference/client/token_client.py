@@ -1,7 +1,7 @@
-"""The worker's side: token ids to the servers, token ids with logprobs and weight versions back.
+"""Token client of the rollout worker: sends token ids to servers, gets token ids, logprobs and weight versions.
 
-A request is asked again, after the tokens that are known, when its server dies, hangs, answers garbage or aborts it for
-new weights; the caller sees one turn, or one error that says which server said what.
+If a server dies, hangs, sends a bad answer or aborts for new weights, the client retries and continues after the tokens
+it has. The caller gets one turn, or one error that names the server and its answer.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from roll_flash.processes.background import start_background
 from roll_flash.types import SamplingParams
 
 MAX_BAD_ANSWERS = 3
-"""Answers that are none, after which a request fails: it may be the request that no server can answer."""
+"""Maximum bad answers per request; then it fails: the request itself may be the cause."""
 BAD_ANSWERS_IN_A_ROW = 2
-"""After so many, without a good one between them, a server is removed."""
+"""Number of consecutive bad answers after which a server is removed."""
 BUSY_STATUS = frozenset({408, 425, 429})
-"""Refusals that may pass; the other 4xx say that the request is wrong."""
+"""Temporary 4xx statuses, which are retried; all other 4xx mean a wrong request."""
 ABORT_PAUSE_S = 0.05
-"""Before a request that was aborted without having made a token is asked again."""
+"""Pause in seconds before the retry of a request that was aborted without a new token."""
 
 _log = logging.getLogger(__name__)
 
 
 def open_client(spec: ClientSpec, tokenizer: Any = None) -> InferenceClient:
-    """A client for the servers of `spec`, in any process. Needs a running event loop at its first call only.
+    """Create a client for the servers of `spec`, in any process. Needs no event loop before its first call.
 
-    With the model's `tokenizer` a turn with stop strings goes on after an interruption; without one it begins again.
+    With the model's `tokenizer` a turn with stop strings continues after an interruption; without one it starts again.
     """
     if not spec.endpoints:
         raise ConfigError(f"engine {spec.engine!r} gave no endpoints to connect to")
@@ -50,10 +50,10 @@ def open_client(spec: ClientSpec, tokenizer: Any = None) -> InferenceClient:
 
 
 class VllmClient:
-    """`InferenceClient` over HTTP. One per event loop; any number of calls at once."""
+    """`InferenceClient` over HTTP. One per event loop; allows any number of parallel calls."""
 
     def __init__(self, spec: ClientSpec, decode: Decode | None = None, *, first: int | None = None) -> None:
-        """`first`: index of the server that is asked first of all; None differs from process to process."""
+        """`first`: index of the first server to use; None uses the process id, so that processes differ."""
         self._spec = spec
         self._decode = decode
         share = [tokens / spec.clients for tokens in spec.capacity_tokens]
@@ -80,7 +80,7 @@ class VllmClient:
         session: str | None = None,
         timeout_s: float,
     ) -> Generation:
-        """See `InferenceClient`. With every server gone it waits for one to come back, until `timeout_s` is over."""
+        """See `InferenceClient`. If all servers are down, wait up to `timeout_s` for one to come back."""
         room = self._spec.max_model_len - len(token_ids)
         if not token_ids or room < 1:
             raise InferenceError(
@@ -102,7 +102,7 @@ class VllmClient:
             ) from None
 
     def metrics(self) -> dict[str, float]:
-        """Of this client alone. Servers are numbered in the order of the spec's endpoints."""
+        """Return the metrics of this client only. Servers are numbered in the order of the spec's endpoints."""
         outstanding = [self._router.outstanding_tokens(server) for server in self._spec.endpoints]
         return {
             **{name: float(count) for name, count in asdict(self.counts).items()},
@@ -150,7 +150,7 @@ class VllmClient:
             if turn.finish_reason is not None:
                 return turn.generation(server)
             self.counts.asked_again += 1
-            # One that aborted it for new weights is back in a moment, and the load stays balanced.
+            # A server that aborted for new weights is back soon; using it again keeps the load balanced.
             avoid = server if failed else None
 
     async def _ask(self, server: str, turn: PartialTurn) -> None:
@@ -175,7 +175,7 @@ class VllmClient:
                 await asyncio.sleep(ABORT_PAUSE_S)
 
     def _note_version(self, server: str, turn: PartialTurn) -> None:
-        """A server that comes back must have what the newest tokens were sampled with."""
+        """Record the newest version seen from a server: it must have that version when it comes back."""
         if turn.newest_version is not None:
             self._health[server].sampled_with(turn.newest_version)
 
@@ -204,7 +204,7 @@ class VllmClient:
         return self._router.outstanding_tokens(server) > 0
 
     def _interrupt(self, server: str, trouble: str) -> None:
-        """A server that hangs keeps its connections open: end its requests here, so that they go on elsewhere."""
+        """Remove a hung server and end its requests, as it keeps connections open; they retry on other servers."""
         self.counts.hung += 1
         self._remove(server, trouble)
         self._connections[server].interrupt(trouble)

@@ -1,7 +1,7 @@
-"""What goes over the wire for one turn: vLLM's `/inference/v1/generate`, in one piece or streamed.
+"""Wire protocol of one turn: vLLM's `/inference/v1/generate`, in one piece or streamed.
 
-Everything a server says is checked here: types and shape by the decoder, then counts, finiteness and versions. Whatever
-is wrong raises BadAnswerError with what was found.
+All server answers are checked here: types and shape by the decoder, then counts, finiteness and versions. Every error
+raises BadAnswerError with the wrong value.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from roll_flash.types import SamplingParams
 
 GENERATE_PATH = "/inference/v1/generate"
 UNLABELLED_VERSION = "default"
-"""How vLLM names weights that nobody labelled: those it loaded itself."""
+"""vLLM's version label for weights without a label: those it loaded at its start."""
 END_OF_STREAM = b"[DONE]"
 LARGEST_LOGPROB = 1e-2
-"""Log-probabilities are at most 0; rounding may leave a little more."""
+"""Maximum accepted logprob: 0 plus rounding error."""
 
 
 class _Logprob(msgspec.Struct, gc=False):
@@ -50,12 +50,12 @@ class _Answer(msgspec.Struct, gc=False):
 
 
 class Piece(msgspec.Struct, gc=False):
-    """Tokens that a server made for one request; `versions` is None where it does not tell yet."""
+    """New tokens of one request. `versions` is None if the server has not reported them yet."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[tuple[int, int, int]] | None
-    """Spans (version, start, end) over all tokens that this request has made so far."""
+    """Spans (version, start, end) over all tokens of this request so far."""
     finish_reason: Literal["stop", "length", "abort"] | None
 
 
@@ -66,15 +66,15 @@ _decoder = msgspec.json.Decoder(_Answer)
 def encode_request(
     token_ids: Sequence[int], sampling: SamplingParams, new_tokens: int, request_id: str, stream_every: int | None
 ) -> bytes:
-    """The body of a request. `stream_every` asks for pieces of so many tokens, None for the whole turn at once."""
+    """Return the body of a request. `stream_every`: tokens per streamed piece; None: the whole turn at once."""
     parameters: dict[str, Any] = {
         "max_tokens": new_tokens,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        # 0 asks for the sampled token alone, without alternatives.
+        # 0 requests the logprob of the sampled token only, without alternatives.
         "logprobs": 0,
-        # Text is needed on the server only to look for stop strings.
+        # The server needs text only to find stop strings.
         "detokenize": bool(sampling.stop),
     }
     if sampling.stop:
@@ -89,7 +89,7 @@ def encode_request(
 
 
 def decode_piece(content: bytes) -> Piece:
-    """One answer, or one event of a streamed one."""
+    """Decode one answer, or one event of a streamed answer. Raises BadAnswerError."""
     try:
         answer = _decoder.decode(content)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -112,7 +112,7 @@ def decode_piece(content: bytes) -> Piece:
 
 
 def event_splitter(take: Callable[[Piece], None]) -> Callable[[bytes], None]:
-    """A receiver of the bytes of a stream of server-sent events, that hands on each event's piece."""
+    """Return a receiver for the bytes of a server-sent event stream; it calls `take` with each event's piece."""
     buffer = bytearray()
 
     def receive(part: bytes) -> None:
@@ -130,7 +130,7 @@ def event_splitter(take: Callable[[Piece], None]) -> Callable[[bytes], None]:
 
 
 def excerpt(content: bytes) -> str:
-    """The beginning of what a server said, on one line."""
+    """Return the start of a server's answer on one line."""
     return " ".join(content[:600].decode(errors="replace").split())[:200] or "nothing"
 
 

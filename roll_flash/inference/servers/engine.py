@@ -1,9 +1,9 @@
-"""Inference servers on this machine: their supervision, and new weights for them.
+"""Supervises the inference servers on this machine and publishes new weights to them.
 
-Invariants: a server that answers has the weights of the version it says; a publication leaves every server running,
-also when it fails; a server that died or hangs is started again with the newest published weights (weights that went
-from GPU to GPU are not kept: it says version 0 until the next publication). At most one server takes new weights at a
-time, so that generation never stops everywhere.
+Invariants: the weights of a server match the version it reports; every server runs after a publication, even a failed
+one; a server that died or hangs is restarted with the newest published weights (weights sent from GPU to GPU are not
+kept: such a server reports version 0 until the next publication). At most one server loads new weights at a time, so
+that generation never stops on all servers.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from roll_flash.weight_sync.published import KeptWeights
 
 SUPERVISE_EVERY_S = 0.5
 HUNG_AFTER = 3
-"""A server that answers nothing for so many times `health_timeout_s` is killed and started again; clients leave it
-alone after one."""
+"""Multiple of `health_timeout_s` without an answer after which a server is killed and restarted; clients stop using it
+after one `health_timeout_s`."""
 DEATH_NOTICE_S = 5.0
-"""How long after a failed request a server may turn out to be dead."""
+"""Time in seconds after a failed request in which the server may still be found dead."""
 MAX_RESTARTS = 3
 RESTART_WINDOW_S = 1800.0
-"""Restarts of one server within so many seconds, without a publication between them; after that it stays down and the
-run ends."""
+"""Window in seconds for MAX_RESTARTS, per server, reset by each publication; with more restarts the server stays down
+and the run ends."""
 SCORE_TIMEOUT_S = 120.0
-"""One prompt of a few tokens, behind those that the server is working on."""
+"""Timeout in seconds to score one short prompt, which may wait behind the server's other requests."""
 UPDATE_FLOOR_S = 60.0
-"""The shortest deadline of one server's update. It is otherwise ten times the longest of the last ones."""
+"""Minimum timeout in seconds of one server's update. Otherwise it is 10 times the longest recent update."""
 
 T = TypeVar("T")
 
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class ServerEngine:
-    """`InferenceEngine` over `config.servers` processes that speak vLLM's routes."""
+    """`InferenceEngine` with `config.servers` processes that implement vLLM's routes."""
 
     def __init__(
         self, launcher: Launcher, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path
@@ -70,12 +70,12 @@ class ServerEngine:
         self._newest_in_use = asyncio.Lock()
         self._supervisors: list[asyncio.Task[None]] = []
         self.deaths = 0
-        """Servers found dead so far, those that were killed because they hung included."""
+        """Number of server deaths, including kills of hung servers."""
         self.hung = 0
 
     @property
     def dtype(self) -> str:
-        """What the servers compute in: `float32` or `bfloat16`."""
+        """Compute dtype of the servers: `float32` or `bfloat16`."""
         return self._launcher.dtype
 
     async def start(self) -> None:
@@ -94,7 +94,7 @@ class ServerEngine:
         ]
 
     def client_spec(self) -> ClientSpec:
-        """For one client; see `ClientSpec.clients` for more. Knows the servers' capacity after `start`."""
+        """Return the spec for one client; for more see `ClientSpec.clients`. Capacities are known after `start`."""
         ratio = self._config.admission_ratio
         capacity = tuple(ratio * (server.kv_cache_tokens or float("inf")) for server in self._servers)
         return ClientSpec(
@@ -109,10 +109,10 @@ class ServerEngine:
         )
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:
-        """One server after another: generation never stops everywhere. A server that dies meanwhile, or hangs, is
-        started again and takes the weights then.
+        """Update one server after another, so that generation never stops on all. A server that dies or hangs
+        meanwhile is restarted and then gets the weights.
 
-        Raises InferenceError if a server cannot take the weights; all servers go on generating.
+        Raises InferenceError if a server cannot load the weights; all servers continue to generate.
         """
         updates = []
         for server in self._servers:
@@ -120,7 +120,7 @@ class ServerEngine:
                 updates.append(await self._give(server, weights, in_flight))
                 self._restarts[server].clear()
             if len(updates) == 1 and weights.update_info is None:
-                # From here on they are known to be good, and a server that starts again must get them.
+                # One server has loaded the weights, so they are valid; a restarted server must get them.
                 async with self._newest_in_use:
                     await asyncio.to_thread(self._newest.keep, weights)
         return updates
@@ -129,7 +129,7 @@ class ServerEngine:
         return list(await asyncio.gather(*(self._score(server, token_ids) for server in self._servers)))
 
     async def metrics(self) -> dict[str, float]:
-        """`deaths` and `hung` so far, and of each server, by its number, what `server_metrics.LOGGED` names."""
+        """Return `deaths` and `hung` so far, and the metrics in `servers.metrics.LOGGED` of each numbered server."""
         texts = await asyncio.gather(*(server.metrics_text() for server in self._servers))
         figures = {"deaths": float(self.deaths), "hung": float(self.hung)}
         for index, text in enumerate(texts):
@@ -149,7 +149,7 @@ class ServerEngine:
         self._newest.close()
 
     def guards(self) -> list[int]:
-        """Process ids of the servers' guards; each heads a process group that holds its server."""
+        """Return the process ids of the servers' guards; each leads the process group of its server."""
         return [server.guard for server in self._servers if server.is_running]
 
     async def _score(self, server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
@@ -163,7 +163,7 @@ class ServerEngine:
             return await _score(server, token_ids)
 
     async def _give(self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
-        """New weights for one server, which is started again once if it dies or hangs over them."""
+        """Update one server; restart it once if it dies or hangs during the update."""
         if server.is_running:
             try:
                 return await self._unless_hung(server, self._update(server, weights, in_flight))
@@ -174,7 +174,7 @@ class ServerEngine:
         return await self._update(server, weights, in_flight)
 
     async def _update(self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
-        """Within the time that updates take; a server that answers but takes longer is ended, to be started again."""
+        """Update one server within the usual time of updates; stop a slower one, so that it is restarted."""
         limit_s = self._update_deadline.limit_s()
         try:
             async with asyncio.timeout(limit_s):
@@ -186,7 +186,7 @@ class ServerEngine:
         return update
 
     async def _unless_hung(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:
-        """Does `work`, of any length, with a server; kills one that answers nothing meanwhile, so that `work` fails."""
+        """Await `work` without a timeout, but kill the server if it stops answering, so that `work` fails."""
         task = asyncio.create_task(work)
         try:
             while not (await asyncio.wait([task], timeout=self._hung_after_s))[0]:
@@ -198,7 +198,7 @@ class ServerEngine:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _supervise(self, server: ServerProcess) -> None:
-        """Start the server again when it has died or hangs. Raises InferenceError when it cannot be started."""
+        """Restart the server when it dies or hangs. Raises InferenceError if it cannot be started."""
         answered, starts = time.monotonic(), server.starts
         while True:
             await asyncio.sleep(SUPERVISE_EVERY_S)
@@ -206,12 +206,12 @@ class ServerEngine:
                 answered, starts = time.monotonic(), server.starts
             elif await self._is_lost(server, answered):
                 async with self._busy[server]:
-                    # Whoever had the lock may have started it again meanwhile: what was seen before is of no use.
+                    # The previous lock holder may have restarted the server, so check its state again.
                     if server.starts == starts and await self._is_lost(server, answered):
                         await self._revive(server)
 
     async def _is_lost(self, server: ServerProcess, answered: float) -> bool:
-        """Whether it is gone, or has been silent for too long since it `answered`."""
+        """True if the server is gone, or silent for too long since `answered`."""
         if not server.is_running:
             return True
         state, silent_s = await server.state(), time.monotonic() - answered
@@ -243,8 +243,8 @@ class ServerEngine:
 
 
 async def _has_died(server: ServerProcess) -> bool:
-    """After an error. The guard of a server needs a moment to see that it is gone, and may be stopped itself; a server
-    that answers is not gone."""
+    """True if the server is dead, checked after an error. Its guard needs a moment to notice, and may itself be
+    stopped; a server that answers is not dead."""
     deadline = time.monotonic() + DEATH_NOTICE_S
     while True:
         state = await server.state()

@@ -1,4 +1,4 @@
-"""What a server says about itself at `/metrics` (Prometheus text, vLLM's names)."""
+"""Parses a server's answer to `/metrics` (Prometheus text, vLLM's names)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOGGED = {
 
 
 def kv_cache_tokens(text: str) -> int | None:
-    """Tokens whose keys and values the server can hold; None where it does not tell."""
+    """Return the capacity of the KV cache in tokens; None if the server does not report it."""
     for name, labels, _ in _SAMPLE.findall(text):
         if name == "vllm:cache_config_info":
             settings = dict(_LABEL.findall(labels))
@@ -28,7 +28,7 @@ def kv_cache_tokens(text: str) -> int | None:
 
 
 def logged_figures(text: str) -> dict[str, float]:
-    """The figures of LOGGED under their short names, summed over labels."""
+    """Return the metrics in LOGGED under their short names, summed over labels."""
     figures: dict[str, float] = {}
     for name, _, value in _SAMPLE.findall(text):
         if name in LOGGED:

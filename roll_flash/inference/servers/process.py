@@ -1,6 +1,6 @@
-"""One inference server: a process that is started, watched, asked and stopped.
+"""One inference server process: start, health check, control requests and stop.
 
-The address is always the loopback one, and every request carries the key of the run (`server_key.py`).
+The address is always loopback, and every request carries the key of the run (`processes/keys.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CAUSE_CHARACTERS = 400
 HEALTH_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
 CONTROL_TIMEOUT_S = 600.0
-"""Upper bound of one control request; callers set tighter deadlines around whole operations."""
+"""Maximum time in seconds of one control request; callers set shorter timeouts for whole operations."""
 
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception|Killed)\b: *\S.*")
 _NO_CAUSE = ("Engine core initialization failed", "EngineDeadError")
@@ -38,22 +38,22 @@ _NO_CAUSE = ("Engine core initialization failed", "EngineDeadError")
 
 @dataclass(frozen=True)
 class Launcher:
-    """How the servers of one engine are run. Each speaks vLLM's routes for generating, pausing and new weights."""
+    """Start settings for the servers of one engine. They implement vLLM's generate, pause and weight routes."""
 
     name: str
     dtype: str
     command: Callable[[int, int], list[str]]
-    """Command line for the index of a server and its port."""
+    """Returns the command line for a server's index and port."""
     environment: Mapping[str, str]
-    """What is set beside this process's own environment."""
+    """Environment variables added to those of this process."""
     prepares_weights: bool = False
-    """Can make new weights ready while it generates, and exchange them at once."""
+    """True if a server can load new weights while it generates, and then swap them at once."""
     joins_learner: bool = False
-    """Gets weights from a learner that sends them, and meets it first."""
+    """True if the learner sends weights directly; the server must first join a group with it."""
 
 
 class ServerProcess:
-    """`start` may be called again after the process has died: the endpoint stays the same."""
+    """A server process. `start` can be called again after the process has died; the endpoint stays the same."""
 
     def __init__(self, index: int, launcher: Launcher, config: InferenceConfig, logs: Path, key: str) -> None:
         self.index = index
@@ -61,13 +61,13 @@ class ServerProcess:
         self.port = config.port + index if config.port else _free_port()
         self.version = 0
         self.joined = False
-        """Whether it has met the learner that sends it weights, since its start."""
+        """True if the server has joined the learner's group since its start."""
         self.kv_cache_tokens: int | None = None
-        """Tokens whose keys and values the server can hold; None before the start, or where it does not tell."""
+        """Capacity of the KV cache in tokens; None before the start or if the server does not report it."""
         self._launcher = launcher
         self._config = config
         self.starts = 0
-        """How often it was started so far."""
+        """Number of starts so far."""
         self._process: GuardedProcess | None = None
         self._key = key
         self._http = httpx.AsyncClient(base_url=self.endpoint, timeout=CONTROL_TIMEOUT_S, headers=bearer(key))
@@ -86,13 +86,13 @@ class ServerProcess:
 
     @property
     def guard(self) -> int:
-        """Process id of the guard; raises InferenceError where none was started."""
+        """Process id of the guard. Raises InferenceError if the server was not started."""
         if self._process is None:
             raise InferenceError(f"{self._name} was not started")
         return self._process.pid
 
     async def start(self) -> None:
-        """Run the server and wait until it answers. Raises InferenceError with what its log says."""
+        """Start the server and wait until it answers. Raises InferenceError with the cause from its log."""
         self.starts += 1
         advice = "set inference.port to another one, or to 0" if self._config.port else "start again"
         require_free_port(HOST, self.port, advice)
@@ -114,8 +114,8 @@ class ServerProcess:
         return await self.state() == "healthy"
 
     async def state(self) -> Literal["healthy", "silent", "gone"]:
-        """`gone`: its process has ended, or nobody listens at its port, whatever its guard says; `silent`: somebody
-        does, but gives no good answer."""
+        """`gone`: the process has ended, or no process listens on its port, even if its guard runs; `silent`: a
+        process listens, but does not answer correctly."""
         if not self.is_running:
             return "gone"
         try:
@@ -126,7 +126,7 @@ class ServerProcess:
             return "silent"
 
     async def metrics_text(self) -> str:
-        """What the server says at /metrics; empty where it says nothing."""
+        """Return the server's answer to /metrics; empty if it does not answer."""
         try:
             response = await self._http.get("/metrics", timeout=HEALTH_TIMEOUT_S)
         except httpx.RequestError:
@@ -136,11 +136,11 @@ class ServerProcess:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, timeout_s: float = CONTROL_TIMEOUT_S
     ) -> Any:
-        """A control request. Raises InferenceError for anything but success within `timeout_s`."""
+        """Send a control request. Raises InferenceError unless it succeeds within `timeout_s`."""
         return await self._ask("POST", path, body, timeout_s)
 
     async def get(self, path: str) -> Any:
-        """As `post`, for what changes nothing."""
+        """Same as `post`, for requests that change nothing."""
         return await self._ask("GET", path, None, CONTROL_TIMEOUT_S)
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float) -> Any:
@@ -158,7 +158,7 @@ class ServerProcess:
         return response.json()
 
     async def stop(self) -> None:
-        """End the process and everything below it."""
+        """Stop the process and all its child processes."""
         if self._process is not None:
             await asyncio.to_thread(self._process.stop)
             self._process = None
@@ -172,8 +172,8 @@ class ServerProcess:
         return f"{self._launcher.name} server {self.index} ({self.endpoint})"
 
     def _environment(self, scratch: Path) -> dict[str, str]:
-        """Ours, with what the server leaves in the temporary folder moved to where it is removed."""
-        caches = cache_folder().with_name("inductor")  # not where others may write: what lies there is run
+        """Return our environment, with TMPDIR set to `scratch`, which is removed after the server."""
+        caches = cache_folder().with_name("inductor")  # no other user may write there: its files are executed
         return {
             **os.environ,
             "TMPDIR": str(scratch),
@@ -208,7 +208,7 @@ def _free_port() -> int:
 
 
 def require_free_port(host: str, port: int, advice: str) -> None:
-    """Raises InferenceError, which ends with `advice`, if nothing can listen there."""
+    """Raises InferenceError, which ends with `advice`, if the port cannot be used."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
             0
@@ -222,7 +222,7 @@ def require_free_port(host: str, port: int, advice: str) -> None:
 
 
 def _cause(log: Path, start: int) -> str:
-    """What the log says went wrong: the last error that names a cause, else its last line."""
+    """Return the cause of a failure from the log: the last error that names a cause, else the last line."""
     with log.open("rb") as file:
         file.seek(start)
         lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
@@ -231,6 +231,6 @@ def _cause(log: Path, start: int) -> str:
     if not causes:
         return lines[-1][:CAUSE_CHARACTERS] if lines else "its log is empty"
     text, number = causes[-1]
-    # pydantic tells what is wrong in the line below.
+    # pydantic puts the cause on the next line.
     more = lines[number + 1 : number + 2] if "validation error" in text else []
     return " ".join([text, *more])[:CAUSE_CHARACTERS]

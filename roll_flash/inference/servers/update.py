@@ -1,4 +1,4 @@
-"""New weights for one server: made ready while it generates, exchanged in a pause."""
+"""Updates the weights of one server: loads them while it generates, then swaps them in a pause."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from roll_flash.inference.servers.process import CONTROL_TIMEOUT_S, ServerProces
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
 GIVE_UP_TIMEOUT_S = 10.0
-"""A run that ends waits no longer for a server that hangs."""
+"""Timeout in seconds to end an update after an error, so that a run can end although the server hangs."""
 
 
 async def update_server(server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
-    """Swap the weights of one server. Raises InferenceError if it cannot take them; it goes on generating then.
+    """Swap the weights of one server. Raises InferenceError if it cannot load them; it then continues to generate.
 
-    Requests in flight wait and go on with the new weights (`keep`), or return what they have and are asked again by
-    their clients (`abort_resume`); new ones wait in both cases.
+    Requests in flight wait and continue with the new weights (`keep`), or return their tokens and are retried by their
+    clients (`abort_resume`); new requests wait in both cases.
     """
     started = time.monotonic()
     on_device = weights.update_info is not None
@@ -45,14 +45,14 @@ async def update_server(server: ServerProcess, weights: StagedWeights, in_flight
         await _forget_prefixes(server)
         server.version = weights.version
     finally:
-        # Also when the caller gave up: a server left paused would hang every episode.
+        # Shielded from cancellation: a server that stays paused would block its episodes forever.
         await asyncio.shield(asyncio.ensure_future(_resume(server)))
     ended = time.monotonic()
     return ServerUpdate(server.endpoint, weights.version, paused_s=ended - paused, total_s=ended - started)
 
 
 async def _join(server: ServerProcess, weights: StagedWeights) -> None:
-    """Once for each start of a server: the learner that sends and the server become a group."""
+    """Join the server and the sending learner in one group, once per server start."""
     channel = weights.channel
     if channel is None or server.joined:
         return
@@ -66,10 +66,10 @@ async def _join(server: ServerProcess, weights: StagedWeights) -> None:
 
 
 async def _receive(server: ServerProcess, weights: StagedWeights) -> None:
-    """Load what lies on a GPU, with one of vLLM's own transfer engines.
+    """Load weights from a GPU with one of vLLM's own transfer engines.
 
-    From the first request on the model is incomplete until the last. A server that fails in between has no weights any
-    more: it is ended, to be started again.
+    From the first to the last request the model is incomplete. A server that fails in between has no valid weights: it
+    is stopped, to be restarted.
     """
     try:
         await server.post("/start_weight_update")
@@ -84,9 +84,9 @@ async def _receive(server: ServerProcess, weights: StagedWeights) -> None:
 
 
 async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
-    """Have the server load the weights beside the old ones, and wait until it has, has failed, or is gone.
+    """Let the server load the weights next to the old ones, and wait until it finishes, fails, or dies.
 
-    The server holds a pipe open meanwhile. What went wrong is said by the request that loads the weights.
+    The server holds a pipe open meanwhile. Errors are reported by the later request that swaps the weights.
     """
     reading, writing = os.pipe()
     try:
@@ -100,7 +100,7 @@ async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
     try:
         await _until_closed(reading)
     except BaseException as error:
-        # The server must not think that this update is still under way when the next one begins.
+        # End this update on the server before the next one begins.
         ended = server.post("/finish_weight_update", timeout_s=GIVE_UP_TIMEOUT_S)
         await asyncio.shield(asyncio.ensure_future(ended))
         if isinstance(error, TimeoutError):
@@ -111,7 +111,7 @@ async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
 
 
 async def _until_closed(reading: int) -> None:
-    """Raises TimeoutError."""
+    """Wait until the pipe is closed. Raises TimeoutError after CONTROL_TIMEOUT_S."""
     loop, closed = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(reading, closed.set)
     try:
@@ -122,7 +122,7 @@ async def _until_closed(reading: int) -> None:
 
 
 async def _resume(server: ServerProcess) -> None:
-    """More than one try: after an error the server drops the connection that the next request would use."""
+    """Resume generation, with retries: after an error the server closes the connection of the next request."""
     for attempt in range(1, RESUME_ATTEMPTS + 1):
         try:
             await server.post("/resume", timeout_s=RESUME_TIMEOUT_S)
@@ -133,9 +133,9 @@ async def _resume(server: ServerProcess) -> None:
 
 
 async def _forget_prefixes(server: ServerProcess) -> None:
-    """No new request may build on keys and values of the old weights.
+    """Clear the prefix cache: no new request may use the KV cache of the old weights.
 
-    Where the scheduler cannot forget them with requests in flight (GPU), those compute theirs again.
+    If the scheduler cannot clear it with requests in flight (GPU), these requests compute their KV cache again.
     """
     answer: Any = await server.post("/reset_prefix_cache")
     if not answer["success"]:

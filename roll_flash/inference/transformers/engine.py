@@ -1,6 +1,6 @@
-"""The engine `transformers`: a small server of our own, for tiny models and fast tests.
+"""Engine `transformers`: our own small server, for tiny models and fast tests.
 
-It speaks the same routes as vLLM, so that client, supervision and publication are the very same code.
+It implements the same routes as vLLM, so that client, supervision and publication use the same code.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from roll_flash.inference.servers.process import Launcher
 
 
 class TransformersEngine(ServerEngine):
-    """`InferenceEngine` over `config.servers` processes with plain transformers, float32 on CPU."""
+    """`InferenceEngine` with `config.servers` processes of plain transformers, float32 on CPU."""
 
     def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
-        """Raises ConfigError for a dtype other than float32."""
+        """Raises ConfigError if the dtype is bfloat16."""
         if config.dtype == "bfloat16":
             raise ConfigError("inference.dtype: the engine transformers computes in float32; use vllm for bfloat16")
 

@@ -1,4 +1,4 @@
-"""Sampling with plain transformers, one request and one token at a time, with the bookkeeping of vLLM's answers."""
+"""Samples with plain transformers, one request and one token at a time, and builds answers in vLLM's format."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class TransformersModel:
 
         self._folder = ModelFolder(Path(folder))
         self._differing: frozenset[str] = frozenset()
-        """Names of the tensors that are no longer those of the folder."""
+        """Names of the tensors that differ from the folder."""
 
     def load(self, path: str) -> None:
-        """New weights, as `published_weights.py` describes them. Raises ValueError, with nothing changed, if they do
-        not fit."""
+        """Load new weights in the format of `weight_sync/published.py`. Raises ValueError if they do not fit; then
+        nothing changes."""
         tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
         with PublishedWeights(path, self._folder, tied=tied) as weights:
             names = weights.changed | self._differing
@@ -38,7 +38,7 @@ class TransformersModel:
 
 
 class Request:
-    """One request in flight. Keeps its keys and values, also across new weights, as vLLM's pause mode `keep` does."""
+    """One request in flight. Keeps its KV cache across weight updates, like vLLM's pause mode `keep`."""
 
     def __init__(self, token_ids: list[int], parameters: dict[str, Any], model: TransformersModel) -> None:
         self.prompt = [int(token) for token in token_ids]
@@ -88,16 +88,16 @@ class Request:
 
     @property
     def made(self) -> int:
-        """Tokens sampled so far."""
+        """Number of tokens sampled so far."""
         return len(self._tokens)
 
     def abort(self) -> None:
-        """End now with what was sampled; not while `step` runs."""
+        """End the request with the tokens so far. Must not be called while `step` runs."""
         if self.finish_reason is None:
             self.finish_reason = "abort"
 
     def choice(self, start: int = 0) -> dict[str, Any]:
-        """The tokens from `start` on; the spans of versions are over all tokens."""
+        """Return the tokens from `start` on; the version spans cover all tokens."""
         tokens, logprobs = self._tokens[start:], self._logprobs[start:]
         content = [{"token_id": t, "logprob": lp} for t, lp in zip(tokens, logprobs, strict=True)]
         return {
@@ -127,7 +127,7 @@ class Request:
 
 
 def _sampling_logprobs(logits: Tensor, temperature: float, top_p: float, top_k: int) -> Tensor:
-    """Log-probabilities [V] of the distribution that is sampled from; raw ones where sampling is greedy."""
+    """Return the log-probabilities [V] of the sampled distribution; unscaled ones if sampling is greedy."""
     if temperature == 0:
         return logits.log_softmax(-1)
     logits = logits / temperature

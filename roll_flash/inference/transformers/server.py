@@ -1,7 +1,7 @@
-"""A server with plain transformers that speaks the part of vLLM's routes which this project uses.
+"""Server with plain transformers that implements the vLLM routes which this project uses.
 
-`python -m roll_flash.inference.transformers.server MODEL_FOLDER PORT MAX_MODEL_LEN`. One thread computes: it gives each
-request in flight one token in turn, so that pausing, aborting and new weights take effect between two tokens.
+`python -m roll_flash.inference.transformers.server MODEL_FOLDER PORT MAX_MODEL_LEN`. One thread computes one token for
+each request in flight in turn, so that pauses, aborts and new weights take effect between two tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """State of the routes. The model is touched by the one compute thread only."""
+    """Routes of the server and their state. Only the single compute thread uses the model."""
 
     def __init__(self, model: TransformersModel, max_model_len: int, key: str) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class Server:
         self._running = asyncio.Event()
         self._running.set()
         self._aborted = asyncio.Event()
-        """Set, and replaced, when the requests in flight are aborted."""
+        """Set, then replaced by a new event, when the requests in flight are aborted."""
 
     def application(self) -> web.Application:
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._require_key])
@@ -78,7 +78,7 @@ class Server:
         if http.query.get("mode", "abort") == "abort":
             for request in self._in_flight:
                 request.abort()
-            # Those that wait for the end of the pause must see it.
+            # Wake the requests that wait for the end of the pause.
             self._aborted.set()
             self._aborted = asyncio.Event()
         return web.json_response({})
@@ -117,14 +117,14 @@ class Server:
             self._in_flight.remove(request)
 
     async def _complete(self, request: Request) -> dict[str, Any]:
-        """Ends early, between two tokens, when the client has gone away."""
+        """Sample the whole turn. If the client disconnects, it stops between two tokens."""
         scores = await self._in_thread(request.prompt_logprobs) if request.wants_prompt_logprobs else None
         while request.finish_reason is None:
             await self._one_token(request)
         return {"choices": [request.choice()], "prompt_logprobs": scores}
 
     async def _stream(self, http: web.Request, request: Request) -> web.StreamResponse:
-        """The first token at once, then in pieces of `stream_interval`, as vLLM does."""
+        """Send the first token at once, then pieces of `stream_interval` tokens, like vLLM."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(http)
         sent = 0
@@ -139,7 +139,7 @@ class Server:
         return response
 
     async def _one_token(self, request: Request) -> None:
-        """Waits while the server is paused, unless the request is aborted."""
+        """Sample one token; wait while the server is paused, unless the request is aborted."""
         while not self._running.is_set() and request.finish_reason is None:
             waits = [asyncio.ensure_future(event.wait()) for event in (self._running, self._aborted)]
             try:
@@ -166,7 +166,7 @@ def main(arguments: list[str]) -> None:
             print=None,
             access_log=None,
             handler_cancellation=True,
-            auto_decompress=False,  # also what comes without the key would be unpacked
+            auto_decompress=False,  # security: bodies without the key would be unpacked too
         )
 
 

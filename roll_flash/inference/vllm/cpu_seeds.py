@@ -1,9 +1,9 @@
-"""Seeded requests whose prompt vLLM reads in several pieces, on CPU.
+"""Patch for vLLM on CPU: seeded requests with chunked prefill.
 
-After each piece vLLM samples a token that it throws away, and then sets the request's random generator back by what
-that took. Generators on CPU cannot be set back, so that one such request ended the whole server. Here the generators of
-these requests are laid aside while tokens that nobody gets are sampled: they are not used, so the seed gives the same
-tokens however the prompt was cut.
+After each chunk vLLM samples a token, discards it, and then rewinds the request's random generator. CPU generators
+cannot be rewound, so one such request crashed the whole server. This patch removes the generators of these requests
+while the discarded tokens are sampled: the generators stay unused, so the seed gives the same tokens for any chunk
+size.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def lay_generators_aside() -> None:
-    """Safe to call more than once. For the process that runs the model on CPU."""
+    """Install the patch in the process that runs the model on CPU. Safe to call more than once."""
     from vllm.v1.worker import cpu_model_runner
 
     runner: Any = cpu_model_runner.CPUModelRunner

@@ -1,7 +1,7 @@
-"""Mixtures of experts on a CPU, packed again whenever vLLM loads weights.
+"""Patch for vLLM on CPU: packs mixture-of-experts weights again at every load.
 
-vLLM's kernel for the CPU wants the experts in an order of its own. vLLM packs them when a server starts, but when
-weights are loaded again it copies them as they are: no error, and other numbers (log-probabilities are off by 0.5).
+vLLM's CPU kernel needs the experts in a special order. vLLM packs them when a server starts, but copies reloaded
+weights without packing: no error, but wrong numbers (log-probabilities are off by 0.5).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def pack_experts_again() -> None:
-    """Let vLLM treat each load on a CPU as its first. Safe to call more than once."""
+    """Install the patch: vLLM treats each load on a CPU as the first one. Safe to call more than once."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.platforms import current_platform
 
@@ -28,7 +28,7 @@ def pack_experts_again() -> None:
         return
 
     def packing(self: Any, *arguments: Any, **keywords: Any) -> None:
-        self.moe_kernel = None  # by this vLLM knows that nothing has been loaded and packed yet
+        self.moe_kernel = None  # for vLLM this means: nothing is loaded and packed yet
         original(self, *arguments, **keywords)
 
     setattr(packing, MARK, True)

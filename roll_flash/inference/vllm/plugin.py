@@ -1,8 +1,8 @@
-"""Our part inside vLLM's processes: a weight-transfer engine that reads a safetensors file in shared memory.
+"""Plug-in for vLLM's processes: registers a weight-transfer engine that reads a safetensors file in shared memory.
 
-vLLM loads `register` in each of its processes (entry point group `vllm.general_plugins`). It tells the factory where
-the engine would be found, names semaphores so that our guard can clean them up, and has streamed answers tell weight
-versions in every piece, and experts packed at every load. The engine itself is `roll_flash.weight_sync.shared_memory`.
+vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It registers the engine,
+names semaphores so that our guard can clean them up, and installs two patches: weight versions in every streamed piece,
+and experts packed at every load. The engine itself is `roll_flash.weight_sync.shared_memory`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ BACKEND = "shm"
 
 
 def register() -> None:
-    """Make the backend `shm` known to vLLM. Safe to call more than once, and where no weights are transferred."""
+    """Register the backend `shm` in vLLM and install the patches. Safe to call more than once, or without transfers."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     claim_semaphores()

@@ -1,11 +1,11 @@
-"""vLLM's scheduler on CPU, with a prefix cache that can be forgotten while requests are in flight.
+"""vLLM scheduler for CPU with a prefix cache that can be cleared while requests are in flight.
 
-After a weight update no new request may build on keys and values of the old weights. vLLM can clear its prefix cache
-only when nothing runs, or else makes every running request compute all its tokens again: on a CPU core that is seconds
-for each update. Here the cache forgets what it has, and the running requests keep their blocks; their logprobs remain
-those of the distribution they are sampled from (as in PipelineRL, arXiv 2509.19128).
+After a weight update no new request may use the KV cache of the old weights. vLLM can clear its prefix cache only when
+no request runs; otherwise every running request must compute all its tokens again, which takes seconds per update on a
+CPU core. Here the cache is cleared and the running requests keep their blocks; their logprobs remain those of the
+distribution they are sampled from (as in PipelineRL, arXiv 2509.19128).
 
-Chosen by vLLM's own option `--scheduler-cls`.
+Selected by vLLM's option `--scheduler-cls`.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from roll_flash.inference.vllm.cpu_seeds import lay_generators_aside
 
 class KeepingScheduler(Scheduler):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        # On CPU the scheduler and the model share a process, where nothing else of ours is asked to begin.
+        # On CPU the scheduler and the model share a process, and this is our only hook in it.
         lay_generators_aside()
         super().__init__(*arguments, **keywords)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """True if no request from now on reuses what was cached."""
+        """Clear the prefix cache. Return True if no later request can reuse it."""
         if reset_running_requests:
             return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
         pool = self.kv_cache_manager.block_pool

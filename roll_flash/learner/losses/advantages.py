@@ -1,7 +1,7 @@
-"""Advantages: how much better a sampled answer was than expected. Pure functions of rewards, float64.
+"""Computes advantages from rewards with pure functions, float64.
 
-Those that compare the replicas of one task take arrays of shape [replicas]; `reinforce_plus_plus` takes the rewards of
-a whole step; `gigpo` gives every turn an advantage of its own.
+Group-relative functions take the rewards of one task's replicas, shape [replicas]; `reinforce_plus_plus` takes the
+rewards of a whole step; `gigpo` computes one advantage per turn.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from numpy.typing import ArrayLike, NDArray
 Advantage = Callable[[ArrayLike, bool], NDArray[np.float64]]
 
 _RELATIVE_VARIANCE_FLOOR = 1e-9
-"""Rewards that differ by less than rounding do not differ."""
+"""Relative range below which rewards count as equal (rounding error)."""
 EPSILON = 1e-4
-"""Added to every standard deviation that is divided by, as in TRL: without it, a judge's noise in the last digits would
-become advantages of one."""
+"""Added to every standard deviation before division, as in TRL: otherwise noise in the last digits of a judge's scores
+would become advantages near 1."""
 
 
 def grpo(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
     """Group-relative advantage, (r - mean) / (std + EPSILON) with the population standard deviation.
 
-    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2. Without `normalize` the division is left out, which is
-    Dr. GRPO (arXiv 2503.20783): the division weighs tasks by how rarely they succeed.
+    Source: DeepSeekMath, arXiv 2402.03300, section 4.1.2. Without `normalize` there is no division, which is Dr. GRPO
+    (arXiv 2503.20783): the division gives more weight to tasks with a low reward variance.
 
-    `rewards` has shape [replicas], any number of them (a group may have lost members); one replica, or replicas that
-    do not differ, give zeros. The result has the same shape, float64.
+    `rewards` has shape [replicas], of any length (a group may have lost members); a single replica or equal rewards
+    give zeros. The result has the same shape, float64.
     """
     rewards, centred = _centre(rewards)
     if normalize and centred.any():
@@ -49,20 +49,20 @@ def rloo(rewards: ArrayLike, normalize: bool = False) -> NDArray[np.float64]:
 
 
 def reinforce_plus_plus(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
-    """(r - mean) / (std + EPSILON) over all trajectories of a step, whatever their task.
+    """(r - mean) / (std + EPSILON) over all trajectories of a step, across tasks.
 
     `rewards` has shape [trajectories].
 
-    Source: REINFORCE++, arXiv 2501.03262, without the divergence in the reward (it is in the loss here).
+    Source: REINFORCE++, arXiv 2501.03262, with the divergence in the loss instead of the reward.
     """
     return grpo(rewards, normalize)
 
 
 def scale_by_batch(advantages: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
-    """Advantages of all groups of a step ([replicas] each, centred in their group) over their standard deviation.
+    """Divide the advantages of a step ([replicas] per group, centred per group) by their common standard deviation.
 
-    Source: REINFORCE++ with a group baseline, arXiv 2501.03262: tasks keep their weight against each
-    other, and groups that lost members or hardly differ do not blow up.
+    Source: REINFORCE++ with a group baseline, arXiv 2501.03262: the relative weight of tasks is kept, and small groups
+    or groups with nearly equal rewards do not get huge advantages.
     """
     spread = float(np.concatenate([*advantages, np.empty(0)]).std()) if advantages else 0.0
     return [values / (spread + EPSILON) for values in advantages]
@@ -77,13 +77,13 @@ def gigpo(
     discount: float = 0.95,
     normalize: bool = True,
 ) -> list[NDArray[np.float64]]:
-    """Advantages [turns] of each replica: that of its episode plus `turn_weight` times that of the turn.
+    """Return the advantages [turns] of each replica: the episode advantage plus `turn_weight` times the turn's.
 
-    A turn is compared with all turns of the group that began in the same state (its anchor): its discounted return
-    minus their mean, over their standard deviation. A state that nobody else was in gives the turn nothing.
+    The turn advantage compares a turn with all turns of the group that began in the same state (its anchor): its
+    discounted return minus their mean, over their standard deviation. It is 0 if the state occurred only once.
 
     Source: GiGPO (group-in-group policy optimisation), arXiv 2505.10978. `turn_rewards[i]` has shape [turns of replica
-    i], `turn_states[i]` names the states that they began in, `episode_rewards` has shape [replicas].
+    i], `turn_states[i]` holds the states in which the turns began, `episode_rewards` has shape [replicas].
     """
     episode = grpo(episode_rewards, normalize)
     returns = [discounted_returns(rewards, discount) for rewards in turn_rewards]
@@ -100,7 +100,7 @@ def gigpo(
 
 
 def discounted_returns(rewards: ArrayLike, discount: float) -> NDArray[np.float64]:
-    """sum over later turns k of discount^(k - t) r_k, for each turn t; shape [turns]."""
+    """Return sum over k >= t of discount^(k - t) r_k for each turn t; shape [turns]."""
     values = np.array(rewards, dtype=np.float64)
     for turn in range(len(values) - 2, -1, -1):
         values[turn] += discount * values[turn + 1]
@@ -121,4 +121,4 @@ def _centre(rewards: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64
 
 
 ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "rloo": rloo, "reinforce++": reinforce_plus_plus}
-"""Those that give an episode one number."""
+"""Advantage functions that return one value per episode."""

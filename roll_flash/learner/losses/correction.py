@@ -1,8 +1,8 @@
-"""Weights that correct for samples of an older (behaviour) policy. Pure functions of tensors.
+"""Computes weights that correct for samples of an older (behaviour) policy, with pure functions of tensors.
 
-rho = pi_prox / pi_behaviour is the ratio of the policy that the step starts from to the one that sampled. A weight
+rho = pi_prox / pi_behaviour is the importance ratio of the policy at the step's start to the sampling policy. A weight
 multiplies a token's loss and is never differentiated. At sequence level all policy tokens of a sequence share one
-ratio: the product of theirs, or their geometric mean.
+ratio: the product of the token ratios, or their geometric mean.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from torch import Tensor
 CorrectionName = Literal["none", "tis", "mask"]
 CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
 LARGEST_LOG_RATIO = 20.0
-"""Log-ratios are kept within plus and minus this before exp, as in verl: further out a ratio says nothing but that the
-two differ, and would overflow."""
+"""Bound of the absolute log-ratio before exp, as in verl: larger values add no information and would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`weights` and `changed` (whether the bound acted), shaped like the logprobs; 0 and false where masked."""
+    """`weights` and `changed` (true if a bound acted), shaped like the logprobs; 0 and false where masked."""
 
     weights: Tensor
     changed: Tensor
 
 
 def sequence_sum(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
-    """Sum of `values` over the masked tokens of each token's sequence, spread back to the shape of `values`.
+    """Sum `values` over the tokens of each sequence where `mask` is true; broadcast back to the shape of `values`.
 
-    With shape [B, T] and no `sequence_ids`, each row is a sequence; with [T], `sequence_ids` (int64, from 0) tells.
+    With shape [B, T] and no `sequence_ids`, each row is a sequence; shape [T] needs `sequence_ids` (int64, from 0).
     """
     masked = torch.where(mask, values, torch.zeros_like(values))
     if sequence_ids is None:
@@ -44,7 +43,7 @@ def sequence_sum(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> T
 
 
 def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> Tensor:
-    """As `sequence_sum`, but the mean."""
+    """Like `sequence_sum`, but the mean."""
     counts = sequence_sum(torch.ones_like(values), mask, sequence_ids)
     return sequence_sum(values, mask, sequence_ids) / counts.clamp(min=1)
 
@@ -52,8 +51,7 @@ def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> 
 def log_ratio(
     numerator: Tensor, denominator: Tensor, mask: Tensor, level: CorrectionLevel, sequence_ids: Tensor | None
 ) -> Tensor:
-    """log(numerator / denominator) at the given level, within LARGEST_LOG_RATIO; 0 where masked, whatever stands
-    there."""
+    """Return the log-ratio at the given level, within +-LARGEST_LOG_RATIO; 0 where masked, even if inputs are NaN."""
     difference = torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
     match level:
         case "token":
@@ -79,11 +77,11 @@ def correct(
     floor: float = 0.5,
     sequence_ids: Tensor | None = None,
 ) -> Correction:
-    """The weight of every token.
+    """Return the weight of every token.
 
     `none`: 1. `tis`: min(rho, cap), truncated importance sampling (Espeholt et al., arXiv 1802.01561, section 4.1; for
     language models Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training").
-    `mask`: rho inside [floor, cap], else 0 (IcePop, arXiv 2510.18855). The bounds are bounds of rho, not of 1 / rho.
+    `mask`: rho inside [floor, cap], else 0 (IcePop, arXiv 2510.18855). The bounds apply to rho, not to 1 / rho.
 
     Shapes [T] or [B, T], natural log.
     """

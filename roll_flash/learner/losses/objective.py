@@ -1,6 +1,6 @@
-"""What a packed row adds to the gradient: policy loss, divergence from the reference, entropy.
+"""Computes the objective of a packed row: policy loss, divergence from the reference, entropy bonus.
 
-All sums are over the row's policy tokens, not yet divided by anything: a step divides once, by all of its tokens.
+All sums are over the row's policy tokens and not normalised: a step divides once, by the total of its tokens.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ Floats = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowRecord:
-    """What the passes of a row showed: arrays [policy tokens] in the row's order, sums and means over them."""
+    """Results of the passes of one row: arrays [policy tokens] in the row's order, sums and means over them."""
 
     loss: float
     """Weighted sum over the policy tokens."""
     means: dict[str, float]
     logprobs: Floats
-    """Those of the proximal policy."""
+    """Log-probabilities under the proximal policy."""
     entropies: Floats
     behavior_logprobs: Floats
     versions: NDArray[np.int32]
     indicators: dict[str, Floats]
-    """Where a clip or a correction acted: 0 or 1 for each token."""
+    """1 for each token that a clip or a correction changed, else 0."""
 
 
 class Objective:
-    """The loss that a config describes, on a (sharded) policy and, where it has a coefficient, a frozen reference."""
+    """The configured loss of a (sharded) policy, with a frozen reference if `kl.coefficient` is not 0."""
 
     def __init__(self, config: LearnerConfig, policy: PolicyModel, reference: PolicyModel | None) -> None:
-        """`reference` None with a coefficient: the policy without its adapters is the reference."""
+        """If `reference` is None and the KL coefficient is not 0, the policy without adapters is the reference."""
         self._loss = config.loss
         self._kl = config.kl
         self._entropy_bonus = config.entropy_bonus
@@ -54,7 +54,7 @@ class Objective:
         self._reference = reference
 
     def add_gradient(self, row: PackedRow, *, supervised: bool = False) -> RowRecord:
-        """Forward and backward. A collective."""
+        """Run forward and backward passes of one row. A collective."""
         reference = None if supervised else self._reference_logprobs(row)
         logprobs, entropies = self._policy(row)
         prox = logprobs.detach() if row.prox_logprobs is None else self._tensor(row.prox_logprobs)
@@ -93,7 +93,7 @@ class Objective:
         )
 
     def add_nothing(self, *, supervised: bool = False) -> None:
-        """The part of a rank that has no row: takes part in the collectives of `add_gradient`."""
+        """Take part in the collectives of `add_gradient` on a rank that has no row."""
         if not supervised:
             self._reference_logprobs(SINGLE_TOKEN)
         logprobs, _ = self._policy(SINGLE_TOKEN)
@@ -101,7 +101,7 @@ class Objective:
 
     @torch.no_grad()
     def logprobs(self, row: PackedRow, temperature: float | None = None) -> Tensor:
-        """Those of the row's policy tokens under the current weights. A collective."""
+        """Return the log-probabilities of the row's policy tokens under the current weights. A collective."""
         return _without_backward(self._policy, row, temperature)
 
     def _reference_logprobs(self, row: PackedRow) -> Tensor | None:
@@ -116,13 +116,13 @@ class Objective:
     def _tensor(self, array: NDArray[np.generic]) -> Tensor:
         return torch.tensor(
             array, device=self._policy.head.device
-        )  # a copy: arrays that came through Ray are read-only
+        )  # a copy, because arrays received through Ray are read-only
 
 
 def _without_backward(model: PolicyModel, row: PackedRow, temperature: float | None) -> Tensor:
     with _evaluating(model):
         logprobs: Tensor = model(row, temperature)[0]
-    # FSDP gathers the root's parameters for a backward pass, and none comes to shard them again.
+    # FSDP keeps the root's parameters gathered for a backward pass; without one, reshard here.
     cast(FSDPModule, model).reshard()
     return logprobs
 
@@ -158,10 +158,10 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """The estimate for every token, with the gradient that minimises the divergence; 0 where masked.
+    """Return the per-token KL estimate, with the gradient that minimises the divergence; 0 where masked.
 
     `k1` has the value d and the gradient sg(d) grad log pi_theta (k1 in the reward); `k2` and `k3` (as in GRPO,
-    arXiv 2402.03300, equation 4) are differentiated as they stand. The exponent of k3 is kept from overflowing.
+    arXiv 2402.03300, equation 4) are differentiated directly. The exponent of k3 is clamped against overflow.
     """
     zeros = torch.zeros_like(logprobs)
     difference = torch.where(mask, logprobs, zeros) - torch.where(mask, ref_logprobs, zeros).detach()
@@ -178,13 +178,13 @@ def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor
 
 
 _STALENESS_BUCKETS = 5
-"""Ages 0, 1, 2, 3 have a metric each, older ones share the last."""
+"""Number of staleness buckets: ages 0, 1, 2, 3, and one for all older tokens."""
 
 
 def off_policy_metrics(
     prox_logprobs: NDArray[np.float32], behavior_logprobs: NDArray[np.float32], entropies: NDArray[np.float32]
 ) -> dict[str, float]:
-    """Distance between sampler and learner over the policy tokens of a step, shapes [tokens], natural log.
+    """Measure the divergence between sampler and learner over a step's policy tokens; shapes [tokens], natural log.
 
     `kl_k1` = mean(log mu - log pi), `kl_k3` = mean(rho - 1 - log rho), both estimates of KL(mu || pi)
     (J. Schulman, "Approximating KL divergence", 2020). `effective_sample_size` = (sum rho)^2 / (n sum rho^2), Kish.
@@ -207,17 +207,17 @@ def off_policy_metrics(
 
 
 def bounded_log_ratio(log_rho: NDArray[Any]) -> NDArray[np.float64]:
-    """As the losses see it (`correction.LARGEST_LOG_RATIO`), float64."""
+    """Clamp log-ratios as the losses do (`correction.LARGEST_LOG_RATIO`); float64."""
     return np.clip(log_rho.astype(np.float64), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
 
 
 def by_staleness(
     log_rho: NDArray[np.float32], ages: NDArray[np.int32], indicators: Mapping[str, NDArray[np.float32]]
 ) -> dict[str, float]:
-    """Divergence, and where clips and corrections acted, for each age in versions; all arrays [tokens].
+    """Return divergence and clip and correction fractions per age in versions; all arrays [tokens].
 
-    Tokens of age 0 were sampled with the very weights that train on them. What differs there is not policy lag but the
-    two implementations: `mismatch_*`. `lag_kl_k3` is what older tokens have beyond it.
+    Tokens of age 0 were sampled with the weights that now train on them: their divergence comes from the two
+    implementations, not from policy lag (`mismatch_*`). `lag_kl_k3` is the additional divergence of older tokens.
     """
     metrics: dict[str, float] = {}
     bounded = bounded_log_ratio(log_rho)
@@ -245,7 +245,7 @@ def _buckets(ages: NDArray[np.int32]) -> Iterator[tuple[str, NDArray[np.bool_]]]
 
 
 def staleness_metrics(ages: Iterable[tuple[int, int]]) -> dict[str, float]:
-    """Mean, maximum and histogram of (age in versions, policy tokens of that age)."""
+    """Return mean, maximum and histogram of the pairs (age in versions, policy tokens of that age)."""
     pairs = list(ages)
     tokens = sum(number for _, number in pairs)
     if tokens == 0:

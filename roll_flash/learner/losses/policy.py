@@ -1,16 +1,15 @@
-"""Policy losses, each a pure function of tensors with its source named.
+"""Computes policy losses; each loss is a pure function of tensors and names its source.
 
 Shapes are [T] (packed) or [B, T], natural log. Masked positions may hold anything, NaN included. With
 rho = pi_prox / pi_behaviour and r = pi_theta / pi_prox, `decoupled_ppo` minimises -w(rho) * min(r A, clip(r) A).
 
-A loss is the sum over policy tokens, each times its weight, divided by `normalizer`, or their mean if it is None. A
-step that is split into micro-batches passes the same normalizer to each, so that the split does not show in the
-gradient. With the weight 1 / (policy tokens of its sequence) and the number of sequences as normalizer it is the mean
-over sequences.
+A loss is the weighted sum over policy tokens divided by `normalizer`, or the mean if `normalizer` is None. A step
+passes the same normalizer to all of its micro-batches, so that the gradient does not depend on the split. The weight
+1 / (policy tokens of the sequence) and the number of sequences as normalizer give the mean over sequences.
 
-Where a step takes one optimizer update, pi_prox is pi_theta at its start: `prox_logprobs = logprobs.detach()` of the
-same forward pass then is exactly the recomputed proximal policy, without a second pass. r is 1 in value (its gradient
-is not), and what corrects for age is rho. With several updates per step they are computed before the first.
+If a step takes one optimizer update, pi_prox is pi_theta at its start: `prox_logprobs = logprobs.detach()` of the same
+forward pass is exactly the recomputed proximal policy, without a second pass. The value of r is then 1 (its gradient
+is not 0), and rho corrects for staleness. With several updates, `prox_logprobs` are computed before the first.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from roll_flash.learner.losses.correction import CorrectionLevel, CorrectionName
 
 @dataclass(frozen=True, slots=True)
 class LossOutput:
-    """`loss` is a scalar with a gradient. `metrics` are scalars without: means over the policy tokens given.
+    """Result of `policy_loss`. `loss` is a scalar with a gradient, `metrics` are scalar means over the policy tokens.
 
-    `indicators` are what they are means of, for every token: float, shaped like the input, 0 where masked.
+    `indicators` are the per-token values of those means: float, shaped like the input, 0 where masked, no gradient.
     """
 
     loss: Tensor
@@ -38,7 +37,7 @@ class LossOutput:
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """What a loss function returns: the loss of every token and named per-token indicators, shaped like the input."""
+    """Result of a loss function: per-token losses and named per-token indicators, shaped like the input."""
 
     loss: Tensor
     indicators: dict[str, Tensor]
@@ -46,7 +45,7 @@ class TokenLoss:
 
 @dataclass(frozen=True, slots=True)
 class PolicyTokens:
-    """The tensors every loss sees, with masked positions already replaced by neutral numbers."""
+    """Input tensors of every loss, with masked positions set to 0."""
 
     logprobs: Tensor
     prox_logprobs: Tensor
@@ -75,11 +74,10 @@ def policy_loss(
     token_weights: Tensor | None = None,
     **params: object,
 ) -> LossOutput:
-    """Loss `name` over the tokens where `mask` is true.
+    """Compute loss `name` over the tokens where `mask` is true.
 
-    All tensors have shape [T] or [B, T]; `advantages` may be broadcast ([B, 1]). `sequence_ids` (int64, from 0) is
-    needed for sequence-level quantities of packed tensors; `token_weights` default to 1. `params` are those of the loss
-    function.
+    All tensors have shape [T] or [B, T]; `advantages` may be broadcast ([B, 1]). Sequence-level quantities of packed
+    tensors need `sequence_ids` (int64, from 0). `token_weights` default to 1. `params` go to the loss function.
 
     Raises ValueError for an unknown name, TypeError for an unknown parameter.
     """
@@ -104,7 +102,7 @@ def policy_loss(
 
 
 def weighted_sum(values: Tensor, mask: Tensor, weights: Tensor | None) -> Tensor:
-    """Sum of `values` where `mask`, each times its weight; what stands elsewhere is not read."""
+    """Return the weighted sum of `values` where `mask` is true; other values are ignored."""
     zeros = torch.zeros_like(values)
     kept = torch.where(mask, values, zeros)
     return kept.sum() if weights is None else (kept * torch.where(mask, weights, zeros)).sum()
@@ -135,7 +133,7 @@ def decoupled_ppo(
     """-w(rho) min(r A, clip(r) A) with r = pi_theta / pi_prox and rho = pi_prox / pi_behaviour.
 
     Source: Hilton et al., arXiv 2110.00641, equation 4; AReaL, arXiv 2505.24298, equation 5. The trust region is
-    around a recent policy, the age of the sample is corrected by w (see `correction.correct`).
+    around a recent policy; w corrects for the staleness of the sample (see `correction.correct`).
     """
     clipped = _clipped(tokens, tokens.ratio(tokens.prox_logprobs), clip_low, clip_high, dual_clip)
     return _corrected(tokens, clipped, correction, correction_level, correction_cap, correction_floor)
@@ -149,7 +147,7 @@ def reinforce(
     correction_cap: float = 2.0,
     correction_floor: float = 0.5,
 ) -> TokenLoss:
-    """-w(rho) A log pi_theta (Williams 1992): with `correction="none"`, w = 1, right on-policy only."""
+    """-w(rho) A log pi_theta (Williams 1992). With `correction="none"`, w = 1: correct only on-policy."""
     plain = TokenLoss(-tokens.advantages * tokens.logprobs, {})
     return _corrected(tokens, plain, correction, correction_level, correction_cap, correction_floor)
 
@@ -167,7 +165,7 @@ def tis(tokens: PolicyTokens, *, correction_cap: float = 1.0, correction_level: 
 def cispo(tokens: PolicyTokens, *, clip_low: float = 1.0, clip_high: float = 0.2) -> TokenLoss:
     """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi_theta with rho = pi_theta / pi_behaviour.
 
-    Source: MiniMax-M1, arXiv 2506.13585, equation 4: the ratio is clipped, no token loses its gradient.
+    Source: MiniMax-M1, arXiv 2506.13585, equation 4: the ratio is clipped, but every token keeps its gradient.
     """
     ratio = tokens.ratio(tokens.behavior_logprobs).detach()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
@@ -185,7 +183,7 @@ def weighted_topr(
     """-w+ A log pi for A > 0; -w- sg(min(rho, cap)) A log pi for A <= 0, rho = pi_theta / pi_behaviour.
 
     Source: tapered off-policy REINFORCE, arXiv 2503.14286, equation 8; weights as in ROLL Flash, arXiv 2510.11345.
-    Good samples are imitated however old, bad ones are pushed away only while the policy still makes them.
+    Good samples are imitated at any age; bad samples lose weight as the policy stops producing them.
     """
     ratio = tokens.ratio(tokens.behavior_logprobs, correction_level).detach()
     positive = tokens.advantages > 0
@@ -204,9 +202,9 @@ def topr(
 def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
     """PPO with the ratio s(t) = sg(s) pi_theta / sg(pi_theta), s the geometric mean of the sequence's ratios.
 
-    Source: GSPO-token, arXiv 2507.18071, equations 13 and 14 where the step is normalised by sequences, as in verl. Its
-    value and, where all tokens of a sequence have one advantage, its gradient are those of GSPO (equation 5); where
-    turns have their own, each token's gradient is that of its own advantage.
+    Source: GSPO-token, arXiv 2507.18071, equations 13 and 14 if the step is normalised by sequences, as in verl. The
+    value equals that of GSPO (equation 5), and so does the gradient if all tokens of a sequence share one advantage;
+    with per-turn advantages, each token's gradient uses the advantage of its turn.
     """
     sequence = log_ratio(
         tokens.logprobs.detach(), tokens.behavior_logprobs, tokens.mask, "sequence_mean", tokens.sequence_ids
@@ -216,7 +214,7 @@ def gspo(tokens: PolicyTokens, *, clip_low: float = 3e-4, clip_high: float = 4e-
 
 
 def supervised(tokens: PolicyTokens) -> TokenLoss:
-    """-log pi_theta: cross-entropy on the policy tokens, advantages unread."""
+    """-log pi_theta: cross-entropy on the policy tokens; advantages are ignored."""
     return TokenLoss(-tokens.logprobs, {})
 
 
@@ -228,7 +226,7 @@ def _corrected(
     cap: float,
     floor: float,
 ) -> TokenLoss:
-    """`plain` with every token weighted by what `correction.correct` makes of rho."""
+    """Multiply the token losses of `plain` by the weights that `correction.correct` computes from rho."""
     weight = correct(
         correction,
         prox_logprobs=tokens.prox_logprobs,

@@ -1,4 +1,4 @@
-"""From the config's words to the advantage of every token: which function, over which trajectories, how scaled."""
+"""Computes the advantage of every token as the config defines it: function, set of trajectories, scale."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from roll_flash.types import Trajectory
 Members = Sequence[Trajectory]
 Scale = Literal["group", "batch", "none"]
 _OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch"}
-"""What advantages are divided by where the config does not say; all others by their group's standard deviation."""
+"""Default scale per advantage; all others are divided by their group's standard deviation."""
 
 
 @dataclass(frozen=True, slots=True)
 class CreditRules:
-    """How advantages are made, and which tokens must be computed."""
+    """Rules for computing advantages and for choosing the tokens to train on."""
 
     advantage: str = "grpo"
     scale: Scale = "group"
@@ -29,7 +29,7 @@ class CreditRules:
     turn_discount: float = 0.95
     normalization: Literal["tokens", "sequences"] = "tokens"
     keep_without_signal: bool = False
-    """Compute groups without a signal too: entropy and divergence from a reference act on every token."""
+    """Also train on groups without a signal, because entropy and divergence from a reference need every token."""
 
     @classmethod
     def of(cls, config: LearnerConfig) -> CreditRules:
@@ -44,14 +44,14 @@ class CreditRules:
 
     @property
     def needs_whole_batch(self) -> bool:
-        """Whether an advantage depends on all groups of the step."""
+        """True if an advantage depends on all groups of the step."""
         return self.advantage == "reinforce++" or self.scale == "batch"
 
 
 def token_advantages(groups: Sequence[Members], rules: CreditRules) -> list[list[NDArray[np.float32]]]:
-    """For every trajectory of every group its advantages [T], float32, to be read on policy tokens.
+    """Return advantages [T], float32, per group and trajectory; only the values at policy tokens are used.
 
-    `groups` is one group, or the whole step where the advantage or its scale needs it (`needs_whole_batch`).
+    `groups` must be the whole step if `needs_whole_batch`; otherwise any number of groups.
     Raises ValueError for a reward that is not finite.
     """
     if rules.advantage == "gigpo":
@@ -96,5 +96,5 @@ def _by_turn(members: Members, rules: CreditRules) -> list[NDArray[np.float32]]:
 
 
 def _states(trajectory: Trajectory) -> list[str]:
-    """What each turn began with: the task's prompt (shared, so without a name), then the observation before it."""
+    """Name the state in which each turn began: "" for the task's shared prompt, then the previous observation."""
     return ["", *(f"observed {turn.observation}" for turn in trajectory.turns[:-1])]

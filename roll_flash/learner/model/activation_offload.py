@@ -1,7 +1,7 @@
-"""What gradient checkpointing keeps of the forward pass waits for the backward pass in host memory.
+"""Offloads the activations that gradient checkpointing saves to host memory until the backward pass.
 
-Checkpointing keeps the input of each layer. With this, GPU memory no longer grows with the number of layers times the
-length of a row, for a copy to the host and back of each layer's input.
+Checkpointing saves the input of each layer. With offloading, GPU memory no longer grows with the number of layers times
+the row length; the cost is one copy of each layer's input to the host and back.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 _SMALLEST_BYTES = 1 << 20
-"""Smaller tensors stay: a copy costs more than they take."""
+"""Minimum size in bytes of an offloaded tensor; smaller ones are not worth the copy."""
 
 
 @contextmanager
 def offload_activations(device_type: str = "cuda", smallest_bytes: int = _SMALLEST_BYTES) -> Iterator[None]:
-    """Tensors that autograd saves in the block are kept in (pinned) host memory, parameters apart.
+    """Keep tensors that autograd saves inside the block in (pinned) host memory, except parameters.
 
-    `device_type`: where tensors must be to be moved.
+    Only tensors on devices of type `device_type` are offloaded.
     """
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
@@ -28,7 +28,7 @@ def offload_activations(device_type: str = "cuda", smallest_bytes: int = _SMALLE
         if tensor.device.type != device_type or is_parameter or tensor.nbytes < smallest_bytes:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
-        # In order with the kernels that made it and with those that may use its memory next: all are on one stream.
+        # Safe without a wait: the kernels that wrote the tensor or reuse its memory run on the same stream.
         host.copy_(tensor.detach(), non_blocking=True)
         return tensor.device, host
 

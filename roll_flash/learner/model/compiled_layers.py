@@ -1,7 +1,7 @@
-"""torch.compile of the decoder layers, one by one, so that all of them share what was compiled for the first.
+"""Compiles the decoder layers one by one with torch.compile, so that all layers share the code of the first.
 
-Attention over the prefix tree stays as it is: its blocks are those of one row, and are done by kernels of their own.
-What is compiled is what surrounds it (norms, rotations, activations), for rows of any length.
+Attention over the prefix tree is not compiled: its blocks depend on the row and have their own kernels. The operations
+around it (norms, rotations, activations) are compiled for rows of any length.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from roll_flash.learner.packing import tree_attention
 
 BACKEND = "inductor"
 _MOST_VARIANTS = 64
-"""Of a layer's code: with and without gradient, rows of one token, dtypes."""
+"""Maximum compiled variants of a layer: with and without gradient, rows of one token, dtypes."""
 
 
 def compile_layers(policy: PolicyModel) -> None:
-    """Compile at the first pass. Raises LearnerError on a CPU without a C++ compiler."""
+    """Set up compilation at the first pass. Raises LearnerError on a CPU without a C++ compiler."""
     if BACKEND == "inductor" and policy.head.device.type == "cpu":
         _require_compiler()
     torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
     AttentionInterface.register(tree_attention.NAME, torch.compiler.disable(tree_attention.tree_attention))
     for layer in policy.layers:
-        # The method, not the module: hooks (FSDP's, checkpointing's) stay outside of what is compiled.
+        # Compile the method, not the module: the hooks of FSDP and checkpointing stay outside the compiled code.
         layer.forward = torch.compile(layer.forward, backend=BACKEND, dynamic=True)
 
 

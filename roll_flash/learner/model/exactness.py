@@ -1,7 +1,8 @@
-"""Does a model compute packed rows as plain transformers computes each sequence? Tried when it is loaded.
+"""Checks at load time that a model computes packed rows exactly as plain transformers computes single sequences.
 
-Models differ in what they make of positions, attention and logits, and most that cannot be packed do not say so: they
-give other numbers. So each is tried on a small tree of texts. What a short text cannot show is read from the model.
+Models differ in positions, attention and logits, and most models that cannot be packed raise no error: they return
+wrong numbers. Therefore each model is tested on a small tree of texts. Properties that short texts cannot show are read
+from the model and its config.
 """
 
 from __future__ import annotations
@@ -25,19 +26,18 @@ from roll_flash.learner.packing.sequences import text_sequence
 
 _LOG = logging.getLogger(__name__)
 _TOLERANCE = 1e-3
-"""Of a log-probability in float32. Sums in another order give about 1e-5, a wrong formula 0.01 and more; as a share of
-how much log-probabilities vary, where that is less than 1."""
+"""Maximum difference of a log-probability in float32. Another summation order gives about 1e-5, a wrong formula 0.01 or
+more. Multiplied by the standard deviation of the log-probabilities if that is below 1."""
 _LEAST_SPREAD = 0.02
-"""Standard deviation of log-probabilities below which the model has hardly learned to tell tokens from each other."""
+"""Standard deviation of log-probabilities below which a model is too close to uniform for this test."""
 _BRANCHES = ((24, 24, 12), (24, 24, 12), (24, 20, 16), (24, 40))
-"""Lengths of the parts of each text: those before the last are shared with the texts that have them alike."""
+"""Part lengths of each text in tokens; texts with equal leading lengths share these parts, except the last part."""
 
 
 def make_exact(policy: PolicyModel, folder: Path) -> None:
-    """Let `policy` share prefixes if it then gives the log-probabilities of plain transformers, else not.
+    """Enable prefix sharing in `policy` if it then gives the log-probabilities of plain transformers, else disable it.
 
-    Says in one line where they are computed alone. Raises ModelError where that differs too, with nothing to fall back
-    on.
+    Logs one line if sharing is disabled. Raises ModelError if the model is inexact without sharing too.
     """
     texts = _texts(policy.head.shape[0])
     name = f"{folder}: {type(policy.model).__name__}"
@@ -45,7 +45,7 @@ def make_exact(policy: PolicyModel, folder: Path) -> None:
     try:
         expected = [_plain_logprobs(policy, text) for text in texts]
         policy.logit_form = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
-    except Exception as error:  # whatever the code of a model raises
+    except Exception as error:  # model code may raise anything
         raise ModelError(f"{name} does not run on a text of {len(texts[0])} tokens: {_described(error)}") from error
     if not torch.cat(expected).isfinite().all():
         raise ModelError(
@@ -77,7 +77,7 @@ def _difference(
     *,
     share: bool,
 ) -> str | None:
-    """What is wrong with the log-probabilities of the policy, in the mode that trains; None where nothing is."""
+    """Describe how the policy's log-probabilities in training mode are wrong; None if they are correct."""
     rows = pack([text_sequence(text.tolist()) for text in texts], 1_000_000 if share else 1)
     largest = 0.0
     try:
@@ -89,7 +89,7 @@ def _difference(
                 chosen = torch.from_numpy(row.sequence_ids == number)
                 difference = (found[chosen] - expected[member]).abs().max()
                 largest = max(largest, float(difference.nan_to_num(nan=torch.inf)))
-    except Exception as error:  # whatever a model raises that does not know the arguments: it cannot be computed so
+    except Exception as error:  # a model without support for the arguments may raise anything
         return _described(error)
     if largest <= tolerance:
         return None
@@ -97,9 +97,9 @@ def _difference(
 
 
 def _sees_later_tokens(texts: Sequence[NDArray[np.int32]], expected: Sequence[Tensor]) -> float:
-    """How far log-probabilities of the tokens that two texts begin with differ between the two.
+    """Return the largest log-probability difference on the shared prefix of two texts; above 0, later tokens leak.
 
-    Of the same length, on which frequencies of positions may depend.
+    Compares only texts of equal length, because RoPE frequencies may depend on the length.
     """
     largest = 0.0
     for (a, first), (b, second) in itertools.combinations(zip(texts, expected, strict=True), 2):
@@ -110,12 +110,12 @@ def _sees_later_tokens(texts: Sequence[NDArray[np.int32]], expected: Sequence[Te
 
 
 def _cannot_be_seen(policy: PolicyModel) -> str | None:
-    """Why prefixes cannot be shared that shows on long texts only."""
+    """Return a reason against prefix sharing that only long texts would show; None if there is no such reason."""
     config: Any = policy.model.config
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))}"
-    # Whatever `use_sliding_window` says: models that read it have no window then, and others do not read it.
+    # `use_sliding_window` is ignored: models that read it set no window if it is false; the others do not read it.
     for key, value in config.to_dict().items():
         if key.endswith(("window", "window_size", "chunk_size")) and type(value) is int and value > 0:
             return f"{key} is {value}"
@@ -133,7 +133,7 @@ def _without_gradient(policy: PolicyModel, row: PackedRow) -> Tensor:
 
 @torch.no_grad()
 def _plain_logprobs(policy: PolicyModel, text: NDArray[np.int32]) -> Tensor:
-    """[T - 1], from the model's own forward pass and all its logits."""
+    """Return log-probabilities [T - 1] from the model's own forward pass with full logits."""
     reset_dynamic_rope(policy.model)
     token_ids = torch.from_numpy(text.astype(np.int64))
     logits: Tensor = policy.model(input_ids=token_ids[None], use_cache=False).logits[0, :-1].float()
@@ -141,7 +141,7 @@ def _plain_logprobs(policy: PolicyModel, text: NDArray[np.int32]) -> Tensor:
 
 
 def _texts(vocabulary: int) -> list[NDArray[np.int32]]:
-    """Random tokens as a tree: no tokenizer is needed, and every part of the vocabulary is as good."""
+    """Return a tree of texts of random tokens, which needs no tokenizer."""
     parts: dict[tuple[int, ...], NDArray[np.int32]] = {}
     texts = []
     for number, lengths in enumerate(_BRANCHES):

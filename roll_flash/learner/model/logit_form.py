@@ -1,7 +1,7 @@
-"""What a model does between its last hidden states and its logits, found by asking the model.
+"""Finds by experiment how a model computes its logits from the last hidden states and the output head.
 
-Scales and softcaps have other names, and some the inverse meaning, in every architecture. So nothing is looked up: the
-output head's module is made to say chosen numbers, and the model shows what it makes of them.
+Every architecture names scales and softcaps differently, some with the inverse meaning. Therefore the config is not
+trusted: a hook replaces the output of the head with chosen numbers, and the resulting logits show the function.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from roll_flash.learner.model.token_logprobs import LogitForm
 
 _TOLERANCE = 1e-5
 _SMALLEST, _LARGEST = 1e-3, 100.0
-"""Sizes of the numbers that are given: the smallest shows the scale, the largest any softcap."""
+"""Range of the injected absolute values: the smallest shows the scale, the largest shows any softcap."""
 
 
 @torch.no_grad()
 def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitForm | None:
-    """How logits follow from hidden states by the head's weight and bias; None where it is nothing a LogitForm says.
+    """Return the function from hidden states and head to logits; None if a LogitForm cannot express it.
 
     `token_ids` int64 [T], any text.
     """
@@ -61,7 +61,7 @@ def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitForm | No
 
 
 def _ramp(number: int) -> Tensor:
-    """[number], of both signs."""
+    """Return values [number] with alternating signs and log-spaced absolute values."""
     sizes = torch.logspace(torch.tensor(_SMALLEST).log10(), torch.tensor(_LARGEST).log10(), number)
     signs = torch.ones(number)
     signs[::2] = -1
@@ -69,7 +69,7 @@ def _ramp(number: int) -> Tensor:
 
 
 def _softcaps(config: Any) -> list[float]:
-    """What the config calls a softcap of anything."""
+    """Return all positive values of config keys that contain `softcap`."""
     named = (value for key, value in config.to_dict().items() if "softcap" in key.replace("_", ""))
     return sorted({float(value) for value in named if isinstance(value, int | float) and value > 0})
 
@@ -80,7 +80,7 @@ def _ratio(values: Tensor, to: Tensor) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Without what float32 added to a number that somebody chose."""
+    """Round to 6 digits, to remove the float32 error from a configured constant."""
     return float(f"{value:.6g}")
 
 

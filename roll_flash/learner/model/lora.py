@@ -1,7 +1,7 @@
 """Low-rank adapters: y = W x + (alpha / rank) B A x with W frozen (LoRA, arXiv 2106.09685, section 4.1).
 
-Linear layers are turned into adapted ones in place, and keep their names, so that what knows the model (sharding,
-checkpoints, staging, export) goes on to. A starts random, B at zero: the adapted model begins as the model itself.
+Linear layers become adapted layers in place and keep their names, so that sharding, checkpoints, staging and export
+work unchanged. A starts random and B at zero: the adapted model initially equals the base model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["AdaptedLinear", "adapt", "adapters", "is_adapter", "merged", "switch
 
 
 class AdaptedLinear(nn.Linear):
-    """`lora_a` is A [rank, in], `lora_b` is B [out, rank]."""
+    """A linear layer with an adapter: `lora_a` is A [rank, in], `lora_b` is B [out, rank]."""
 
     lora_a: nn.Parameter
     lora_b: nn.Parameter
@@ -39,8 +39,8 @@ class AdaptedLinear(nn.Linear):
 
 
 def adapt(model: nn.Module, config: LoraConfig) -> None:
-    """Freeze `model` and give its target layers adapters. Raises ModelError when no layer has such a name, one is
-    the output head, of which log-probabilities read the weight alone, or one has a forward of its own."""
+    """Freeze `model` and add adapters to its target layers. Raises ModelError if no layer has a target name, or if a
+    target is the output head (log-probabilities read only its weight) or overrides `forward`."""
     model.requires_grad_(False)
     found = {
         name: module
@@ -60,13 +60,13 @@ def adapt(model: nn.Module, config: LoraConfig) -> None:
 
 
 def adapters(model: nn.Module) -> dict[str, AdaptedLinear]:
-    """Name of the weight -> its layer."""
+    """Return a map from weight name to adapted layer."""
     return {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, AdaptedLinear)}
 
 
 @contextmanager
 def switched_off(model: nn.Module) -> Iterator[None]:
-    """The model as it was without its adapters."""
+    """Disable all adapters inside the block, which gives the base model."""
     layers = list(adapters(model).values())
     for layer in layers:
         layer.enabled = False

@@ -1,4 +1,4 @@
-"""The model as the learner calls it: a packed row in, log-probabilities of its policy tokens out."""
+"""Wraps a language model for the learner: takes a packed row, returns log-probabilities of its policy tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from roll_flash.learner.packing.rows import PackedRow
 
 @dataclass(frozen=True, slots=True)
 class ModelForm:
-    """How a model is computed exactly: what `make_exact` finds out once, and every rank then takes over."""
+    """Settings for exact computation of a model; `make_exact` finds them once, and every rank reuses them."""
 
     shares_prefixes: bool
     logit_form: LogitForm | None
@@ -30,8 +30,8 @@ class ModelForm:
 class PolicyModel(nn.Module):
     """Wraps an unchanged causal language model of transformers.
 
-    Being the root of FSDP, it gathers embedding and output head for its whole forward pass, so that the head can be
-    applied to chosen positions only.
+    As the FSDP root it gathers embedding and output head for its whole forward pass, so that the head can be applied
+    to chosen positions only.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float = 1.0) -> None:
@@ -39,20 +39,19 @@ class PolicyModel(nn.Module):
         self.model = model
         self.temperature = temperature
         self.shares_prefixes = True
-        """Rows may be prefix trees. Where not, each is one sequence, computed as transformers does."""
+        """If true, rows may be prefix trees; else each row is one sequence, computed with the model's own attention."""
         self.logit_form: LogitForm | None = LogitForm()
-        """How logits follow from hidden states and head. None: only the model knows, and makes all of them."""
+        """Function from hidden states and head to logits. None: unknown; the model computes all logits of the row."""
         self.flex_attention = False
-        """Attention by FlexAttention (GPU only; see `flex_tree.why_not`)."""
+        """Use FlexAttention (GPU only; see `flex_tree.why_not`)."""
         self.offload_activations = False
-        """Keep what checkpointing saves in host memory until the backward pass (GPU only)."""
+        """Keep activations saved by checkpointing in host memory until the backward pass (GPU only)."""
         self._own_attention = model.config._attn_implementation
         for module in model.modules():
             _without_dropout(module)
 
     def train(self, mode: bool = True) -> PolicyModel:
-        """Dropout and the noise of routers stay off, since samplers have none: only layers that are computed again in
-        the backward pass hear of it."""
+        """Set training mode only on layers with gradient checkpointing: samplers have no dropout or router noise."""
         super().train(False)
         self.training = mode
         for layer in self.layers:
@@ -60,7 +59,7 @@ class PolicyModel(nn.Module):
         return self
 
     def share_prefixes(self, share: bool) -> None:
-        """Choose between attention over prefix trees and the model's own."""
+        """Choose attention over prefix trees (true) or the model's own attention (false)."""
         self.shares_prefixes = share
         self.model.set_attn_implementation(tree_attention.NAME if share else self._own_attention)
 
@@ -69,7 +68,7 @@ class PolicyModel(nn.Module):
         return ModelForm(self.shares_prefixes, self.logit_form, self.head.shape[0])
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
-        """(logprobs, entropies) [M], float32, of the row's policy tokens at `temperature` (default: the sampler's)."""
+        """Return (logprobs, entropies) [M], float32, of the policy tokens. `temperature` None: the sampler's."""
         temperature = self.temperature if temperature is None else temperature
         device = self.head.device
         nodes, source = torch.unique(torch.tensor(row.source, device=device), return_inverse=True)
@@ -106,7 +105,7 @@ class PolicyModel(nn.Module):
         return bias
 
     def tied_names(self) -> list[str]:
-        """State names whose tensor another name, earlier in the state, already holds."""
+        """Return state names whose tensor already appears under an earlier name in the state."""
         seen: set[int] = set()
         tied = []
         for name, tensor in self.model.state_dict(keep_vars=True).items():
@@ -117,16 +116,16 @@ class PolicyModel(nn.Module):
 
     @property
     def layers(self) -> list[nn.Module]:
-        """The decoder layers: what FSDP shards one by one."""
+        """The decoder layers, which FSDP shards one by one."""
         return list(self.model.base_model.layers)  # type: ignore[arg-type]
 
 
 def load_policy_model(folder: Path, temperature: float = 1.0, form: ModelForm | None = None) -> PolicyModel:
-    """The model of a Hugging Face folder, float32, in training mode, without dropout.
+    """Load a model from a Hugging Face folder: float32, training mode, no dropout.
 
-    It computes what plain transformers does on a few texts, or sequence by sequence if it cannot with shared prefixes;
-    with the `form` that was found out before, nothing is tried.
-    Raises ModelError when the folder is missing or incomplete, or the model cannot be computed exactly.
+    Without `form`, `make_exact` tests the model on a few texts and disables prefix sharing if needed; a `form` from an
+    earlier load skips the test.
+    Raises ModelError if the folder is missing or incomplete, or the model cannot be computed exactly.
     """
     from roll_flash.learner.model.exactness import make_exact
 
@@ -148,28 +147,27 @@ def load_policy_model(folder: Path, temperature: float = 1.0, form: ModelForm | 
 
 
 def check_same_vocabulary(reference: ModelForm, policy: ModelForm, folder: Path) -> None:
-    """Raises ModelError when the token ids of the two cannot mean the same."""
+    """Raises ModelError if the vocabulary sizes differ, because then token ids have different meanings."""
     theirs, ours = reference.vocabulary, policy.vocabulary
     if theirs != ours:
         raise ModelError(f"{folder}: a vocabulary of {theirs} tokens, the model has {ours}; set learner.kl.reference")
 
 
 def reset_dynamic_rope(model: nn.Module) -> None:
-    """Forget how long sequences were so far: dynamic RoPE keeps the frequencies of the longest."""
+    """Reset dynamic RoPE, which otherwise keeps the frequencies of the longest sequence so far."""
     for module in model.modules():
         for prefix, kind in rope_types(module).items():
             if "dynamic" in kind and hasattr(module, f"{prefix}original_inv_freq"):
                 first, last = (module.get_buffer(f"{prefix}{name}") for name in ("original_inv_freq", "inv_freq"))
                 module.register_buffer(f"{prefix}inv_freq", first.to(last.device), persistent=False)
                 setattr(module, f"{prefix}max_seq_len_cached", module.original_max_seq_len)
-            # transformers 5 fails when it finds those of a kind of layer, instead of using them again
+            # transformers 5 fails if these per-layer-type frequencies already exist
             if prefix and kind == "longrope":
                 vars(module).pop(f"{prefix}long_inv_freq", None)
 
 
 def rope_types(module: nn.Module) -> dict[str, str]:
-    """Of a rotary embedding: its type, or that of each kind of layer under the prefix of its attributes. Empty for
-    other modules."""
+    """Return the RoPE types of a rotary embedding by attribute prefix (one per layer type, or ""); else empty."""
     found = getattr(module, "rope_type", None)
     if isinstance(found, dict):
         return {f"{layer_type}_": kind for layer_type, kind in found.items()}
@@ -177,7 +175,7 @@ def rope_types(module: nn.Module) -> dict[str, str]:
 
 
 def _without_dropout(module: nn.Module) -> None:
-    """Layers that are computed again are in training mode, and so would drop."""
+    """Set all dropout rates to 0, because checkpointed layers run in training mode."""
     for name, value in vars(module).items():
         if (name == "p" and isinstance(module, nn.Dropout)) or ("dropout" in name and isinstance(value, float)):
             setattr(module, name, 0.0)

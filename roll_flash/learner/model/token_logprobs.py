@@ -1,10 +1,10 @@
-"""Log-probabilities and entropies of chosen tokens, without the full logits of a row ever existing at once.
+"""Computes log-probabilities and entropies of chosen tokens without materialising the full logits of a row.
 
-The output head is applied to chunks of hidden states. Probabilities are kept for the backward pass while they fit a
-budget, and computed again beyond it.
+The output head is applied to chunks of hidden states. Probabilities are kept for the backward pass if they fit a
+memory budget, otherwise recomputed.
 
-Whatever the dtype of hidden states and head, logits, probabilities and the gradient of the logits are float32. In
-bfloat16 a logit near 20 is known to 0.06 only, and 1 - p of a token with p > 0.99 is mostly rounding.
+Logits, probabilities and the gradient of the logits are float32 for every dtype of hidden states and head. In bfloat16
+a logit near 20 has a precision of only 0.06, and 1 - p of a token with p > 0.99 is mostly rounding error.
 """
 
 from __future__ import annotations
@@ -16,15 +16,14 @@ import torch
 from torch import Tensor
 
 _CHUNK_BYTES = 8 << 20
-"""Logits of one chunk: small enough to stay in cache between the passes over them."""
+"""Bytes of logits per chunk on CPU: small enough to stay in cache between the passes over them."""
 _GPU_CHUNK_BYTES = 512 << 20
-"""Large enough to keep a GPU busy with one matrix product."""
+"""Bytes of logits per chunk on GPU: large enough for one matrix product to keep the GPU busy."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogitForm:
-    """What a model does with the product of hidden states and head: x = scale * product, then c * tanh(x / c) with the
-    softcap c, if there is one."""
+    """Function from hidden states and head to logits: x = scale * product, then c * tanh(x / c) with softcap c."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -41,13 +40,13 @@ def token_logprobs(
     temperature: float = 1.0,
     keep_bytes: int = 512 << 20,
 ) -> tuple[Tensor, Tensor]:
-    """(logprobs, entropies), both float32 [M], natural log, of `target` [M] predicted from `hidden[source]`.
+    """Return (logprobs, entropies), float32 [M], natural log, of `target` [M] predicted from `hidden[source]`.
 
     `hidden` is [U, D]; `head` is the output head's weight [V, D], `bias` [V] its bias; `source` [M] must be sorted.
-    Both results carry gradients; that of entropies costs nothing where they are not part of a loss. At most
-    `keep_bytes` of probabilities are kept for the backward pass.
+    Both results carry gradients; the entropy gradient costs nothing if no loss uses it. At most `keep_bytes` of
+    probabilities are kept for the backward pass.
     """
-    # Replicas that sampled alike share a prediction. Their gradients are added before p - 1 is taken, not after.
+    # Replicas that sampled the same token share a prediction. Their gradients are added before p - 1 is taken.
     pairs, which = torch.unique(source * head.shape[0] + target, return_inverse=True)
     rows, targets = pairs // head.shape[0], pairs % head.shape[0]
     form = form or LogitForm()
@@ -56,7 +55,7 @@ def token_logprobs(
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Log-probabilities [P] of distinct (row, target), and the entropy [U] of every row."""
+    """Computes log-probabilities [P] of distinct (row, target) pairs and the entropy [U] of every row."""
 
     @staticmethod
     def forward(
@@ -82,7 +81,7 @@ class _TokenLogprobs(torch.autograd.Function):
             chosen = logits[source[first:last] - start, target[first:last]]
             probabilities = logits.exp()
             total = probabilities.sum(-1)
-            # H = log Z - sum(p * logit), from the same exponentials: no second pass over the head.
+            # H = log Z - sum(p * logit) reuses the exponentials: no second pass over the head.
             log_total = total.log()
             entropies[start:end] = log_total - torch.einsum("uv,uv->u", probabilities, logits) / total
             logprobs[first:last] = chosen - log_total[source[first:last] - start]
@@ -128,14 +127,14 @@ def _logits_gradient(
     weights: Tensor,
     rise: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """Of sum(weights * logprobs) by the logits [U, V], written over `probabilities`.
+    """Return the gradient of sum(weights * logprobs) with respect to the logits [U, V]; overwrites `probabilities`.
 
-    `at` is the distinct (row, token) of each weight and log-probability; `rise` the gradient of every row's entropy and
-    its value. All float32.
+    `at` holds the distinct (row, token) of each weight and log-probability; `rise` holds the gradient with respect to
+    every row's entropy, and the entropy. All float32.
     """
     per_row = probabilities.new_zeros(probabilities.shape[0]).index_add_(0, at[0], weights)
     chosen = logprobs.exp()
-    # 1 - p from the log-probability: the difference would have lost its digits where p is close to 1.
+    # 1 - p from the log-probability: direct subtraction loses precision if p is close to 1.
     values = -weights * torch.expm1(logprobs) - (per_row[at[0]] - weights) * chosen
     if rise is None:
         gradient = probabilities.mul_(-per_row[:, None])
@@ -149,10 +148,10 @@ def _logits_gradient(
 
 
 class _Projection:
-    """Hidden states [U, D] to logits [U, V], float32, before the temperature."""
+    """Maps hidden states [U, D] to logits [U, V], float32, before the temperature."""
 
     def __init__(self, head: Tensor, bias: Tensor | None, form: LogitForm) -> None:
-        # CPUs have no product of bfloat16 that comes out in float32.
+        # PyTorch on CPU has no bfloat16 matrix product with float32 output.
         self._head = head.float() if head.device.type == "cpu" else head
         self._bias = bias
         self._form = form
@@ -168,21 +167,21 @@ class _Projection:
         return logits
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """Derivative of the softcap at `logits`, which it gave."""
+        """Return the derivative of the softcap, given its output `logits`; None without a softcap."""
         if self._form.softcap is None:
             return None
         return 1 - (logits / self._form.softcap).square()
 
 
 def _product(first: Tensor, second: Tensor) -> Tensor:
-    """Their matrix product in float32, summed up and given."""
+    """Return the matrix product with float32 accumulation and output."""
     if first.dtype == torch.float32:
         return torch.mm(first, second)
     return torch.mm(first, second, out_dtype=torch.float32)
 
 
 def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
-    """Add the matrix product to `total`, float32."""
+    """Add the matrix product to `total` (float32) in place."""
     if total.device.type == "cpu":
         total.addmm_(first.float(), second.float())
     else:
@@ -190,7 +189,7 @@ def _add_product(total: Tensor, first: Tensor, second: Tensor) -> None:
 
 
 def _zeros(parameter: Tensor | None, needed: bool) -> Tensor | None:
-    """What a gradient is summed up in over chunks: in bfloat16 it would lose a part of each."""
+    """Return a float32 accumulator for a gradient over chunks (bfloat16 would lose precision), or None."""
     return None if parameter is None or not needed else torch.zeros_like(parameter, dtype=torch.float32)
 
 
@@ -199,7 +198,7 @@ def _tempered(logits: Tensor, temperature: float) -> Tensor:
 
 
 def _chunks(rows: int, vocabulary: int, source: Tensor) -> list[tuple[int, int, int, int]]:
-    """(first hidden row, end, first token, end) of every chunk."""
+    """Return (first hidden row, end row, first token, end token) of every chunk."""
     size = max(1, (_CHUNK_BYTES if source.device.type == "cpu" else _GPU_CHUNK_BYTES) // (4 * vocabulary))
     starts = torch.arange(0, rows + size, size, device=source.device).clamp(max=rows)
     tokens = torch.searchsorted(source, starts).tolist()

@@ -1,7 +1,7 @@
-"""Attention over a prefix tree on GPUs, by FlexAttention (arXiv 2412.05496): blocks that no token may see are skipped.
+"""Computes attention over a prefix tree on GPUs with FlexAttention (arXiv 2412.05496), which skips fully masked blocks.
 
-Rows are padded to powers of two inside attention alone, so that a few compiled kernels serve rows of every length; the
-padding sees itself only, and costs next to nothing.
+Rows are padded to powers of two inside attention only, so that a few compiled kernels serve rows of all lengths.
+Padding tokens attend only to themselves and cost almost nothing.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 _SHORTEST = 128
 _MOST_VARIANTS = 64
-"""Compiled kernels: one for each padded length, with and without gradient."""
+"""Maximum number of compiled kernels: one per padded length, with and without gradient."""
 _TOLERANCE = 0.05
 
 
 def tree_mask(subtree_end: Tensor) -> BlockMask:
-    """Which blocks of a row [N], padded, see each other. `subtree_end` is int64 [N], on the GPU."""
+    """Return the block mask of a padded row. `subtree_end` is int64 [N], on the GPU."""
     tokens = subtree_end.shape[0]
     length = max(_SHORTEST, 1 << (tokens - 1).bit_length())
     ends = torch.arange(1, length + 1, device=subtree_end.device)
@@ -34,7 +34,7 @@ def tree_mask(subtree_end: Tensor) -> BlockMask:
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, H, N, D]."""
+    """Compute attention: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, H, N, D]."""
     tokens = query.shape[2]
     padding = (0, 0, 0, mask.shape[-1] - tokens)
     query, key, value = (nn.functional.pad(tensor, padding) for tensor in (query, key, value))
@@ -46,7 +46,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: fl
 
 
 def why_not(device: torch.device) -> str | None:
-    """None where forward and backward work on this machine and agree with plain attention; else what is wrong.
+    """Return why FlexAttention cannot be used here; None if forward and backward agree with plain attention.
 
     Compiles a first kernel. FlexAttention needs Triton, a C compiler and a recent GPU.
     """
@@ -54,13 +54,13 @@ def why_not(device: torch.device) -> str | None:
         return "there is no GPU"
     try:
         difference = _largest_difference(device)
-    except Exception as error:  # whatever compilers, drivers and libraries raise: the answer is the same
+    except Exception as error:  # compilers, drivers and libraries may raise anything
         return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     return None if difference < _TOLERANCE else f"it differs by {difference:.3g} from plain attention"
 
 
 def _largest_difference(device: torch.device) -> float:
-    """Of outputs and gradients on a small tree: 60 tokens, then two branches of 60."""
+    """Return the largest relative error of outputs and gradients on a tree: 60 tokens, then two branches of 60."""
     ends = torch.tensor([180] * 60 + [120] * 60 + [180] * 60, device=device)
     index = torch.arange(180, device=device)
     dense = (index[None, :] <= index[:, None]) & (index[:, None] < ends[None, :])

@@ -1,11 +1,11 @@
 """Packs sequences into rows in which every shared prefix is computed once.
 
-A row is the prefix tree of its sequences, written depth first. Of two sequences the longest common token prefix is
-detected, never assumed, so that the prompt of a group's replicas, the worked examples of several groups and the first
-tokens that replicas sampled alike all appear once. Token i may attend to token j exactly if j is an ancestor of i or i
-itself, and depth first that is one comparison: j <= i < subtree_end[j]. Nothing is padded.
+A row is the prefix tree of its sequences in depth-first order. The longest common token prefix of two sequences is
+detected, never assumed: the prompt of a group's replicas, few-shot examples shared by several groups and equal first
+tokens of replicas all appear once. Token i may attend to token j exactly if j is an ancestor of i or i itself; in
+depth-first order this is j <= i < subtree_end[j]. There is no padding.
 
-The result is exact: a token sees the same tokens at the same positions as in a sequence of its own.
+The result is exact: a token sees the same tokens at the same positions as in a separate sequence.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TrainSequence:
-    """One trajectory as the learner needs it. Arrays have shape [T]; the first token is never a policy token.
+    """One sequence to train on. Arrays have shape [T]; the first token is never a policy token.
 
-    `token_weight` is the weight of each of its tokens in the mean over a step. `prox_logprobs` are those of the step's
-    start; None where they are those of the forward pass that trains.
+    `token_weight` is the weight of each of its tokens in the mean over a step. `prox_logprobs` are computed at the
+    step's start; None means that the training forward pass provides them.
     """
 
     token_ids: NDArray[np.int32]
@@ -38,10 +38,9 @@ class TrainSequence:
 class PackedRow:
     """N tree nodes and the M policy tokens that are predicted from them (several may share a node).
 
-    `token_ids`, `position_ids`, `subtree_end`: int64 [N]. The others have shape [M]: `source` is the node whose hidden
-    state predicts the token (ascending), `target` its id, `sequence_ids` numbers the row's sequences from 0, and
-    `members` says which of the packed sequences each of them is. `padded_tokens` is what a row per sequence would have
-    computed.
+    `token_ids`, `position_ids`, `subtree_end`: int64 [N]. The other arrays have shape [M]: `source` is the node whose
+    hidden state predicts the token (ascending), `target` its id, `sequence_ids` numbers the row's sequences from 0.
+    `members` maps these numbers to indices of the packed sequences. `padded_tokens` is the token count without sharing.
     """
 
     token_ids: NDArray[np.int64]
@@ -68,12 +67,12 @@ class PackedRow:
 
 
 def pack(sequences: Sequence[TrainSequence], max_tokens: int) -> list[PackedRow]:
-    """All sequences, in rows of at most `max_tokens` nodes; prefixes are repeated where a group is split.
+    """Pack all sequences into rows of at most `max_tokens` nodes; a group split over rows repeats its prefix.
 
-    A sequence longer than `max_tokens` gets a row of its own.
+    A sequence longer than `max_tokens` gets a separate row.
     """
     rows: list[_Tree] = []
-    # In lexicographic order the longest shared prefix is always with the neighbour before: no search is needed.
+    # In lexicographic order the previous sequence has the longest shared prefix: no search is needed.
     order = sorted(range(len(sequences)), key=lambda index: sequences[index].token_ids.tolist())
     for index in order:
         if not rows or not rows[-1].has_room(sequences[index], max_tokens):
@@ -85,20 +84,20 @@ def pack(sequences: Sequence[TrainSequence], max_tokens: int) -> list[PackedRow]
 def with_prox_logprobs(
     sequences: Sequence[TrainSequence], rows: Sequence[PackedRow], logprobs: Sequence[NDArray[np.float32]]
 ) -> list[TrainSequence]:
-    """`sequences` with what a forward pass of `rows`, packed from them, gave: [policy tokens of the row] each."""
+    """Return `sequences` with `prox_logprobs` taken from `logprobs`: one array [policy tokens] per row."""
     found = list(sequences)
     for row, values in zip(rows, logprobs, strict=True):
         for number, member in enumerate(row.members):
             sequence = sequences[member]
             spread = np.zeros(len(sequence.token_ids), np.float32)
-            # A row's tokens of one sequence are in the order of the sequence: ancestors come first in a tree.
+            # A row keeps the token order of each sequence, because ancestors come first in a tree.
             spread[sequence.policy_mask] = values[row.sequence_ids == number]
             found[member] = replace(sequence, prox_logprobs=spread)
     return found
 
 
 class _Tree:
-    """A prefix tree that grows by sequences in lexicographic order."""
+    """A prefix tree; sequences must be added in lexicographic order."""
 
     def __init__(self) -> None:
         self._size = 0
@@ -134,7 +133,7 @@ class _Tree:
             subtree_end[nodes] = end
         sequences = self._sequences
         source = np.concatenate(self._sources)
-        # Neighbours in the row are neighbours in memory when the output head gathers them.
+        # Ascending order gives the output head contiguous memory access.
         order = np.argsort(source, kind="stable")
         lengths = [len(part) for part in self._sources]
         prox = [s.prox_logprobs[s.policy_mask] for s in sequences if s.prox_logprobs is not None]
@@ -162,13 +161,13 @@ def common_prefix_length(first: NDArray[np.int32], second: NDArray[np.int32]) ->
 
 
 def attention_mask(subtree_end: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[N, N], true where the row's token i (first axis) may attend to token j: the definition, for tests and SDPA."""
+    """Return the dense mask [N, N], true if token i (first axis) may attend to token j; for tests and SDPA."""
     index = np.arange(len(subtree_end))
     return (index[None, :] <= index[:, None]) & (index[:, None] < subtree_end[None, :])
 
 
 def balance(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
-    """Rows for each rank, longest first to the rank with the fewest tokens so far."""
+    """Distribute rows over ranks: longest first, each to the rank with the fewest tokens so far."""
     shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
     for row in sorted(rows, key=lambda item: item.num_tokens, reverse=True):

@@ -1,4 +1,4 @@
-"""Turns groups of trajectories into sequences to train on: checks, advantages, and what is left out and why."""
+"""Turns groups of trajectories into training sequences: checks them, computes advantages, counts dropped ones."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from roll_flash.learner.packing.rows import TrainSequence
 from roll_flash.types import MOST_REWARD, Branch, Group, Trajectory
 
 NO_LOGPROB = -9999.0
-"""What vLLM says for a log-probability that is nan or minus infinity."""
+"""Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Prepared:
-    """What a group gives. `counts`: named numbers of things trained and left out; they add up over groups.
+    """Training data of one group. `counts` are named counters of used and dropped items; they add up over groups.
 
-    `policy_tokens` and `trajectories` count all valid ones; policy tokens for which the sampler gave no log-probability
-    are counted apart (`tokens_without_logprob`) and not trained. Those of groups whose replicas earned the same add
-    nothing to the gradient of a policy loss, so they are counted into its mean and not computed.
+    `policy_tokens` and `trajectories` count all valid ones. Policy tokens without a log-probability from the sampler
+    are counted in `tokens_without_logprob` and not trained. A group whose replicas have equal rewards adds nothing to
+    the gradient of a policy loss: its tokens count for the mean but are not computed.
     """
 
     group_id: str
@@ -33,11 +33,11 @@ class Prepared:
     trajectories: int
     counts: Counter[str]
     staleness: list[tuple[int, int]]
-    """(age in versions, policy tokens of that age)."""
+    """Pairs of (age in versions, number of policy tokens of that age)."""
 
 
 def check_staleness(groups: Iterable[Group], version: int, async_ratio: float) -> None:
-    """Raises LearnerError when a policy token is older than `version - async_ratio`, or from the future."""
+    """Raises LearnerError if a policy token is older than `version - async_ratio` or newer than `version`."""
     for group in groups:
         for trajectory in group.trajectories:
             for sample in trajectory.samples:
@@ -60,9 +60,9 @@ def _check_versions(episode_id: str, versions: NDArray[np.int32], version: int, 
 
 
 def prepare_groups(groups: Sequence[Group], version: int, rules: CreditRules) -> list[Prepared]:
-    """Sequences of each group's valid trajectories with their advantages.
+    """Return the sequences of each group's valid trajectories, with advantages.
 
-    Where the rules compare trajectories over a whole step, `groups` must be all of it.
+    `groups` must be the whole step if `rules.needs_whole_batch`.
     """
     sorted_out = [_sort_out(group) for group in groups]
     advantages = token_advantages([valid for valid, _ in sorted_out], rules)
@@ -73,7 +73,7 @@ def prepare_groups(groups: Sequence[Group], version: int, rules: CreditRules) ->
 
 
 def prepare_group(group: Group, version: int, rules: CreditRules) -> Prepared:
-    """`prepare_groups` for one."""
+    """Like `prepare_groups`, for one group."""
     return prepare_groups([group], version, rules)[0]
 
 
@@ -119,7 +119,7 @@ def _prepare(
 
 
 def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequence]:
-    """Sequences to imitate on their policy tokens. Log-probabilities and rewards are not read.
+    """Return sequences for supervised training on their policy tokens; log-probabilities and rewards are ignored.
 
     Raises LearnerError for a demonstration without policy tokens.
     """
@@ -132,7 +132,7 @@ def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequ
 
 
 def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
-    """A text of which every token but the first is predicted. Raises LearnerError if that is none."""
+    """Return a sequence that predicts every token but the first. Raises LearnerError for fewer than two tokens."""
     tokens = np.asarray(token_ids, np.int32)
     if tokens.ndim != 1 or tokens.size < 2:
         raise LearnerError(f"log-probabilities need at least two token ids, not {tokens.size}")
@@ -141,7 +141,7 @@ def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
 
 
 def find_fault(trajectory: Trajectory) -> str | None:
-    """Why a trajectory cannot be trained on, or None."""
+    """Return the reason why a trajectory cannot be trained on, or None."""
     for sample in trajectory.samples:
         if not sample.policy_mask.any():
             return "no_policy_tokens"
@@ -158,20 +158,20 @@ def find_fault(trajectory: Trajectory) -> str | None:
 
 
 def trained_tokens(trajectory: Trajectory) -> int:
-    """Policy tokens of all its samples that have a log-probability."""
+    """Return the number of policy tokens with a log-probability, over all samples of the trajectory."""
     return sum(int(_trained_mask(sample).sum()) for sample in trajectory.samples)
 
 
 def _trained_mask(sample: Trajectory | Branch) -> NDArray[np.bool_]:
-    """[T]: policy tokens of which the sampler said how likely they were. Without that there is no ratio to correct by:
-    taken at its word, the sentinel would have the largest weight of all."""
+    """Return the mask [T] of policy tokens that have a log-probability from the sampler. Without it there is no
+    importance ratio: the sentinel value would give the largest weight of all."""
     mask: NDArray[np.bool_] = sample.policy_mask & (sample.logprobs > NO_LOGPROB)
     return mask
 
 
 def _sequences(trajectory: Trajectory, advantages: NDArray[np.float32], normalization: str) -> list[TrainSequence]:
-    """A row for each sample. Those of branches have the advantage of the episode's last turn, and an episode weighs as
-    one however many samples it has."""
+    """Return one sequence per sample. Branches get the advantage of the episode's last turn; with `sequences`
+    normalization, all samples of an episode together weigh 1."""
     weight = 1.0 / trained_tokens(trajectory) if normalization == "sequences" else 1.0
     rows = [_sequence(trajectory, _trained_mask(trajectory), advantages, weight)]
     if trajectory.branches:
@@ -199,10 +199,10 @@ def _sequence(
 def split_minibatches(
     groups: Mapping[str, Sequence[TrainSequence]], count: int, seed: Sequence[int]
 ) -> list[list[TrainSequence]]:
-    """`count` parts of about as many policy tokens each, groups whole (replicas share a prompt that is computed once).
+    """Split groups into `count` parts of similar policy-token counts; groups stay whole to compute their prompt once.
 
     In an order drawn from `seed` and the group ids, each group goes to the part with the fewest tokens so far: the
-    order in which groups came in does not show. Parts may be empty where there are fewer groups than parts.
+    arrival order of groups has no effect. Parts may be empty if there are fewer groups than parts.
     """
     names = sorted(groups)
     np.random.default_rng(list(seed)).shuffle(names)

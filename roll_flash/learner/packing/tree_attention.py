@@ -1,9 +1,9 @@
-"""Exact attention over a prefix tree, in blocks that skip what no token of a block may see.
+"""Computes exact attention over a prefix tree in blocks; each block reads only the keys that its tokens may see.
 
-A row is a tree written depth first (see `packing`). For any contiguous block [start, end) of it, the tokens before
-`start` that a token of the block may attend to are the ancestors of `start`, and those only: an ancestor of a later
-token of the block that precedes `start` contains `start` in its subtree. So each block attends to a short list of keys
-instead of the whole row. With replicas of one prompt this is several times less work than a dense mask over the row.
+A row is a tree in depth-first order (see `rows.py`). For a contiguous block [start, end), the only tokens before
+`start` that the block may attend to are the ancestors of `start`: an ancestor of a later token of the block that
+precedes `start` contains `start` in its subtree. So each block attends to a short list of keys instead of the whole
+row. With replicas of one prompt this is several times less work than a dense mask.
 
 Registered with transformers as the attention implementation `prefix_tree`; the model itself is unchanged.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 NAME = "prefix_tree"
 _BLOCK_TOKENS = 32
-"""Blocks end at a branch once they are this long: smaller ones cost more in calls than they save in work."""
+"""Minimum length of a block that ends at a branch: smaller blocks cost more in calls than they save in work."""
 _LONGEST_BLOCK = 128
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "indices", "block_indices")
 
@@ -35,7 +35,7 @@ _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "indices"
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
     """Queries [start, end) with their keys: `keys` int64 [K], ancestors first, then the block itself; `hidden` bool
-    [end - start, H], true where a query may not attend to one of the last H keys. All of them see the others."""
+    [end - start, H], true if a query may not attend to one of the last H keys. All queries see the other keys."""
 
     start: int
     end: int
@@ -45,19 +45,19 @@ class Block:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeLayout:
-    """What attention needs to know of a row; made once, used by every layer."""
+    """Attention layout of a row; computed once, used by every layer."""
 
     blocks: tuple[Block, ...]
     mask: Tensor | None
-    """Dense mask [N, N] for devices where one fused call beats blocks."""
+    """Dense mask [N, N] for devices on which one fused call is faster than blocks, else None."""
     flex: BlockMask | None = None
-    """Block mask of FlexAttention, where that is used instead."""
+    """Block mask for FlexAttention, if used."""
 
 
 def tree_layout(
     position_ids: NDArray[np.int64], subtree_end: NDArray[np.int64], device: torch.device, *, flex: bool = False
 ) -> TreeLayout:
-    """The layout of a packed row; both arrays are int64 [N]. `flex`: for FlexAttention, elsewhere than on the CPU."""
+    """Return the layout of a packed row; both arrays are int64 [N]. `flex` selects FlexAttention, except on CPU."""
     if device.type != "cpu" and flex:
         from roll_flash.learner.packing.flex_tree import tree_mask
 
@@ -80,13 +80,13 @@ def tree_attention(
     tree: TreeLayout,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: query [1, H, N, D], key [1, H_kv, N, D], value [1, H_kv, N, E];
-    returns [1, N, H, E]."""
+    """Compute attention with the transformers interface: query [1, H, N, D], key [1, H_kv, N, D], value
+    [1, H_kv, N, E]; returns [1, N, H, E]. Raises NotImplementedError for unsupported options."""
     del module
     refused = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if attention_mask is not None:
-        # transformers makes none for an implementation that it does not know: this one is the model's own, and says
-        # more than who comes after whom (a bias, a choice of few keys that shows on long texts only).
+        # transformers creates no mask for an unknown implementation: this mask comes from the model and is more than
+        # causal (a bias, or a selection of few keys that has an effect only on long texts).
         refused.append("a mask of the model's own")
     if refused or dropout:
         raise NotImplementedError(f"attention with {', '.join(refused) or 'dropout'} cannot be packed")
@@ -96,7 +96,7 @@ def tree_attention(
 
         return attend(query, key, value, tree.flex, scale).transpose(1, 2).contiguous(), None
     if tree.mask is not None:
-        # With a mask the fused kernels want as many heads of keys as of queries.
+        # With a mask the fused kernels need as many key heads as query heads.
         share = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(share, 1), value.repeat_interleave(share, 1)
         out = nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=tree.mask, scale=scale)
@@ -106,8 +106,7 @@ def tree_attention(
 
 
 class _TreeAttention(torch.autograd.Function):
-    """query [H, N, D], key [H_kv, N, D], value [H_kv, N, E] -> [N, H, E]. Scores are computed again in the backward
-    pass."""
+    """query [H, N, D], key [H_kv, N, D], value [H_kv, N, E] -> [N, H, E]. The backward pass recomputes the scores."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Block, ...], scale: float) -> Tensor:
@@ -134,7 +133,7 @@ class _TreeAttention(torch.autograd.Function):
         heads, kv_heads = query.shape[0], key.shape[0]
         query_gradient, key_gradient = torch.empty_like(query), torch.zeros_like(key)
         value_gradient = torch.zeros_like(value)
-        # sum_k p_k dp_k of each query, without the dp_k (FlashAttention, arXiv 2205.14135, appendix B.2).
+        # sum_k p_k dp_k of each query, without computing dp_k (FlashAttention, arXiv 2205.14135, appendix B.2).
         overlaps = (gradients[0] * out).sum(-1).T
         room, second_room = _room(query, ctx.blocks), _room(query, ctx.blocks)
         key_room, value_room = key.new_empty(key.numel()), value.new_empty(value.numel())
@@ -157,19 +156,19 @@ class _TreeAttention(torch.autograd.Function):
 
 
 def _room(query: Tensor, blocks: tuple[Block, ...]) -> Tensor:
-    """For the scores of any block. Memory that grows block by block would leave holes that nothing fits into."""
+    """Allocate one buffer for the scores of any block, because per-block allocations would fragment memory."""
     return query.new_empty(query.shape[0] * max((block.end - block.start) * len(block.keys) for block in blocks))
 
 
 def _gather(tensor: Tensor, block: Block, room: Tensor) -> Tensor:
-    """What a block needs of keys or values [H_kv, N, D], in `room` [H_kv * N * D]: [H_kv, K, D]."""
+    """Gather a block's keys or values [H_kv, K, D] from `tensor` [H_kv, N, D] into the buffer `room` [H_kv * N * D]."""
     heads, _, size = tensor.shape
     part = room[: heads * len(block.keys) * size].view(heads, -1, size)
     return torch.index_select(tensor, 1, block.keys, out=part)
 
 
 def _scores(query: Tensor, keys: Tensor, block: Block, scale: float, room: Tensor) -> Tensor:
-    """[H_kv, H / H_kv, queries, keys] in `room`, minus infinity where hidden."""
+    """Compute scores [H_kv, H / H_kv, queries, keys] in the buffer `room`; minus infinity if hidden."""
     kv_heads, number, _ = keys.shape
     queries = query[:, block.start : block.end].reshape(kv_heads, -1, query.shape[-1])
     flat = room[: queries.shape[0] * queries.shape[1] * number].view(kv_heads, -1, number)
@@ -184,7 +183,7 @@ def _flat(scores: Tensor) -> Tensor:
 
 
 def _block_bounds(position_ids: NDArray[np.int64]) -> list[int]:
-    """Block starts and the end of the row: at branches where blocks are long enough, else after `_LONGEST_BLOCK`."""
+    """Return block starts and the row's end: split at branches if blocks are long enough, else at `_LONGEST_BLOCK`."""
     tokens = len(position_ids)
     branches = np.flatnonzero(np.diff(position_ids) != 1) + 1
     bounds = [0]
@@ -199,7 +198,7 @@ def _block_bounds(position_ids: NDArray[np.int64]) -> list[int]:
 def _block(subtree_end: NDArray[np.int64], start: int, end: int) -> Block:
     ancestors = np.flatnonzero(subtree_end[:start] > start)
     keys = np.concatenate([ancestors, np.arange(start, end)])
-    # Deeper ancestors end earlier: those that outlast the block, which all of it sees, come first.
+    # Deeper ancestors end earlier: ancestors whose subtree contains the whole block come first and need no mask.
     checked = keys[np.count_nonzero(subtree_end[ancestors] >= end) :]
     queries = np.arange(start, end)[:, None]
     visible = (checked[None, :] <= queries) & (queries < subtree_end[checked][None, :])

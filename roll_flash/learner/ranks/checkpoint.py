@@ -1,8 +1,8 @@
-"""Complete, atomic checkpoints of the training state, readable at another world size.
+"""Writes and reads complete, atomic checkpoints of the training state, at any world size.
 
 A checkpoint is a folder: torch.distributed.checkpoint files (weights and optimizer, sharded), the random state of each
-rank, and `learner.json`, written last, which names every file with its size. A folder without it, or whose files
-differ from it, is incomplete. Folders are written beside their place and renamed into it.
+rank, and `learner.json`, written last, which lists every file with its size. A folder without it, or with files that
+differ from it, is incomplete. Each folder is written as a temporary sibling and then renamed.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ _FORMAT = 1
 
 @contextmanager
 def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
-    """Gives a sibling folder to write into, which takes the name `folder` at once and durably when the block ends.
+    """Yield a temporary sibling folder, which is synced to disk and renamed to `folder` when the block ends.
 
-    After an error nothing is left of it. Raises CheckpointError if `folder` exists (unless it `replaces` it) or the
-    disk says no.
+    After an error the temporary folder is removed. Raises CheckpointError if `folder` exists (unless `replaces`) or
+    cannot be written.
     """
     if folder.exists() and not replaces:
         raise CheckpointError(f"{folder}: exists already; choose a new folder")
     partial = folder.with_name(f".{folder.name}.partial")
     try:
-        if partial.exists():  # of a process that was killed while writing
+        if partial.exists():  # left by a process that was killed while writing
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
         yield partial
@@ -69,13 +69,13 @@ def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
 
 
 def write_manifest(folder: Path, metadata: dict[str, Any]) -> None:
-    """List the files that are there, with their sizes. The last thing to be written."""
+    """Write the list of files with their sizes. Must be the last write to the folder."""
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
     (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **metadata, "files": files}, indent=1))
 
 
 def read_manifest(folder: Path, model_fingerprint: str) -> dict[str, Any]:
-    """Metadata of a complete checkpoint of this model. Raises CheckpointError saying what is wrong."""
+    """Return the metadata of a complete checkpoint of this model. Raises CheckpointError for any mismatch."""
     try:
         manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
     except FileNotFoundError:
@@ -96,7 +96,7 @@ def read_manifest(folder: Path, model_fingerprint: str) -> dict[str, Any]:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """A digest of all parameter names and shapes: equal exactly if a state fits."""
+    """Return a digest of all state names and shapes; equal digests mean that a state can be loaded."""
     shapes = sorted((name, tuple(tensor.shape)) for name, tensor in model.state_dict().items())
     return hashlib.sha256(json.dumps(shapes).encode()).hexdigest()[:16]
 
@@ -104,9 +104,10 @@ def fingerprint(model: nn.Module) -> str:
 def begin_write(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, group: dist.ProcessGroup
 ) -> Future[Any]:
-    """Copy this rank's shard of weights and optimizer aside, and write it in the background. A collective.
+    """Copy this rank's shard of weights and optimizer and write it in the background. A collective.
 
-    When it returns, steps may go on. `group` serves the background alone. `finish_write` says how it went.
+    After it returns, training may continue. `group` is used only by the background write. `finish_write` reports
+    errors.
     """
     weights, moments = get_state_dict(model, optimizer)
     random_state = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
@@ -120,7 +121,7 @@ def begin_write(
 
 
 def finish_write(folder: Path, writing: Future[Any]) -> None:
-    """Wait for the background to have written. Raises CheckpointError if it could not."""
+    """Wait for the background write. Raises CheckpointError if it failed."""
     try:
         writing.result()
     except (CheckpointException, OSError, RuntimeError, SafetensorError) as error:
@@ -128,9 +129,9 @@ def finish_write(folder: Path, writing: Future[Any]) -> None:
 
 
 def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
-    """Read what `begin_write` wrote, at any world size; a rank that did not exist then keeps its random state.
+    """Load a checkpoint of `begin_write` at any world size; a rank without a saved random state keeps its own.
 
-    Of the optimizer its moments are read. Weight decay and betas are those of the config, which may be another now.
+    Only the moments of the optimizer are loaded: weight decay and betas come from the current config.
     """
     weights, optimizer_state = get_state_dict(model, optimizer)
     state: dict[str, Any] = {"model": weights, "optimizer": {"state": optimizer_state["state"]}}
@@ -162,7 +163,7 @@ def _fsync(path: Path) -> None:
 
 
 _POLL_S = 0.1
-"""Between two questions whether all is written."""
+"""Interval in seconds between two checks that all files are written."""
 
 
 async def write_in_background(
@@ -174,10 +175,10 @@ async def write_in_background(
     replaces: bool = False,
     manifest: dict[str, Any] | None = None,
 ) -> asyncio.Task[None]:
-    """Returns when `begin` has copied what is to be written; the task ends when `folder` is complete.
+    """Return a task once `begin` has copied the data to write; the task ends when `folder` is complete.
 
-    `manifest`: metadata of a checkpoint, written last. Raises CheckpointError, here or from the task, when the disk
-    says no or it takes longer than `timeout_s`, and whatever `begin` and `has_written` raise; nothing is left then.
+    `manifest` is the metadata of a checkpoint, written last. Raises CheckpointError, here or from the task, if the
+    folder cannot be written or `timeout_s` expires, and any error of `begin` and `has_written`; no files remain then.
     """
 
     async def write(copied: asyncio.Event) -> None:
@@ -224,7 +225,10 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class DataReader(FileSystemReader):
-    """Raises UnpicklingError, which torch.distributed.checkpoint passes on as CheckpointException."""
+    """Reads checkpoint metadata with a restricted unpickler.
+
+    Raises UnpicklingError, which torch.distributed.checkpoint converts to CheckpointException.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -241,7 +245,7 @@ class DataReader(FileSystemReader):
 
 class DataPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """What was read as data goes on as bytes anew: torch's own planner reads those as a program."""
+        """Load with `weights_only`, then serialise again for torch's own planner, whose unpickling can run code."""
         anew = io.BytesIO()
         torch.save(torch.load(value, weights_only=True), anew)
         anew.seek(0)

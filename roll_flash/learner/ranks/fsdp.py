@@ -1,8 +1,8 @@
-"""The learner as the driver sees it: FSDP ranks in Ray actors behind the LearnerEngine protocol.
+"""Implements the LearnerEngine protocol in the driver with FSDP ranks in Ray actors.
 
 Invariants: every rank runs the same passes in the same order; the gradient of a step is that of the mean over all its
-policy tokens, however groups, rows and ranks split them; no call waits without a deadline; after a failure of any rank
-all ranks are gone and every further call says so.
+policy tokens, independent of their split over groups, rows and ranks; every call has a timeout; after a failure of any
+rank all ranks are killed and every further call raises the reason.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class FsdpLearner:
-    """A learner of `config.ranks` ranks. Ray must be initialised; each rank is an actor of `num_cpus` CPUs.
+    """A learner with `config.ranks` ranks. Ray must be initialised; each rank is an actor with `num_cpus` CPUs.
 
-    `temperature` is that of sampling: log-probabilities are compared under the distribution that was sampled from.
+    `temperature` is the sampling temperature: log-probabilities are compared under the sampling distribution.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class FsdpLearner:
         self._ranks: list[ActorHandle[Any]] = []
         self._forms: Forms = {}
         self._left_busy = False
-        """A rank may still be at a call that nobody waits for any more."""
+        """True if a rank may still run a call that was cancelled."""
         self._failure: str | None = "the learner has not been started"
         self._fingerprint = ""
         self._row_tokens = config.micro_batch_tokens
@@ -90,23 +90,23 @@ class FsdpLearner:
 
     @property
     def version(self) -> int:
-        """Finished steps that changed the weights, supervised ones included: one for each set that is published.
+        """Number of finished steps that changed the weights, supervised steps included; one per published version.
 
-        With `minibatches` above 1 each of them is several optimizer steps, since no sampler ever sees what is between.
+        With `minibatches` above 1, one step is several optimizer steps; the weights in between are never published.
         """
         return self._version
 
     async def check_model(self) -> None:
-        """Start the first rank alone, which loads the model and tries whether it is computed exactly.
+        """Start only the first rank, which loads the model and checks that it is computed exactly.
 
-        Raises LearnerError, or ModelError for a model that cannot be trained; nothing is left running then.
+        Raises LearnerError, or ModelError for a model that cannot be trained; no process keeps running then.
         """
         self._failure = None
         self._ranks = [self._new_rank(0)]
         self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
 
     async def start(self) -> None:
-        """Start all ranks, load the model. Raises LearnerError or ModelError; nothing is left running then."""
+        """Start all ranks and load the model. Raises LearnerError or ModelError; no process keeps running then."""
         if not self._ranks:
             await self.check_model()
         config = self._config
@@ -117,7 +117,7 @@ class FsdpLearner:
         fingerprints = await self._on_all("start", address, self._forms, timeout_s=config.start_timeout_s)
         self._fingerprint = fingerprints[0]
         if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
-            self._row_tokens = 1  # every sequence gets a row of its own
+            self._row_tokens = 1  # one row per sequence
 
     def _new_rank(self, rank: int) -> ActorHandle[Any]:
         config = self._config
@@ -140,7 +140,7 @@ class FsdpLearner:
         return made
 
     async def accumulate(self, groups: Sequence[Group]) -> None:
-        """Forward and backward on whole groups with the current weights.
+        """Run forward and backward passes on whole groups with the current weights.
 
         Raises LearnerError if a policy token is older than `version - async_ratio`, or if a rank fails.
         """
@@ -153,10 +153,10 @@ class FsdpLearner:
             await self._take(groups)
 
     async def finish_step(self) -> StepResult:
-        """Normalise, clip, step. Raises LearnerError when nothing was accumulated.
+        """Normalise and clip the gradient, then update. Raises LearnerError if nothing was accumulated.
 
-        A step whose loss or gradient is not finite changes nothing and is reported as skipped; more than
-        `max_skipped_steps` in a row raise LearnerError.
+        If loss or gradient is not finite, the step changes nothing and is reported as skipped. Raises LearnerError
+        after more than `max_skipped_steps` skipped steps in a row.
         """
         self._check_usable()
         if self._waiting:
@@ -174,7 +174,7 @@ class FsdpLearner:
         return self._finish(normalizer, rate, updates)
 
     async def abandon_step(self) -> None:
-        """Forget what was accumulated. An update that had begun is another version: no checkpoint may mislabel it."""
+        """Discard the accumulated gradients. A begun update increases the version: no checkpoint is mislabelled."""
         await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
         self._version += self._has_stepped
         self._begin_step()
@@ -182,11 +182,11 @@ class FsdpLearner:
     async def sft_step(
         self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
     ) -> StepResult:
-        """One supervised step: cross-entropy on the policy tokens of demonstrations.
+        """Take one supervised step: cross-entropy on the policy tokens of demonstrations.
 
-        It goes through the same packing, optimizer and version counter as any other step, since servers need the new
-        weights as much as after any other; unless it does not count, in a warm start before anything was sampled, which
-        then has no part in `warmup_steps` either. Raises LearnerError inside a step that `accumulate` has begun.
+        It uses the same packing, optimizer and version counter as other steps, because servers need the new weights
+        too. With `counts` false (warm start, before any sampling) it changes neither the version nor `warmup_steps`.
+        Raises LearnerError inside a step that `accumulate` has begun.
         """
         if not self._totals.empty:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
@@ -200,11 +200,11 @@ class FsdpLearner:
         return self._finish(normalizer, rate, updates, off_policy=False, counts=counts)
 
     async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
+        """Return the log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
         return (await self.logprobs_of([token_ids]))[0]
 
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """`logprobs` of each text, computed together, their prefixes shared as in rows that train."""
+        """Return the `logprobs` of each text, packed into rows with shared prefixes as in training."""
         self._check_usable()
         sequences = [text_sequence(text) for text in texts]
         rows = pack(sequences, self._row_tokens)
@@ -212,7 +212,7 @@ class FsdpLearner:
         return [sequence.prox_logprobs[1:] for sequence in found if sequence.prox_logprobs is not None]
 
     async def stage_weights(self) -> StagedWeights:
-        """Copy the current weights into shared memory; later steps do not touch the copy. The caller releases it."""
+        """Copy the current weights to memory that servers can read; the caller releases it. Steps do not change it."""
         started = asyncio.get_running_loop().time()
         results = await self._on_all("stage", self._version, timeout_s=self._config.step_timeout_s)
         self._totals.staging_s += asyncio.get_running_loop().time() - started
@@ -222,19 +222,19 @@ class FsdpLearner:
         return replace(staged, channel=NcclChannel(self._ranks[0], self._gather, self._config.step_timeout_s))
 
     async def release_weights(self, weights: StagedWeights) -> None:
-        """Free a staged version. Raises LearnerError for one that is not staged any more."""
+        """Free a staged version. Raises LearnerError if it is no longer staged."""
         await self._on_all("release", replace(weights, channel=None), timeout_s=self._config.step_timeout_s)
 
     async def save(self, folder: Path) -> None:
-        """`begin_save`, and wait until it is written."""
+        """Call `begin_save` and wait until the checkpoint is written."""
         await (await self.begin_save(folder))
 
     async def begin_save(self, folder: Path) -> asyncio.Task[None]:
         """Write a complete checkpoint (weights, optimizer, random state, version) into a new folder, atomically.
 
-        When this returns the state has been copied and steps may go on; the task ends when all of it is on disk. Raises
-        CheckpointError, here or from the task, when the folder exists or cannot be written, LearnerError inside a step;
-        nothing is left behind then.
+        On return the state has been copied and training may continue; the task ends when all files are on disk. Raises
+        CheckpointError, here or from the task, if the folder exists or cannot be written, LearnerError inside a step;
+        no files remain then.
         """
         if not self._totals.empty:
             raise LearnerError(f"{folder}: a checkpoint is written between steps, after finish_step")
@@ -242,9 +242,9 @@ class FsdpLearner:
         return await self._in_background("begin_save", folder, manifest=metadata)
 
     async def load(self, folder: Path) -> None:
-        """Read a checkpoint back, at any number of ranks.
+        """Load a checkpoint, with any number of ranks.
 
-        Raises CheckpointError. One that is missing, truncated or of another model is found before anything changes.
+        Raises CheckpointError; before any change if the checkpoint is missing, truncated or of another model.
         """
         self._check_usable()
         manifest = await asyncio.to_thread(checkpoint.read_manifest, folder, self._fingerprint)
@@ -258,13 +258,13 @@ class FsdpLearner:
         self._skipped_in_a_row = 0
 
     async def export_hf(self, folder: Path) -> None:
-        """`begin_export`, and wait until it is written."""
+        """Call `begin_export` and wait until the model folder is written."""
         await (await self.begin_export(folder))
 
     async def begin_export(self, folder: Path) -> asyncio.Task[None]:
-        """Write a model folder that `transformers` loads, tokenizer included, atomically; replaces an earlier one.
+        """Write a model folder that `transformers` can load, tokenizer included, atomically; replaces an earlier one.
 
-        As `begin_save`. Raises CheckpointError when it cannot be written, or `folder` exists and is not a model folder.
+        Returns like `begin_save`. Raises CheckpointError if it cannot be written, or `folder` exists without a model.
         """
         return await self._in_background("begin_export", folder, replaces=(folder / "config.json").is_file())
 
@@ -287,8 +287,8 @@ class FsdpLearner:
 
     async def close(self) -> None:
         """Stop all ranks. Safe to call twice, and after a failure."""
-        # A rank that is still starting, or at work for nobody, answers nothing before it has done: it is killed at
-        # once. What it holds (weights in memory without a name) goes with it.
+        # A rank that is still starting, or runs a cancelled call, cannot answer yet: kill it immediately. The kernel
+        # then frees its resources (weights in anonymous memory).
         if self._ranks and self._failure is None and self._fingerprint and not self._left_busy:
             try:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
@@ -298,7 +298,7 @@ class FsdpLearner:
         self._kill(self._failure or "the learner is closed")
 
     async def _take(self, groups: Sequence[Group]) -> None:
-        """Train on groups at once; where a step has minibatches, keep them with the log-probabilities of its start."""
+        """Train on groups immediately; with several minibatches, only store them with the proximal logprobs."""
         sequences = []
         for prepared in prepare_groups(groups, self._version, self._rules):
             self._totals.add_group(prepared)
@@ -322,12 +322,12 @@ class FsdpLearner:
         self._totals.forward_backward_s += time.monotonic() - started
 
     async def _on_rows(self, method: str, rows: list[PackedRow], **kwargs: Any) -> tuple[list[PackedRow], list[Any]]:
-        """Rows, in the order of the results, and what `method` of the ranks gave for each."""
+        """Run `method` of the ranks on `rows`; return the rows in result order, and the results."""
         if not rows:
             return [], []
         shares = balance(rows, self._config.ranks)
         passes = max(len(share) for share in shares)
-        # FSDP's collectives need every rank in every pass: ranks with fewer rows run idle passes.
+        # FSDP collectives need every rank in every pass: ranks with fewer rows run idle passes.
         work: list[list[PackedRow | None]] = [[*share, *[None] * (passes - len(share))] for share in shares]
         results = await self._gather(
             [getattr(rank, method).remote(part, **kwargs) for rank, part in zip(self._ranks, work, strict=True)],
@@ -398,7 +398,7 @@ class FsdpLearner:
         return result
 
     async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
-        """Results of all ranks, or one clear error; ranks that are left after a failure are ended."""
+        """Return the results of all ranks, or raise one error; after a failure all remaining ranks are killed."""
         try:
             async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
                 results = list(await asyncio.gather(*calls))

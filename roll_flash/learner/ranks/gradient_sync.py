@@ -1,8 +1,7 @@
-"""When the ranks add up their gradients: after each row, or once a step.
+"""Controls when the ranks reduce their gradients: after each row, or once per step.
 
-After each row every rank keeps its shard of the gradient only. Once a step (FSDP2's gradient accumulation without
-communication) saves a reduce-scatter of the whole model per row, and every rank holds the gradient of all weights
-meanwhile.
+After each row: every rank holds only its shard of the gradient. Once per step (FSDP2's gradient accumulation without
+communication): saves a reduce-scatter of the whole model per row, but every rank holds the full gradient until then.
 """
 
 from __future__ import annotations
@@ -16,9 +15,9 @@ from roll_flash.learner.model.policy_model import PolicyModel
 
 
 class GradientSync:
-    """`begin_pass` before each forward and backward, `finish` before gradients are read or forgotten.
+    """Call `begin_pass` before each forward and backward, `finish` before gradients are read or discarded.
 
-    Both must be called on all ranks in the same order; `finish` is a collective.
+    All ranks must call both in the same order; `finish` is a collective.
     """
 
     def __init__(self, policy: PolicyModel, *, once_a_step: bool, ranks: int) -> None:
@@ -32,7 +31,7 @@ class GradientSync:
             self._is_owed = True
 
     def finish(self) -> None:
-        """Add up what is owed, in one more pass, of a single token whose loss is multiplied by zero."""
+        """Reduce deferred gradients with one extra pass over a single token, whose loss is multiplied by zero."""
         if not self._is_owed:
             return
         cast(FSDPModule, self._policy).set_requires_gradient_sync(True)

@@ -1,8 +1,8 @@
-"""Where the ranks of a learner meet: a store of torch.distributed, which asks nobody for a key.
+"""Opens the rendezvous of the learner's ranks: a torch.distributed store, which has no authentication.
 
-On one machine it is a file in memory without a name in any file system, as weights on their way are (`weights.py`):
-processes of the same user alone can open it, and the kernel frees it with the first rank, however that ends. Ranks on
-several machines meet at a port of the first one.
+On one machine it is an in-memory file without a name in any file system, as for staged weights (`weights/staged.py`):
+only processes of the same user can open it, and the kernel frees it when the first rank ends, even after a crash. Ranks
+on several machines use a port of the first one.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _PORT = "tcp://"
 
 
 def open_meeting(ranks: int, host: str | None, timeout: timedelta) -> tuple[dist.Store, str]:
-    """The first rank's store, and the address at which the others join it; `host` is None where all are on this
-    machine. The process must keep living: its end closes the meeting."""
+    """Open the store in the first rank; return it and the address for the other ranks. `host` is None if all ranks are
+    on this machine. The store closes when this process ends."""
     if ranks == 1:
         return dist.HashStore(), ""
     if host is None:
         path = f"/proc/{os.getpid()}/fd/{os.memfd_create('roll-flash-learner')}"
         return _file_store(path, ranks, timeout), path
-    # It would listen on every address of the machine by itself.
+    # Bind the socket here, because TCPStore would listen on every address of the machine.
     listening = socket.create_server((host, 0), backlog=64)
     store = dist.TCPStore(
         host,
@@ -38,7 +38,7 @@ def open_meeting(ranks: int, host: str | None, timeout: timedelta) -> tuple[dist
 
 
 def join_meeting(address: str, ranks: int, timeout: timedelta) -> dist.Store:
-    """The store that `open_meeting` opened in another process."""
+    """Join the store that `open_meeting` opened in another process."""
     if is_on_one_machine(address):
         return _file_store(address, ranks, timeout)
     host, _, port = address.removeprefix(_PORT).rpartition(":")

@@ -1,6 +1,6 @@
-"""What one rank of the learner does: FSDP, forward and backward on packed rows, the optimizer.
+"""Implements one rank of the learner: FSDP, forward and backward on packed rows, the optimizer.
 
-Every method marked as a collective must be called on all ranks in the same order.
+All ranks must call every method marked as a collective in the same order.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, 
 _LOG = logging.getLogger(__name__)
 
 Forms = Mapping[Path, ModelForm]
-"""How the model of each folder is computed exactly."""
+"""Settings for exact computation, per model folder."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRecord:
-    """What the optimizer did. `grad_norm` is that of the normalised gradient, before clipping."""
+    """Result of one optimizer update. `grad_norm` is the norm of the normalised gradient before clipping."""
 
     grad_norm: float
     skipped: bool
@@ -83,19 +83,19 @@ class LearnerRank:
             torch.set_num_threads(config.threads)
 
     def node_address(self) -> str:
-        """The address under which other ranks reach this one's machine."""
+        """Return the address at which other ranks can reach this machine."""
         address: str = ray.util.get_node_ip_address()
         return address
 
     def check_model(self) -> Forms:
-        """First rank only, before anything else starts: loads the model and finds out how it, and a reference of a
-        folder of its own, are computed exactly. Raises ModelError where that cannot be."""
+        """Load the model and find how it, and a reference in another folder, are computed exactly. First rank only,
+        before all other parts start. Raises ModelError if exact computation is impossible."""
         if self._config.activation_offload and self._device.type == "cpu":
             raise ConfigError(f"learner.{OFFLOAD_ON_CPU}")
         forms: dict[Path, ModelForm] = {}
         reference = self._reference_folder()
         if reference is not None and reference != self._folder:
-            # Not kept: with the policy's, it would be two whole models in one process.
+            # Not kept, to avoid two whole models in one process.
             forms[reference] = load_policy_model(reference, self._temperature).form
         self._loaded = load_policy_model(self._folder, self._temperature)
         forms[self._folder] = self._loaded.form
@@ -105,26 +105,25 @@ class LearnerRank:
         return forms
 
     def open_store(self, host: str | None) -> str:
-        """First rank only: opens the meeting point of all ranks, returns its address. None: all are on this
-        machine."""
+        """Open the rendezvous and return its address. First rank only. `host` None: all ranks are on this machine."""
         self._store, address = open_meeting(self._config.ranks, host, self._timeout)
         return address
 
     def start(self, address: str, forms: Forms) -> str:
-        """Join the other ranks, load the model, shard it; returns the model's fingerprint. A collective."""
+        """Join the other ranks, load and shard the model; return the model's fingerprint. A collective."""
         if is_on_one_machine(address):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         store = self._store if self._rank == 0 else join_meeting(address, self._config.ranks, self._timeout)
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         ranks = self._config.ranks
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
-        # What the background says to other ranks must not come between what FSDP says to them.
+        # Background collectives use a separate group, so that they cannot mix with those of FSDP.
         self._background = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
         policy = self._loaded or load_policy_model(self._folder, self._temperature, forms[self._folder])
         self._loaded = None
         if self._config.lora.rank:
-            # Alike on every rank: what differs between their shards would be one matrix of several minds.
+            # The same seed on every rank, because each rank keeps one shard of the same matrix.
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(self._seed)
                 lora.adapt(policy.model, self._config.lora)
@@ -150,13 +149,13 @@ class LearnerRank:
         return fingerprint
 
     def shares_prefixes(self) -> bool:
-        """Whether a row may hold several sequences."""
+        """Return true if a row may hold several sequences."""
         return self._shares
 
     def accumulate(self, rows: Sequence[PackedRow | None], *, supervised: bool = False) -> list[RowRecord]:
-        """Forward and backward of each row, adding to the gradients. A collective.
+        """Run forward and backward passes of each row and accumulate gradients. A collective.
 
-        None stands for a pass in which this rank has nothing to do but to take part: its loss is multiplied by zero.
+        None is an idle pass in which this rank only takes part in collectives: its loss is multiplied by zero.
         """
         self._policy.train()
         records = []
@@ -171,8 +170,7 @@ class LearnerRank:
     def prox_logprobs(
         self, rows: Sequence[PackedRow | None], temperature: float | None = None
     ) -> list[NDArray[np.float32]]:
-        """Log-probabilities of each row's policy tokens, in its order; None is the sampler's temperature. A
-        collective."""
+        """Return the logprobs of each row's policy tokens. `temperature` None: the sampler's. A collective."""
         found = []
         for row in rows:
             logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row, temperature)
@@ -181,10 +179,10 @@ class LearnerRank:
         return found
 
     def update(self, normalizer: float, learning_rate: float, *, skip: bool) -> UpdateRecord:
-        """Divide the gradients by `normalizer` (the policy tokens or sequences of the step), clip, step. A collective.
+        """Divide the gradients by `normalizer` (policy tokens or sequences of the step), clip, update. A collective.
 
-        Nothing changes when the gradient is not finite, or `skip`. A step in which no group had a signal has the
-        gradient zero and is taken as such: momentum goes on, as in a loop that computes it.
+        Changes nothing if the gradient is not finite or `skip` is true. If no group had a signal, the gradient is zero
+        and the optimizer still steps: momentum continues, as if the gradient had been computed.
         """
         started = time.perf_counter()
         self._sync.finish()
@@ -192,7 +190,7 @@ class LearnerRank:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         gradients = [_local(p.grad) for p in self._trained if p.grad is not None]
-        # FSDP averages over the ranks; the loss is a sum over them.
+        # FSDP averages gradients over the ranks, but the loss is a sum over them.
         scale = dist.get_world_size() / normalizer
         norm = self._total_norm() * scale
         skipped = skip or not np.isfinite(norm)
@@ -205,45 +203,45 @@ class LearnerRank:
         return UpdateRecord(grad_norm=norm, skipped=skipped, seconds=time.perf_counter() - started)
 
     def abandon(self) -> None:
-        """Forget the gradient of the step under way. A collective."""
+        """Discard the gradient of the current step. A collective."""
         self._sync.finish()
         self._optimizer.zero_grad()
 
     def stage(self, version: int) -> StagedWeights | None:
-        """The first rank returns the staged weights, with `ipc` every rank. A collective."""
+        """Stage the weights; the first rank returns them, with `ipc` every rank. A collective."""
         if self._rank == 0 or self._transfer == "ipc":
             return self._stage.stage(version)
         self._stage.gather()
         return None
 
     def release(self, weights: StagedWeights) -> None:
-        """On ranks that staged them."""
+        """Release staged weights on the ranks that hold them."""
         if self._rank == 0 or self._transfer == "ipc":
             self._stage.release(weights)
 
     def transfer_address(self) -> tuple[str, int]:
-        """Where a server can meet this rank."""
+        """Return the address and a free port at which a server can reach this rank."""
         host = self.node_address()
         return host, free_port(host)
 
     def join_transfer(self, endpoint: str, host: str, port: int, world_size: int) -> None:
-        """`nccl`, first rank only, in its transfer thread: become a group with one server."""
+        """Form a group with one server. `nccl` only, first rank only, in its transfer thread."""
         torch.cuda.set_device(self._device)
         cast(DeviceWeightStage, self._stage).join(endpoint, host, port, world_size)
 
     def send_weights(self, endpoint: str, weights: StagedWeights) -> None:
-        """`nccl`, first rank only, in its transfer thread: send to a server that receives."""
+        """Send weights to a receiving server. `nccl` only, first rank only, in its transfer thread."""
         torch.cuda.set_device(self._device)
         cast(DeviceWeightStage, self._stage).send(endpoint, weights)
 
     def begin_save(self, folder: Path) -> None:
-        """Copy this rank's part of a checkpoint aside and write it in the background. A collective."""
+        """Copy this rank's part of a checkpoint and write it in the background. A collective."""
         self._writing[folder] = checkpoint.begin_write(
             folder, self._policy, self._optimizer, self._rank, self._background
         )
 
     def has_written(self, folder: Path) -> bool:
-        """Whether what was begun for `folder` is done. Raises CheckpointError if it went wrong."""
+        """Return true if the write to `folder` has finished. Raises CheckpointError if it failed."""
         writing = self._writing.get(folder)
         if writing is not None and not writing.done():
             return False
@@ -253,12 +251,12 @@ class LearnerRank:
         return True
 
     def load(self, folder: Path) -> None:
-        """Read a checkpoint; a step under way is forgotten. A collective."""
+        """Load a checkpoint; discards the current step. A collective."""
         self.abandon()
         checkpoint.read_state(folder, self._policy, self._optimizer, self._rank)
 
     def begin_export(self, folder: Path) -> None:
-        """Copy the weights aside; the first rank writes a Hugging Face folder in the background. A collective."""
+        """Copy the weights; the first rank writes a Hugging Face folder in the background. A collective."""
         first = self._rank == 0
         tensors = {}
         for name, tensor in whole_tensors(self._policy.model, self._tied):
@@ -285,7 +283,7 @@ class LearnerRank:
         return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Weight decay is for matrices: norms and biases have none. Without any, one group is all there is."""
+        """Return optimizer groups: weight decay for matrices, not for norms and biases; one group without decay."""
         decay = self._config.weight_decay
         if not decay:
             return [{"params": self._trained, "weight_decay": 0.0}]
@@ -317,14 +315,14 @@ class LearnerRank:
         return policy
 
     def _reference_folder(self) -> Path | None:
-        """None without a reference, or if the policy holds it in itself."""
+        """Return the reference's folder; None if there is none or the policy without adapters is the reference."""
         kl = self._config.kl
         if not kl.coefficient or (self._config.lora.rank and kl.reference is None):
             return None
         return self._folder if kl.reference is None else Path(kl.reference)
 
     def _load_reference(self, forms: Forms) -> PolicyModel | None:
-        """The frozen reference, sharded as the policy is."""
+        """Load the frozen reference, sharded like the policy."""
         folder = self._reference_folder()
         if folder is None:
             return None
@@ -339,14 +337,14 @@ class LearnerRank:
 def _device(name: str, rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
-    # Ray shows each actor only its own device, as number 0.
+    # Ray exposes to each actor only its assigned device, as number 0.
     device = torch.device("cuda", rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device
 
 
 def _flex_attention_works(device: torch.device) -> bool:
-    """Says so in the log where it does not: plain attention over a dense mask takes its place."""
+    """Return true if FlexAttention works; if not, log a warning: a dense attention mask is used instead."""
     from roll_flash.learner.packing.flex_tree import why_not
 
     reason = why_not(device)
@@ -356,7 +354,7 @@ def _flex_attention_works(device: torch.device) -> bool:
 
 
 def _is_matrix(name: str, parameter: Tensor, owner: torch.nn.Module) -> bool:
-    """Norms of heads have two dimensions too, as have the logarithms of a state space's rates of decay."""
+    """Return false for two-dimensional norms of heads and log decay rates of state space models too."""
     is_norm = "Norm" in type(owner).__name__ and not isinstance(owner, torch.nn.Embedding)
     return parameter.ndim > 1 and not is_norm and not name.endswith(("bias", "A_log"))
 

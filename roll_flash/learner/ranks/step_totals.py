@@ -1,4 +1,4 @@
-"""What adds up between the first `accumulate` of a step and its `finish_step`."""
+"""Collects the totals of a step between its first `accumulate` and its `finish_step`."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class StepTotals:
         return self.policy_tokens == 0 and not self._counts and not self._waiting
 
     def normalizer(self, normalization: Literal["tokens", "sequences"]) -> int:
-        """What the gradient of the whole step is divided by."""
+        """Return the divisor of the step's gradient: policy tokens or sequences."""
         return self.policy_tokens if normalization == "tokens" else self.sequences
 
     def add_group(self, prepared: Prepared) -> None:
@@ -51,11 +51,11 @@ class StepTotals:
         self.sequences += len(sequences)
 
     def add_waiting(self, groups: int) -> None:
-        """Groups that are given but prepared only when the step is complete."""
+        """Count groups that are received but prepared only when the step is complete."""
         self._waiting += groups
 
     def loss_is_finite(self) -> bool:
-        """Whether that of all rows added since the last call is."""
+        """Return true if the losses of all rows added since the last call are finite."""
         new, self._checked = self._records[self._checked :], len(self._records)
         return all(math.isfinite(record.loss) for record in new)
 
@@ -66,13 +66,13 @@ class StepTotals:
         self._padded_tokens += sum(row.padded_tokens for row in rows)
 
     def describe(self) -> str:
-        """The counts in words, for an error message."""
+        """Format the counts for an error message."""
         return ", ".join(f"{name} {number}" for name, number in sorted(self._counts.items())) or "no groups were given"
 
     def metrics(self, normalizer: float, version: int | None) -> dict[str, float]:
-        """All of the step, flat. Diagnostics are over the tokens that were computed.
+        """Return all metrics of the step as a flat dict. Diagnostics cover the computed tokens.
 
-        `version` is that at the step's begin; None leaves out what compares with the sampler.
+        `version` is the version at the step's start; None omits the comparison with the sampler.
         """
         tokens = [len(record.logprobs) for record in self._records]
         names = {name for record in self._records for name in record.means}

@@ -1,4 +1,4 @@
-"""The driver's end of a learner that sends weights itself (NCCL): it tells the first rank when, and to whom."""
+"""Controls weight transfer over NCCL from the driver: tells the first rank when to send, and to which server."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.processes.background import all_or_first_error
 
 TRANSFER = "transfer"
-"""Concurrency group of the rank's actor: it sends in a thread of its own while it computes in another."""
+"""Ray concurrency group of the rank's actor: weights are sent in its thread while another thread computes."""
 
 Gather = Callable[[list[Any], str, float], Awaitable[list[Any]]]
 
 
 class NcclChannel:
-    """`gather` waits for calls of ranks as the learner does, with its deadline and its errors."""
+    """Sends weights from the first rank to servers. `gather` awaits rank calls, with the learner's error handling."""
 
     def __init__(self, first_rank: Any, gather: Gather, timeout_s: float) -> None:
         self._first_rank = first_rank
@@ -24,7 +24,7 @@ class NcclChannel:
         self._timeout_s = timeout_s
 
     async def join(self, endpoint: str, world_size: int, receive: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
-        """Make a group of the first rank and a server's `world_size` workers; `receive` has the server join."""
+        """Create a group of the first rank and a server's `world_size` workers; `receive` makes the server join."""
         from vllm.distributed.weight_transfer.packed_tensor import (
             DEFAULT_PACKED_BUFFER_SIZE_BYTES,
             DEFAULT_PACKED_NUM_BUFFERS,
@@ -43,7 +43,7 @@ class NcclChannel:
         await all_or_first_error(self._call("join_transfer", endpoint, host, port, 1 + world_size), receive(info))
 
     async def send(self, endpoint: str, weights: StagedWeights, receive: Awaitable[Any]) -> None:
-        """Send while the server receives."""
+        """Send the weights while `receive`, the server's side of the transfer, runs."""
         await all_or_first_error(self._call("send_weights", endpoint, replace(weights, channel=None)), receive)
 
     async def _call(self, method: str, *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
-"""Weights on their way to servers on GPUs, through vLLM's own transfer engines: a copy on the GPU of a rank.
+"""Stages weights as a copy on a rank's GPU, for GPU servers that use vLLM's own transfer engines.
 
-`ipc`: servers on the same GPUs open the copy by its CUDA handle, and nothing travels. `nccl`: the first rank sends the
-copy to one server at a time, over a group of its own with that server, on whatever machine it is. The sender's half of
-both is vLLM's (`vllm.distributed.weight_transfer`), so that bytes are cut here as they are put together there.
+`ipc`: servers on the same GPUs open the copy by its CUDA handle, without any transfer. `nccl`: the first rank sends the
+copy to one server at a time, over a separate group per server, on any machine. Both use the sender code of vLLM
+(`vllm.distributed.weight_transfer`), so that sender and receiver agree on the chunk layout.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from roll_flash.errors import LearnerError
 from roll_flash.learner.weights.staged import stored_tensors, whole_tensors
 
 Handle = dict[str, Any]
-"""UUID of a GPU -> what another process opens a tensor with."""
+"""GPU UUID -> arguments with which another process opens a tensor."""
 
 
 class DeviceWeightStage:
-    """What `WeightStage` is for shared memory. Every version is a whole model with adapters merged: vLLM's engines load
-    nothing less."""
+    """GPU counterpart of `WeightStage`. Stages whole models with merged adapters: vLLM's engines load only those."""
 
     def __init__(
         self, model: nn.Module, tied: Iterable[str], dtype: torch.dtype, transfer: Literal["nccl", "ipc"], rank: int
@@ -37,21 +36,21 @@ class DeviceWeightStage:
         self._skipped = frozenset(tied)
         self._dtype = dtype
         self._transfer = transfer
-        # With ipc every rank's GPU has its own copy, for the server beside it.
+        # With ipc every rank keeps a copy on its GPU, for the server on the same GPU.
         self._keeps = rank == 0 or transfer == "ipc"
         self._staged: dict[str, dict[str, Tensor]] = {}
         self._groups: dict[str, Any] = {}
 
     def reserve(self) -> None:
-        """Nothing: memory of a GPU is there when it is asked for."""
+        """Do nothing: GPU memory needs no reservation."""
 
     def stage(self, version: int) -> StagedWeights:
-        """Copy the weights; complete, and unaffected by later steps, when this returns. A collective."""
+        """Copy the weights. On return the copy is complete; later steps do not change it. A collective."""
         tensors = {}
         for name, tensor in stored_tensors(self._model, self._skipped, self._dtype):
             if self._keeps:
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-        # Wide types first: vLLM packs tensors one behind the other, and each must begin at a multiple of its width.
+        # Widest dtypes first: vLLM packs tensors contiguously; each must begin at a multiple of its item size.
         tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].itemsize))
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # other processes do not wait for our stream
@@ -64,7 +63,7 @@ class DeviceWeightStage:
         return StagedWeights(version, key, size, size, update_info=info)
 
     def gather(self) -> None:
-        """The part of ranks that keep no copy: takes part in the collectives of `stage`."""
+        """Take part in the collectives of `stage` on ranks that keep no copy."""
         for _ in whole_tensors(self._model, self._skipped):
             pass
 
@@ -75,7 +74,7 @@ class DeviceWeightStage:
             torch.cuda.ipc_collect()
 
     def join(self, endpoint: str, host: str, port: int, world_size: int) -> None:
-        """Open the group with one server, as its first member. Waits for the server to join; `nccl` only."""
+        """Open the group with one server, as rank 0, and wait for the server to join. `nccl` only."""
         from vllm.distributed.weight_transfer.nccl_common import trainer_init
 
         address = {"master_address": host, "master_port": port, "world_size": world_size}
@@ -83,7 +82,7 @@ class DeviceWeightStage:
         self._groups[endpoint] = trainer_init(address)
 
     def send(self, endpoint: str, weights: StagedWeights) -> None:
-        """Send a staged version to a server that receives now; complete when this returns."""
+        """Send a staged version to a receiving server; the transfer is complete on return."""
         from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
 
         packed_nccl_broadcast_producer(
@@ -106,14 +105,14 @@ class DeviceWeightStage:
 
 
 def free_port(host: str) -> int:
-    """A port at which servers can meet this process."""
+    """Return a free port at which servers can reach this process."""
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
 
 
 def merge_handles(staged: list[StagedWeights]) -> StagedWeights:
-    """One version of what each rank staged for the GPU beside it, as vLLM takes it over HTTP."""
+    """Merge the IPC handles that the ranks staged into one version, in the form that vLLM accepts over HTTP."""
     first = staged[0]
     info = dict(first.update_info or {})
     if "ipc_handles" not in info:

@@ -1,8 +1,8 @@
-"""Weights on their way to the servers: a safetensors image in anonymous shared memory.
+"""Stages weights for the servers as a safetensors image in anonymous shared memory.
 
-The memory is a memfd, reachable for other processes of the same user as `/proc/<pid>/fd/<n>` and as fast as a file in
-/dev/shm. It has no name in any file system, so that the kernel frees it when the learner ends, however it ends, and
-the size limit of /dev/shm (64 MiB in a container) does not apply.
+The memory is a memfd; other processes of the same user can open it as `/proc/<pid>/fd/<n>`, as fast as a file in
+/dev/shm. It has no name in any file system: the kernel frees it when the learner ends, even after a crash, and the
+size limit of /dev/shm (64 MiB in a container) does not apply.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ _DTYPE_NAMES = {
 
 
 class WeightStage:
-    """Holds the staged versions of one learner. The memory of a released version is used again for the next."""
+    """Holds the staged versions of one learner. The memory of a released version is reused for the next."""
 
     def __init__(
         self, model: nn.Module, tied: Iterable[str], dtype: torch.dtype, run: str, *, changed_only: bool = False
     ) -> None:
         """`tied`: names that share their tensor with another name, and that a checkpoint does not store.
-        `changed_only`: leave out what is not trained, and give adapters as they are instead of merged."""
+        `changed_only`: omit untrained tensors, and stage adapters as factors instead of merged."""
         self._model = model
         self._skipped = frozenset(tied)
         self._changed_only = changed_only and any(not parameter.requires_grad for parameter in model.parameters())
@@ -48,7 +48,7 @@ class WeightStage:
         self._run = run
         self._buffers = frozenset(name for name, _ in model.named_buffers())
         shapes = {name: (tensor, tensor.dtype) for name, tensor in self._stored_shapes()}
-        # Wide types first: each tensor then begins at a multiple of its width.
+        # Widest dtypes first, so that each tensor begins at a multiple of its item size.
         ordered = dict(sorted(shapes.items(), key=lambda item: -item[1][1].itemsize))
         self._dtypes = {name: dtype for name, (_, dtype) in ordered.items()}
         self._header, self._offsets, self._size = _layout(ordered, self._metadata())
@@ -61,14 +61,14 @@ class WeightStage:
         self._spare: list[tuple[int, mmap.mmap]] = []
 
     def reserve(self) -> None:
-        """Touch the memory of one version ahead: the first write of fresh pages takes many times a copy's time."""
+        """Preallocate the memory of one version: a first write to new pages takes many times as long as a copy."""
         descriptor, memory = self._allocate(0)
         os.posix_fallocate(descriptor, 0, self._size)
         torch.frombuffer(memory, dtype=torch.uint8)[len(self._header) :].zero_()
         self._spare.append((descriptor, memory))
 
     def stage(self, version: int) -> StagedWeights:
-        """Copy the weights; the copy is complete, and unaffected by later steps, when this returns."""
+        """Copy the weights. On return the copy is complete; later steps do not change it. A collective."""
         descriptor, memory = self._spare.pop() if self._spare else self._allocate(version)
         buffer = torch.frombuffer(memory, dtype=torch.uint8)
         for name, tensor in self._tensors():
@@ -80,12 +80,12 @@ class WeightStage:
         return StagedWeights(version=version, path=path, num_bytes=self._size, model_bytes=self._full_size)
 
     def gather(self) -> None:
-        """The part of ranks other than the first: takes part in the collectives of `stage`."""
+        """Take part in the collectives of `stage` on all ranks except the first."""
         for _ in self._tensors():
             pass
 
     def release(self, weights: StagedWeights) -> None:
-        """Give a version's memory back. Raises LearnerError for weights that are not staged (any more)."""
+        """Release the memory of a version. Raises LearnerError for weights that are not (or no longer) staged."""
         entry = self._in_use.pop(weights.path, None)
         if entry is None:
             raise LearnerError(f"{weights.path}: version {weights.version} is not staged here, or was released before")
@@ -101,7 +101,7 @@ class WeightStage:
         self._spare.clear()
 
     def _state(self) -> Iterator[tuple[str, Tensor]]:
-        """Names of what is staged, with their (sharded) tensors."""
+        """Yield names and (sharded) tensors of the weights to stage."""
         frozen = {name for name, parameter in self._model.named_parameters() if not parameter.requires_grad}
         for name, tensor in self._model.state_dict().items():
             left_out = name in frozen if self._changed_only else lora.is_adapter(name)
@@ -114,7 +114,7 @@ class WeightStage:
             yield from as_stored(self._model, {name: empty}).items()
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """What is staged, whole, under the names of the model's folder. A collective."""
+        """Yield the whole tensors to stage, under the names of the model's folder. A collective."""
         if not self._changed_only:
             yield from stored_tensors(self._model, self._skipped)
             return
@@ -122,7 +122,7 @@ class WeightStage:
             yield from as_stored(self._model, {name: _whole(tensor)}).items()
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
-        """Factors stay as they are trained: rounded before they are multiplied, their product would be another."""
+        """Return the staged dtype. Adapter factors stay float32: rounding them would change their product."""
         if lora.is_adapter(name):
             return torch.float32
         return tensor.dtype if name in self._buffers else self._dtype
@@ -144,7 +144,7 @@ class WeightStage:
 def _layout(
     tensors: dict[str, tuple[Tensor, torch.dtype]], metadata: dict[str, str]
 ) -> tuple[bytes, dict[str, tuple[int, int]], int]:
-    """Header, byte range of each tensor in the file, size of the file, in the safetensors format."""
+    """Return header, byte range of each tensor in the file, and file size, in the safetensors format."""
     entries: dict[str, dict[str, object]] = {"__metadata__": dict(metadata)} if metadata else {}
     ranges: dict[str, tuple[int, int]] = {}
     position = 0
@@ -161,7 +161,7 @@ def _layout(
 
 
 def whole_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Names and whole tensors of a (sharded) model, adapters merged into the weights they belong to. A collective."""
+    """Yield names and whole tensors of a (sharded) model, with adapters merged into their weights. A collective."""
     adapted = lora.adapters(model)
     for name, tensor in model.state_dict().items():
         if name in skipped or lora.is_adapter(name):
@@ -175,10 +175,10 @@ def whole_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[t
 def stored_tensors(
     model: nn.Module, skipped: Collection[str] = (), dtype: torch.dtype | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """`whole_tensors` under the names, and in the shapes, of the model's folder, which servers know. A collective.
+    """Yield `whole_tensors` under the names and in the shapes of the model's folder, as servers expect. A collective.
 
-    Parameters in `dtype`, where that is given; buffers as they are, since layers that compute in bfloat16 round
-    parameters only, and a router's bias decides between experts by less than that.
+    Parameters are converted to `dtype`, if given. Buffers are not: layers that compute in bfloat16 round only
+    parameters, and rounding a router's bias could change the choice of experts.
     """
     buffers = frozenset(name for name, _ in model.named_buffers())
     for name, tensor in whole_tensors(model, skipped):
@@ -187,7 +187,7 @@ def stored_tensors(
 
 
 def check_can_be_staged(model: nn.Module, folder: object) -> None:
-    """Raises ModelError for a model whose folder stores several of its tensors as one."""
+    """Raises ModelError if the model's folder stores several of its tensors as one."""
     if not converts_one_by_one(model, model.state_dict()):
         raise ModelError(f"{folder}: stores tensors of {type(model).__name__} joined; such weights cannot be published")
 
