@@ -12,7 +12,7 @@ from typing import Any
 
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.openenv_actions import JsonActions, TextActions, actions_of, as_text, takes_tools
-from roll_flash.envs.openenv_connection import NAME, OpenEnvConnection, WrongAction
+from roll_flash.envs.openenv_connection import NAME, OpenEnvConnection, SessionEnded, WrongAction
 from roll_flash.envs.tool_calls import BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tool_prompt import (
     ToolFormat,
@@ -107,7 +107,8 @@ class OpenEnv(Env):
             answer = await self._connection.step(self._actions.action(text))
         except WrongAction as error:
             self._wrong += 1
-            return [{"role": "user", "content": f"Error: {error}. {self._actions.instructions}"}], 0.0, False
+            told = f"Error: {error}. {self._actions.instructions}"
+            return [{"role": "user", "content": told}], 0.0, isinstance(error, SessionEnded)
         said = as_text(answer["observation"], self._observation_field)
         return [{"role": "user", "content": said}], float(answer.get("reward") or 0.0), bool(answer.get("done"))
 
@@ -142,7 +143,7 @@ class OpenEnv(Env):
             answer = await self._connection.step(wanted)
         except WrongAction as error:
             self._wrong += 1
-            return f"Error: {error}", 0.0, False
+            return f"Error: {error}", 0.0, isinstance(error, SessionEnded)
         observation = answer["observation"]
         fault = observation.get("error")
         self._wrong += bool(fault)
