@@ -7,6 +7,7 @@ tools; the server's own schema says which. An action that the server does not ta
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -123,11 +124,15 @@ class OpenEnv(Env):
             raise EnvError(f"{NAME}: the server does not list its tools: {error!r}") from None
 
     async def _call_tools(self, text: str) -> tuple[list[Message], float, bool]:
-        """Text without a call is the end."""
+        """Text without a call is the end. Calls that would make the step fail by their time are not made."""
+        calls_end_at = time.monotonic() + self.step_timeout_s / 2
         calls = parse_tool_calls(text, self._tools)
         shown, earned, done = [], 0.0, not calls
         for call in calls:
             if done:
+                break
+            if time.monotonic() > calls_end_at:
+                shown.append("Error: not run: the calls of this turn have taken all of its time")
                 break
             said, reward, done = await self._call_tool(call)
             shown.append(said)

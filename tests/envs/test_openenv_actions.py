@@ -78,11 +78,40 @@ def test_an_action_that_a_server_refuses_by_ending_the_session_ends_the_episode_
     with_session(play)
 
 
-def with_session(play: Callable[[OpenEnv], Awaitable[None]]) -> None:
+def test_calls_that_take_more_than_a_step_may_are_not_all_made_and_the_sample_is_kept() -> None:
+    made = []
+
+    async def schema(_: web.Request) -> web.Response:
+        return web.json_response({"action": {"properties": {"tool_name": {}, "arguments": {}}}})
+
+    async def slow(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            asked = json.loads(message.data)["data"]
+            if asked.get("type") == "call_tool":
+                made.append(asked)
+                await asyncio.sleep(0.05)
+            said = {"tools": [{"name": "look", "input_schema": {}}], "result": "nothing"}
+            await socket.send_json({"type": "observation", "data": {"observation": said}})
+        return socket
+
+    async def play(env: OpenEnv) -> None:
+        env.step_timeout_s = 1.0
+        news, _, terminated, _, _ = await env.step('<tool_call>{"name": "look"}</tool_call>' * 100)
+        assert "nothing" in str(news)
+        assert "not run" in str(news)
+        assert len(made) < 100
+        assert not terminated
+
+    with_session(play, web.get("/schema", schema), web.get("/ws", slow))
+
+
+def with_session(play: Callable[[OpenEnv], Awaitable[None]], *routes: web.RouteDef) -> None:
     async def whole() -> None:
         app = web.Application()
-        app.add_routes([web.get("/schema", schema), web.get("/ws", strict)])
-        runner = web.AppRunner(app)
+        app.add_routes(routes or [web.get("/schema", schema), web.get("/ws", strict)])
+        runner = web.AppRunner(app, shutdown_timeout=1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         env = OpenEnv(f"http://127.0.0.1:{runner.addresses[0][1]}")
