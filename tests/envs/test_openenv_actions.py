@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 from aiohttp import WSMsgType, web
@@ -79,7 +80,7 @@ def test_an_action_that_a_server_refuses_by_ending_the_session_ends_the_episode_
 
 
 def test_calls_that_take_more_than_a_step_may_are_not_all_made_and_the_sample_is_kept() -> None:
-    made = []
+    made: list[dict[str, Any]] = []
 
     async def schema(_: web.Request) -> web.Response:
         return web.json_response({"action": {"properties": {"tool_name": {}, "arguments": {}}}})

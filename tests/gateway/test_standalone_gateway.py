@@ -506,7 +506,7 @@ def test_a_large_reward_holds_up_no_other_session(
     tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is refused may be sent again without end, and none of it counts as a call."""
-    read_in = []
+    read_in: list[tuple[bool, bool]] = []
 
     def decode(content: bytes) -> Any:
         read_in.append((len(content) > 4096, threading.current_thread() is threading.main_thread()))
