@@ -69,6 +69,8 @@ class Place:
     key: Key
     characters: int
     """Of what is new and of the tools, about: what there is to render."""
+    sent: int
+    """Characters of what is new, as it came; that much is kept."""
 
 
 class History:
@@ -91,8 +93,10 @@ class History:
             if records := self._by_key.get(found.keys[known - 1]):
                 # Of equal ones the one that nobody has continued yet: the sample goes on instead of a new one.
                 parent = next((record for record in reversed(records) if not record.children), records[-1])
-                return Place(parent, call.messages[known:], found.keys[-1], found.characters(known))
-        return Place(None, call.messages, found.keys[-1], found.characters(0))
+                return Place(
+                    parent, call.messages[known:], found.keys[-1], found.characters(known), sum(found.sizes[known:])
+                )
+        return Place(None, call.messages, found.keys[-1], found.characters(0), sum(found.sizes))
 
     def add(self, record: CallRecord) -> None:
         if record.parent is None:

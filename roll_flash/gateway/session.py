@@ -66,6 +66,8 @@ class Session:
         self.used_s = time.monotonic()
         """When the last call came, was answered, or was given up."""
         self.calls = 0
+        self.under_way = 0
+        """Requests, from their head to their answer."""
         self.reached_max_calls = False
         self.context_was_full = False
         self.trouble: Trouble | None = None
