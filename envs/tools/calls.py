@@ -141,9 +141,11 @@ def _python_call(call: ast.Call, tools: Mapping[str, ToolDescription]) -> ToolCa
         return BadCall(f"{name}: it takes {len(names)} arguments, {len(call.args)} were given", name)
     given = [*zip(names, call.args, strict=False), *((keyword.arg, keyword.value) for keyword in call.keywords)]
     try:
-        return ToolCall(name, {str(key): ast.literal_eval(value) for key, value in given})
+        arguments = {str(key): ast.literal_eval(value) for key, value in given}
+        json.dumps(arguments)  # bytes, sets and their like, which the other formats cannot say
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return BadCall(f"{name}: its arguments must be plain values, such as 1, 'text' or [1, 2]", name)
+    return ToolCall(name, arguments)
 
 
 def _tagged_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:

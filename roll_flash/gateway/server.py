@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
+import resource
 import uuid
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Mapping
@@ -43,6 +44,10 @@ CHARACTERS_PER_TOKEN = 32
 ENDED_SESSIONS_KNOWN = 10_000
 """Maximum remembered keys of ended sessions, which get another error than wrong keys."""
 SHUTDOWN_S = 5.0
+MOST_UNDER_WAY = 256
+"""Maximum requests in progress per session; a sandbox has half as many connections."""
+MOST_DESCRIPTORS = 1 << 16
+"""File descriptors requested at start; the usual limit of 1,024 is enough for few agents only."""
 STYLES: Mapping[str, ApiStyle] = {"/v1/messages": "anthropic", "/v1/messages/count_tokens": "anthropic"}
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -86,7 +91,7 @@ class GatewayServer:
         length = backend.max_length or MAX_BODY_BYTES
         self._max_body_bytes = min(max(BYTES_PER_TOKEN * length, MIN_BODY_BYTES), MAX_BODY_BYTES)
         self._threads = WorkThreads()
-        self.app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors])
+        self.app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._errors, self._bounded])
         self.app.on_response_prepare.append(self._keep_or_close)
         self.app.router.add_get("/v1/models", self._models)
         self.app.router.add_get("/v1/models/{name:.+}", self._model)
@@ -97,6 +102,8 @@ class GatewayServer:
 
     async def start(self, host: str = LOOPBACK, port: int = 0) -> int:
         """Listen, and return the port. Raises OSError if the port is not available."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_DESCRIPTORS)), hard))
         self._runner = web.AppRunner(
             self.app,
             access_log=None,
@@ -198,6 +205,20 @@ class GatewayServer:
             self._counts.refused += 1
         return web.json_response(problem.body(STYLES.get(request.path, "openai")), status=problem.status)
 
+    @web.middleware
+    async def _bounded(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Limit the requests in progress per session, so that a slow agent cannot block others."""
+        session = self._sessions.get(api_key_of(request))
+        if session is None:
+            return await handler(request)
+        if session.under_way >= MOST_UNDER_WAY:
+            raise ApiError(429, "session_busy", f"{MOST_UNDER_WAY} requests of this session are under way")
+        session.under_way += 1
+        try:
+            return await handler(request)
+        finally:
+            session.under_way -= 1
+
     async def _keep_or_close(self, request: web.Request, response: web.StreamResponse) -> None:
         """Keep or close the connection; called before the headers of an answer are sent."""
         key = api_key_of(request)
@@ -272,7 +293,7 @@ class GatewayServer:
             assert call.keys
             return body, call
 
-        content = await _content(request, session)
+        content = await content_of(request, session)
         body, call = await session.work.do(understand, len(content))
         return session, body, call
 
@@ -337,7 +358,7 @@ def _discard(session: Session, records: list[CallRecord]) -> None:
         session.history.discard(record)
 
 
-async def _content(request: web.Request, session: Session) -> bytes:
+async def content_of(request: web.Request, session: Session) -> bytes:
     """Read the body. Raises ApiError if it is compressed or does not arrive in time."""
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise ApiError(415, "unsupported_encoding", "send the body as it is, without a Content-Encoding")

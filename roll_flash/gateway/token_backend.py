@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,10 +17,13 @@ from roll_flash.gateway.apis.prompt_text import PromptText
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, Usage
 from roll_flash.gateway.sessions.history import CallRecord, Place, answer_key
 from roll_flash.gateway.sessions.session import Session
-from roll_flash.types import SamplingParams
+from roll_flash.types import Message, SamplingParams
 
 CHARACTERS_PER_TOKEN = 4
 """Approximate, for an answer."""
+MOST_SHOWN_PER_TOKEN, MOST_UNSHOWN = 32, 1 << 16
+"""Characters. Text that the template shows costs tokens, which the context limits. Text that the template omits (ids
+of calls, blanks in arguments, earlier thinking) costs no tokens but is kept and written with each later sample."""
 
 
 class TokenBackend:
@@ -86,12 +90,17 @@ class TokenBackend:
 
     def _tokens_of(self, call: ModelCall, place: Place) -> list[int]:
         """Tokenize the new part of the request."""
-        if place.parent is None:
-            return self._whole(call)
-        assert place.parent.generation is not None
-        after = int(place.parent.generation.token_ids[-1])
+        found = self._whole(call) if place.parent is None else self._continued(call, place.parent, place.given)
+        if place.sent > MOST_UNSHOWN + MOST_SHOWN_PER_TOKEN * len(found):
+            message = f"the model sees hardly any of {place.sent} characters: leave out what its template leaves out"
+            raise bad_request(message, "messages")
+        return found
+
+    def _continued(self, call: ModelCall, parent: CallRecord, given: Sequence[Message]) -> list[int]:
+        assert parent.generation is not None
+        after = int(parent.generation.token_ids[-1])
         try:
-            return self._prompts.continued(place.given, call, after)
+            return self._prompts.continued(given, call, after)
         except ModelError as error:
             raise bad_request(str(error), "messages") from None
 

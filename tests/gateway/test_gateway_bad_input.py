@@ -296,6 +296,37 @@ TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "sh", "
 HALF = r"\ud800"
 
 
+BULK = 200_000
+TOLD: dict[str, list[dict[str, Any]]] = {
+    "an id": [{"role": "tool", "tool_call_id": "x" * BULK, "content": "ok"}],
+    "a name": [{"role": "user", "name": "x" * BULK, "content": "ok"}],
+    "arguments": [
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": {"name": "sh", "arguments": f'{{"a": 1{" " * BULK}}}'}}],
+        },
+        *HELLO,
+    ],
+    "thinking": [{"role": "assistant", "content": f"<think>{'x' * BULK}</think>ok"}, *HELLO],
+}
+
+
+@pytest.mark.parametrize("where", TOLD)
+def test_what_no_model_is_shown_fills_neither_memory_nor_disk(serve: Serve, where: str) -> None:
+    """It costs no tokens, so that nothing else bounds it: a dozen calls wrote hundreds of megabytes."""
+
+    async def work(served: Served) -> None:
+        first = (await served.chat(HELLO)).json()["choices"][0]["message"]
+        for messages in ([*HELLO, first, *TOLD[where]], [*HELLO, *TOLD[where]]):
+            answer = await served.chat(messages)
+            assert answer.status_code == 400
+            assert "sees hardly any of" in error_of(answer)["message"]
+        assert len(served.session.history.records) == 1
+        assert served.session.trouble is None
+
+    serve(work, ["Hello."], "qwen3")
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize(
     "said",

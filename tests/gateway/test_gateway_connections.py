@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable
 
 import httpx
 import pytest
 from conftest import MODEL, Served, until
 
-from roll_flash.gateway import connections
+from roll_flash.gateway import connections, server
 from roll_flash.gateway.sessions.session import SessionSettings
 
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}]}
@@ -131,3 +132,46 @@ def test_a_connection_with_a_request_under_way_is_never_closed(serve: Callable[.
             assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
 
     serve(work, ["Hello."])
+
+
+def test_an_agent_that_never_ends_its_requests_takes_no_more_than_its_places(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "MOST_UNDER_WAY", 8)
+
+    async def begin(served: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+        key = served.session.api_key
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nX-Api-Key: {key}\r\nContent-Length: 9\r\n\r\n"
+        writer.write(head.encode())
+        return reader, writer
+
+    async def work(served: Served) -> None:
+        begun = [await begin(served) for _ in range(8)]
+        await until(lambda: served.session.under_way == 8)
+        reader, _ = await begin(served)
+        assert b" 429 " in await reader.readline()
+        other = served.gateway.open_session(SessionSettings())
+        answer = await served.http.get("/v1/models", headers={"Authorization": f"Bearer {other.api_key}"})
+        assert answer.status_code == 200
+        begun[0][1].close()
+        await until(lambda: served.session.under_way == 7)
+        assert (await served.http.get("/v1/models")).status_code == 200
+
+    serve(work, ["Hello."])
+
+
+def test_a_gateway_takes_the_descriptors_that_it_may_have(serve: Callable[..., None]) -> None:
+    """A shell's usual limit is 1,024, which connections on which nothing is asked would use up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, hard))
+
+    async def work(served: Served) -> None:
+        silent = [await asyncio.open_connection("127.0.0.1", served.gateway.port) for _ in range(300)]
+        assert (await served.http.get("/v1/models")).status_code == 200
+        assert not any(reader.at_eof() for reader, _ in silent)
+
+    try:
+        serve(work, ["Hello."])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import socket
+import threading
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from conftest import until
 from scripted_model import END, ScriptedClient, TinyModel
 
 from roll_flash.cli.main import main
+from roll_flash.gateway.apis.request_fields import decode_object
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions import routes as session_routes
 from roll_flash.gateway.sessions.routes import SessionRoutes
@@ -498,3 +500,27 @@ def test_a_verifiers_reward_that_cannot_be_trained_on_scores_nothing(
 
     (record,) = alone(tiny, tmp_path / "out", scenario, verifier=Verifier(f"{source}:far"))
     assert record["kind"] == "failure"
+
+
+def test_a_large_reward_holds_up_no_other_session(
+    tiny: TinyModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is refused may be sent again without end, and none of it counts as a call."""
+    read_in: list[tuple[bool, bool]] = []
+
+    def decode(content: bytes) -> Any:
+        read_in.append((len(content) > 4096, threading.current_thread() is threading.main_thread()))
+        return decode_object(content)
+
+    monkeypatch.setattr(session_routes, "decode_object", decode)
+
+    async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
+        _, key = await opened(http)
+        await say(http, key)
+        read_in.clear()
+        for info in ([[]] * 50_000, []):
+            answer = await http.post("/v1/reward", json={"reward": "no", "info": info}, headers=key)
+            assert answer.status_code == 400
+        assert read_in == [(True, False), (False, True)]
+
+    alone(tiny, tmp_path, scenario)

@@ -18,6 +18,7 @@ import pytest
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.open import open_engine
+from roll_flash.inference.servers.process import LOWEST_PORT, Launcher, ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.supervise import GuardedProcess
 
@@ -145,6 +146,30 @@ def test_a_busy_port_is_one_clear_line(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         message = start_error(InferenceConfig(engine="transformers", port=port), resolve_model("tiny"), tmp_path)
     assert message.startswith(f"port {port} on 127.0.0.1 cannot be used: Address already in use; set inference.port")
+
+
+def test_a_server_that_is_started_again_waits_for_who_has_taken_its_port(tmp_path: Path) -> None:
+    """A connection of anybody's, or a process of its own that is slow to die."""
+    ended = Launcher("ended", "float32", lambda index, port: [sys.executable, "-c", "raise SystemExit(3)"], {})
+
+    async def start_twice() -> None:
+        server = ServerProcess(0, ended, InferenceConfig(), tmp_path, "key")
+        with pytest.raises(InferenceError, match=r"did not start \(exit 3\)"):
+            await server.start()
+        taken = socket.create_server(("127.0.0.1", server.port))
+        asyncio.get_running_loop().call_later(0.5, taken.close)
+        with pytest.raises(InferenceError, match=r"did not start \(exit 3\)"):
+            await server.start()
+        await server.close()
+
+    asyncio.run(start_twice())
+
+
+def test_no_connection_is_given_the_port_of_a_server_that_is_not_there_yet(tmp_path: Path) -> None:
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    launcher = Launcher("none", "float32", lambda index, port: [], {})
+    ports = [ServerProcess(index, launcher, InferenceConfig(), tmp_path, "key").port for index in range(20)]
+    assert max(ports) < first or first <= LOWEST_PORT, "unless this machine gives every port to connections"
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])

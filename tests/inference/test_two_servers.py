@@ -237,6 +237,7 @@ def test_a_server_that_dies_with_its_guard_stopped_takes_the_next_weights_all_th
     assert all(two.run(engine.health()).values())
 
 
+@pytest.mark.nightly
 @pytest.mark.vllm
 def test_two_vllm_servers_lose_no_turn_over_updates_and_a_kill(tmp_path: Path) -> None:
     """Streamed turns, an aborting update and a keeping one, and SIGKILL to a server in the middle."""

@@ -57,7 +57,9 @@ async def step(learner: FsdpLearner, *batches: list[Group]) -> StepResult:
     return await learner.finish_step()
 
 
-@pytest.mark.parametrize(("ranks", "gradient_sync"), [(1, "step"), (2, "row"), (4, "step")])
+@pytest.mark.parametrize(
+    ("ranks", "gradient_sync"), [(1, "step"), (2, "row"), pytest.param(4, "step", marks=pytest.mark.nightly)]
+)
 def test_ranks_rows_and_accumulation_do_not_change_the_step(tiny_model: Path, ranks: int, gradient_sync: str) -> None:
     """Minibatches, a reference and an entropy bonus included; ranks that have no row for a pass, and a step that is
     abandoned, too."""

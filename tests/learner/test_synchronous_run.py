@@ -57,6 +57,7 @@ def _trajectory(record: dict[str, Any], mask: NDArray[np.bool_]) -> Trajectory:
     )
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_alpha_zero_is_the_plain_synchronous_loop_from_end_to_end(tmp_path: Path) -> None:
     """Workers, servers, stream, loader, ranks and publication must not show in any bit of the weights."""

@@ -7,11 +7,12 @@ set of MCP tools. If the server rejects an action, the model sees the error.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from roll_flash.envs.adapters.openenv.actions import JsonActions, TextActions, actions_of, as_text, takes_tools
-from roll_flash.envs.adapters.openenv.connection import NAME, OpenEnvConnection, WrongAction
+from roll_flash.envs.adapters.openenv.connection import NAME, OpenEnvConnection, SessionEnded, WrongAction
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.tools.calls import BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import ToolDescription
@@ -106,7 +107,8 @@ class OpenEnv(Env):
             answer = await self._connection.step(self._actions.action(text))
         except WrongAction as error:
             self._wrong += 1
-            return [{"role": "user", "content": f"Error: {error}. {self._actions.instructions}"}], 0.0, False
+            told = f"Error: {error}. {self._actions.instructions}"
+            return [{"role": "user", "content": told}], 0.0, isinstance(error, SessionEnded)
         said = as_text(answer["observation"], self._observation_field)
         return [{"role": "user", "content": said}], float(answer.get("reward") or 0.0), bool(answer.get("done"))
 
@@ -121,11 +123,15 @@ class OpenEnv(Env):
             raise EnvError(f"{NAME}: the server does not list its tools: {error!r}") from None
 
     async def _call_tools(self, text: str) -> tuple[list[Message], float, bool]:
-        """Run the calls; text without a call ends the episode."""
+        """Run the calls; text without a call ends the episode. Skip calls that would exceed the time of the step."""
+        calls_end_at = time.monotonic() + self.step_timeout_s / 2
         calls = parse_tool_calls(text, self._tools)
         shown, earned, done = [], 0.0, not calls
         for call in calls:
             if done:
+                break
+            if time.monotonic() > calls_end_at:
+                shown.append("Error: not run: the calls of this turn have taken all of its time")
                 break
             said, reward, done = await self._call_tool(call)
             shown.append(said)
@@ -141,7 +147,7 @@ class OpenEnv(Env):
             answer = await self._connection.step(wanted)
         except WrongAction as error:
             self._wrong += 1
-            return f"Error: {error}", 0.0, False
+            return f"Error: {error}", 0.0, isinstance(error, SessionEnded)
         observation = answer["observation"]
         fault = observation.get("error")
         self._wrong += bool(fault)

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from roll_flash.chat.model_text import MOST_DEPTH, is_deeper
+from roll_flash.chat.model_text import MOST_DEPTH, encodable, is_deeper
 from roll_flash.errors import ConfigError, EnvError
 
 NAME = "OpenEnv-v0"
@@ -26,6 +26,10 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 class WrongAction(Exception):
     """The server rejects the action as invalid. The message is shown to the model."""
+
+
+class SessionEnded(WrongAction):
+    """The server ended its session because of the action."""
 
 
 class OpenEnvConnection:
@@ -74,7 +78,7 @@ class OpenEnvConnection:
                 raise EnvError(f"{NAME}: reset with {dict(settings)}: {error}") from None
 
     async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `observation`, `reward` and `done`. Raises WrongAction."""
+        """Return `observation`, `reward` and `done`. Raises WrongAction, SessionEnded."""
         return await self._ask("step", action)
 
     async def close(self) -> None:
@@ -110,6 +114,8 @@ class OpenEnvConnection:
             raise _Full(said)
         if code == "VALIDATION_ERROR":
             raise WrongAction("; ".join(_fault(error) for error in data.get("errors") or []) or said)
+        if code == "SESSION_ERROR" and kind == "step":  # what an environment raises has a code of its own
+            raise SessionEnded(said[:300])
         raise EnvError(f"{NAME}: {kind}: {code}: {said[:300]}")
 
     def _client(self) -> aiohttp.ClientSession:
@@ -133,11 +139,14 @@ class _Full(Exception):
 
 
 def _as_json(request: Mapping[str, Any]) -> str:
-    """Raises WrongAction for JSON that a model can write but the server cannot read, as it would end the session."""
+    """Serialise a request; half characters become question marks.
+
+    Raises WrongAction for JSON that a model can write but the server cannot read, as it would end the session.
+    """
     if is_deeper(request, MOST_DEPTH):
         raise WrongAction(f"it is nested more than {MOST_DEPTH} deep")
     try:
-        return json.dumps(request, allow_nan=False)
+        return encodable(json.dumps(request, allow_nan=False, ensure_ascii=False))
     except ValueError:
         raise WrongAction("its numbers must be finite") from None
 

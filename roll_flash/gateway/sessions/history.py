@@ -69,6 +69,8 @@ class Place:
     key: Key
     characters: int
     """Approximate characters to render: new messages and tools."""
+    sent: int
+    """Characters of the new messages as received; all of them are kept."""
 
 
 class History:
@@ -91,8 +93,10 @@ class History:
             if records := self._by_key.get(found.keys[known - 1]):
                 # Among equal records, prefer one without a continuation: this extends a sample instead of adding one.
                 parent = next((record for record in reversed(records) if not record.children), records[-1])
-                return Place(parent, call.messages[known:], found.keys[-1], found.characters(known))
-        return Place(None, call.messages, found.keys[-1], found.characters(0))
+                return Place(
+                    parent, call.messages[known:], found.keys[-1], found.characters(known), sum(found.sizes[known:])
+                )
+        return Place(None, call.messages, found.keys[-1], found.characters(0), sum(found.sizes))
 
     def add(self, record: CallRecord) -> None:
         if record.parent is None:

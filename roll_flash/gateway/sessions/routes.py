@@ -16,6 +16,7 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -30,7 +31,7 @@ from roll_flash.gateway.apis.request_fields import (
     text,
     whole,
 )
-from roll_flash.gateway.server import GatewayServer
+from roll_flash.gateway.server import GatewayServer, content_of
 from roll_flash.gateway.sessions.finished_episode import finished_episode, session_figures
 from roll_flash.gateway.sessions.session import DEFAULT_MAX_TOKENS, Session, SessionSettings
 from roll_flash.gateway.sessions.verifier import Verifier, VerifierError
@@ -144,7 +145,8 @@ class SessionRoutes:
     async def _reward(self, request: web.Request) -> web.Response:
         opened = self._find(request)
         session = opened.session
-        body = decode_object(await request.read() or b"{}")
+        content = await content_of(request, session) or b"{}"
+        body = await session.work.do(partial(decode_object, content), len(content))
         if session.trouble is not None:
             trouble = session.trouble
             outcome = await self._to_its_end(self._fail(opened, trouble.cause, trouble.message))

@@ -66,6 +66,8 @@ class Session:
         self.used_s = time.monotonic()
         """Monotonic time in seconds when the last call started or ended."""
         self.calls = 0
+        self.under_way = 0
+        """Requests, from their head to their answer."""
         self.reached_max_calls = False
         self.context_was_full = False
         self.trouble: Trouble | None = None

@@ -6,7 +6,9 @@ The address is always loopback, and every request carries the key of the run (`p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import random
 import re
 import socket
 import time
@@ -26,6 +28,10 @@ from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_scratch_folder
 
 HOST = "127.0.0.1"
+LOWEST_PORT, PORTS_TRIED = 20_000, 100
+"""Ray's processes listen below."""
+PORT_FREED_S = 30.0
+"""For whatever took the port of a server that must be started again."""
 CAUSE_CHARACTERS = 400
 HEALTH_POLL_S = 0.2
 HEALTH_TIMEOUT_S = 5.0
@@ -94,8 +100,7 @@ class ServerProcess:
     async def start(self) -> None:
         """Start the server and wait until it answers. Raises InferenceError with the cause from its log."""
         self.starts += 1
-        advice = "set inference.port to another one, or to 0" if self._config.port else "start again"
-        require_free_port(HOST, self.port, advice)
+        await self._wait_for_port(PORT_FREED_S if self.starts > 1 else 0.0)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log_start = self.log.stat().st_size if self.log.exists() else 0
         scratch = make_scratch_folder("server")
@@ -184,6 +189,18 @@ class ServerProcess:
             VARIABLE: self._key,
         }
 
+    async def _wait_for_port(self, patience_s: float) -> None:
+        """Raises InferenceError when something else keeps it: a process that is slow to die, somebody's connection."""
+        advice = "set inference.port to another one, or to 0" if self._config.port else "start again"
+        deadline = time.monotonic() + patience_s
+        while True:
+            try:
+                return require_free_port(HOST, self.port, advice)
+            except InferenceError:
+                if time.monotonic() > deadline:
+                    raise
+            await asyncio.sleep(HEALTH_POLL_S)
+
     async def _wait_until_healthy(self, log_start: int) -> None:
         assert self._process is not None
         deadline = time.monotonic() + self._config.start_timeout_s
@@ -202,6 +219,15 @@ class ServerProcess:
 
 
 def _free_port() -> int:
+    """Below those that the kernel gives to connections: a server is away from its port until it has loaded its model,
+    and while it is started again."""
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    choice = random.SystemRandom()
+    for _ in range(PORTS_TRIED if first > LOWEST_PORT else 0):
+        port = choice.randrange(LOWEST_PORT, first)
+        with contextlib.suppress(InferenceError):
+            require_free_port(HOST, port, "")
+            return port
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
