@@ -33,7 +33,7 @@ def test_its_commands_are_understood() -> None:
 
 
 def test_its_errors_are_those_that_are_answered() -> None:
-    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "roll_flash/gateway").glob("*.py"))
+    sources = "".join(path.read_text() for path in (Path(__file__).parents[2] / "roll_flash/gateway").rglob("*.py"))
     codes = re.findall(r"`([a-z_]+)`", "".join(line for line in PAGE.splitlines() if re.match(r"\| [45]\d\d", line)))
     assert len(codes) > 8
     assert [code for code in codes if f'"{code}"' not in sources and code != "param"] == []
