@@ -15,7 +15,7 @@ from test_training_runs import start, step_rows, wait_for_step
 
 from roll_flash.monitor.episodes import read_episodes
 
-STEPS = int(os.environ.get("ROLL_FLASH_SOAK_STEPS", "30"))
+STEPS = 30
 ALPHA = 2
 
 

@@ -171,7 +171,8 @@ class GatewayServer:
         raise ApiError(401, "invalid_api_key", f"{what}; send the session's as `Authorization: Bearer KEY`")
 
     def is_admin(self, request: web.Request) -> bool:
-        key = api_key_of(request).encode(errors="surrogateescape")  # the raw bytes, which need not be text
+        """Keys are compared as the bytes that were sent, which need not be text."""
+        key = api_key_of(request).encode(errors="surrogateescape")
         return bool(self._admin_key) and hmac.compare_digest(key, self._admin_key)
 
     def _count_malformed(self) -> None:

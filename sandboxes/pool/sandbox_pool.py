@@ -151,8 +151,9 @@ class SandboxPool:
             shelf.ready.clear()
         for sandbox in self._open:
             self._in_background(self._end(sandbox))
-        while self._ends:
-            await asyncio.gather(*self._ends, return_exceptions=True)
+        while ending := set(self._ends):
+            await asyncio.gather(*ending, return_exceptions=True)
+            self._ends -= ending  # if all have ended, gather gives the loop no turn to do so (from Python 3.12 on)
         if self._provider is not None and isinstance(self._provider_choice, str):
             await self._provider.close()
             self._provider = None

@@ -115,6 +115,31 @@ def test_a_closed_pool_has_closed_every_sandbox_that_it_was_given(seed: int, sha
     assert [sandbox.name for sandbox in provider.opened if sandbox.runs] == []
 
 
+@pytest.mark.parametrize("turns", range(16))
+def test_a_pool_closes_whichever_turn_of_the_loop_a_lease_ends_in(turns: int) -> None:
+    """An ending that begins and ends in one turn of the loop must not keep `close` from giving the loop its next."""
+
+    class Instant(Chance):
+        async def happens(self) -> None: ...
+
+    async def close_beside_a_lease() -> None:
+        pool = SandboxPool(provider=FakeProvider(Instant(0, 0.0)), size=0)  # type: ignore[arg-type]
+        started = asyncio.Event()
+
+        async def lease() -> None:
+            async with pool.lease(SPECS[0]):
+                started.set()
+                for _ in range(turns):
+                    await asyncio.sleep(0)
+
+        leasing = asyncio.create_task(lease())
+        await started.wait()
+        await pool.close()
+        await leasing
+
+    asyncio.run(close_beside_a_lease())
+
+
 @pytest.mark.parametrize(
     "spoil", ["rm -r /sandbox/*; chmod 0555 /sandbox", "rm -r /sandbox/* /tmp/*; chmod 0555 /sandbox /tmp", "chmod 0 ."]
 )
