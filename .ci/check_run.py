@@ -14,7 +14,7 @@ from typing import Any
 from roll_flash.config.tree import Config, load_config
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
-from roll_flash.summary import read_books
+from roll_flash.summary import check_counts
 from roll_flash.weight_sync.parity import parity_threshold
 
 Rows = list[dict[str, Any]]
@@ -52,7 +52,7 @@ def staleness_bounded(config: Config, steps: Rows, episodes: Rows) -> str:
 
 def books_balance(config: Config, steps: Rows, episodes: Rows) -> str:
     last = {name.removeprefix("books/"): value for name, value in steps[-1].items() if name.startswith("books/")}
-    books = read_books(last)
+    books = check_counts(last)
     assert books["balance"], f"produced is not trained + dropped + waiting: {last}"
     return f"books balance: {books}"
 

@@ -34,7 +34,7 @@ from trl_peer import Peer, open_peer
 from roll_flash.learner.losses.policy import policy_loss
 from roll_flash.learner.model.policy_model import PolicyModel
 from roll_flash.learner.model.token_logprobs import token_logprobs
-from roll_flash.learner.packing.flex_tree import why_not
+from roll_flash.learner.packing.flex_tree import unsupported_reason
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.learner.weights.staged import WeightStage
 
@@ -312,7 +312,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
     policy, plain = load_both(folder, device, options.dtype)
     results: dict[str, dict[str, Any]] = {"on": {"device": _name(device), "dtype": str(options.dtype)}}
     if device.type == "cuda":
-        reason = why_not(device)
+        reason = unsupported_reason(device)
         policy.flex_attention = reason is None
         results["on"]["flex_attention"] = reason or "works"
     vocabulary = policy.head.shape[0]

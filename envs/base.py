@@ -53,13 +53,13 @@ class Env(_GymnasiumEnv):
     """Time limit in seconds of a `step` or `conclude`, set by the worker from `rollout.step_timeout_s`. A timeout fails
     the episode and gives no sample, so the environment must stop earlier any work that a model can make slow."""
 
-    def least_step_timeout_s(self) -> float:
+    def min_step_timeout_s(self) -> float:
         """Smallest allowed step timeout in seconds; a run with a smaller one is refused at its start."""
         return 0.0
 
-    def least_episode_timeout_s(self) -> float:
+    def min_episode_timeout_s(self) -> float:
         """Smallest allowed episode timeout in seconds, without the time in which the model generates."""
-        return self.least_step_timeout_s()
+        return self.min_step_timeout_s()
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

@@ -26,7 +26,7 @@ from roll_flash.evaluate.evaluation import (
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.processes.background import call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts
-from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_own
+from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.terminal import say
@@ -95,7 +95,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     before anything is started, else RollFlashError.
     """
     plan = plan_evaluation(request)
-    require_own(plan.folder)
+    require_owned_by_user(plan.folder)
     if all(_is_complete(plan, index) for index in range(len(plan.config.envs))):
         return await _scored(plan, None, request.status), plan.folder
     serves = plan.endpoint is None

@@ -51,7 +51,7 @@ class GatewayRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Serving:
+class RunningGateway:
     """A running gateway."""
 
     url: str
@@ -62,7 +62,9 @@ class Serving:
     routes: SessionRoutes
 
 
-async def serve(request: GatewayRequest, announce: Callable[[Serving], None], note: Callable[[str], None]) -> None:
+async def serve(
+    request: GatewayRequest, announce: Callable[[RunningGateway], None], note: Callable[[str], None]
+) -> None:
     """Serve until cancelled. Raises ConfigError before anything is started, else RollFlashError."""
     with first_failure() as failure:
         async with Interrupts(note) as interrupts, open_gateway(request, note) as serving:
@@ -71,7 +73,7 @@ async def serve(request: GatewayRequest, announce: Callable[[Serving], None], no
 
 
 @asynccontextmanager
-async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[Serving]:
+async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[RunningGateway]:
     """Run a gateway; sessions still open at the end are cancelled and written as failures."""
     admin_key = api_key_from(request.api_key_env) or f"rf-{secrets.token_urlsafe(24)}"
     if not 0 <= request.port <= MAX_PORT:
@@ -99,7 +101,7 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
             raise ConfigError(f"{request.host}:{request.port}: {reason}; choose another with --port") from None
         await stack.enter_async_context(beside(routes.sweep(), "the sweep over unused sessions"))
         url = url or f"http://{request.host}:{port}"
-        yield Serving(url, admin_key, backend.model, step_file(folder, 0), routes)
+        yield RunningGateway(url, admin_key, backend.model, step_file(folder, 0), routes)
 
 
 async def _open_backend(

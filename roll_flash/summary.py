@@ -44,7 +44,7 @@ def summarize(
         "seconds": seconds,
         "before": before.to_dict() if before else None,
         "after": after.to_dict() if after else None,
-        "books": read_books(books),
+        "books": check_counts(books),
         "tokens": round(tokens),
         "tokens_per_s": tokens / seconds if seconds else 0.0,
         "run_folder": str(run_folder),
@@ -78,7 +78,7 @@ def _megabytes(size: int) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
 
 
-def read_books(books: Mapping[str, int]) -> dict[str, Any]:
+def check_counts(books: Mapping[str, int]) -> dict[str, Any]:
     """Group the counts by reason and cause, and check that produced = trained + dropped + waiting."""
     dropped, failed = _prefixed(books, "dropped_"), _prefixed(books, "failed_")
     produced, trained, waiting = (books.get(name, 0) for name in ("produced", "trained", "waiting"))

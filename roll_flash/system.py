@@ -25,7 +25,7 @@ from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import next_group_number
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
-from roll_flash.processes.background import FirstFailure, all_or_first_error, call_in_thread, given_up_after
+from roll_flash.processes.background import FirstFailure, call_in_thread, cancel_on_failure, gather_or_cancel
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.processes.ray_watch import watching_ray
 from roll_flash.rollout.episode import Deadlines
@@ -161,7 +161,7 @@ async def open_system(
     Checks that may fail come before slow starts. Everything is stopped in reverse order.
     """
     async with AsyncExitStack() as stack:
-        async with given_up_after(failure):
+        async with cancel_on_failure(failure):
             system = await _start_system(stack, start, learner, progress)
         yield system
 
@@ -169,7 +169,7 @@ async def open_system(
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
     if start.resume_at is not None:
-        run_dir.rewind(start.resume_at)
+        run_dir.set_aside_after(start.resume_at)
     engine = await _start_models(stack, start, learner, progress)
     settings = worker_settings(config, engine.client_spec(), start.model_folder, start.needs_sandbox)
     fleet = await _start_workers(stack, config, settings)
@@ -233,7 +233,7 @@ async def _start_models(
     await learner.check_model()
     engine = _open_engine(stack, config, start.model_folder, start.run_dir.logs)
     progress.note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
-    await all_or_first_error(engine.start(), learner.start())
+    await gather_or_cancel(engine.start(), learner.start())
     return engine
 
 

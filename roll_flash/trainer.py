@@ -22,7 +22,7 @@ from roll_flash.learner.open import open_learner
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord
 from roll_flash.processes.background import first_failure
-from roll_flash.processes.deadlines import HangsError, LearnedDeadline
+from roll_flash.processes.deadlines import HungError, LearnedDeadline
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.run.run_dir import RunDir
 from roll_flash.scheduling.policy import has_signal
@@ -109,7 +109,7 @@ class Trainer:
         learner, was_asked = self._system.learner, isinstance(reason, KeyboardInterrupt)
         if not was_asked:
             self._progress.note(f"the run ends: {reason}")
-            if learner.version == 0 or isinstance(reason, HangsError):
+            if learner.version == 0 or isinstance(reason, HungError):
                 return
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:

@@ -22,7 +22,7 @@ from roll_flash import system, trainer
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config.tree import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
-from roll_flash.processes.background import first_failure, given_up_after, in_thread, start_background
+from roll_flash.processes.background import cancel_on_failure, first_failure, in_thread, start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.stream import TrajectoryStream, learner_consumer
@@ -133,7 +133,7 @@ def test_a_start_that_fails_of_an_error_in_the_background_names_that_one(
         assert task is not None
         try:
             with first_failure() as failure:
-                async with asyncio.timeout(5), given_up_after(failure):
+                async with asyncio.timeout(5), cancel_on_failure(failure):
                     start_background(fails(RunError("Ray is gone")), "the watch over Ray")
                     await start()
         finally:
@@ -149,7 +149,7 @@ def test_ctrl_c_in_a_start_is_not_cut_short_by_what_fails_then() -> None:
 
     async def run() -> None:
         with first_failure() as failure:
-            async with Interrupts(happened.append), given_up_after(failure):
+            async with Interrupts(happened.append), cancel_on_failure(failure):
                 os.kill(os.getpid(), signal.SIGINT)
                 try:
                     await for_ever()

@@ -22,7 +22,7 @@ from roll_flash.envs.adapters.openenv.connection import WrongAction
 from roll_flash.envs.adapters.task_folders.tests import pytest_verdict, reward_of_json, reward_of_text
 from roll_flash.envs.adapters.textarena import opponents as textarena_opponents
 from roll_flash.envs.agents.verifier import _said_reward
-from roll_flash.envs.rewards.evaluated_answers import EvaluatedAnswerError, check_answer
+from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
 from roll_flash.envs.rewards.judge import Judge
 from roll_flash.envs.shipped import move_env, shell_math
 from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
@@ -126,7 +126,7 @@ PARSERS: dict[str, Callable[[str], Any]] = {
     "OpenEnv numbers": bears(WrongAction, openenv_actions.TextActions("a", "number", "").action),
     "pytest": bears(ValueError, pytest_verdict),
     "a check's output": _said_reward,
-    "evaluated answers": bears(EvaluatedAnswerError, lambda text: check_answer(text, UNSEEN)),
+    "evaluated answers": bears(UnsafeAnswerError, lambda text: check_answer(text, UNSEEN)),
     "reward.txt": bears(ValueError, reward_of_text),
     "reward.json": bears((ValueError, RecursionError), lambda text: reward_of_json(text, "a")),  # type: ignore[arg-type]
     "gateway's answers": answered,

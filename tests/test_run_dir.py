@@ -328,12 +328,12 @@ def test_rewinding_sets_later_steps_aside_and_keeps_them(tmp_path: Path) -> None
             writer.write(step, trajectory())
         (run.eval / "step_5").mkdir()
         (run.eval / "before").mkdir()
-        assert run.rewind(4) == 2
+        assert run.set_aside_after(4) == 2
         assert sorted(path.name for path in run.episodes.iterdir()) == [
             *("step_000003.jsonl", "step_000004.jsonl", "step_000005.jsonl.bak")
         ]
         assert sorted(path.name for path in run.eval.iterdir()) == ["before", "step_5.bak"]
-        assert run.rewind(4) == 0
+        assert run.set_aside_after(4) == 0
 
 
 def test_a_run_is_found_by_name_or_folder_and_its_checkpoint_by_step(tmp_path: Path) -> None:

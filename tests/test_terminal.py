@@ -16,7 +16,7 @@ import pytest
 
 import roll_flash
 from roll_flash.cli.main import main
-from roll_flash.envs.tools.results import capped_prints
+from roll_flash.envs.tools.results import limit_prints
 from roll_flash.monitor.progress import Progress
 from roll_flash.terminal import one_line, printable
 from roll_flash.terminal_logs import make_logs_printable
@@ -86,7 +86,7 @@ def test_a_record_of_the_log_is_one_line_of_text() -> None:
 
 
 def test_what_a_tool_prints_of_a_models_text_is_text(capsys: pytest.CaptureFixture[str]) -> None:
-    with capped_prints():
+    with limit_prints():
         print(EVIL)
     assert capsys.readouterr().out == f"{HARMLESS}\n"
 

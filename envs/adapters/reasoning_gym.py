@@ -15,15 +15,15 @@ import gymnasium
 
 from roll_flash.chat.model_text import tagged
 from roll_flash.envs.adapters.optional_package import import_optional
-from roll_flash.envs.rewards.evaluated_answers import EvaluatedAnswerError, check_answer
-from roll_flash.envs.rewards.scoring_process import ScoringEndedError, join, leave, score_apart
+from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
+from roll_flash.envs.rewards.scoring_process import ScoringEndedError, join, leave, score_in_subprocess
 from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.envs.tools.calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError
 
 MOST_SEEDS = 1 << 31
 MOST_TROUBLE_CHARACTERS = 1000
-LONGEST_CHARACTERS, TIMES_AS_LONG = 2000, 20
+LONGEST_CHARACTERS, MAX_LENGTH_RATIO = 2000, 20
 """Limit on an answer's characters, and relative to the right one: quadratic scorers would exceed any step timeout."""
 
 
@@ -76,7 +76,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
         Raises EnvError for errors that no answer can cause: a missing package or file of the scorer.
         """
         right = self._entry["answer"]
-        most = max(LONGEST_CHARACTERS, TIMES_AS_LONG * len(str(right or "")))
+        most = max(LONGEST_CHARACTERS, MAX_LENGTH_RATIO * len(str(right or "")))
         if len(answer) > most:
             return 0.0, f"the answer is longer than {most} characters"
         score, trouble, fault = self._scored_apart(answer)
@@ -87,7 +87,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
     def _scored_apart(self, answer: str) -> tuple[float, str, str]:
         work = partial(_scored, self._dataset, self._scorer, self._entry, answer)
         try:
-            score, trouble, fault = score_apart(work, modules=(__name__, "reasoning_gym"))
+            score, trouble, fault = score_in_subprocess(work, modules=(__name__, "reasoning_gym"))
         except ScoringEndedError as error:
             return 0.0, f"the answer is not scored: {error}", ""
         return score, trouble, fault
@@ -116,7 +116,7 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
         check_answer(answer, scorer, str(entry["answer"] or ""))
         score = float(dataset.score_answer(answer=answer, entry=entry))
         return (score, "", "") if 0.0 <= score <= 1.0 else (0.0, f"the score is {score:g}, not from 0 to 1", "")
-    except EvaluatedAnswerError as error:
+    except UnsafeAnswerError as error:
         return 0.0, f"the answer is not scored: {error}", ""
     except (ImportError, OSError) as error:
         return 0.0, "", f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS]

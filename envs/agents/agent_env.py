@@ -34,13 +34,13 @@ GATEWAY_PORT = 8011
 """Port of the model in the sandbox, on 127.0.0.1."""
 FOLDER = "/tmp/agent"
 """Folder of the agent's own files, apart from its work."""
-CHECK_SPARE_S = 5.0
+CHECK_MARGIN_S = 5.0
 """Seconds added to the checks' timeouts for writing their files."""
-KEPT_OUTPUT = 1 << 16
+MAX_OUTPUT_BYTES = 1 << 16
 SHOWN_OUTPUT = 600
 SHOWN_LINES = 3
-NOT_STARTED = (126, 127)
-FILLED_UP = "out_of_memory"
+EXIT_NOT_STARTED = (126, 127)
+ENDED_OUT_OF_MEMORY = "out_of_memory"
 """End status of an agent whose sandbox died because the agent filled its memory."""
 
 
@@ -83,7 +83,7 @@ class AgentEnv(SandboxEnv):
       sandbox. A preset agent runs in the image of `make agents-image`.
     """
 
-    plays_itself = True
+    runs_own_loop = True
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class AgentEnv(SandboxEnv):
         self._answers: list[Message] = []
         self._info: dict[str, Any] = {}
 
-    def least_step_timeout_s(self) -> float:
+    def min_step_timeout_s(self) -> float:
         checks = [check for check in (self._verifier, self._partial) if check is not None]
-        return sum(check.timeout_s for check in checks) + (CHECK_SPARE_S if checks else 0.0)
+        return sum(check.timeout_s for check in checks) + (CHECK_MARGIN_S if checks else 0.0)
 
-    def least_episode_timeout_s(self) -> float:
-        return self._time_limit_s + self.least_step_timeout_s()
+    def min_episode_timeout_s(self) -> float:
+        return self._time_limit_s + self.min_step_timeout_s()
 
     def _check_arguments(self) -> None:
         tasks = (self._task is not None) + (self._instruction is not None)
@@ -186,7 +186,7 @@ class AgentEnv(SandboxEnv):
                 if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
                     raise
                 self._info = {
-                    "agent_ended": FILLED_UP,
+                    "agent_ended": ENDED_OUT_OF_MEMORY,
                     "agent_s": time.monotonic() - began,
                     "agent_connections": forward.accepted,
                 }
@@ -202,7 +202,7 @@ class AgentEnv(SandboxEnv):
             timeout=self._time_limit_s,
             stdin=None if self._takes_instruction else instruction,
             env={**self._variables(gateway), "AGENT_INSTRUCTION": instruction, **self._env},
-            max_output=KEPT_OUTPUT,
+            max_output=MAX_OUTPUT_BYTES,
             merge_stderr=True,
         )
 
@@ -210,12 +210,12 @@ class AgentEnv(SandboxEnv):
         """Return the reward of the agent's final state and info on its end. The agent may leave so little memory that
         the sandbox dies during the check; the reward is then 0."""
         try:
-            if self._info.get("agent_ended") != FILLED_UP:
+            if self._info.get("agent_ended") != ENDED_OUT_OF_MEMORY:
                 return await self._score()
         except SandboxDied as error:
             if error.reason != OUT_OF_MEMORY:
                 raise
-        return 0.0, {**self._info, "agent_ended": FILLED_UP, "success": False}
+        return 0.0, {**self._info, "agent_ended": ENDED_OUT_OF_MEMORY, "success": False}
 
     async def _score(self) -> tuple[float, dict[str, Any]]:
         reward, info = await self._check()
@@ -310,7 +310,7 @@ class AgentEnv(SandboxEnv):
 
     def _why_no_call(self, result: ExecResult) -> str:
         said = " | ".join(_tail(result.stdout + result.stderr).splitlines()[-SHOWN_LINES:])
-        if result.exit_code in NOT_STARTED:
+        if result.exit_code in EXIT_NOT_STARTED:
             return f"the agent program cannot be started (exit status {result.exit_code}): {said}"
         how = f"ran {self._time_limit_s:g} s" if result.timed_out else f"ended with exit status {result.exit_code}"
         return f"the agent made no call of the model: it {how} and said: {said or 'nothing'}"

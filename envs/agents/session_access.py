@@ -1,6 +1,6 @@
 """Interface of environments that play themselves: one gateway session, given as an address and a key.
 
-An environment with `plays_itself = True` takes no steps from a worker. The worker makes it, calls `reset(seed=...)`
+An environment with `runs_own_loop = True` takes no steps from a worker. The worker makes it, calls `reset(seed=...)`
 (which sets up the task; only its info is kept), opens a session, and awaits `play(access)`, in which the agent calls
 the model over HTTP any number of times. Then `score()` returns the reward, and `close()` ends the episode. By then the
 gateway has seen every call and recorded its tokens.
@@ -26,9 +26,9 @@ class AgentGateway:
     `x-api-key: KEY`."""
     model: str
     """Model name for requests."""
-    aside_key: str = field(default="", repr=False)
+    unrecorded_key: str = field(default="", repr=False)
     """Key whose calls are answered by the same model but not recorded or trained on, for a simulated opponent or
-    user. Empty unless the environment has `asks_aside = True`."""
+    user. Empty unless the environment has `needs_unrecorded_calls = True`."""
     answers: Callable[[], list[Message]] = field(default=list, repr=False)
     """Returns the model's answers in this episode so far, as the gateway recorded them: assistant messages of the
     chat API. No agent can change them."""
@@ -44,10 +44,10 @@ class AgentGateway:
 
 
 @runtime_checkable
-class PlaysItself(Protocol):
+class RunsOwnLoop(Protocol):
     """An (unwrapped) environment whose agent brings its own loop."""
 
-    plays_itself: bool
+    runs_own_loop: bool
 
     async def play(self, gateway: AgentGateway) -> None:
         """Run the agent until it ends. An exception fails the episode, which is then not scored."""

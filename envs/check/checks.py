@@ -18,7 +18,7 @@ from typing import Any, Literal
 from roll_flash.envs.check import agents as agents
 from roll_flash.envs.check.contract import contract_broken
 from roll_flash.envs.check.leftovers import Snapshot, own_temporary_folder, wait_until_nothing_new
-from roll_flash.envs.check.play import Agent, Played, Player
+from roll_flash.envs.check.play import Agent, PlayedEpisode, Player
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import list_sandboxes
 
@@ -77,19 +77,19 @@ def check_environment(
 
 
 @dataclass(slots=True)
-class _Games:
+class _Episodes:
     """All played episodes, by agent."""
 
-    silent: list[Played] = field(default_factory=list)
-    rambling: list[Played] = field(default_factory=list)
-    again: list[Played] = field(default_factory=list)
+    silent: list[PlayedEpisode] = field(default_factory=list)
+    rambling: list[PlayedEpisode] = field(default_factory=list)
+    again: list[PlayedEpisode] = field(default_factory=list)
     """The rambling agent again, with the same text on the same seeds."""
-    talkative: list[Played] = field(default_factory=list)
-    malformed: list[Played] = field(default_factory=list)
-    oracle: list[Played] | None = None
+    talkative: list[PlayedEpisode] = field(default_factory=list)
+    malformed: list[PlayedEpisode] = field(default_factory=list)
+    oracle: list[PlayedEpisode] | None = None
 
     @property
-    def all(self) -> list[Played]:
+    def all(self) -> list[PlayedEpisode]:
         return [*self.silent, *self.rambling, *self.again, *self.talkative, *self.malformed, *(self.oracle or ())]
 
 
@@ -109,7 +109,7 @@ async def _check(
             broken = await contract_broken(player, seeds[0], timeout_s)
             games = None if broken else await _play_all(player, seeds, has_oracle)
         left = await asyncio.to_thread(_left, before, temporary, run)
-    ask: tuple[Callable[[_Games], EnvCheck], ...] = (
+    ask: tuple[Callable[[_Episodes], EnvCheck], ...] = (
         _reproduces,
         _differs,
         _nothing_earns_nothing,
@@ -137,11 +137,11 @@ async def _made(player: Player, env_id: str) -> tuple[Any, Any]:
         raise ConfigError(f"{env_id}: making it raised {type(error).__name__}: {error}") from error
 
 
-async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _Games:
-    async def play(agent: Callable[[int], Agent], chosen: Sequence[int], full: bool = False) -> list[Played]:
+async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _Episodes:
+    async def play(agent: Callable[[int], Agent], chosen: Sequence[int], full: bool = False) -> list[PlayedEpisode]:
         return [await player.play(agent(seed), seed, with_full_reward=full) for seed in chosen]
 
-    return _Games(
+    return _Episodes(
         silent=[*await play(lambda _: agents.silent(""), seeds[:2], True), *await play(lambda _: _IDLE, seeds[:2])],
         rambling=await play(agents.rambling, seeds),
         again=await play(agents.rambling, seeds),
@@ -160,7 +160,7 @@ def _answer(name: str, holds: bool, detail: str, advice: str) -> EnvCheck:
     return EnvCheck(name, "pass" if holds else "fail", detail, "" if holds else advice)
 
 
-def _reproduces(games: _Games) -> EnvCheck:
+def _reproduces(games: _Episodes) -> EnvCheck:
     different = [
         first.seed
         for first, second in zip(games.rambling, games.again, strict=True)
@@ -174,7 +174,7 @@ def _reproduces(games: _Games) -> EnvCheck:
     )
 
 
-def _differs(games: _Games) -> EnvCheck:
+def _differs(games: _Episodes) -> EnvCheck:
     tasks = len({repr(played.prompt) for played in games.rambling})
     detail = f"{tasks} different tasks from {len(games.rambling)} seeds"
     if tasks > 1:
@@ -182,7 +182,7 @@ def _differs(games: _Games) -> EnvCheck:
     return EnvCheck("different seeds, different tasks", "skip", detail, "fine if there is only one task; else use seed")
 
 
-def _nothing_earns_nothing(games: _Games) -> EnvCheck:
+def _nothing_earns_nothing(games: _Episodes) -> EnvCheck:
     paid = [played for played in games.silent if played.reward > TOLERANCE or played.success]
     best = max((played.reward for played in games.silent), default=0.0)
     errors = [played.error for played in games.silent if played.error]
@@ -196,8 +196,8 @@ def _nothing_earns_nothing(games: _Games) -> EnvCheck:
     )
 
 
-def _survives(who: str, chosen: Callable[[_Games], list[Played]]) -> Callable[[_Games], EnvCheck]:
-    def check(games: _Games) -> EnvCheck:
+def _survives(who: str, chosen: Callable[[_Episodes], list[PlayedEpisode]]) -> Callable[[_Episodes], EnvCheck]:
+    def check(games: _Episodes) -> EnvCheck:
         played = chosen(games)
         errors = [one.error for one in played if one.error]
         turns = sum(len(one.steps) for one in played)
@@ -212,7 +212,7 @@ def _survives(who: str, chosen: Callable[[_Games], list[Played]]) -> Callable[[_
     return check
 
 
-def _oracle_earns_all(games: _Games) -> EnvCheck:
+def _oracle_earns_all(games: _Episodes) -> EnvCheck:
     name = "the oracle earns the full reward"
     if games.oracle is None:
         return EnvCheck(name, "skip", "it has no oracle", "define oracle(), which returns the right action now")
@@ -230,7 +230,7 @@ def _oracle_earns_all(games: _Games) -> EnvCheck:
     return EnvCheck(name, "pass", f"{len(games.oracle)} seeds, {turns:.1f} turns each")
 
 
-def _rewards_in_range(games: _Games) -> EnvCheck:
+def _rewards_in_range(games: _Episodes) -> EnvCheck:
     earned = [played.reward for played in games.all]
     full = max((played.full_reward for played in games.all if played.full_reward is not None), default=math.inf)
     too_much = [reward for reward in earned if reward > full + TOLERANCE]
@@ -242,8 +242,8 @@ def _rewards_in_range(games: _Games) -> EnvCheck:
     )
 
 
-def _is_quick(timeout_s: float) -> Callable[[_Games], EnvCheck]:
-    def check(games: _Games) -> EnvCheck:
+def _is_quick(timeout_s: float) -> Callable[[_Episodes], EnvCheck]:
+    def check(games: _Episodes) -> EnvCheck:
         steps = sorted(1000 * took_s for played in games.all for took_s in played.step_s) or [0.0]
         resets = sorted(1000 * played.reset_s for played in games.all)
         detail = (

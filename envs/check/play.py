@@ -23,7 +23,7 @@ Agent = Callable[[Any, Sequence[Message], int], Awaitable[str]]
 
 
 @dataclass(slots=True)
-class Played:
+class PlayedEpisode:
     """One episode. It stops at the first error; `error` gives the message and the part."""
 
     seed: int
@@ -72,12 +72,12 @@ class Player:
         inner.sandbox = cast(Sandbox, lease)
         return env, lease
 
-    async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> Played:
+    async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> PlayedEpisode:
         """Play an episode and record its errors. Raises SandboxError if no sandbox can be started."""
         from roll_flash.envs.hosting.environments import AsyncEnvironment
 
         env, lease = await self.open()
-        played = Played(seed)
+        played = PlayedEpisode(seed)
         wrapped = AsyncEnvironment(env, DaemonThreads())
         try:
             await self._play(wrapped, agent, played, with_full_reward)
@@ -95,7 +95,7 @@ class Player:
                 await lease.close()
         return played
 
-    async def _play(self, env: Any, agent: Agent, played: Played, with_full_reward: bool) -> None:
+    async def _play(self, env: Any, agent: Agent, played: PlayedEpisode, with_full_reward: bool) -> None:
         async with asyncio.timeout(self._timeout_s):
             began = time.monotonic()
             played.prompt, _ = await env.reset(played.seed)
@@ -127,7 +127,7 @@ class Player:
         return ""
 
 
-def _messages(played: Played) -> list[Message]:
+def _messages(played: PlayedEpisode) -> list[Message]:
     messages = list(played.prompt)
     for action, answer, _ in played.steps:
         messages += [{"role": "assistant", "content": action}, *answer]

@@ -62,7 +62,7 @@ def check_environment(
 
 def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
     """Raise ConfigError for a timeout below the environment's own limits: a model could then cause lost samples."""
-    least = {"step_timeout_s": env.least_step_timeout_s(), "episode_timeout_s": env.least_episode_timeout_s()}
+    least = {"step_timeout_s": env.min_step_timeout_s(), "episode_timeout_s": env.min_episode_timeout_s()}
     for name, least_s in least.items():
         if (allowed_s := getattr(rollout, name)) < least_s:
             raise ConfigError(
@@ -95,9 +95,9 @@ class AsyncEnvironment:
         return self._env.unwrapped
 
     @property
-    def plays_itself(self) -> bool:
-        """True if its agent brings its own loop (`roll_flash.envs.agents.session_access.PlaysItself`)."""
-        return getattr(self._env.unwrapped, "plays_itself", False) is True
+    def runs_own_loop(self) -> bool:
+        """True if its agent brings its own loop (`roll_flash.envs.agents.session_access.RunsOwnLoop`)."""
+        return getattr(self._env.unwrapped, "runs_own_loop", False) is True
 
     async def play(self, gateway: AgentGateway) -> None:
         await self._call(self._own("play"), gateway)

@@ -26,7 +26,7 @@ FUNCTIONS = frozenset(
 JSON_WORDS = frozenset({"true", "false", "null"})
 _EVALUATES = re.compile(r"\b(?:eval|exec|compile)\s*\(")
 _USES_SYMPY = re.compile(r"^\s*(?:import|from)\s+sympy\b", re.MULTILINE)
-_ODD_NUMBER = re.compile(r"(?<![\w.])[0-9.]+[A-Za-z_]|#")
+_NON_PLAIN_NUMERAL = re.compile(r"(?<![\w.])[0-9.]+[A-Za-z_]|#")
 """Numerals other than plain ones, and comments. Their exponents may be huge (`1e-999999999` is 0 to Python and a
 fraction to sympy), and scorers that search an answer for numbers read `0x7b` and `# 3 5` differently."""
 _NOT_FINITE = re.compile(r"(?<![^\W\d_])(?:nan|inf|infinity)[ij]?(?![^\W\d_])", re.IGNORECASE)
@@ -37,15 +37,15 @@ _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BinOp, ast.UnaryOp, ast.
 _PARSES = re.compile(r"\b(?:parse_expr|sympify|S)\s*\(")
 
 
-class EvaluatedAnswerError(Exception):
+class UnsafeAnswerError(Exception):
     """An answer that is neither data nor plain arithmetic."""
 
 
 def check_answer(answer: str, scorer: Any, right: str = "") -> None:
-    """Check that `scorer`, an object of any class, can safely score the answer. Raises EvaluatedAnswerError if the
+    """Check that `scorer`, an object of any class, can safely score the answer. Raises UnsafeAnswerError if the
     scorer would run it as code or mistake it for the right answer."""
-    if any(map(str.isdigit, right)) and _may_be_nan(answer) and not _may_be_nan(right):
-        raise EvaluatedAnswerError("it is no finite number")
+    if any(map(str.isdigit, right)) and _could_be_non_finite(answer) and not _could_be_non_finite(right):
+        raise UnsafeAnswerError("it is no finite number")
     source = _source_of(type(scorer))
     with_sympy = bool(_USES_SYMPY.search(source) and _PARSES.search(source))
     if not with_sympy and not _EVALUATES.search(source):
@@ -54,17 +54,17 @@ def check_answer(answer: str, scorer: Any, right: str = "") -> None:
         tree = _parsed(answer)
         if tree is None and not with_sympy:
             return  # not valid Python, so it is not run; sympy's syntax is larger than Python's
-        if with_sympy and _ODD_NUMBER.search(answer):
+        if with_sympy and _NON_PLAIN_NUMERAL.search(answer):
             tree = None
-        if tree is not None and with_sympy and _has_more_than(tree, _parsed(right)):
+        if tree is not None and with_sympy and _exceeds_arithmetic(tree, _parsed(right)):
             tree = None
         if tree is None or (_bits(tree) > MOST_BITS if with_sympy else not _is_data(tree, source)):
-            raise EvaluatedAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
+            raise UnsafeAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
     except RecursionError:
-        raise EvaluatedAnswerError("it is nested too deeply") from None
+        raise UnsafeAnswerError("it is nested too deeply") from None
 
 
-def _may_be_nan(text: str) -> bool:
+def _could_be_non_finite(text: str) -> bool:
     """Return True also for scorers that first remove blanks, or that read `i` as the imaginary unit."""
     return bool(_NOT_FINITE.search(text) or _NOT_FINITE.search("".join(text.split())) or _ESCAPED.search(text))
 
@@ -79,15 +79,15 @@ def _source_of(scorer: type[Any]) -> str:
 
 
 def _parsed(answer: str) -> ast.expr | None:
-    """Return None for text that is not an expression. Raises EvaluatedAnswerError, RecursionError."""
+    """Return None for text that is not an expression. Raises UnsafeAnswerError, RecursionError."""
     if len(answer) > LONGEST_CHARACTERS:
-        raise EvaluatedAnswerError(f"it is longer than {LONGEST_CHARACTERS} characters")
+        raise UnsafeAnswerError(f"it is longer than {LONGEST_CHARACTERS} characters")
     try:
         return ast.parse(answer, mode="eval").body
     except SyntaxError:
         return None
     except (ValueError, MemoryError):
-        raise EvaluatedAnswerError("it cannot be read") from None
+        raise UnsafeAnswerError("it cannot be read") from None
 
 
 def _is_data(node: ast.expr, source: str) -> bool:
@@ -107,7 +107,7 @@ def _is_data(node: ast.expr, source: str) -> bool:
     return False
 
 
-def _has_more_than(tree: ast.expr, right: ast.expr | None) -> bool:
+def _exceeds_arithmetic(tree: ast.expr, right: ast.expr | None) -> bool:
     """Return True if it has more than integers and basic arithmetic although the right answer has only these.
 
     With names (`x/x`, `log(E)`) one can write any number without using the given numbers.

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.envs.tools.results import shortened
+from roll_flash.envs.tools.results import cut_middle
 from roll_flash.errors import EnvError, InferenceError
 from roll_flash.types import Message, SamplingParams
 
@@ -78,7 +78,7 @@ class Judge:
         answer can contain its own mark.
         """
         mark = hashlib.sha256(f"{question}\0{answer}".encode(errors="replace")).hexdigest()[:8]
-        parts = {"question": question, "reference": reference, "answer": shortened(answer, self._answer_characters)}
+        parts = {"question": question, "reference": reference, "answer": cut_middle(answer, self._answer_characters)}
         shown = [
             f"<{name}-{mark}>\n{_SCORE_TAG.sub('(score)', text)}\n</{name}-{mark}>"
             for name, text in parts.items()

@@ -65,7 +65,9 @@ def leave(user: Any) -> None:
                 _server[1].send(_UNUSED)
 
 
-def score_apart(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S) -> Any:
+def score_in_subprocess(
+    work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S
+) -> Any:
     """Return the result of `work`, as JSON data. `modules` are slow imports. Raises ScoringEndedError, EnvError."""
     request = cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work)
     if not (said := _answer(request, modules)):  # it may just have ended, for example because it had no users

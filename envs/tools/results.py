@@ -19,15 +19,15 @@ def render_result(value: Any, max_characters: int) -> str:
     if value is None:
         return "(no output)"
     if isinstance(value, ExecResult):
-        return shortened(_command_output(value, max_characters), max_characters)
+        return cut_middle(_command_output(value, max_characters), max_characters)
     if isinstance(value, bytes):
         value = _decoded(value, max_characters)
     if not isinstance(value, str):
         value = json.dumps(value, default=str, ensure_ascii=False)
-    return shortened(value, max_characters) or "(no output)"
+    return cut_middle(value, max_characters) or "(no output)"
 
 
-def shortened(text: str, max_characters: int) -> str:
+def cut_middle(text: str, max_characters: int) -> str:
     """Cut to about `max_characters`: head, tail, and between them a note of the length left out."""
     if len(text) <= max_characters:
         return text
@@ -72,7 +72,7 @@ class Allowance:
 _allowance: ContextVar[Allowance | None] = ContextVar("allowance", default=None)
 
 
-class _Capped:
+class _LimitedStream:
     """A stream wrapper that limits writes to the allowance of the calling context; the rest goes to the stream."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -92,15 +92,15 @@ class _Capped:
 
 
 @contextmanager
-def capped_prints() -> Iterator[Allowance]:
+def limit_prints() -> Iterator[Allowance]:
     """Cut prints inside the block at MOST_CHARACTERS, also in threads that inherit this context.
 
     The streams stay wrapped, so a thread that outlives its call is still cut. Subprocesses of a tool are not cut.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is not None and not isinstance(stream, _Capped):
-            setattr(sys, name, cast(TextIO, _Capped(stream)))
+        if stream is not None and not isinstance(stream, _LimitedStream):
+            setattr(sys, name, cast(TextIO, _LimitedStream(stream)))
     allowance = Allowance()
     token = _allowance.set(allowance)
     try:

@@ -32,7 +32,7 @@ from roll_flash.envs.tools.prompt import (
     show_results,
     with_system_text,
 )
-from roll_flash.envs.tools.results import capped_prints, render_result, shortened
+from roll_flash.envs.tools.results import cut_middle, limit_prints, render_result
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError
@@ -41,7 +41,7 @@ from roll_flash.types import Message
 logger = logging.getLogger("roll_flash.envs")
 
 ERROR_CHARACTERS = 600
-LARGEST_SHARE = 0.9
+MAX_TOOLS_SHARE_OF_STEP = 0.9
 """Maximum share of the step timeout for the tool calls of one turn, if a tool has a long timeout."""
 
 OUT_OF_MEMORY = "oom"
@@ -142,7 +142,7 @@ class ToolEnv(Env):
         """Time limit in seconds for all calls of one turn. The rest of `step_timeout_s` is for the rewards, so a model
         with slow calls gets an error message instead of a failed episode."""
         longest_s = max((tool.options.timeout_s for tool in _tools_of(type(self)).values()), default=0.0)
-        return min(LARGEST_SHARE * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
+        return min(MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
 
     @property
     def tools_left_s(self) -> float:
@@ -213,7 +213,7 @@ class ToolEnv(Env):
                 raise WrongArguments(call.message)
             tool = _tools_of(type(self))[call.name]
             arguments = tool.check(call.arguments)
-            with capped_prints() as printed:
+            with limit_prints() as printed:
                 output, ok = await self._run_tool(tool, arguments), True
             if printed.left_out:
                 logger.warning("tool %s printed too much: %d characters left out", tool.name, printed.left_out)
@@ -224,7 +224,7 @@ class ToolEnv(Env):
             output, ok = str(error), False
         use.seconds += time.monotonic() - started
         use.errors += not ok
-        return CallOutcome(call.name, arguments, output if ok else shortened(output, ERROR_CHARACTERS), ok)
+        return CallOutcome(call.name, arguments, output if ok else cut_middle(output, ERROR_CHARACTERS), ok)
 
     async def _run_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         function = functools.partial(tool.function, *((self,) if tool.takes_env else ()), **arguments)

@@ -32,7 +32,7 @@ MAX_ANSWER_BYTES = 64 * 2**20
 MAX_TOKENS = 1 << 31
 """Maximum token count that an endpoint may report for one answer."""
 LONGEST_BACKOFF_S = 30.0
-TOO_LONG = ("context length", "context_length", "context size", "context window", "prompt is too long")
+CONTEXT_ERROR_TEXTS = ("context length", "context_length", "context size", "context window", "prompt is too long")
 """Error texts for a conversation that does not fit the context; there is no standard error code."""
 
 
@@ -60,7 +60,7 @@ class EndpointRefusedError(InferenceError):
     @property
     def is_too_long(self) -> bool:
         """True if the conversation does not fit the model's context."""
-        return self.status in (400, 413, 422) and any(words in self.said.lower() for words in TOO_LONG)
+        return self.status in (400, 413, 422) and any(words in self.said.lower() for words in CONTEXT_ERROR_TEXTS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class _Refusal:
         return (self.status == 429 and "insufficient_quota" not in self.text) or asked_to_wait
 
     @property
-    def may_pass(self) -> bool:
+    def is_authorized(self) -> bool:
         return self.throttles or (self.status in RETRIED_STATUS and self.status != 429)
 
 
@@ -157,7 +157,7 @@ class OpenAIChatClient:
             if not isinstance(trouble, (str, _Refusal)):
                 return trouble.value
             text = trouble if isinstance(trouble, str) else f"HTTP {trouble.status}: {trouble.text}"
-            if isinstance(trouble, _Refusal) and not trouble.may_pass:
+            if isinstance(trouble, _Refusal) and not trouble.is_authorized:
                 message = f"{self.url}: {text}{_advice(trouble.status, self.model)}"
                 raise EndpointRefusedError(message, trouble.status, trouble.text)
             if isinstance(trouble, _Refusal) and trouble.throttles:

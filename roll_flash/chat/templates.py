@@ -30,7 +30,7 @@ Tools = list[dict[str, Any]] | None
 """Declared tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
 Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]
 
-UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
+TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that a template raises for call arguments or tool schemas of a kind that it does not support."""
 
 _SOME_ANSWER = "[[an answer of the model]]"
@@ -186,7 +186,7 @@ class ChatTemplate:
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(f"{self._name}: the chat template refuses the roles {roles}: {error}") from None
-        except UNFIT as error:
+        except TEMPLATE_ERRORS as error:
             what = f"{type(error).__name__}: {str(error)[:200]}"
             raise ModelError(f"{self._name}: the chat template cannot show these messages and tools: {what}") from None
         return encodable(str(text))

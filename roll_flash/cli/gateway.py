@@ -11,7 +11,7 @@ from roll_flash.errors import ConfigError
 from roll_flash.terminal import say
 
 if TYPE_CHECKING:
-    from roll_flash.serving import Serving
+    from roll_flash.serving import RunningGateway
 
 Handler = Callable[[argparse.Namespace], int]
 Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
@@ -61,9 +61,9 @@ def _serve_gateway(arguments: argparse.Namespace) -> int:
     )
     if request.idle_s <= 0:
         raise ConfigError(f"--idle-s {request.idle_s:g}: must be more than 0")
-    serving: list[Serving] = []
+    serving: list[RunningGateway] = []
 
-    def announce(found: Serving) -> None:
+    def announce(found: RunningGateway) -> None:
         serving.append(found)
         _announce(found, arguments.json, request.api_key_env is None)
 
@@ -84,7 +84,7 @@ def _only_overrides(words: Sequence[str]) -> Sequence[str]:
     return words
 
 
-def _announce(serving: Serving, as_json: bool, is_made: bool) -> None:
+def _announce(serving: RunningGateway, as_json: bool, is_made: bool) -> None:
     """`is_made`: the key was generated, so the user does not know it yet."""
     if as_json:
         found = {"url": serving.url, "model": serving.model, "episodes": str(serving.episodes)}

@@ -13,7 +13,7 @@ from roll_flash.config.evaluation import EvalConfig
 from roll_flash.evaluate.budget import Budget
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
 
-TRIED_AGAIN: frozenset[FailureCause] = frozenset(
+RETRIED_CAUSES: frozenset[FailureCause] = frozenset(
     {"generate_error", "generate_timeout", "sandbox_error", "worker_died", "internal_error"}
 )
 """Infrastructure failures, which are retried. An environment that raises or hangs would probably do so again."""
@@ -52,7 +52,7 @@ class Attempts:
             self._failures_in_a_row = 0
             return
         self._failures_in_a_row += 1
-        if outcome.cause in TRIED_AGAIN and spec.attempt < self._config.retries:
+        if outcome.cause in RETRIED_CAUSES and spec.attempt < self._config.retries:
             self._waiting.append(replace(spec, attempt=spec.attempt + 1))
             self.tried_again += 1
         if self._failures_in_a_row >= self._config.max_failures_in_a_row:

@@ -13,7 +13,7 @@ from roll_flash.models.prepare import resolve_model
 MAX_LENGTH = 16_384
 MAX_TURNS = 50
 MAX_NEW_TOKENS = 2048
-SPARE_S = 120.0
+MARGIN_S = 120.0
 """Seconds for the sandbox start and the last answer, added to a task's limits for its agent and its tests."""
 
 
@@ -34,8 +34,8 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
             "max_new_tokens": MAX_NEW_TOKENS,
             "generate_timeout_s": 600,
             # Tests without a verdict run again in a fresh sandbox, to find out what caused the problem.
-            "step_timeout_s": agent_s + 2 * tests_s + SPARE_S,
-            "episode_timeout_s": 2 * agent_s + 2 * tests_s + SPARE_S,
+            "step_timeout_s": agent_s + 2 * tests_s + MARGIN_S,
+            "episode_timeout_s": 2 * agent_s + 2 * tests_s + MARGIN_S,
         },
     }
 

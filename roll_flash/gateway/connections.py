@@ -17,7 +17,7 @@ from aiohttp.web_protocol import RequestHandler as Connection
 
 MOST_KEPT = 32
 """Maximum kept connections per session."""
-MOST_SILENT = 1024
+MAX_IDLE_CONNECTIONS = 1024
 """Maximum connections without session and running request; above that, the oldest is closed at once."""
 FIRST_REQUEST_S = 60.0
 
@@ -85,7 +85,7 @@ class Connections:
 
     def _await_request(self, connection: Connection) -> None:
         self._silent[connection] = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._give_up, connection)
-        if len(self._silent) > MOST_SILENT:
+        if len(self._silent) > MAX_IDLE_CONNECTIONS:
             self._give_up(next(iter(self._silent)))
 
     def _give_up(self, connection: Connection) -> None:

@@ -19,7 +19,7 @@ from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken
 from roll_flash.gateway.sessions.history import CallRecord, answer_key
 from roll_flash.gateway.sessions.session import Session
 
-AGENTS_FAULT = frozenset({400, 413, 422})
+CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
 """Status codes caused by the agent's request; a wrong key or an unknown model is the gateway's fault."""
 
 
@@ -46,7 +46,7 @@ class EndpointBackend:
         try:
             body = await self._client.complete(request, timeout_s=session.timeout_s)
         except EndpointRefusedError as error:
-            if error.status in AGENTS_FAULT:
+            if error.status in CLIENT_ERROR_STATUSES:
                 raise _as_refused(error, session) from None
             raise
         try:

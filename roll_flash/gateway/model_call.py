@@ -42,7 +42,7 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Requested:
+class RequestedSampling:
     """Sampling parameters of the agent; None if not set."""
 
     temperature: float | None = None
@@ -73,7 +73,7 @@ class ModelCall:
     tools: tuple[dict[str, Any], ...] = ()
     tool_choice: str = "auto"
     """`auto`, `none`, `required`, or `name:TOOL`."""
-    requested: Requested = field(default_factory=Requested)
+    requested: RequestedSampling = field(default_factory=RequestedSampling)
     n: int = 1
     wants_logprobs: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)

@@ -15,7 +15,7 @@ from roll_flash.gateway.apis.answer_text import split_thinking, split_tool_calls
 from roll_flash.gateway.apis.api_error import ApiError, bad_request
 from roll_flash.gateway.apis.prompt_text import PromptText
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, Usage
-from roll_flash.gateway.sessions.history import CallRecord, Place, answer_key
+from roll_flash.gateway.sessions.history import CallRecord, TreePosition, answer_key
 from roll_flash.gateway.sessions.session import Session
 from roll_flash.types import Message, SamplingParams
 
@@ -88,7 +88,7 @@ class TokenBackend:
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
         return len(await session.work.do(partial(self._whole, call), call.keys.characters(0)))
 
-    def _tokens_of(self, call: ModelCall, place: Place) -> list[int]:
+    def _tokens_of(self, call: ModelCall, place: TreePosition) -> list[int]:
         """Tokenize the new part of the request."""
         found = self._whole(call) if place.parent is None else self._continued(call, place.parent, place.given)
         if place.sent > MOST_UNSHOWN + MOST_SHOWN_PER_TOKEN * len(found):

@@ -20,7 +20,7 @@ from roll_flash.errors import ModelError, RollFlashError
 from roll_flash.models import tiny as tiny_model
 from roll_flash.terminal import progress_bars_on_terminals_only, say
 
-RECIPE = 1
+RECIPE_VERSION = 1
 """Recipe version, part of the cache folder's name; increased when a recipe changes, so that old models are rebuilt."""
 
 
@@ -49,7 +49,7 @@ def cache_folder() -> Path:
 
 def prepared_folder(name: str, cache: Path | None = None) -> Path:
     """Return the folder of the named model after preparation."""
-    return (cache or cache_folder()) / f"{name}-{RECIPE}"
+    return (cache or cache_folder()) / f"{name}-{RECIPE_VERSION}"
 
 
 def check_model_folder(folder: Path) -> None:

@@ -90,7 +90,7 @@ async def beside(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[Non
 
 
 @asynccontextmanager
-async def given_up_after(failure: FirstFailure) -> AsyncIterator[None]:
+async def cancel_on_failure(failure: FirstFailure) -> AsyncIterator[None]:
     """Cancel the block at the first background error and raise that error: for a start, which may take minutes. The
     block's resources are closed outside of it, so that the cancellation does not interrupt their closing.
 
@@ -151,7 +151,7 @@ async def begin_in_background(work: Work) -> asyncio.Task[None]:
     return task
 
 
-async def all_or_first_error(*work: Awaitable[Any]) -> None:
+async def gather_or_cancel(*work: Awaitable[Any]) -> None:
     """Wait for all. The first failure cancels the others and is raised itself, not in an exception group."""
     tasks = [asyncio.ensure_future(part) for part in work]
     try:

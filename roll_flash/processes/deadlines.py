@@ -13,7 +13,7 @@ from roll_flash.errors import RunError
 T = TypeVar("T")
 
 
-class HangsError(RunError):
+class HungError(RunError):
     """An operation takes far longer than ever before."""
 
 
@@ -56,7 +56,7 @@ class LearnedDeadline:
             self._taken.append((seconds, size))
 
     async def bound(self, work: Awaitable[T], what: str, size: float = 1.0) -> T:
-        """Await `work` within the timeout, and learn from its duration. Raises HangsError if the time is over."""
+        """Await `work` within the timeout, and learn from its duration. Raises HungError if the time is over."""
         started, limit_s = time.monotonic(), self.limit_s(size)
         try:
             async with asyncio.timeout(limit_s) as scope:
@@ -66,7 +66,7 @@ class LearnedDeadline:
                 raise
             longest_s = max((seconds for seconds, _ in self._taken), default=None)
             longest = "" if longest_s is None else f", while it took {longest_s:.0f} s at most before"
-            raise HangsError(f"{what} did not end within {limit_s:.0f} s{longest}; it hangs") from None
+            raise HungError(f"{what} did not end within {limit_s:.0f} s{longest}; it hangs") from None
         self.took(time.monotonic() - started, size)
         return result
 

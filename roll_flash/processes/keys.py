@@ -14,7 +14,7 @@ from typing import Any
 
 from roll_flash.errors import ConfigError
 
-VARIABLE = "ROLL_FLASH_SERVER_KEY"
+KEY_VARIABLE = "ROLL_FLASH_SERVER_KEY"
 OPEN_PATH = "/health"
 REFUSED = b'{"error": "this server answers its run only: send its key as Authorization: Bearer KEY"}'
 
@@ -34,13 +34,13 @@ def bearer(key: str) -> dict[str, str]:
 
 def key_from_environment() -> str:
     """Key of this server. Raises ConfigError if it is not set: a server without a key would answer every user."""
-    key = os.environ.get(VARIABLE, "")
+    key = os.environ.get(KEY_VARIABLE, "")
     if not key:
-        raise ConfigError(f"the environment variable {VARIABLE} is not set; a server does not start without a key")
+        raise ConfigError(f"the environment variable {KEY_VARIABLE} is not set; a server does not start without a key")
     return key
 
 
-def may_pass(path: str, authorization: bytes, key: str) -> bool:
+def is_authorized(path: str, authorization: bytes, key: str) -> bool:
     """Check the key in constant time."""
     return path == OPEN_PATH or hmac.compare_digest(authorization, f"Bearer {key}".encode())
 
@@ -56,7 +56,7 @@ class RequireKey:
         if scope["type"] == "lifespan":
             return await self._app(scope, receive, send)
         authorization = dict(scope["headers"]).get(b"authorization", b"")
-        if may_pass(scope["path"], authorization, self._key):
+        if is_authorized(scope["path"], authorization, self._key):
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})

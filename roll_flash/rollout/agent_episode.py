@@ -41,12 +41,12 @@ class AgentEpisodes:
         settings = SessionSettings(spec.sampling, spec.max_turns, spec.group_id if self._pins_groups else None)
         session = gateway.open_session(settings, spec.episode_id)
         sessions = [session]
-        if getattr(env.unwrapped, "asks_aside", False):
+        if getattr(env.unwrapped, "needs_unrecorded_calls", False):
             sessions.append(gateway.open_session(replace(settings, max_calls=None), f"{spec.episode_id}-aside"))
         try:
             return await self._play(spec, env, deadlines, progress, gateway, sessions)
         except EpisodeFailed:
-            _raise_trouble(sessions)
+            _raise_session_error(sessions)
             raise
         finally:
             progress.turn = len(session.history.records)
@@ -75,13 +75,15 @@ class AgentEpisodes:
         """Play with the first session, which is recorded; the optional second one is answered but not recorded."""
         session, *aside = sessions
         progress.now("the agent")
-        aside_key = aside[0].api_key if aside else ""
-        access = AgentGateway(gateway.port, session.api_key, self._backend.model, aside_key, session.history.answers)
+        unrecorded_key = aside[0].api_key if aside else ""
+        access = AgentGateway(
+            gateway.port, session.api_key, self._backend.model, unrecorded_key, session.history.answers
+        )
         async with environment_errors(deadlines.episode_s, "play"):
             await env.play(access)
         for opened in sessions:
             await gateway.end_session(opened)
-        _raise_trouble(sessions)
+        _raise_session_error(sessions)
         if not session.history.records:
             if session.context_was_full:
                 raise EpisodeFailed("prompt_too_long", "the agent's first request did not fit into model.max_length")
@@ -100,7 +102,7 @@ class AgentEpisodes:
             return self._gateway
 
 
-def _raise_trouble(sessions: Sequence[Session]) -> None:
+def _raise_session_error(sessions: Sequence[Session]) -> None:
     """Raise the first trouble of the sessions. It goes before an agent's error, which it may have caused."""
     for session in sessions:
         if session.trouble is not None:

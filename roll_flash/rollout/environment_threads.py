@@ -17,7 +17,7 @@ from roll_flash.errors import EnvError
 
 logger = logging.getLogger(__name__)
 
-MOST_LOST = 256
+MAX_ABANDONED_CALLS = 256
 """Maximum number of abandoned calls that still run; above it new calls raise EnvError."""
 
 
@@ -50,8 +50,8 @@ class EnvironmentThreads(Executor):
         """Number of abandoned calls that have not returned."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Queue a call. Raises EnvError if `MOST_LOST` abandoned calls still run."""
-        if self.lost >= MOST_LOST:
+        """Queue a call. Raises EnvError if `MAX_ABANDONED_CALLS` abandoned calls still run."""
+        if self.lost >= MAX_ABANDONED_CALLS:
             raise EnvError(f"{self.lost} blocking calls of environments hang in this worker; find out which and why")
         call = _Call(self, lambda: fn(*args, **kwargs))
         self._queue.put(call)

@@ -113,10 +113,10 @@ async def _play(
         async with environment_errors(deadlines.step_s, "reset"):
             messages, about = await env.reset(spec.task.seed)
         tools, info = declared_tools(about)
-        if env.plays_itself:
+        if env.runs_own_loop:
             trajectory = await _play_itself(spec, env, deadlines, progress, play_agent)
         else:
-            await _take_in(lambda given: policy.begin(given, tools), messages)
+            await _tokenise_messages(lambda given: policy.begin(given, tools), messages)
             trajectory = await _play_steps(spec, env, policy, deadlines, progress, started_s)
         progress.now("close")
     finally:
@@ -148,7 +148,7 @@ async def _play_steps(
 ) -> Trajectory:
     turns, end, info = await _play_turns(spec, env, policy, deadlines, progress)
     if end in ("max_turns", "context_limit"):
-        info |= await _conclude(env, turns, deadlines, progress)
+        info |= await _final_score(env, turns, deadlines, progress)
     if policy.tools_shown:
         info["tools_shown"] = policy.tools_shown
     arrays = policy.arrays()
@@ -213,11 +213,11 @@ async def _play_turns(
         )
         if step.terminated or step.truncated:
             return turns, "terminated" if step.terminated else "truncated", info
-        await _take_in(policy.observe, step.messages)
+        await _tokenise_messages(policy.observe, step.messages)
     return turns, "max_turns", info
 
 
-async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
+async def _tokenise_messages(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
     """Tokenise long messages in a thread: 1 MB takes almost a second and would block all other episodes."""
     if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
         await asyncio.to_thread(take, messages)
@@ -225,7 +225,7 @@ async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence
         take(messages)
 
 
-async def _conclude(
+async def _final_score(
     env: AsyncEnvironment, turns: list[Turn], deadlines: Deadlines, progress: Progress
 ) -> Mapping[str, Any]:
     """Ask for the final score of an episode that the environment did not end itself."""

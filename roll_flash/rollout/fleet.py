@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Member:
+class _WorkerHandle:
     index: int
     actor: Any
     ready: asyncio.Event = field(default_factory=asyncio.Event)
@@ -83,7 +83,7 @@ class WorkerFleet:
         self._resources = dict(resources or {})
         self._placement = placement
         self._heartbeat_timeout_s = heartbeat_timeout_s
-        self._members: list[_Member] = []
+        self._members: list[_WorkerHandle] = []
         self._receivers: dict[str, Receiver] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._deaths = RecentCount(DEATH_WINDOW_S)
@@ -92,7 +92,7 @@ class WorkerFleet:
     async def start(self) -> None:
         """Start every worker. Raises the error of a worker's start (SandboxError, RunError, ...)."""
         actors = await asyncio.gather(*(self._start_actor(index) for index in range(self._count)))
-        self._members = [_Member(index, actor) for index, actor in enumerate(actors)]
+        self._members = [_WorkerHandle(index, actor) for index, actor in enumerate(actors)]
         for member in self._members:
             member.ready.set()
             for work in (self._collect(member), self._feed(member)):
@@ -169,14 +169,14 @@ class WorkerFleet:
         await asyncio.gather(*(_close(member) for member in self._members))
         self._members, self._tasks = [], []
 
-    def _place(self, episodes: Iterable[EpisodeSpec], members: Sequence[_Member]) -> None:
+    def _place(self, episodes: Iterable[EpisodeSpec], members: Sequence[_WorkerHandle]) -> None:
         for episode in episodes:
             member = min(members, key=lambda m: len(m.episodes))
             member.episodes[episode.episode_id] = episode
             member.to_submit[episode.episode_id] = episode
             member.has_news.set()
 
-    async def _feed(self, member: _Member) -> None:
+    async def _feed(self, member: _WorkerHandle) -> None:
         """Send submits and cancels to one worker; those that arrive during a call go into the next one."""
         while True:
             await member.has_news.wait()
@@ -203,7 +203,7 @@ class WorkerFleet:
             for spec in episodes:
                 self._deliver(_worker_died(spec, str(error)))
 
-    async def _ready_members(self) -> list[_Member]:
+    async def _ready_members(self) -> list[_WorkerHandle]:
         """Return the workers that can take episodes; wait for one if all are being replaced."""
         self._raise_error()
         if not any(member.ready.is_set() for member in self._members):
@@ -230,7 +230,7 @@ class WorkerFleet:
             raise RunError(f"{error}{await asyncio.to_thread(_lacking, self._resources)}") from None
         return actor
 
-    async def _collect(self, member: _Member) -> None:
+    async def _collect(self, member: _WorkerHandle) -> None:
         """Deliver the outcomes of one worker; replace the worker if it dies or does not answer in time."""
         while True:
             try:
@@ -245,7 +245,7 @@ class WorkerFleet:
                 member.episodes.pop(outcome.episode_id, None)
                 self._deliver(outcome)
 
-    async def _describe_hang(self, member: _Member) -> str:
+    async def _describe_hang(self, member: _WorkerHandle) -> str:
         """Ask the worker where its event loop is blocked; a second event loop of the worker answers."""
         try:
             call = member.actor.stuck_at.options(concurrency_group=WATCH).remote()
@@ -255,7 +255,7 @@ class WorkerFleet:
         silence = f"gave no sign of life for {self._heartbeat_timeout_s:g} s"
         return f"{silence} (rollout.heartbeat_timeout_s); its event loop is held up in {place}"
 
-    async def _replace(self, member: _Member, what: str) -> None:
+    async def _replace(self, member: _WorkerHandle, what: str) -> None:
         deaths = self._deaths.add(time.monotonic())
         member.ready.clear()
         self._fail(member, list(member.episodes.values()), f"its worker {what}")
@@ -271,7 +271,7 @@ class WorkerFleet:
         finally:
             member.ready.set()  # its waiters must see the error too
 
-    def _fail(self, member: _Member, episodes: Iterable[EpisodeSpec], message: str) -> None:
+    def _fail(self, member: _WorkerHandle, episodes: Iterable[EpisodeSpec], message: str) -> None:
         for spec in episodes:
             if member.episodes.pop(spec.episode_id, None) is not None:
                 self._deliver(_worker_died(spec, message))
@@ -300,7 +300,7 @@ class WorkerFleet:
             raise self._error
 
 
-async def _close(member: _Member) -> None:
+async def _close(member: _WorkerHandle) -> None:
     try:
         await _within(member.actor.close.remote(), CALL_TIMEOUT_S, "close")
     except (RunError, *WORKER_DIED) as error:

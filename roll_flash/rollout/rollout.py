@@ -199,7 +199,7 @@ class Rollout:
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         self._tasks.restore(state["tasks"])
-        self.scheduler.put_back(Task(**tree) for tree in state["unfinished"])
+        self.scheduler.restore_tasks(Task(**tree) for tree in state["unfinished"])
         if self._controller is not None and state["async_ratio"] is not None:
             self._controller.restore(state["async_ratio"])
             self.scheduler.set_async_ratio(self._controller.async_ratio)
@@ -314,7 +314,7 @@ def scheduling_policy(config: Config) -> SchedulingPolicy:
         most_filtered_per_step=4 * rollout.groups_per_step,
         most_steps_without_signal=rollout.max_steps_without_signal,
         most_lost_groups_in_a_row=rollout.max_failures_in_a_row,
-        most_requeues=rollout.max_requeues,
+        max_requeues_per_group=rollout.max_requeues,
     )
 
 

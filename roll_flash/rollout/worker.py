@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 Outcome = Trajectory | EpisodeFailure
 
-GATHER_S = 0.01
+BATCH_WAIT_S = 0.01
 """Seconds that `poll` waits after the first outcome, to return several in one call."""
 GC_THRESHOLD = 10_000
 """With Python's default of 700 the collector scans all running episodes many times per second."""
@@ -143,7 +143,7 @@ class Worker:
                 await self._has_outcomes.wait()
         except TimeoutError:
             return []
-        await asyncio.sleep(GATHER_S)
+        await asyncio.sleep(BATCH_WAIT_S)
         outcomes, self._outcomes = self._outcomes, []
         self._has_outcomes.clear()
         return outcomes
@@ -189,7 +189,7 @@ class Worker:
         try:
             policy, deadlines = self._policy(spec), self._settings.deadlines
             outcome = await run_episode(spec, open_env, policy, deadlines, progress, self._play_agent)
-            self._end(sendable(outcome, spec))
+            self._end(picklable_outcome(outcome, spec))
         except Exception as error:  # a bug in ROLL Flash: the group must not wait for this episode forever
             self._end(_failure(spec, "internal_error", f"{type(error).__name__}: {error}", progress.turn))
             raise
@@ -242,7 +242,7 @@ class Worker:
         )
 
 
-def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
+def picklable_outcome(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
     """Make `outcome` picklable: convert `info` and `messages` to JSON values, as in the log. If the outcome still
     cannot be pickled, return a failure of the environment."""
     if isinstance(outcome, EpisodeFailure):

@@ -69,7 +69,7 @@ class RunDir:
         disk.
         """
         folder = config.run_folder
-        require_own(folder)
+        require_owned_by_user(folder)
         if resume:
             _check_same_run(config, folder)
         else:
@@ -155,7 +155,7 @@ class RunDir:
             shutil.rmtree(folder)
         return removed
 
-    def rewind(self, step: int) -> int:
+    def set_aside_after(self, step: int) -> int:
         """Rename (to `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
         with -1 all.
 
@@ -209,7 +209,7 @@ class RunDir:
                 path.rename(path.with_suffix(""))
 
 
-def require_own(folder: Path) -> None:
+def require_owned_by_user(folder: Path) -> None:
     """Raises ConfigError for a folder of another user, who could read all of it and plant links for us to follow."""
     if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
         raise ConfigError(
@@ -223,7 +223,7 @@ def make_own_folder(folder: Path, name: str) -> None:
 
     Raises ConfigError if it belongs to another user or cannot be created.
     """
-    require_own(folder)
+    require_owned_by_user(folder)
     try:
         folder.mkdir(PRIVATE, parents=True, exist_ok=True)
         (folder / "logs").mkdir(exist_ok=True)
@@ -234,7 +234,7 @@ def make_own_folder(folder: Path, name: str) -> None:
 def check_run_folder(config: Config, *, resume: bool) -> None:
     """Check, without creating anything, as far as possible. Raises ConfigError as `RunDir.create` would."""
     folder = config.run_folder
-    require_own(folder)
+    require_owned_by_user(folder)
     if resume:
         _check_same_run(config, folder)
     elif folder.exists():

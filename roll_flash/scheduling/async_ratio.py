@@ -46,14 +46,14 @@ class Decision:
 class ControllerSettings:
     lowest: int = 0
     highest: int = 4
-    enough_idle: float = 0.1
+    raise_above_idle: float = 0.1
     """Idle fraction above which a larger alpha is tried."""
-    little_idle: float = 0.03
+    lower_below_idle: float = 0.03
     """Idle fraction of learner and servers below which a smaller alpha is tried."""
     smallest_sample_size: float = 0.6
     patience: int = 2
     """Steps in a row before idle time raises alpha (4 times as many to lower it). A small sample size acts at once."""
-    retreat_for: int = 20
+    retry_after_steps: int = 20
     """Number of steps before a failed alpha (no less idle time, or sample size too small) is tried again."""
 
     def __post_init__(self) -> None:
@@ -82,8 +82,8 @@ class AsyncRatioController:
         if measured.effective_sample_size < settings.smallest_sample_size:
             text = f"effective sample size {measured.effective_sample_size:.2f} < {settings.smallest_sample_size:g}"
             return self._move(-1, text, avoid=self.async_ratio)
-        self._wants_up = self._wants_up + 1 if idle > settings.enough_idle else 0
-        self._wants_down = self._wants_down + 1 if idle < settings.little_idle else 0
+        self._wants_up = self._wants_up + 1 if idle > settings.raise_above_idle else 0
+        self._wants_down = self._wants_down + 1 if idle < settings.lower_below_idle else 0
         idle_text = f"learner idle {measured.learner_idle:.0%}, servers idle {measured.server_idle:.0%}"
         if self._wants_up >= settings.patience:
             return self._raise(idle, idle_text)
@@ -124,7 +124,7 @@ class AsyncRatioController:
     def _move(self, by: int, reason: str, *, avoid: int | None = None) -> Decision:
         self._wants_up = self._wants_down = 0
         if avoid is not None:
-            self._avoid[avoid] = self._step + self._settings.retreat_for
+            self._avoid[avoid] = self._step + self._settings.retry_after_steps
         target = self.async_ratio + by
         if not self._settings.lowest <= target <= self._settings.highest:
             return self._stay(f"{reason}, but {self.async_ratio} is the bound")

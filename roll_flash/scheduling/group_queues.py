@@ -108,7 +108,7 @@ class OpenGroup:
     last_step: int | None = None
     """Last step that may train the group: from the version at its start; once complete, from its oldest token. None
     until its first episode starts."""
-    oldest_age: int = 0
+    max_staleness: int = 0
     """Staleness bound in steps at the start of the group."""
     refills: int = 0
     requeues: int = 0
@@ -125,9 +125,9 @@ class OpenGroup:
     def is_waiting(self) -> bool:
         return bool(self.queued or self.running)
 
-    def judge_by_tokens(self) -> int:
+    def set_last_step_from_tokens(self) -> int:
         """Set and return the last step, from the oldest token; the group needs at least one trajectory."""
-        self.last_step = min(trajectory.oldest_version for trajectory in self.trajectories) + self.oldest_age
+        self.last_step = min(trajectory.oldest_version for trajectory in self.trajectories) + self.max_staleness
         return self.last_step
 
     def closed(self) -> Group:

@@ -34,7 +34,7 @@ class SchedulingPolicy:
     on_stale: Literal["evict", "requeue", "wait"] = "evict"
     """`evict`: drop groups too old to train. `requeue`: drop them and admit their tasks again before new ones.
     `wait`: no step finishes without them; drops at most the `extra_groups` that a step has no place for."""
-    most_requeues: int = 3
+    max_requeues_per_group: int = 3
     """Maximum number of times that `requeue` puts one task back; then the task is given up."""
     retries: int = 0
     """Maximum number of retries of a failed episode."""
@@ -56,8 +56,8 @@ class SchedulingPolicy:
     def __post_init__(self) -> None:
         if self.group_size < SMALLEST_GROUP:
             raise ValueError(f"group_size {self.group_size}: an advantage needs at least {SMALLEST_GROUP} replicas")
-        if self.extra_replicas < 0 or self.retries < 0 or self.most_requeues < 0:
-            raise ValueError("extra_replicas, retries and most_requeues must be >= 0")
+        if self.extra_replicas < 0 or self.retries < 0 or self.max_requeues_per_group < 0:
+            raise ValueError("extra_replicas, retries and max_requeues_per_group must be >= 0")
         if self.most_lost_groups_in_a_row < 1 or self.most_steps_without_signal < 1:
             raise ValueError("most_lost_groups_in_a_row and most_steps_without_signal must be >= 1")
         if self.fair and self.extra_replicas:

@@ -11,15 +11,15 @@ from roll_flash.types import Task
 
 
 class RequeuedTasks:
-    """Tasks to play again, oldest first. `most_requeues`: maximum requeues per task after stale groups."""
+    """Tasks to play again, oldest first. `max_requeues_per_group`: maximum requeues per task after stale groups."""
 
-    def __init__(self, most_requeues: int) -> None:
-        self._most_requeues = most_requeues
+    def __init__(self, max_requeues_per_group: int) -> None:
+        self._most_requeues = max_requeues_per_group
         self._waiting: deque[tuple[Task, int]] = deque()
         self.requeued = 0
         """Number of groups whose task was requeued."""
         self.given_up = 0
-        """Number of groups whose task was dropped because it had reached `most_requeues`."""
+        """Number of groups whose task was dropped because it had reached `max_requeues_per_group`."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -28,7 +28,7 @@ class RequeuedTasks:
     def tasks(self) -> list[Task]:
         return [task for task, _ in self._waiting]
 
-    def put_back(self, tasks: Iterable[Task]) -> None:
+    def restore_tasks(self, tasks: Iterable[Task]) -> None:
         """Add tasks that an earlier run did not finish. Their requeue count starts at 0."""
         self._waiting.extend((task, 0) for task in tasks)
 

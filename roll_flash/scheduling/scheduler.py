@@ -70,7 +70,7 @@ class Scheduler:
         self.server_version = version
         self.now_s = 0.0
         """Time in seconds; the caller sets it before each other call."""
-        self._requeued = RequeuedTasks(policy.most_requeues)
+        self._requeued = RequeuedTasks(policy.max_requeues_per_group)
         self._progress = NoProgress(policy)
         self.bias = bias or SelectionBias()
         self.dropped_groups: Counter[str] = Counter()
@@ -191,9 +191,9 @@ class Scheduler:
 
     # Events that the caller reports
 
-    def put_back(self, tasks: Iterable[Task]) -> None:
+    def restore_tasks(self, tasks: Iterable[Task]) -> None:
         """Add tasks that an earlier run did not finish, for `admit_requeued`."""
-        self._requeued.put_back(tasks)
+        self._requeued.restore_tasks(tasks)
 
     def admit_requeued(self) -> Task | None:
         """Admit the oldest requeued task and return it; None if no task is requeued."""
@@ -316,7 +316,7 @@ class Scheduler:
         self.started_episodes += 1
         if not group.has_begun:
             group.last_step = self._rule.last_step(self.server_version)
-            group.oldest_age = self._rule.oldest_age
+            group.max_staleness = self._rule.max_staleness
             self._begun.add(group)
         return episode
 
@@ -327,7 +327,7 @@ class Scheduler:
             group.trajectories.append(trajectory)
             return
         assert group.last_step is not None
-        if trajectory.oldest_version + group.oldest_age >= group.last_step:
+        if trajectory.oldest_version + group.max_staleness >= group.last_step:
             group.trajectories.append(trajectory)
         else:  # it would make its group go stale earlier
             self.trajectories["dropped_surplus"] += 1
@@ -354,7 +354,7 @@ class Scheduler:
             self._progress.lost([failure.cause for failure in group.failures])
             return self._drop(group, "too_few_trajectories")
         self._begun.remove(group)
-        last_step = group.judge_by_tokens()
+        last_step = group.set_last_step_from_tokens()
         self._begun.add(group)
         if last_step < self.learner_version + (self.groups_wanted() == 0):
             self._progress.lost(["tokens too old when they came"])
@@ -420,7 +420,7 @@ class Scheduler:
 
     def _surplus_groups(self) -> list[OpenGroup]:
         """Groups in excess of the places of later steps, oldest first; called when the step is full."""
-        places = self._rule.oldest_age * self._rule.groups_per_step
+        places = self._rule.max_staleness * self._rule.groups_per_step
         excess = len(self._begun) + len(self._ready) - places
         return list(self._begun)[: max(0, excess)]
 

@@ -29,13 +29,13 @@ class StalenessRule:
             raise ValueError("groups_per_step must be >= 1 and extra_groups >= 0")
 
     @property
-    def oldest_age(self) -> int:
+    def max_staleness(self) -> int:
         """Maximum age in steps of a trained token."""
         return math.floor(self.async_ratio)
 
     def last_step(self, oldest_version: int) -> int:
         """Return the last learner version whose step may train tokens from `oldest_version`."""
-        return oldest_version + self.oldest_age
+        return oldest_version + self.max_staleness
 
     def is_fresh(self, oldest_version: int, learner_version: int) -> bool:
         """True if the step that starts from `learner_version` may train tokens from `oldest_version`."""

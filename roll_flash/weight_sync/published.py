@@ -23,9 +23,9 @@ from torch import Tensor
 from roll_flash.engines.inference import StagedWeights
 
 TIED_HEAD = "lm_head.weight"
-DOWN, UP = "lora_a", "lora_b"
+LORA_A, LORA_B = "lora_a", "lora_b"
 """Last name components of the factors A [rank, in] and B [out, rank] of an adapted layer."""
-REST, SCALE = "rest", "lora_scale"
+BASE_KEY, SCALE = "rest", "lora_scale"
 """Keys of the file's metadata."""
 MODEL_FOLDER = "model_folder"
 
@@ -37,7 +37,7 @@ def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
 
 def is_adapter(name: str) -> bool:
     """Return true if `name`, from a model's state or a file, is that of an adapter factor."""
-    return name.rsplit(".", 1)[-1] in (DOWN, UP)
+    return name.rsplit(".", 1)[-1] in (LORA_A, LORA_B)
 
 
 class ModelFolder:
@@ -74,10 +74,10 @@ class PublishedWeights:
         metadata = self._file.metadata() or {}
         stored = list(self._file.keys())
         self._scale = float(metadata.get(SCALE, 0.0))
-        self._adapted = {f"{name.removesuffix('.' + DOWN)}.weight" for name in stored if name.endswith("." + DOWN)}
+        self._adapted = {f"{name.removesuffix('.' + LORA_A)}.weight" for name in stored if name.endswith("." + LORA_A)}
         whole = {name for name in stored if not is_adapter(name)}
         try:
-            self._check(whole, is_whole=metadata.get(REST) != MODEL_FOLDER)
+            self._check(whole, is_whole=metadata.get(BASE_KEY) != MODEL_FOLDER)
         except BaseException:
             self._open.close()
             raise
@@ -101,7 +101,7 @@ class PublishedWeights:
         """Return one tensor. It may be mapped from the file: do not write to it."""
         if name in self._adapted:
             layer = name.removesuffix(".weight")
-            down, up = (self._file.get_tensor(f"{layer}.{part}") for part in (DOWN, UP))
+            down, up = (self._file.get_tensor(f"{layer}.{part}") for part in (LORA_A, LORA_B))
             return merged(self._base(name).to(down.dtype), down, up, self._scale)
         tensor: Tensor = self._file.get_tensor(name) if name in self.changed else self._base(name)
         return tensor
@@ -129,7 +129,7 @@ class PublishedWeights:
                 raise ValueError(f"the weights do not fit the model: {name} is {shape}, not {expected[name]}")
         for name in sorted(self._adapted):
             layer = name.removesuffix(".weight")
-            down, up = (list(self._file.get_slice(f"{layer}.{part}").get_shape()) for part in (DOWN, UP))
+            down, up = (list(self._file.get_slice(f"{layer}.{part}").get_shape()) for part in (LORA_A, LORA_B))
             if [up[0], down[1]] != expected[name] or up[1] != down[0]:
                 raise ValueError(f"the factors {up} x {down} do not fit the weight {name}, {expected[name]}")
 
@@ -137,7 +137,7 @@ class PublishedWeights:
 CHUNK_BYTES = 64 * 2**20
 
 
-class KeptWeights:
+class WeightCopy:
     """A private copy of published weights in anonymous shared memory, because the publisher reuses its own memory.
 
     The copy has no name in any file system: the kernel frees it when this process ends, even after a crash.

@@ -33,7 +33,7 @@ class UnknownModelError(Exception):
     """The model does not support twin modules: it is quantised, or loads weights in a custom way."""
 
 
-class SecondWeights:
+class WeightDoubleBuffer:
     """Second weight buffer. Call `prepare` (in a thread while the model generates), then `exchange` or `discard`."""
 
     def __init__(self, model: nn.Module, folder: ModelFolder) -> None:
@@ -83,9 +83,9 @@ class SecondWeights:
 
 
 class Preparation:
-    """Runs `SecondWeights.prepare` in a thread; closes the file descriptor `hold` at its end, after errors too."""
+    """Runs `WeightDoubleBuffer.prepare` in a thread; closes the file descriptor `hold` at its end, after errors too."""
 
-    def __init__(self, second: SecondWeights, weights: PublishedWeights, hold: int) -> None:
+    def __init__(self, second: WeightDoubleBuffer, weights: PublishedWeights, hold: int) -> None:
         self._done: Future[None] = Future()
         # A daemon thread, so that a stopping server does not wait for unused weights.
         thread = threading.Thread(target=self._run, args=(second, weights, hold), name="prepare-weights", daemon=True)
@@ -99,7 +99,7 @@ class Preparation:
         """Wait for the end of the preparation; ignore its error."""
         self._done.exception()
 
-    def _run(self, second: SecondWeights, weights: PublishedWeights, hold: int) -> None:
+    def _run(self, second: WeightDoubleBuffer, weights: PublishedWeights, hold: int) -> None:
         try:
             with weights:
                 second.prepare(weights)

@@ -20,7 +20,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
-from roll_flash.weight_sync.second import Preparation, SecondWeights, UnknownModelError, repack_tied_heads
+from roll_flash.weight_sync.second import Preparation, UnknownModelError, WeightDoubleBuffer, repack_tied_heads
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         if self._second is not None:
             self._preparation = Preparation(self._second, self._read(path), os.open(hold, os.O_WRONLY))
 
-    def _exchange(self, second: SecondWeights, path: str) -> None:
+    def _exchange(self, second: WeightDoubleBuffer, path: str) -> None:
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             preparation.result()
@@ -100,11 +100,11 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             preparation.wait()
             self._second.discard()
 
-    def _second_weights(self) -> SecondWeights | None:
+    def _second_weights(self) -> WeightDoubleBuffer | None:
         if self.device.type != "cpu":
             return None
         try:
-            return SecondWeights(self.model, self._folder)
+            return WeightDoubleBuffer(self.model, self._folder)
         except UnknownModelError as error:
             _log.warning("new weights are loaded while generation is paused: %s", error)
             return None

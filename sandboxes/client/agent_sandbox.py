@@ -75,7 +75,7 @@ class AgentSandbox:
         self._open_beside = open_beside
         self._open_fresh = open_fresh
         self._reusable = reusable
-        self._others: list[Sandbox] = []
+        self._child_sandboxes: list[Sandbox] = []
         """Sandboxes opened by `beside` and `fresh`; they end with this one at the latest."""
         self._opening: set[asyncio.Task[Sandbox]] = set()
         self._egress: Egress | None = None
@@ -92,7 +92,7 @@ class AgentSandbox:
             self._folders = await describe_folders(self._connection, self.spec)
         await populate(self._connection, self.spec)
         if self.spec.network == "allowlist":
-            self._egress = Egress(self._uncounted, self.spec.allow)
+            self._egress = Egress(self._internal_stream, self.spec.allow)
             await self._egress.start()
 
     @property
@@ -132,9 +132,9 @@ class AgentSandbox:
         return CommandStream(self._connection, self.spec, asked, self._counts.add)
 
     def forward(self, port: int, host_port: int) -> Forward:
-        return Forward(self._uncounted, port, host_port)
+        return Forward(self._internal_stream, port, host_port)
 
-    def _uncounted(self, command: Command) -> CommandStream:
+    def _internal_stream(self, command: Command) -> CommandStream:
         """An internal command, which does not count in `stats`."""
         return CommandStream(self._connection, self.spec, command, lambda result: None)
 
@@ -235,7 +235,7 @@ class AgentSandbox:
             yield opened
         finally:
             await asyncio.shield(opened.close())
-            self._others.remove(opened)
+            self._child_sandboxes.remove(opened)
 
     async def _open_other(self, opening: Coroutine[Any, Any, Sandbox]) -> Sandbox:
         task = asyncio.create_task(opening)
@@ -249,13 +249,13 @@ class AgentSandbox:
             raise
         finally:
             self._opening.discard(task)
-        self._others.append(task.result())
+        self._child_sandboxes.append(task.result())
         return task.result()
 
     async def reset(self) -> bool:
         if (
             not self._reusable
-            or self._others
+            or self._child_sandboxes
             or self._opening
             or not await reset(self._connection, self.spec, self._folders)
         ):
@@ -282,7 +282,7 @@ class AgentSandbox:
 
     async def _end_others(self) -> None:
         """Close the other sandboxes, also those that are starting: the provider may be closed next."""
-        await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._others))
+        await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._child_sandboxes))
 
     async def _remove(self) -> None:
         try:

@@ -75,7 +75,7 @@ async def paused(connection: AgentConnection) -> AsyncIterator[None]:
         yield
     finally:
         if connection.usable:
-            await asyncio.shield(_simple(connection, Request.GO_ON, b"", "go on"))
+            await asyncio.shield(_simple(connection, Request.RESUME, b"", "go on"))
 
 
 async def _simple(connection: AgentConnection, kind: Request, payload: bytes, what: str) -> None:

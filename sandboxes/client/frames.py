@@ -43,7 +43,7 @@ class Request(enum.IntEnum):
     SIGNAL = 13
     KILL_ALL = 14
     PAUSE = 15
-    GO_ON = 16
+    RESUME = 16
 
 
 class Reply(enum.IntEnum):

@@ -13,8 +13,8 @@ from roll_flash.sandboxes.spec import SandboxSpec
 
 WRITABLE = ("/tmp", "/dev/shm", "/dev/mqueue")
 TIMEOUT_S = 5.0
-MAX_SAID = 1 << 16
-REMAINS = (
+MAX_OUTPUT_BYTES = 1 << 16
+LEFTOVERS_COMMAND = (
     "for entry in /proc/[0-9]*; do case ${entry#/proc/} in 1|$$) ;; *) echo $entry;; esac; done; "
     "tail -q -n +2 /proc/sysvipc/shm /proc/sysvipc/msg /proc/sysvipc/sem && "
     "for table in /proc/net/tcp /proc/net/tcp6; do test ! -e $table || tail -n +2 $table; done"
@@ -47,7 +47,7 @@ async def reset(connection: AgentConnection, spec: SandboxSpec, folders: bytes) 
         for folder in _folders(spec):
             if not await _emptied(connection, folder):
                 return False
-        left = await _run(connection, spec, REMAINS)
+        left = await _run(connection, spec, LEFTOVERS_COMMAND)
         if left.exit_code != 0 or left.stdout.strip() or await describe_folders(connection, spec) != folders:
             return False
         await populate(connection, spec)
@@ -61,7 +61,7 @@ def _folders(spec: SandboxSpec) -> tuple[str, ...]:
 
 
 async def _run(connection: AgentConnection, spec: SandboxSpec, command: str | list[str]) -> ExecResult:
-    return await run_command(connection, spec, Command(command, TIMEOUT_S, max_output=MAX_SAID), None)
+    return await run_command(connection, spec, Command(command, TIMEOUT_S, max_output=MAX_OUTPUT_BYTES), None)
 
 
 def _restoring(spec: SandboxSpec, folders: bytes) -> list[str]:

@@ -62,7 +62,7 @@ class EngineAddress:
             ) from None
         return context
 
-    def why_unreachable(self, error: Exception) -> SandboxUnavailable:
+    def connection_error(self, error: Exception) -> SandboxUnavailable:
         """Return the error for a failed connection, with instructions for the user."""
         path = self.socket_path
         if path and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK, effective_ids=True):

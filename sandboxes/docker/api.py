@@ -58,7 +58,7 @@ class EngineApi:
                 )
             version: dict[str, Any] = response.json()
         except httpx.ConnectError as error:
-            raise self.address.why_unreachable(error) from None
+            raise self.address.connection_error(error) from None
         except (httpx.HTTPError, ValueError) as error:
             raise SandboxUnavailable(f"the Docker engine at {host} does not answer properly: {error!r}") from None
         newest, oldest = str(version.get("ApiVersion", "0")), str(version.get("MinAPIVersion", "0"))
@@ -88,7 +88,7 @@ class EngineApi:
                 timeout=httpx.Timeout(timeout_s, pool=None),
             )
         except httpx.ConnectError as error:
-            raise SandboxUnreachable(str(self.address.why_unreachable(error))) from None
+            raise SandboxUnreachable(str(self.address.connection_error(error))) from None
         except httpx.HTTPError as error:
             raise SandboxUnreachable(f"the Docker engine at {self.address.host}: {error!r}") from None
         if response.status_code >= 400 and response.status_code not in accept:

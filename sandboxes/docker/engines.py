@@ -24,17 +24,17 @@ from roll_flash.sandboxes.errors import (
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.spec import SandboxSpec
 
-FIRST_ASIDE_S = 5.0
-LONGEST_ASIDE_S = 300.0
-ENGINE_FAILED = (SandboxUnavailable, SandboxUnreachable, SandboxDiskFull)
+INITIAL_BACKOFF_S = 5.0
+MAX_BACKOFF_S = 300.0
+ENGINE_ERRORS = (SandboxUnavailable, SandboxUnreachable, SandboxDiskFull)
 """Errors of the engine itself: it is paused."""
-OTHERS_MAY = (SandboxImageMissing, SandboxSpecError)
+SPEC_OR_IMAGE_ERRORS = (SandboxImageMissing, SandboxSpecError)
 """Errors that another engine may not have: a missing image, not enough memory."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
-class _Member:
+class _EngineHandle:
     """One engine of a set."""
 
     def __init__(self, host: str, max_parallel_starts: int) -> None:
@@ -56,8 +56,8 @@ class _Member:
     def load(self) -> int:
         return self.opening + self.provider.live
 
-    def set_aside(self, error: SandboxError) -> None:
-        wait_s = min(LONGEST_ASIDE_S, FIRST_ASIDE_S * 2**self.failures)
+    def back_off(self, error: SandboxError) -> None:
+        wait_s = min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2**self.failures)
         self.failures += 1
         self.aside_until = time.monotonic() + wait_s
         _log.warning("the engine at %s is set aside for %g s: %s", self.host, wait_s, error)
@@ -74,7 +74,7 @@ class EngineSet:
         """`hosts`: addresses for `EngineAddress.from_environment`. Raises SandboxUnavailable for an invalid one."""
         if not hosts or len(set(hosts)) != len(hosts):
             raise SandboxUnavailable("engines: name at least one Docker engine, and each once")
-        self._members = [_Member(host, max_parallel_starts) for host in hosts]
+        self._members = [_EngineHandle(host, max_parallel_starts) for host in hosts]
 
     async def connect(self) -> None:
         """Connect to all engines; pause those that fail. Raises SandboxUnavailable if no engine answers."""
@@ -82,7 +82,7 @@ class EngineSet:
         failed: list[str] = []
         for member, outcome in zip(self._members, outcomes, strict=True):
             if isinstance(outcome, SandboxError):
-                member.set_aside(outcome)
+                member.back_off(outcome)
                 failed.append(str(outcome))
             elif outcome is not None:
                 raise outcome
@@ -100,7 +100,7 @@ class EngineSet:
         return {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in (found[0] if found else ())}
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
-        asked: list[_Member] = []
+        asked: list[_EngineHandle] = []
         refusals: list[SandboxError] = []
         while (member := self._next(asked)) is not None:
             asked.append(member)
@@ -108,21 +108,21 @@ class EngineSet:
             try:
                 await member.connect()
                 sandbox = await member.provider.open(spec, run=run, timeout_s=timeout_s)
-            except ENGINE_FAILED as error:
-                member.set_aside(error)
+            except ENGINE_ERRORS as error:
+                member.back_off(error)
                 refusals.append(error)
-            except OTHERS_MAY as error:
+            except SPEC_OR_IMAGE_ERRORS as error:
                 refusals.append(error)
             else:
                 member.works()
                 return sandbox
             finally:
                 member.opening -= 1
-        if len(refusals) == 1 or all(isinstance(error, OTHERS_MAY) for error in refusals):
+        if len(refusals) == 1 or all(isinstance(error, SPEC_OR_IMAGE_ERRORS) for error in refusals):
             raise refusals[-1]
         raise SandboxStartError(f"no engine could start a sandbox: {'; '.join(map(str, refusals))}")
 
-    def _next(self, asked: Sequence[_Member]) -> _Member | None:
+    def _next(self, asked: Sequence[_EngineHandle]) -> _EngineHandle | None:
         """Return the least loaded engine that is not paused; if all are, the one whose pause ends first."""
         left = [member for member in self._members if member not in asked]
         now = time.monotonic()
@@ -139,7 +139,7 @@ class EngineSet:
             try:
                 removed += await member.provider.sweep()
             except SandboxError as error:
-                member.set_aside(error)
+                member.back_off(error)
         return removed
 
     async def close(self) -> None:

@@ -12,7 +12,7 @@ import httpx
 from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxError
 
-REMEMBERED = 4096
+MAX_RECORDED_EVENTS = 4096
 WAIT_S = 1.0
 """Maximum seconds from the end of a container's stream to the event of its end."""
 OOM_WAIT_S = 0.3
@@ -60,7 +60,7 @@ class EngineEvents:
         else:
             self._codes[name] = int(marks.get("exitCode", -1))
         for seen in (self._codes, self._oom):
-            while len(seen) > REMEMBERED:
+            while len(seen) > MAX_RECORDED_EVENTS:
                 seen.popitem(last=False)
         self._news.set()
 

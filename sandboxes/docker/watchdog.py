@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-QUIET_S = 2.0
+SWEEP_IDLE_S = 2.0
 """The sweep ends when it has found nothing new for this time in seconds."""
-LONGEST_S = 60.0
+SWEEP_TIMEOUT_S = 60.0
 """Maximum duration of the sweep in seconds, if requested objects have neither appeared nor been ruled out."""
 UNREACHABLE_S = 10.0
 """Seconds after which the sweep gives up on an engine that accepts no connection."""
@@ -146,8 +146,8 @@ class Sweep:
 
     def run(self) -> None:
         now = quiet_since = reached = time.monotonic()
-        end = now + LONGEST_S
-        while now < min(end, reached + UNREACHABLE_S) and (self._unanswered or now < quiet_since + QUIET_S):
+        end = now + SWEEP_TIMEOUT_S
+        while now < min(end, reached + UNREACHABLE_S) and (self._unanswered or now < quiet_since + SWEEP_IDLE_S):
             try:
                 if self._round():
                     quiet_since = time.monotonic()

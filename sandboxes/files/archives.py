@@ -25,7 +25,7 @@ from roll_flash.sandboxes.files.archive_stream import (
     decompressed,
 )
 from roll_flash.sandboxes.files.tar_reader import Member, tar_members
-from roll_flash.sandboxes.files.tree_model import File, Folder, LeadsOut, Link, Node, follow, parts_of, walk
+from roll_flash.sandboxes.files.tree_model import EscapesTree, File, Folder, Link, Node, follow, parts_of, walk
 
 __all__ = ["EFBIG", "EINVAL", "MAX_RATIO", "max_packed", "unpack"]
 
@@ -72,7 +72,7 @@ def unpack(packed: bytes, contents: BinaryIO, *, max_bytes: int, max_entries: in
         for folder, _, node in walk(tree.root):
             if isinstance(node, Link):
                 follow(folder, node.target, budget.step)
-    except (ArchiveError, LeadsOut) as error:
+    except (ArchiveError, EscapesTree) as error:
         raise SandboxFileError(f"the archive cannot be unpacked: {error}", EINVAL) from None
     return tree.root
 
@@ -108,7 +108,7 @@ class _Unpacked:
             self.find_folder(parts_of(name))
 
     def find_folder(self, parts: list[str]) -> Folder:
-        """Return a folder, created like with `mkdir -p`; follows links that stay in the tree. Raises LeadsOut."""
+        """Return a folder, created like with `mkdir -p`; follows links that stay in the tree. Raises EscapesTree."""
         here = self.root
         for part in parts:
             self._budget.step()

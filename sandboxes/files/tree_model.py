@@ -19,7 +19,7 @@ STEPS_PER_ENTRY = 32
 """Maximum steps for a whole tree, per member on average; parts of names and fields of headers count too."""
 
 
-class LeadsOut(Exception):
+class EscapesTree(Exception):
     """A name or a link leaves its tree, or it is unknown where it leads."""
 
 
@@ -36,10 +36,10 @@ class Folder:
         return f"{self.path}/{name}" if self.path else name
 
     def make_folder(self, name: str) -> Folder:
-        """Create a folder in this one. Raises LeadsOut if it is nested too deep for common tools."""
+        """Create a folder in this one. Raises EscapesTree if it is nested too deep for common tools."""
         made = Folder(self, self.depth + 1, self.path_of(name))
         if made.depth > MAX_DEPTH or len(os.fsencode(made.path)) > MAX_PATH_BYTES:
-            raise LeadsOut(f"{made.path[:80]!r}… lies too deep")
+            raise EscapesTree(f"{made.path[:80]!r}… lies too deep")
         self.members[name] = made
         return made
 
@@ -61,18 +61,18 @@ Node: TypeAlias = Folder | File | Link
 
 
 def parts_of(name: str) -> list[str]:
-    """Split a relative path that stays below its start. Raises LeadsOut for any other path."""
+    """Split a relative path that stays below its start. Raises EscapesTree for any other path."""
     parts = name.split("/")
     if "\0" in name or any(part in ("", ".", "..") for part in parts):
-        raise LeadsOut(f"{name[:80]!r} is no plain path below the folder")
+        raise EscapesTree(f"{name[:80]!r} is no plain path below the folder")
     too_long = len(os.fsencode(name)) > MAX_PATH_BYTES or any(len(os.fsencode(part)) > MAX_NAME_BYTES for part in parts)
     if too_long or len(parts) > MAX_DEPTH + 1:
-        raise LeadsOut(f"{name[:80]!r}… is too long for a path")
+        raise EscapesTree(f"{name[:80]!r}… is too long for a path")
     return parts
 
 
 class StepCounter:
-    """Limits the work of resolving names and links in a tree with `entries` members. Raises LeadsOut."""
+    """Limits the work of resolving names and links in a tree with `entries` members. Raises EscapesTree."""
 
     def __init__(self, entries: int) -> None:
         self._left = STEPS_PER_ENTRY * entries + MAX_STEPS
@@ -80,13 +80,13 @@ class StepCounter:
     def __call__(self) -> None:
         self._left -= 1
         if self._left < 0:
-            raise LeadsOut("its links, names and headers take too many steps")
+            raise EscapesTree("its links, names and headers take too many steps")
 
 
 def follow(folder: Folder, target: str, count: Callable[[], None]) -> Node | None:
     """Resolve a link in `folder`; None if its target does not exist. Calls `count` at each step.
 
-    Raises LeadsOut if a step leaves the tree, goes up from a missing member, or exceeds a limit.
+    Raises EscapesTree if a step leaves the tree, goes up from a missing member, or exceeds a limit.
     """
     here: Node = folder
     waiting, links, steps = _reversed_parts(target), 0, 0
@@ -94,15 +94,15 @@ def follow(folder: Folder, target: str, count: Callable[[], None]) -> Node | Non
         part, steps = waiting.pop(), steps + 1
         count()
         if steps > MAX_STEPS or links > MAX_LINKS:
-            raise LeadsOut(f"a link to {target[:80]!r} leads through too much")
+            raise EscapesTree(f"a link to {target[:80]!r} leads through too much")
         if part in ("", "."):
             continue
         if not isinstance(here, Folder):
-            raise LeadsOut(f"a link to {target[:80]!r} leads nowhere")
+            raise EscapesTree(f"a link to {target[:80]!r} leads nowhere")
         found = here.above if part == ".." else here.members.get(part)
         if found is None:
             if part == ".." or ".." in waiting:
-                raise LeadsOut(f"a link to {target[:80]!r} leads out of the folder")
+                raise EscapesTree(f"a link to {target[:80]!r} leads out of the folder")
             return None
         if isinstance(found, Link):
             links += 1
@@ -114,9 +114,9 @@ def follow(folder: Folder, target: str, count: Callable[[], None]) -> Node | Non
 
 def _reversed_parts(target: str) -> list[str]:
     if target.count("/") >= MAX_STEPS:
-        raise LeadsOut(f"a link to {target[:80]!r} leads through too much")
+        raise EscapesTree(f"a link to {target[:80]!r} leads through too much")
     if not target or target.startswith("/") or "\0" in target or len(os.fsencode(target)) > MAX_PATH_BYTES:
-        raise LeadsOut(f"a link to {target[:80]!r} leads out of the folder")
+        raise EscapesTree(f"a link to {target[:80]!r} leads out of the folder")
     return target.split("/")[::-1]
 
 

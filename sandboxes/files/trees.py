@@ -17,7 +17,7 @@ from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archives import EFBIG, EINVAL, max_packed, unpack
-from roll_flash.sandboxes.files.tree_model import File, Folder, LeadsOut, Link, StepCounter, follow, parts_of, walk
+from roll_flash.sandboxes.files.tree_model import EscapesTree, File, Folder, Link, StepCounter, follow, parts_of, walk
 from roll_flash.sandboxes.files.tree_writer import TreeWriter
 
 MAX_ENTRIES = 20_000
@@ -78,7 +78,7 @@ def is_safe_name(raw: bytes) -> bool:
     """True for a relative path that stays below its start."""
     try:
         parts_of(os.fsdecode(raw))
-    except LeadsOut:
+    except EscapesTree:
         return False
     return True
 
@@ -86,7 +86,7 @@ def is_safe_name(raw: bytes) -> bool:
 def _stays_inside(folder: Folder, target: str, count: StepCounter) -> bool:
     try:
         follow(folder, target, count)
-    except LeadsOut:
+    except EscapesTree:
         return False
     return True
 

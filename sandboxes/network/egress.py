@@ -31,9 +31,9 @@ CONNECT_TIMEOUT_S = 20.0
 EVICT_AFTER_S = 1.0
 LOOKUPS, LOOKUPS_OF_ONE = 8, 2
 """Maximum parallel name look-ups of this process, and of one sandbox: a slow name server must not block others."""
-MAX_SAID = 16
+MAX_OUTPUT_BYTES = 16
 FIELD = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]+:[^\r\n\0]*")
-OURS = ("proxy-", "connection:", "host:")
+STRIPPED_HEADERS = ("proxy-", "connection:", "host:")
 """Prefixes of header fields that are not forwarded."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
@@ -109,10 +109,10 @@ class Egress:
     def _may_connect(self, address: Address, port: int) -> bool:
         if not may_connect(self._allow, address, port):
             return False
-        return not (is_public(address) and is_own(address)) or is_allowed(self._allow, str(address), port)
+        return not (is_public(address) and is_local_address(address)) or is_allowed(self._allow, str(address), port)
 
     def _say(self, what: str, found: list[Address], port: int) -> None:
-        if what not in self._said and len(self._said) < MAX_SAID:
+        if what not in self._said and len(self._said) < MAX_OUTPUT_BYTES:
             self._said.add(what)
             _log.warning("a sandbox's proxy refused: %s, not public; allow %s:%d too if it may", what, found[0], port)
 
@@ -173,7 +173,7 @@ def _target(head: bytes) -> tuple[str, int, bytes | None]:
     if url.scheme != "http" or not url.hostname:
         raise _Refused
     path = (url.path or "/") + (f"?{url.query}" if url.query else "")
-    kept = [field for field in fields if not field.lower().startswith(OURS)]
+    kept = [field for field in fields if not field.lower().startswith(STRIPPED_HEADERS)]
     authority = url.netloc.rpartition("@")[2]  # the client's `Host` could name a host that is not allowed
     first = "\r\n".join([f"{method} {path} {version}", f"Host: {authority}", *kept, "Connection: close", "", ""])
     return url.hostname, url.port or 80, first.encode("latin-1")
@@ -193,7 +193,7 @@ def _resolvers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(LOOKUPS, thread_name_prefix="sandbox names")
 
 
-def is_own(address: Address) -> bool:
+def is_local_address(address: Address) -> bool:
     """True for an address of this machine. Sends nothing: a route to oneself begins at the address itself."""
     family = socket.AF_INET if address.version == 4 else socket.AF_INET6
     try:

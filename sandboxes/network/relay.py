@@ -120,7 +120,7 @@ class RelayedConnection:
                     raise FrameError("the relay granted more than it was sent")
             self._changed.notify_all()
 
-    async def break_off(self) -> None:
+    async def peer_closed(self) -> None:
         """Stop writing because the program inside is gone; data received from it can still be read."""
         async with self._changed:
             self._broken = self._ended = True
@@ -250,17 +250,17 @@ class Relay:
             self._serving[connection] = self._spawn(self._serve_one(connection))
             if len(self._connections) >= MAX_CONNECTIONS and not self._evicting:
                 self._evicting = True
-                self._spawn(self._make_room())
+                self._spawn(self._evict_idle())
         elif frame.type == Request.CANCEL:
             if frame.channel in self._connections:
-                await self._connections[frame.channel].break_off()
+                await self._connections[frame.channel].peer_closed()
         elif frame.type in (Request.DATA, Request.END, Request.CREDIT):
             if frame.channel in self._connections:
                 await self._connections[frame.channel].receive(frame)
         else:
             raise FrameError(f"the relay sent a frame of type {frame.type}")
 
-    async def _make_room(self) -> None:
+    async def _evict_idle(self) -> None:
         try:
             while len(self._connections) >= MAX_CONNECTIONS:
                 latest = time.monotonic() - self._evict_after_s

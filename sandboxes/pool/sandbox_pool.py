@@ -18,7 +18,7 @@ from typing import Any
 from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.sandboxes.opening import DEFAULT_PARALLEL_STARTS, START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.pool.stats import PoolStats
-from roll_flash.sandboxes.pool.warm import Shelf
+from roll_flash.sandboxes.pool.warm import WarmSandboxes
 from roll_flash.sandboxes.protocol import Provider, Sandbox
 from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -64,7 +64,7 @@ class SandboxPool:
         self._start_timeout_s = start_timeout
         self._lease_timeout_s = lease_timeout
         self._reuse = reuse
-        self._shelves: dict[SandboxSpec, Shelf] = {}
+        self._shelves: dict[SandboxSpec, WarmSandboxes] = {}
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
@@ -179,24 +179,24 @@ class SandboxPool:
         if self._closed:
             raise SandboxDied("the sandbox pool is closed", "closed")
 
-    def _shelf(self, spec: SandboxSpec) -> Shelf:
+    def _shelf(self, spec: SandboxSpec) -> WarmSandboxes:
         if spec not in self._shelves:
-            self._shelves[spec] = Shelf(spec)
+            self._shelves[spec] = WarmSandboxes(spec)
         return self._shelves[spec]
 
-    async def _acquire(self, shelf: Shelf) -> Sandbox:
+    async def _acquire(self, shelf: WarmSandboxes) -> Sandbox:
         while shelf.ready:
             sandbox = shelf.ready.popleft()
             if sandbox.alive:
                 self._refill(shelf)
                 return sandbox
-            self._stats.died_on_shelf += 1
+            self._stats.died_while_ready += 1
             self._in_background(self._end(sandbox))
         future = shelf.ask()
         self._refill(shelf)
         return await self._given(shelf, future)
 
-    async def _given(self, shelf: Shelf, future: asyncio.Future[Sandbox]) -> Sandbox:
+    async def _given(self, shelf: WarmSandboxes, future: asyncio.Future[Sandbox]) -> Sandbox:
         """Wait for the sandbox of `future`; on cancellation a sandbox already assigned goes back to its shelf."""
         try:
             return await future
@@ -205,20 +205,20 @@ class SandboxPool:
                 self._put(self._shelf(shelf.spec), sandbox_for_nobody)
             raise
 
-    def _put(self, shelf: Shelf, sandbox: Sandbox) -> None:
+    def _put(self, shelf: WarmSandboxes, sandbox: Sandbox) -> None:
         if self._closed:
             self._in_background(self._end(sandbox))
         else:
             shelf.put(sandbox)
 
-    def _refill(self, shelf: Shelf) -> None:
+    def _refill(self, shelf: WarmSandboxes) -> None:
         for _ in range(0 if self._closed else shelf.missing(self._size)):
             shelf.starting += 1
             task = asyncio.create_task(self._start_one(shelf), name="sandbox start")
             self._starts.add(task)
             task.add_done_callback(self._starts.discard)
 
-    async def _start_one(self, shelf: Shelf) -> None:
+    async def _start_one(self, shelf: WarmSandboxes) -> None:
         assert self._provider is not None
         began = time.monotonic()
         try:

@@ -28,7 +28,7 @@ class PoolStats:
     """Number of removed leftovers of dead controllers (containers, images, folders) and of removed unused builds."""
     sweep_failures: int = 0
     """Number of failed searches for leftovers."""
-    died_on_shelf: int = 0
+    died_while_ready: int = 0
     died_in_lease: int = 0
     """Number of sandboxes that could not report their usage at the end of their lease."""
     close_failures: int = 0

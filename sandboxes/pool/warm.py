@@ -1,4 +1,4 @@
-"""Shelf of one spec: its ready sandboxes, its waiting leases, its target size. It starts no task, reads no clock."""
+"""Ready sandboxes of one spec, the leases that wait for one, and how many are wanted. Starts no task, reads no clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WINDOW_S = 10.0
 """Seconds over which lease requests are counted; a shelf without a request in this time shrinks to its floor."""
 
 
-class Shelf:
+class WarmSandboxes:
     def __init__(self, spec: SandboxSpec) -> None:
         self.spec = spec
         self.ready: deque[Sandbox] = deque()

@@ -104,7 +104,7 @@ async def self_play(seed: int, says: Any) -> Trajectory:
     spec = EpisodeSpec("e", "g", 0, Task("t", "TextArenaDuel-v0", seed), SamplingParams(), max_turns=9)
     try:
         async with asyncio.timeout(60):
-            assert env.plays_itself
+            assert env.runs_own_loop
             await env.reset(seed)
             return await episodes.play(spec, env, Deadlines(30, 30, 60), Progress())
     finally:

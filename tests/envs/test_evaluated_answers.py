@@ -25,8 +25,8 @@ import sympy  # type: ignore[import-untyped]
 from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.adapters.reasoning_gym import ReasoningGym
 from roll_flash.envs.rewards import evaluated_answers, scoring_process
-from roll_flash.envs.rewards.evaluated_answers import EvaluatedAnswerError, check_answer
-from roll_flash.envs.rewards.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_apart
+from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
+from roll_flash.envs.rewards.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_in_subprocess
 from roll_flash.errors import EnvError
 
 ARITHMETIC = (
@@ -97,7 +97,7 @@ def test_no_program_in_an_answer_is_run(
     mark = tmp_path / "ran"
     said = answer.replace("{mark}", str(mark)).replace("{{", "{").replace("}}", "}")
     scores = scorer(source, tmp_path, monkeypatch)
-    with contextlib.suppress(EvaluatedAnswerError, SyntaxError):
+    with contextlib.suppress(UnsafeAnswerError, SyntaxError):
         check_answer(said, scores)
         scores.score(said)
     assert not mark.exists()
@@ -105,7 +105,7 @@ def test_no_program_in_an_answer_is_run(
 
 @pytest.mark.parametrize("answer", BOMBS)
 def test_no_number_in_an_answer_takes_for_ever(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(EvaluatedAnswerError, match="not plain arithmetic"):
+    with pytest.raises(UnsafeAnswerError, match="not plain arithmetic"):
         check_answer(answer, scorer(ARITHMETIC, tmp_path, monkeypatch))
 
 
@@ -141,7 +141,7 @@ def test_answers_of_the_kind_that_is_asked_for_reach_the_scorer(
 @pytest.mark.parametrize("answer", ["oracle_answer", "[oracle_answer]", "self", "__builtins__", "open", "{1: answer}"])
 def test_no_name_of_the_scorers_own_is_an_answer(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In its frame stands the right answer."""
-    with pytest.raises(EvaluatedAnswerError, match="not plain data"):
+    with pytest.raises(UnsafeAnswerError, match="not plain data"):
         check_answer(answer, scorer(DATA, tmp_path, monkeypatch))
 
 
@@ -150,7 +150,7 @@ def test_no_number_is_hidden_from_scorers_that_look_for_those_of_an_answer(
     number: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As that of `countdown`, where each number that is given is to be used once."""
-    with pytest.raises(EvaluatedAnswerError, match="not plain arithmetic"):
+    with pytest.raises(UnsafeAnswerError, match="not plain arithmetic"):
         check_answer(f"0*(3 + 5 + 7 + 9) + {number}", scorer(ARITHMETIC, tmp_path, monkeypatch))
     check_answer("x1e5 + 2*x - 3.5*x2 + 10", scorer(ARITHMETIC, tmp_path, monkeypatch))
 
@@ -186,12 +186,12 @@ def test_an_answer_that_takes_for_ever_or_all_memory_is_worth_nothing_and_holds_
     (tmp_path / f"{name}.py").write_text(f"import fractions, sympy\ndef score(answer):\n    return {expression}\n")
     monkeypatch.syspath_prepend(tmp_path)
     module = importlib.import_module(name)
-    assert score_apart(lambda: 1, modules=("sympy",)) == 1  # the process that forks is there
+    assert score_in_subprocess(lambda: 1, modules=("sympy",)) == 1  # the process that forks is there
     began = time.process_time()
     with pytest.raises(ScoringEndedError, match=r"more than 0\.5 s or"):
-        score_apart(lambda: module.score(answer), seconds=0.5)
+        score_in_subprocess(lambda: module.score(answer), seconds=0.5)
     assert time.process_time() - began < 0.5
-    assert score_apart(lambda: module.score("3")) in (1.0, 3.0)
+    assert score_in_subprocess(lambda: module.score("3")) in (1.0, 3.0)
 
 
 def test_scorers_see_no_key_of_the_run_and_their_process_ends_for_want_of_users(
@@ -199,7 +199,7 @@ def test_scorers_see_no_key_of_the_run_and_their_process_ends_for_want_of_users(
 ) -> None:
     monkeypatch.setattr(scoring_process, "_server", None)
     monkeypatch.setenv("RUN_KEY", "secret")
-    assert score_apart(lambda: __import__("os").environ.get("RUN_KEY")) is None
+    assert score_in_subprocess(lambda: __import__("os").environ.get("RUN_KEY")) is None
     process = (scoring_process._server or pytest.fail("there is no process"))[0]
     other = SimpleUser()
     join(other)
@@ -208,7 +208,7 @@ def test_scorers_see_no_key_of_the_run_and_their_process_ends_for_want_of_users(
         process.wait(LINGER_S + 0.5)
     leave(other)
     assert process.wait(20) == 0
-    assert score_apart(lambda: [1, "a"]) == [1, "a"], "another one takes its place"
+    assert score_in_subprocess(lambda: [1, "a"]) == [1, "a"], "another one takes its place"
 
 
 def test_a_crowd_of_answers_that_take_for_ever_is_scored_within_a_step_and_leaves_the_worker_its_place(
@@ -218,23 +218,23 @@ def test_a_crowd_of_answers_that_take_for_ever_is_scored_within_a_step_and_leave
     rollout = RolloutConfig()
     assert rollout.worker_threads * scoring_process.MOST_SCORING_S / 2 < rollout.step_timeout_s
     assert rollout.worker_threads * scoring_process.MEMORY_MB <= 4096
-    assert score_apart(lambda: __import__("os").nice(0)) >= min(19, os.nice(0) + 10)
+    assert score_in_subprocess(lambda: __import__("os").nice(0)) >= min(19, os.nice(0) + 10)
 
 
 def test_a_process_that_ends_just_now_costs_no_answer(user: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for want of users, or of memory: what it was asked, and what it can be asked no more, is asked of another."""
-    assert score_apart(lambda: 1) == 1
+    assert score_in_subprocess(lambda: 1) == 1
     process = (scoring_process._server or pytest.fail("there is no process"))[0]
     process.send_signal(signal.SIGSTOP)
     monkeypatch.setattr(process, "poll", lambda: None)  # as just before its end is seen
     threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL)).start()
-    assert score_apart(lambda: 2) == 2
+    assert score_in_subprocess(lambda: 2) == 2
     process.wait(5)
 
 
 ASKS_AND_IS_KILLED = """
 import os, threading, time
-from roll_flash.envs.rewards.scoring_process import score_apart
+from roll_flash.envs.rewards.scoring_process import score_in_subprocess
 
 def work(to=os.path.abspath("pid")):
     import os, time
@@ -242,7 +242,7 @@ def work(to=os.path.abspath("pid")):
         file.write(str(os.getpid()))
     time.sleep(60)
 
-threading.Thread(target=score_apart, args=(work,), daemon=True).start()
+threading.Thread(target=score_in_subprocess, args=(work,), daemon=True).start()
 while not (os.path.exists("pid") and open("pid").read()):
     time.sleep(0.01)
 os.kill(os.getpid(), 9)
@@ -302,7 +302,7 @@ def test_an_answer_that_its_scorer_fails_on_as_on_no_right_one_is_worth_nothing(
 def test_no_number_is_made_of_what_is_none(forged: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in `countdown` and `puzzle24`, which ask for a number from those that are given."""
     numbers = scorer(ARITHMETIC, tmp_path, monkeypatch)
-    with pytest.raises(EvaluatedAnswerError, match="not plain arithmetic"):
+    with pytest.raises(UnsafeAnswerError, match="not plain arithmetic"):
         check_answer(forged, numbers, "(9 - 7)*3 + 5 - -1")
     check_answer("-3*(5 + 7)/9", numbers, "(9 - 7)*3 + 5")
     check_answer("x**2/2 + log(x) + C", numbers, "x + C")
@@ -323,7 +323,7 @@ def test_nan_is_not_the_right_number(answer: str, tmp_path: Path, monkeypatch: p
     """As for `complex_arithmetic`, whose `min(1.0, nan)` is 1.0 and which takes blanks out, and for `number_sorting`,
     which makes numbers of the strings of a JSON list."""
     words = scorer(WORDS, tmp_path, monkeypatch)
-    with pytest.raises(EvaluatedAnswerError, match="no finite number"):
+    with pytest.raises(UnsafeAnswerError, match="no finite number"):
         check_answer(answer, words, "3.5 + 2i")
     check_answer("information, banana: 3", words, "3")
     check_answer("can infer, \\frac{3}{2} \\nu \\\\\n3 \\\\4, \\u00e9", words, "3")

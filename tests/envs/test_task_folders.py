@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import pytest
 
-from roll_flash.envs.adapters.task_folders.env import SPARE_S, TaskFolder, find_tasks, load_task
+from roll_flash.envs.adapters.task_folders.env import MARGIN_S, TaskFolder, find_tasks, load_task
 from roll_flash.envs.adapters.task_folders.tests import reward_of_json, reward_of_text
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
@@ -214,7 +214,7 @@ def test_the_commands_of_one_turn_leave_enough_of_the_step_for_the_tests(tmp_pat
 
     async def run() -> tuple[str, float]:
         env = TaskFolder(task)
-        env.step_timeout_s = 2 * (2 + SPARE_S) + 3
+        env.step_timeout_s = 2 * (2 + MARGIN_S) + 3
         await env.reset(seed=0)
         async with open_sandbox(env.sandbox_spec, provider="docker") as env.sandbox:
             began = time.monotonic()

@@ -142,7 +142,7 @@ def test_several_turns_are_answered_by_env_response_until_it_ends_them(sums: str
 
 
 def test_their_own_rollout_with_the_same_answers_earns_the_same(sums: str) -> None:
-    """Played by verifiers' own loop, with a client of theirs that says our lines."""
+    """PlayedEpisode by verifiers' own loop, with a client of theirs that says our lines."""
     import verifiers as vf
     from verifiers.clients import Client
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from scripted_runner import ScriptedRunner, trajectory_of
 
 from roll_flash.config.tree import EnvConfig, EvalConfig
-from roll_flash.evaluate.attempts import TRIED_AGAIN, Attempts
+from roll_flash.evaluate.attempts import RETRIED_CAUSES, Attempts
 from roll_flash.evaluate.budget import Budget, Prices
 from roll_flash.evaluate.evaluation import evaluate
 from roll_flash.evaluate.result import EvalResult
@@ -95,7 +95,7 @@ def test_minutes_end_what_is_in_flight_and_keep_what_has_ended(tmp_path: Path) -
     assert run(ScriptedRunner(solved), tmp_path).scored == 20
 
 
-@pytest.mark.parametrize("cause", sorted(TRIED_AGAIN))
+@pytest.mark.parametrize("cause", sorted(RETRIED_CAUSES))
 def test_what_infrastructure_did_is_tried_again_at_once(cause: Any) -> None:
     result = run(ScriptedRunner(lambda spec: cause if spec.attempt == 0 else True), tasks=6)
     assert (result.scored, result.failures, result.tried_again) == (6, {}, 6)

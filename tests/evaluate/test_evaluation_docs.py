@@ -14,7 +14,7 @@ import yaml
 
 from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
-from roll_flash.evaluate.attempts import TRIED_AGAIN
+from roll_flash.evaluate.attempts import RETRIED_CAUSES
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.types import FailureCause
 
@@ -74,5 +74,5 @@ def test_its_names_exist() -> None:
         assert hasattr(getattr(config, section), key), key
     assert f"{config.eval.max_failures_in_a_row} attempts fail one after another" in PAGE
     causes = set(FailureCause.__args__)  # type: ignore[attr-defined]
-    assert {"sandbox_error", "generate_timeout"} <= TRIED_AGAIN <= causes
-    assert {"env_error", "env_timeout"} <= causes - TRIED_AGAIN
+    assert {"sandbox_error", "generate_timeout"} <= RETRIED_CAUSES <= causes
+    assert {"env_error", "env_timeout"} <= causes - RETRIED_CAUSES

@@ -168,7 +168,7 @@ def test_a_page_has_a_size_limit_and_says_what_is_left_out(tmp_path: Path, monke
     left_out = re.search(r"(\d+) conversations are left out", page)
     assert left_out is not None
     assert len(assert_harmless(page)["episodes"]) == 8 - int(left_out[1])
-    long = page_transcript.shortened("x" * 50_000)
+    long = page_transcript.cut_middle("x" * 50_000)
     assert len(long) < 21_000
     assert "30,000 characters are left out here" in long
 

@@ -14,7 +14,7 @@ from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.evaluate.evaluation import evaluate
 from roll_flash.evaluate.result import EvalResult
 from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
-from roll_flash.summary import closing_text, read_books
+from roll_flash.summary import check_counts, closing_text
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 
 ROWS = [f"{number} * 7?" for number in range(6)]
@@ -102,7 +102,7 @@ def test_the_summary_of_a_run_says_that_it_was_evaluated_on_training_tasks(tmp_p
     runner = Rows(ROWS)
     before, after = evaluated(runner, set()), evaluated(runner, trained_on(runner, range(6), tmp_path))
     summary = {"name": "rows", "steps": 1, "total_steps": 1, "seconds": 1.0, "tokens": 1, "tokens_per_s": 1.0}
-    summary |= {"before": before.to_dict(), "after": after.to_dict(), "books": read_books({}), "notes": after.notes}
+    summary |= {"before": before.to_dict(), "after": after.to_dict(), "books": check_counts({}), "notes": after.notes}
     summary |= {"run_folder": "runs/rows", "plot": None, "model_folder": None, "disk": {}}
     text = closing_text(summary)
     assert "held-out success" not in text

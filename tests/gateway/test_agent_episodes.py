@@ -16,8 +16,8 @@ from conftest import until
 
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.envs import Env, register_env
-from roll_flash.envs.agents.session_access import AgentGateway, PlaysItself
-from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.envs.agents.session_access import AgentGateway, RunsOwnLoop
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import check_staleness, prepare_group
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import episode_record
@@ -35,7 +35,7 @@ Agent = Callable[[AgentGateway, int], Awaitable[None]]
 class Agents(Env):
     """Plays one of `AGENTS`; worth what its seed says."""
 
-    plays_itself = True
+    runs_own_loop = True
     closed: ClassVar[list[int]] = []
 
     def __init__(self, agent: str, reward: float | None = None) -> None:
@@ -175,7 +175,7 @@ def played(*specs: EpisodeSpec, **options: Any) -> list[Trajectory]:
 
 
 def test_an_agents_calls_are_the_turns_of_its_trajectory() -> None:
-    assert isinstance(Agents("two_turns"), PlaysItself)
+    assert isinstance(Agents("two_turns"), RunsOwnLoop)
     (trajectory,) = played(spec("two_turns"))
     assert trajectory.reward == 3.5 == sum(turn.reward for turn in trajectory.turns)
     assert trajectory.success is True
@@ -214,7 +214,7 @@ def test_a_rewritten_history_is_a_branch_that_the_record_and_the_stream_keep() -
 def test_branches_are_trained_with_the_advantage_of_their_episode(normalization: Any) -> None:
     trajectories = played(spec("forgets", 1), spec("two_turns", 0))
     group = Group("g", trajectories[0].task, tuple(sorted(trajectories, key=lambda t: t.reward)))
-    prepared = prepare_group(group, 2, CreditRules(normalization=normalization))
+    prepared = prepare_group(group, 2, AdvantageConfig(normalization=normalization))
     assert len(prepared.sequences) == 3
     assert prepared.policy_tokens == 12 + 18
     assert prepared.trajectories == 2

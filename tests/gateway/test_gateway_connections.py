@@ -97,7 +97,7 @@ def test_a_connection_that_another_session_uses_by_now_does_not_end_with_the_fir
 def test_connections_on_which_nothing_is_asked_lose_their_places(
     serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connections, "MOST_SILENT", 8)
+    monkeypatch.setattr(connections, "MAX_IDLE_CONNECTIONS", 8)
 
     async def work(served: Served) -> None:
         silent = [await asyncio.open_connection("127.0.0.1", served.gateway.port) for _ in range(12)]

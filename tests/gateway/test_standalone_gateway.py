@@ -26,7 +26,7 @@ from roll_flash.gateway.sessions.session import Session
 from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.gateway.token_backend import TokenBackend
 from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
-from roll_flash.serving import GatewayRequest, Serving, open_gateway
+from roll_flash.serving import GatewayRequest, RunningGateway, open_gateway
 
 HELLO = [{"role": "user", "content": "Hi"}]
 Scenario = Callable[[httpx.AsyncClient, SessionRoutes], Awaitable[None]]
@@ -392,7 +392,7 @@ def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path:
         choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
         return web.json_response({"choices": [choice], "usage": {"prompt_tokens": 3, "completion_tokens": 4}})
 
-    async def scenario(serving: Serving) -> None:
+    async def scenario(serving: RunningGateway) -> None:
         admin = {"Authorization": f"Bearer {serving.api_key}"}
         async with httpx.AsyncClient(base_url=serving.url, headers=admin) as http:
             _, key = await opened(http)

@@ -15,7 +15,7 @@ import pytest
 
 from roll_flash.engines.inference import ClientSpec, Generation
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.inference.client.token_client import VllmClient
+from roll_flash.inference.client.token_client import TokenClient
 from roll_flash.types import SamplingParams
 
 from .stand_in_server import Handler, StandInServer, answer, choice, logprob_at, response, stream, token_at, well
@@ -61,20 +61,20 @@ async def hang_after_20(server: StandInServer, request: dict[str, Any], writer: 
 
 def play(
     handlers: list[Handler],
-    use: Callable[[VllmClient, list[StandInServer]], Awaitable[Any]],
+    use: Callable[[TokenClient, list[StandInServer]], Awaitable[Any]],
     spec: ClientSpec = SPEC,
 ) -> Any:
     async def with_servers() -> Any:
         async with AsyncExitStack() as stack, asyncio.timeout(60):
             servers = [await stack.enter_async_context(StandInServer(handler)) for handler in handlers]
-            client = VllmClient(replace(spec, endpoints=tuple(server.endpoint for server in servers)), first=0)
+            client = TokenClient(replace(spec, endpoints=tuple(server.endpoint for server in servers)), first=0)
             stack.push_async_callback(client.close)
             return await use(client, servers)
 
     return asyncio.run(with_servers())
 
 
-async def ask(client: VllmClient, timeout_s: float = 30, tokens: int = TOKENS) -> Generation:
+async def ask(client: TokenClient, timeout_s: float = 30, tokens: int = TOKENS) -> Generation:
     return await client.generate(PROMPT, SamplingParams(max_new_tokens=tokens), request_id="r", timeout_s=timeout_s)
 
 
@@ -124,12 +124,12 @@ WRONG_ANSWERS = [
 
 @pytest.mark.parametrize(("handler", "says"), WRONG_ANSWERS)
 def test_a_wrong_answer_is_asked_again_elsewhere_and_alone_is_one_clear_line(handler: Handler, says: str) -> None:
-    async def elsewhere(client: VllmClient, _: Any) -> Generation:
+    async def elsewhere(client: TokenClient, _: Any) -> Generation:
         generation = await ask(client)
         assert (client.counts.bad_answers, client.counts.asked_again) == (1, 1)
         return generation
 
-    async def alone(client: VllmClient, servers: list[StandInServer]) -> str:
+    async def alone(client: TokenClient, servers: list[StandInServer]) -> str:
         with pytest.raises(InferenceError, match=says) as caught:
             await ask(client)
         assert len(servers[0].requests) == client.counts.bad_answers == 3
@@ -147,7 +147,7 @@ def test_what_is_not_http_is_a_wrong_answer_too() -> None:
     async def garbage(_: StandInServer, __: dict[str, Any], writer: asyncio.StreamWriter) -> None:
         writer.write(b"\x00\x01\x02 SSH-2.0 hello\r\n\r\n")
 
-    async def use(client: VllmClient, _: Any) -> Generation:
+    async def use(client: TokenClient, _: Any) -> Generation:
         generation = await ask(client)
         assert client.counts.bad_answers == 1
         return generation
@@ -156,7 +156,7 @@ def test_what_is_not_http_is_a_wrong_answer_too() -> None:
 
 
 def test_a_refused_request_is_not_asked_again() -> None:
-    async def use(client: VllmClient, servers: list[StandInServer]) -> None:
+    async def use(client: TokenClient, servers: list[StandInServer]) -> None:
         with pytest.raises(InferenceError, match=r"http://127.0.0.1:\d+: HTTP 400: too warm"):
             await ask(client)
         assert [len(server.requests) for server in servers] == [1, 0]
@@ -165,7 +165,7 @@ def test_a_refused_request_is_not_asked_again() -> None:
 
 
 def test_a_closed_connection_moves_the_request() -> None:
-    async def use(client: VllmClient, _: Any) -> Generation:
+    async def use(client: TokenClient, _: Any) -> Generation:
         generation = await ask(client)
         assert (client.counts.removed, client.counts.bad_answers) == (1, 0)
         return generation
@@ -177,7 +177,7 @@ def test_a_closed_connection_moves_the_request() -> None:
 def test_a_request_goes_on_from_the_tokens_that_are_known(end: Handler) -> None:
     """Of 40 tokens the first server makes 20 and dies or hangs; the second continues with newer weights."""
 
-    async def use(client: VllmClient, servers: list[StandInServer]) -> Generation:
+    async def use(client: TokenClient, servers: list[StandInServer]) -> Generation:
         servers[0].version, servers[1].version = 3, 4
         generation = await ask(client)
         assert servers[1].requests[0]["token_ids"] == PROMPT + [token_at(len(PROMPT) + i) for i in range(20)]
@@ -200,7 +200,7 @@ def test_a_server_that_aborts_gets_the_rest_of_the_request() -> None:
         writer.write(response(json.dumps(aborted).encode()))
         server.version += 1
 
-    async def use(client: VllmClient, _: Any) -> Generation:
+    async def use(client: TokenClient, _: Any) -> Generation:
         generation = await ask(client)
         assert (client.counts.aborted, client.counts.removed, client.counts.tokens_kept) == (1, 0, 15)
         return generation
@@ -209,7 +209,7 @@ def test_a_server_that_aborts_gets_the_rest_of_the_request() -> None:
 
 
 def test_a_server_that_never_answers_costs_the_deadline_and_no_more() -> None:
-    async def use(client: VllmClient, _: Any) -> float:
+    async def use(client: TokenClient, _: Any) -> float:
         began = time.monotonic()
         with pytest.raises(TimeoutError):
             await ask(client, timeout_s=0.3)
@@ -226,7 +226,7 @@ def test_a_slow_server_is_waited_for() -> None:
             writer.write(body[start : start + 400])
             await asyncio.sleep(0.01)
 
-    async def use(client: VllmClient, _: Any) -> Generation:
+    async def use(client: TokenClient, _: Any) -> Generation:
         generation = await ask(client)
         assert client.counts.asked_again == 0
         return generation
@@ -240,7 +240,7 @@ def test_an_idle_connection_that_the_server_closed_is_no_failure() -> None:
         await writer.drain()
         writer.close()
 
-    async def use(client: VllmClient, _: Any) -> int:
+    async def use(client: TokenClient, _: Any) -> int:
         for _ in range(20):
             assert_exact(await ask(client, tokens=5), [0] * 5, 5)
         return client.counts.asked_again + client.counts.removed
@@ -251,7 +251,7 @@ def test_an_idle_connection_that_the_server_closed_is_no_failure() -> None:
 def test_a_dead_server_comes_back_when_it_has_the_newest_weights_again() -> None:
     """It gave version 5 before; started again it has version 0 for a moment, and gets nothing until it has 5."""
 
-    async def use(client: VllmClient, servers: list[StandInServer]) -> None:
+    async def use(client: TokenClient, servers: list[StandInServer]) -> None:
         first, second = servers
         first.version = second.version = 5
         assert_exact(await ask(client), [5] * TOKENS)
@@ -271,7 +271,7 @@ def test_a_dead_server_comes_back_when_it_has_the_newest_weights_again() -> None
 
 
 def test_with_every_server_gone_requests_wait_for_the_first_that_returns() -> None:
-    async def use(client: VllmClient, servers: list[StandInServer]) -> None:
+    async def use(client: TokenClient, servers: list[StandInServer]) -> None:
         servers[0].healthy = False
         asks = [asyncio.create_task(ask(client)) for _ in range(20)]
         await until(lambda: client.metrics()["servers_out"] == 1)
@@ -297,7 +297,7 @@ def test_requests_over_the_capacity_wait_and_their_deadline_holds() -> None:
 
     running = 0
 
-    async def use(client: VllmClient, servers: list[StandInServer]) -> None:
+    async def use(client: TokenClient, servers: list[StandInServer]) -> None:
         await asyncio.gather(*(ask(client) for _ in range(5)))
         assert client.metrics()["queue_waits"] == 4
         servers[0].handler = never
@@ -315,7 +315,7 @@ def test_requests_over_the_capacity_wait_and_their_deadline_holds() -> None:
 
 
 def test_cancelling_a_turn_closes_its_connection() -> None:
-    async def use(client: VllmClient, servers: list[StandInServer]) -> None:
+    async def use(client: TokenClient, servers: list[StandInServer]) -> None:
         turn = asyncio.create_task(ask(client))
         await until(lambda: bool(servers[0].requests))
         turn.cancel()
@@ -330,4 +330,4 @@ def test_cancelling_a_turn_closes_its_connection() -> None:
 
 def test_an_endpoint_that_is_no_http_address_is_refused_at_once() -> None:
     with pytest.raises(ConfigError, match=r"https://model:1: an inference server is reached at http://host:port"):
-        VllmClient(replace(SPEC, endpoints=("https://model:1",)))
+        TokenClient(replace(SPEC, endpoints=("https://model:1",)))

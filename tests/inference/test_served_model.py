@@ -15,7 +15,7 @@ import pytest
 
 from roll_flash.engines.inference import ClientSpec, Generation, StagedWeights
 from roll_flash.errors import InferenceError
-from roll_flash.inference.client.token_client import VllmClient, open_client
+from roll_flash.inference.client.token_client import TokenClient, open_client
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.processes.keys import bearer
 from roll_flash.types import SamplingParams
@@ -297,7 +297,7 @@ def _kill_server(engine: ServerEngine) -> None:
 
 def test_no_server_at_all_is_an_error_that_names_it() -> None:
     async def ask() -> None:
-        client = VllmClient(ClientSpec("vllm", ("http://127.0.0.1:9",), "policy", 64))
+        client = TokenClient(ClientSpec("vllm", ("http://127.0.0.1:9",), "policy", 64))
         try:
             await client.generate([1], SamplingParams(), request_id="a", timeout_s=0.5)
         finally:

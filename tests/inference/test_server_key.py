@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from roll_flash.errors import InferenceError
-from roll_flash.inference.client.token_client import VllmClient
+from roll_flash.inference.client.token_client import TokenClient
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.processes.keys import bearer
 from roll_flash.types import SamplingParams
@@ -57,7 +57,7 @@ def test_a_client_without_the_key_gets_nothing(served: Served) -> None:
     from dataclasses import replace
 
     async def ask() -> None:
-        client = VllmClient(replace(served.engine.client_spec(), key="wrong"))
+        client = TokenClient(replace(served.engine.client_spec(), key="wrong"))
         try:
             await client.generate([5, 6], SamplingParams(max_new_tokens=2), request_id="x", timeout_s=60)
         finally:

@@ -19,7 +19,7 @@ import pytest
 
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import Generation, InFlight
-from roll_flash.inference.client.token_client import VllmClient
+from roll_flash.inference.client.token_client import TokenClient
 from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.models.prepare import resolve_model
@@ -54,7 +54,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
 class Traffic:
     """Turns that are sampled one after the other on `lanes` lanes, until it is told to stop."""
 
-    client: VllmClient
+    client: TokenClient
     served: Served
     turns: list[tuple[list[int], Generation]]
     lanes: list[asyncio.Task[None]]
@@ -96,7 +96,7 @@ class Traffic:
 @asynccontextmanager
 async def traffic(served: Served, lanes: int = 6, **changes: Any) -> AsyncIterator[Traffic]:
     """`changes` to the client's spec."""
-    client = VllmClient(replace(served.engine.client_spec(), **changes))
+    client = TokenClient(replace(served.engine.client_spec(), **changes))
     running = Traffic(client, served, [], [])
     running.lanes = [asyncio.create_task(running.lane(number)) for number in range(lanes)]
     try:

@@ -19,7 +19,7 @@ from roll_flash.learner.losses.advantages import (
     rloo,
     scale_by_batch,
 )
-from roll_flash.learner.losses.token_advantages import CreditRules, token_advantages
+from roll_flash.learner.losses.token_advantages import AdvantageConfig, token_advantages
 from tests.learner.samples import make_group
 
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)
@@ -128,7 +128,7 @@ def test_turns_get_their_own_advantage_on_their_own_tokens() -> None:
         seen = "wall" if number else "door"
         turns = (dataclasses.replace(first, observation=seen), dataclasses.replace(second, reward=trajectory.reward))
         members.append(dataclasses.replace(trajectory, turns=turns))
-    ((winner, loser, _),) = token_advantages([members], CreditRules(advantage="gigpo"))
+    ((winner, loser, _),) = token_advantages([members], AdvantageConfig(advantage="gigpo"))
     first, second = members[0].turns
     episode, start = grpo([1.0, 0.0, 0.0]), grpo([0.95, 0.0, 0.0])
     np.testing.assert_allclose(winner[first.start : first.end], episode[0] + start[0], rtol=1e-6)
@@ -139,22 +139,22 @@ def test_turns_get_their_own_advantage_on_their_own_tokens() -> None:
 @pytest.mark.parametrize(
     ("rules", "expected"),
     [
-        (CreditRules(), [[-1, 1], [-1, 1]]),
-        (CreditRules(scale="none"), [[-0.5, 0.5], [-2, 2]]),
-        (CreditRules(advantage="rloo", scale="none"), [[-1, 1], [-4, 4]]),
-        (CreditRules(advantage="reinforce++", scale="none"), [[-1.25, -0.25], [-1.25, 2.75]]),
-        (CreditRules(scale="batch"), np.array([[-0.5, 0.5], [-2, 2]]) / np.sqrt(17 / 8)),
+        (AdvantageConfig(), [[-1, 1], [-1, 1]]),
+        (AdvantageConfig(scale="none"), [[-0.5, 0.5], [-2, 2]]),
+        (AdvantageConfig(advantage="rloo", scale="none"), [[-1, 1], [-4, 4]]),
+        (AdvantageConfig(advantage="reinforce++", scale="none"), [[-1.25, -0.25], [-1.25, 2.75]]),
+        (AdvantageConfig(scale="batch"), np.array([[-0.5, 0.5], [-2, 2]]) / np.sqrt(17 / 8)),
     ],
 )
-def test_rules_choose_baseline_and_scale(rules: CreditRules, expected: ArrayLike) -> None:
+def test_rules_choose_baseline_and_scale(rules: AdvantageConfig, expected: ArrayLike) -> None:
     groups = [make_group(0, replicas=2, rewards=[0.0, 1.0]), make_group(1, replicas=2, rewards=[0.0, 4.0])]
     found = token_advantages([group.trajectories for group in groups], rules)
     np.testing.assert_allclose([[values[-1] for values in group] for group in found], expected, rtol=3e-4)
 
 
 def test_rules_follow_the_config() -> None:
-    assert CreditRules.of(LearnerConfig(advantage="rloo")).scale == "none"
-    assert CreditRules.of(LearnerConfig(advantage="reinforce++")).needs_whole_batch
-    assert CreditRules.of(LearnerConfig(normalize_advantage="batch")).needs_whole_batch
-    assert not CreditRules.of(LearnerConfig()).needs_whole_batch
-    assert CreditRules.of(LearnerConfig(entropy_bonus=0.1)).keep_without_signal
+    assert AdvantageConfig.of(LearnerConfig(advantage="rloo")).scale == "none"
+    assert AdvantageConfig.of(LearnerConfig(advantage="reinforce++")).needs_whole_batch
+    assert AdvantageConfig.of(LearnerConfig(normalize_advantage="batch")).needs_whole_batch
+    assert not AdvantageConfig.of(LearnerConfig()).needs_whole_batch
+    assert AdvantageConfig.of(LearnerConfig(entropy_bonus=0.1)).keep_without_signal

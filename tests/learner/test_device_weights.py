@@ -27,7 +27,7 @@ from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
 from roll_flash.learner.weights.staged import WeightStage
 from roll_flash.models.prepare import resolve_model
-from roll_flash.processes.background import all_or_first_error
+from roll_flash.processes.background import gather_or_cancel
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 from tests.learner.architectures import write_model
 
@@ -230,7 +230,7 @@ def test_when_one_side_fails_the_other_is_not_waited_for() -> None:
 
     async def main() -> None:
         async with asyncio.timeout(10):
-            await all_or_first_error(fails(), asyncio.sleep(60))
+            await gather_or_cancel(fails(), asyncio.sleep(60))
 
     with pytest.raises(LearnerError, match="the rank died"):
         asyncio.run(main())

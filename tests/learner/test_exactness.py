@@ -104,7 +104,7 @@ def test_a_head_that_nobody_can_describe_is_the_models_own(tmp_path: Path, monke
 
     monkeypatch.setattr(LlamaForCausalLM, "forward", squared)
     policy = load_policy_model(folder)
-    assert policy.logit_form is None
+    assert policy.logit_transform is None
     assert policy.shares_prefixes
     found, _ = _packed(policy, _tree())
     expected, _ = _plain(folder, _tree())
@@ -154,5 +154,5 @@ def test_a_model_that_has_not_learned_is_not_taken_for_one_that_can_share(
 def test_a_softcap_is_found_where_logits_are_small(tmp_path: Path) -> None:
     """A head that begins at nothing shows no softcap on any text, until it has learned."""
     policy = load_policy_model(write_model("nanochat", tmp_path, initializer_range=1e-4))
-    assert policy.logit_form is not None
-    assert policy.logit_form.softcap == 15.0
+    assert policy.logit_transform is not None
+    assert policy.logit_transform.softcap == 15.0

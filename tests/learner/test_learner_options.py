@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM
 
 from roll_flash.config.learner import LearnerConfig, LoraConfig
 from roll_flash.errors import ConfigError, LearnerError, ModelError
-from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.model import compiled_layers, lora
 from roll_flash.learner.model.activation_offload import offload_activations
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing import tree_attention
-from roll_flash.learner.packing.flex_tree import attend, tree_mask, why_not
+from roll_flash.learner.packing.flex_tree import attend, tree_mask, unsupported_reason
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.learner.packing.sequences import prepare_group
 from roll_flash.learner.ranks.fsdp import FsdpLearner
@@ -32,7 +32,7 @@ GROUPS = [make_group(seed, prompt=20, turn=(3, 12)) for seed in range(3)]
 
 
 def rows_of(*seeds: int, prompt: int = 20) -> list[PackedRow]:
-    groups = [prepare_group(make_group(seed, prompt=prompt), 0, CreditRules()) for seed in seeds]
+    groups = [prepare_group(make_group(seed, prompt=prompt), 0, AdvantageConfig()) for seed in seeds]
     return [row for group in groups for row in pack(group.sequences, 4096)]
 
 
@@ -139,7 +139,7 @@ def test_attention_for_gpus_sees_the_same_tree() -> None:
     dense = tree_attention.TreeLayout((), torch.tensor(tree_attention.attention_mask(row.subtree_end)))
     masked, _ = tree_attention.tree_attention(torch.nn.Module(), made[0], made[1], made[2], None, tree=dense)
     np.testing.assert_allclose(masked, expected, atol=1e-5)
-    assert why_not(torch.device("cpu")) == "there is no GPU"
+    assert unsupported_reason(torch.device("cpu")) == "there is no GPU"
 
 
 @pytest.mark.parametrize(

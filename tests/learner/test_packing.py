@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM
 
 from roll_flash.learner.losses.policy import policy_loss
-from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import (
@@ -126,7 +126,7 @@ def test_packing_gives_the_loss_and_gradients_of_a_loop_over_padded_sequences(
 ) -> None:
     data = []
     for seed, prompt, turn in ((0, 12, (3, 8)), (1, 40, (2, 70)), (2, 3, (1, 5))):
-        data += prepare_group(make_group(seed, prompt=prompt, turn=turn, replicas=5), 0, CreditRules()).sequences
+        data += prepare_group(make_group(seed, prompt=prompt, turn=turn, replicas=5), 0, AdvantageConfig()).sequences
     reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     expected = _padded_loop(reference, data)
     expected.backward()

@@ -7,7 +7,7 @@ import pytest
 
 from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.objective import by_staleness, off_policy_metrics, staleness_metrics
-from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import NO_LOGPROB, check_staleness, prepare_demonstrations, prepare_group
 from roll_flash.types import Trajectory
 from tests.learner.samples import make_group, make_trajectory, replace_trajectory
@@ -37,8 +37,8 @@ def test_a_broken_trajectory_is_left_out_and_counted_and_the_rest_trains(fault: 
     group = make_group(0, replicas=4, rewards=[0.0, 1.0, 0.0, 1.0])
     without = dataclasses.replace(group, trajectories=group.trajectories[:3])
     group = replace_trajectory(group, 3, broken(group.trajectories[3], fault))
-    prepared = prepare_group(group, 0, CreditRules())
-    expected = prepare_group(without, 0, CreditRules())
+    prepared = prepare_group(group, 0, AdvantageConfig())
+    expected = prepare_group(without, 0, AdvantageConfig())
     assert prepared.counts[f"dropped_{fault}"] == 1
     assert prepared.policy_tokens == expected.policy_tokens
     for found, wanted in zip(prepared.sequences, expected.sequences, strict=True):
@@ -47,7 +47,7 @@ def test_a_broken_trajectory_is_left_out_and_counted_and_the_rest_trains(fault: 
 
 def test_a_group_whose_replicas_earned_the_same_counts_into_the_mean_but_is_not_computed() -> None:
     group = make_group(0, rewards=[0.5] * 4)
-    prepared = prepare_group(group, 0, CreditRules())
+    prepared = prepare_group(group, 0, AdvantageConfig())
     assert prepared.sequences == []
     assert prepared.policy_tokens == group.policy_tokens
     assert prepared.counts["groups_without_signal"] == 1
@@ -57,7 +57,7 @@ def test_garbage_outside_the_policy_tokens_is_never_read() -> None:
     group = make_group(0)
     first = group.trajectories[0]
     dirty = dataclasses.replace(first, logprobs=np.where(first.policy_mask, first.logprobs, np.nan))
-    prepared = prepare_group(replace_trajectory(group, 0, dirty), 0, CreditRules())
+    prepared = prepare_group(replace_trajectory(group, 0, dirty), 0, AdvantageConfig())
     assert len(prepared.sequences) == 4
 
 
@@ -141,7 +141,7 @@ def test_a_token_without_a_logprob_is_not_trained_and_counted() -> None:
     missing = np.flatnonzero(broken.policy_mask)[:2]
     logprobs[missing] = NO_LOGPROB
     prepared = prepare_group(
-        replace_trajectory(group, 0, dataclasses.replace(broken, logprobs=logprobs)), 0, CreditRules()
+        replace_trajectory(group, 0, dataclasses.replace(broken, logprobs=logprobs)), 0, AdvantageConfig()
     )
     assert prepared.counts["tokens_without_logprob"] == 2
     assert prepared.policy_tokens == sum(t.policy_tokens for t in group.trajectories) - 2
@@ -153,6 +153,6 @@ def test_a_token_without_a_logprob_is_not_trained_and_counted() -> None:
 def test_a_trajectory_without_any_logprob_is_dropped_with_the_reason() -> None:
     group = make_group(0, replicas=3, rewards=[1.0, 0.5, 0.0])
     broken = dataclasses.replace(group.trajectories[0], logprobs=np.full_like(group.trajectories[0].logprobs, -9999))
-    prepared = prepare_group(replace_trajectory(group, 0, broken), 0, CreditRules())
+    prepared = prepare_group(replace_trajectory(group, 0, broken), 0, AdvantageConfig())
     assert prepared.counts["dropped_no_logprobs"] == 1
     assert len(prepared.sequences) == 2

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
-from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import prepare_group, split_minibatches
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.types import Group
@@ -57,7 +57,7 @@ def minibatches_of(groups: Sequence[Group], count: int, version: int) -> list[li
 
 
 def _tokens(group: Group) -> list[Any]:
-    return prepare_group(group, 9, CreditRules(keep_without_signal=True)).sequences
+    return prepare_group(group, 9, AdvantageConfig(keep_without_signal=True)).sequences
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [

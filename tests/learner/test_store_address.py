@@ -10,14 +10,14 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from roll_flash.learner.ranks.meeting import join_meeting, open_meeting
+from roll_flash.learner.ranks.meeting import join_rendezvous, open_rendezvous
 
 TIMEOUT = timedelta(seconds=60)
 OTHER_RANK = """
 import sys
 from datetime import timedelta
-from roll_flash.learner.ranks.meeting import join_meeting
-store = join_meeting(sys.argv[1], 2, timedelta(seconds=60))
+from roll_flash.learner.ranks.meeting import join_rendezvous
+store = join_rendezvous(sys.argv[1], 2, timedelta(seconds=60))
 store.set("weights", "ready")
 assert store.get("first") == b"here"
 """
@@ -30,7 +30,7 @@ def _listening() -> set[int]:
 
 def test_ranks_on_one_machine_meet_without_a_port_and_in_a_file_that_their_user_alone_can_open() -> None:
     before = _listening()
-    store, address = open_meeting(2, None, TIMEOUT)
+    store, address = open_rendezvous(2, None, TIMEOUT)
     store.set("first", "here")
     subprocess.run([sys.executable, "-c", OTHER_RANK, address], check=True, timeout=120)
     assert store.get("weights") == b"ready"
@@ -42,8 +42,9 @@ def test_ranks_on_one_machine_meet_without_a_port_and_in_a_file_that_their_user_
 
 def test_nothing_of_the_meeting_is_left_when_the_first_rank_is_killed() -> None:
     program = (
-        "import os, signal; from datetime import timedelta; from roll_flash.learner.ranks.meeting import open_meeting\n"
-        "kept = open_meeting(2, None, timedelta(seconds=60)); print(kept[1], flush=True)\n"
+        "import os, signal; from datetime import timedelta\n"
+        "from roll_flash.learner.ranks.meeting import open_rendezvous\n"
+        "kept = open_rendezvous(2, None, timedelta(seconds=60)); print(kept[1], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120)
@@ -52,13 +53,13 @@ def test_nothing_of_the_meeting_is_left_when_the_first_rank_is_killed() -> None:
 
 
 def test_ranks_on_several_machines_meet_at_the_address_of_the_first_and_at_no_other() -> None:
-    store, address = open_meeting(2, "127.0.0.1", TIMEOUT)
+    store, address = open_rendezvous(2, "127.0.0.1", TIMEOUT)
     assert address.startswith("tcp://127.0.0.1:")
     port = int(address.rpartition(":")[2])
     entries = psutil.Process(os.getpid()).net_connections("inet")
     hosts = [entry.laddr.ip for entry in entries if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port]
     assert hosts == ["127.0.0.1"]
-    other = join_meeting(address, 2, TIMEOUT)
+    other = join_rendezvous(address, 2, TIMEOUT)
     assert isinstance(other, dist.TCPStore)
     other.set("weights", "ready")
     assert store.get("weights") == b"ready"

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from roll_flash.learner.model import token_logprobs as module
-from roll_flash.learner.model.token_logprobs import LogitForm, token_logprobs
+from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
 
-FORMS = [LogitForm(), LogitForm(scale=0.25), LogitForm(scale=2.0, softcap=5.0)]
+FORMS = [LogitTransform(), LogitTransform(scale=0.25), LogitTransform(scale=2.0, softcap=5.0)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -20,7 +20,7 @@ def test_chunks_give_the_values_and_gradients_of_full_logits(
     temperature: float,
     chunk_bytes: int,
     with_entropy: bool,
-    form: LogitForm,
+    form: LogitTransform,
 ) -> None:
     monkeypatch.setattr(module, "_CHUNK_BYTES", chunk_bytes)
     torch.manual_seed(0)

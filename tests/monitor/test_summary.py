@@ -13,7 +13,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.evaluate.result import EvalResult, score
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.run.run_dir import RunDir
-from roll_flash.summary import closing_text, command_name, next_commands, read_books, summarize
+from roll_flash.summary import check_counts, closing_text, command_name, next_commands, summarize
 
 BOOKS = {
     **{"produced": 100, "trained": 80, "waiting": 4, "dropped_stale": 15, "dropped_too_few_trajectories": 1},
@@ -68,7 +68,7 @@ def test_the_text_tells_success_before_and_after_with_intervals_and_what_became_
 
 
 def test_books_that_do_not_balance_are_shouted_about(run_folder: Path) -> None:
-    assert not read_books({**BOOKS, "produced": 101})["balance"]
+    assert not check_counts({**BOOKS, "produced": 101})["balance"]
     assert "DO NOT BALANCE" in closing_text(summary_of(run_folder, books={**BOOKS, "produced": 101}))
 
 

@@ -201,7 +201,7 @@ def test_starvation_of_the_slow_is_seen_where_nothing_of_it_is_trained() -> None
 
 def test_a_task_that_is_requeued_is_another_play_in_the_simulation_and_not_for_ever() -> None:
     load = SyntheticLoad(Constant(20), Constant(1.0), slow_share=0.3, slow_factor=1000.0)
-    result = simulate(load, alpha=0, extra=4, steps=12, on_stale="requeue", most_requeues=1)
+    result = simulate(load, alpha=0, extra=4, steps=12, on_stale="requeue", max_requeues_per_group=1)
     assert result.groups["requeued"] > 0
     assert result.groups["given_up"] > 0
 

@@ -106,7 +106,9 @@ def test_with_extra_groups_wait_drops_the_redundant_ones_and_trains_steps_of_the
 
 
 def test_requeue_gives_a_task_up_after_its_limit_and_counts_it() -> None:
-    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, extra=1, on_stale="requeue", most_requeues=2)
+    scheduler = make_scheduler(
+        groups_per_step=1, async_ratio=0.0, extra=1, on_stale="requeue", max_requeues_per_group=2
+    )
     plays = Counter[int]()
     for version in range(1, 12):
         while scheduler.room():

@@ -24,7 +24,7 @@ from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout import environment_threads
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines
-from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings, sendable
+from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings, picklable_outcome
 from roll_flash.scheduling.tasks import make_task
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 from tests.inference.stand_in_server import StandInServer, answer, response, well
@@ -211,7 +211,7 @@ def test_blocking_environments_that_hang_do_not_starve_the_others() -> None:
 
 
 def test_a_thread_that_was_given_up_is_replaced_until_too_many_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment_threads, "MOST_LOST", 2)
+    monkeypatch.setattr(environment_threads, "MAX_ABANDONED_CALLS", 2)
     threads, release = EnvironmentThreads(1), Event()
     stuck = [threads.submit(release.wait, LONG_S)]
     while not stuck[0].running():
@@ -300,7 +300,7 @@ def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_th
         said: Any = 1
         for _ in range(depth):
             said = [said]
-        outcome = sendable(dataclasses.replace(trajectory(episode, [1], 0.5), info={"said": said}), episode)
+        outcome = picklable_outcome(dataclasses.replace(trajectory(episode, [1], 0.5), info={"said": said}), episode)
         assert isinstance(outcome, Trajectory)
         assert outcome.reward == 0.5
         assert list(outcome.info) == (["said"] if depth < 64 else ["info_left_out"])

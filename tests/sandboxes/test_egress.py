@@ -244,8 +244,8 @@ def test_what_is_public(address: str, public: bool) -> None:
 
 
 def test_this_machines_own_address_is_known_whatever_network_it_is_of() -> None:
-    assert egress.is_own(ipaddress.ip_address("127.0.0.1"))
-    assert not egress.is_own(ipaddress.ip_address("192.0.2.1"))
+    assert egress.is_local_address(ipaddress.ip_address("127.0.0.1"))
+    assert not egress.is_local_address(ipaddress.ip_address("192.0.2.1"))
 
 
 @pytest.mark.parametrize(

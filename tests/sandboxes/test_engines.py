@@ -188,7 +188,7 @@ def two_engines(engine: SecondEngine, docker: str) -> Iterator[tuple[str, ...]]:
 def test_a_pool_over_two_engines_uses_both_goes_on_with_one_and_takes_the_other_back(
     two_engines: tuple[str, ...], engine: SecondEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_set_module, "FIRST_ASIDE_S", 0.5)
+    monkeypatch.setattr(engine_set_module, "INITIAL_BACKOFF_S", 0.5)
     run = f"two-engines-{os.getpid()}"
 
     async def lease_six(pool: SandboxPool) -> int:

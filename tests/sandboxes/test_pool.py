@@ -30,7 +30,7 @@ from roll_flash.sandboxes import (
 from roll_flash.sandboxes.client import reset
 from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.opening import connect_provider
-from roll_flash.sandboxes.pool.warm import Shelf
+from roll_flash.sandboxes.pool.warm import WarmSandboxes
 from roll_flash.sandboxes.protocol import Provider
 
 
@@ -147,7 +147,7 @@ def test_a_sandbox_that_dies_on_the_shelf_is_never_handed_out(provider: str) -> 
             async with pool.lease() as sandbox:
                 assert sandbox is not dead
                 assert (await sandbox.exec("true")).ok
-            assert pool.stats().died_on_shelf == 1
+            assert pool.stats().died_while_ready == 1
 
     asyncio.run(die())
 
@@ -267,7 +267,7 @@ def test_a_reused_sandbox_holds_nothing_of_the_lease_before(provider: str) -> No
 
 
 def test_a_shelf_grows_with_its_demand_and_is_given_up_when_nobody_asks() -> None:
-    shelf = Shelf(SandboxSpec())
+    shelf = WarmSandboxes(SandboxSpec())
     assert shelf.target(8) == 0
     for tick in range(100):
         shelf.note_arrival(100 + tick * 0.1)

@@ -25,7 +25,7 @@ from roll_flash.errors import EnvError
 from roll_flash.sandboxes import Sandbox, SandboxSpec
 
 START_TIMEOUT_S = 60.0
-EPISODE_CALLS = 2
+EPISODE_TIMEOUT_FACTOR = 2
 """Time limit of all calls of an episode together, in multiples of the timeout of one call."""
 CHECK_TIMEOUT_S = 20.0
 """Timeout in seconds of a check with the model's calls, which took less, and of one without; both fit into a step."""
@@ -75,7 +75,7 @@ class BfclBackend:
         self._sandbox = sandbox
         self._item = item
         self._call_timeout_s = call_timeout_s
-        self._left_s = EPISODE_CALLS * call_timeout_s
+        self._left_s = EPISODE_TIMEOUT_FACTOR * call_timeout_s
         """Seconds left for further calls. Limited because the checker, and a restart after a hang, repeat all calls."""
         self._done: list[str] = []
         self._server: _Server | None = None

@@ -17,7 +17,7 @@ from roll_flash.chat.model_text import parse_python
 from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
 from roll_flash.envs.tools.functions import ToolDescription
 
-NO_SUCH_FUNCTION = "no_such_function()"
+FAILING_CALL = "no_such_function()"
 """Replaces a call that cannot be run: it fails in bfcl-eval's checker, as the model's own call did."""
 _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
@@ -58,15 +58,15 @@ def call_source(name: str, arguments: Mapping[str, Any]) -> str:
 
 def _of_native(call: ToolCall | BadCall, functions: Mapping[str, ToolDescription]) -> FunctionCall:
     if isinstance(call, BadCall):
-        return FunctionCall(call.wanted, NO_SUCH_FUNCTION, f"{call.wanted}()", _undefined(call.wanted, functions))
+        return FunctionCall(call.wanted, FAILING_CALL, f"{call.wanted}()", _undefined(call.wanted, functions))
     odd = [key for key in call.arguments if not key.isidentifier()]
     if odd:
         said = f"Error during execution: {call.name}() has no argument {odd[0]!r}"
-        return FunctionCall(call.name, NO_SUCH_FUNCTION, call.name, said)
+        return FunctionCall(call.name, FAILING_CALL, call.name, said)
     try:
         source = call_source(call.name, call.arguments)
     except (ValueError, RecursionError) as error:
-        return FunctionCall(call.name, NO_SUCH_FUNCTION, call.name, f"Error during execution: {error}")
+        return FunctionCall(call.name, FAILING_CALL, call.name, f"Error during execution: {error}")
     return FunctionCall(call.name, source, source)
 
 
@@ -87,7 +87,7 @@ def _of_python(call: ast.Call, functions: Collection[str]) -> FunctionCall:
     name, written = ast.unparse(call.func), ast.unparse(call)
     source = _source(call, functions)
     if name not in functions:
-        return FunctionCall(name, NO_SUCH_FUNCTION, written, _undefined(name, functions))
+        return FunctionCall(name, FAILING_CALL, written, _undefined(name, functions))
     return FunctionCall(name, source, written)
 
 
@@ -121,7 +121,7 @@ def _call_source(call: ast.Call, functions: Collection[str]) -> str:
         raise _NoCallError
     positional = [_source(value, functions) for value in call.args]
     named = [f"{keyword.arg}={_source(keyword.value, functions)}" for keyword in call.keywords]
-    return f"{name}({', '.join([*positional, *named])})" if name in functions else NO_SUCH_FUNCTION
+    return f"{name}({', '.join([*positional, *named])})" if name in functions else FAILING_CALL
 
 
 def _undefined(name: str, functions: Collection[str]) -> str:

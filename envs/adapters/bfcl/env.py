@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from roll_flash.envs.adapters.bfcl.backend import CHECK_TIMEOUT_S, BfclBackend, ServerEndedError, Verdict, backend_spec
-from roll_flash.envs.adapters.bfcl.calls import NO_SUCH_FUNCTION, FunctionCall, parse_calls
+from roll_flash.envs.adapters.bfcl.calls import FAILING_CALL, FunctionCall, parse_calls
 from roll_flash.envs.adapters.bfcl.items import describe_function, load_items
 from roll_flash.envs.adapters.bfcl.prompt import added_functions, python_results, system_prompt
 from roll_flash.envs.base import SandboxEnv, StepResult
@@ -28,9 +28,9 @@ from roll_flash.types import Message
 
 CallFormat = Literal["python", "native"]
 MOST_CALLS_PER_STEP = 64
-SPARE_S = 15.0
+MARGIN_S = 15.0
 """Seconds added to the checker's timeouts for starting the tool classes."""
-FORCED = Verdict(False, "multi_turn:force_terminated", "the model was stopped before the last turn ended")
+FORCED_STOP_VERDICT = Verdict(False, "multi_turn:force_terminated", "the model was stopped before the last turn ended")
 
 
 class BFCL(SandboxEnv):
@@ -87,7 +87,7 @@ class BFCL(SandboxEnv):
             self._steps += 1
             observation = await self._run(calls)
             if self._steps > self._max_steps_per_turn:
-                return [], 0.0, True, False, self._info(FORCED)
+                return [], 0.0, True, False, self._info(FORCED_STOP_VERDICT)
             return observation, 0.0, False, False, self._info()
         if len(self._turns) == len(self._item.question):
             verdict = await self._running_backend().check(self._turns)
@@ -96,12 +96,12 @@ class BFCL(SandboxEnv):
         self._steps = 0
         return self._user_turn(len(self._turns) - 1), 0.0, False, False, self._info()
 
-    def least_step_timeout_s(self) -> float:
+    def min_step_timeout_s(self) -> float:
         """Allow for two checks: without a verdict on the model's calls, the checker runs again."""
-        return 2 * CHECK_TIMEOUT_S + SPARE_S
+        return 2 * CHECK_TIMEOUT_S + MARGIN_S
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
-        return 0.0, self._info(FORCED)
+        return 0.0, self._info(FORCED_STOP_VERDICT)
 
     async def close(self) -> None:
         backend, self._backend = self._backend, None
@@ -155,7 +155,7 @@ class BFCL(SandboxEnv):
             return f"Error: {call.message}", ""
         if call.trouble:
             use.errors += 1
-            return call.trouble, NO_SUCH_FUNCTION
+            return call.trouble, FAILING_CALL
         backend = self._running_backend()
         await backend.start()
         started = time.monotonic()
@@ -164,7 +164,7 @@ class BFCL(SandboxEnv):
         except ServerEndedError as error:
             use.errors += 1
             use.timeouts += 1
-            return f"Error during execution: {call.name} {error}", NO_SUCH_FUNCTION
+            return f"Error during execution: {call.name} {error}", FAILING_CALL
         finally:
             use.seconds += time.monotonic() - started
         use.errors += _is_error(result)

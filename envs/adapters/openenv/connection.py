@@ -56,7 +56,7 @@ class OpenEnvConnection:
                 schema: Mapping[str, Any] = (await answer.json())["action"]
                 return schema
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._away(error) from None
+            raise self._unreachable_error(error) from None
         except (ValueError, KeyError, TypeError) as error:
             raise EnvError(f"{NAME}: {self._http}/schema: not a schema of an OpenEnv server: {error!r}") from None
 
@@ -66,7 +66,7 @@ class OpenEnvConnection:
         while True:
             try:
                 return await self._ask("reset", settings)
-            except _Full as full:
+            except _ServerFullError as full:
                 await self._drop()
                 if time.monotonic() + FULL_POLL_S > deadline_s:
                     raise EnvError(
@@ -96,7 +96,7 @@ class OpenEnvConnection:
                 await self._socket.send_str(asked)
                 message = await self._socket.receive()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise self._away(error) from None
+            raise self._unreachable_error(error) from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise EnvError(f"{NAME}: {self._ws} ended the session during {kind}")
         return self._read(kind, message.data)
@@ -111,7 +111,7 @@ class OpenEnvConnection:
         except (ValueError, KeyError, TypeError, AttributeError):
             raise EnvError(f"{NAME}: {self._ws} answered {kind} with {text[:200]!r}") from None
         if code == "CAPACITY_REACHED":
-            raise _Full(said)
+            raise _ServerFullError(said)
         if code == "VALIDATION_ERROR":
             raise WrongAction("; ".join(_fault(error) for error in data.get("errors") or []) or said)
         if code == "SESSION_ERROR" and kind == "step":  # what an environment raises has a code of its own
@@ -128,13 +128,13 @@ class OpenEnvConnection:
             socket, self._socket = self._socket, None
             await socket.close()
 
-    def _away(self, error: Exception) -> EnvError:
+    def _unreachable_error(self, error: Exception) -> EnvError:
         if isinstance(error, TimeoutError):
             return EnvError(f"{NAME}: {self._http} did not answer within {self._timeout_s:g} s")
         return EnvError(f"{NAME}: no server answers at {self._http} ({error}); start it, or correct url")
 
 
-class _Full(Exception):
+class _ServerFullError(Exception):
     pass
 
 

@@ -42,11 +42,11 @@ from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
 
 __all__ = ["FolderTask", "TaskFolder", "find_tasks", "load_task"]
 
-LONGEST_S = 24 * 3600.0
+TOOL_TIMEOUT_BOUND_S = 24 * 3600.0
 """Upper bound for tool and reward timeouts; the task's own limits apply."""
-SPARE_S = 20.0
+MARGIN_S = 20.0
 """Seconds added to the tests' timeout for starting a sandbox and for removing and writing files."""
-ENDING_S = 1.0
+OUTPUT_MARGIN_S = 1.0
 """Seconds between a command's timeout and the end of the turn's time, for reading its output."""
 
 _tests_that_work: set[tuple[Path, SandboxSpec]] = set()
@@ -104,12 +104,12 @@ class TaskFolder(SandboxToolEnv):
         assert self._task is not None, "reset() comes first"
         return self._task
 
-    @tool(timeout_s=LONGEST_S, max_characters=8000)
+    @tool(timeout_s=TOOL_TIMEOUT_BOUND_S, max_characters=8000)
     async def sh(self, command: str) -> Any:
         """Run a shell command and see its output. Each command is a new shell."""
         await self._make_ready()
         left_s = self.task.agent_timeout_s - self._spent_s
-        timeout_s = min(self._command_timeout_s, left_s, max(ENDING_S, self.tools_left_s - ENDING_S))
+        timeout_s = min(self._command_timeout_s, left_s, max(OUTPUT_MARGIN_S, self.tools_left_s - OUTPUT_MARGIN_S))
         began = time.monotonic()
         try:
             return await self.sandbox.exec(command, timeout=timeout_s, cwd=self.task.workdir, max_output=1 << 16)
@@ -118,7 +118,7 @@ class TaskFolder(SandboxToolEnv):
             if self._spent_s >= self.task.agent_timeout_s:
                 self.finish()
 
-    @reward(timeout_s=LONGEST_S)
+    @reward(timeout_s=TOOL_TIMEOUT_BOUND_S)
     async def tests(self) -> float:
         """Return the reward of the task's tests. Without a verdict it is 0 if the tests have one in an untouched
         sandbox, because then the model is the cause; else raises EnvError."""
@@ -151,7 +151,7 @@ class TaskFolder(SandboxToolEnv):
     @asynccontextmanager
     async def _tests_in_time(self) -> AsyncIterator[None]:
         """Limit the tests and their copying, which the model's files may also slow down. Raises NoVerdictError."""
-        limit_s = self.task.test_timeout_s + SPARE_S
+        limit_s = self.task.test_timeout_s + MARGIN_S
         try:
             async with asyncio.timeout(limit_s) as scope:
                 yield
@@ -196,18 +196,18 @@ class TaskFolder(SandboxToolEnv):
         exported = f"export {variables}; " if variables else ""
         return f"<sh>{exported}{self.task.solution_command}</sh>"
 
-    def least_step_timeout_s(self) -> float:
+    def min_step_timeout_s(self) -> float:
         """Allow for a command, the tests, and, without a verdict, the tests again in an untouched sandbox."""
         agent_s, tests_s = longest_limits(self._folder, self._options)
-        return min(self._command_timeout_s, agent_s) + 2 * (tests_s + SPARE_S)
+        return min(self._command_timeout_s, agent_s) + 2 * (tests_s + MARGIN_S)
 
-    def least_episode_timeout_s(self) -> float:
+    def min_episode_timeout_s(self) -> float:
         agent_s, tests_s = longest_limits(self._folder, self._options)
-        return agent_s + 2 * (tests_s + SPARE_S)
+        return agent_s + 2 * (tests_s + MARGIN_S)
 
     @property
     def tools_timeout_s(self) -> float:
-        return self.step_timeout_s - 2 * (self.task.test_timeout_s + SPARE_S)
+        return self.step_timeout_s - 2 * (self.task.test_timeout_s + MARGIN_S)
 
     def _choose(self, task: FolderTask) -> None:
         self._task = task

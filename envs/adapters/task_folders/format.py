@@ -25,7 +25,7 @@ from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.files.build_context import read_build_folder
 
 HARBOR_FILE, TERMINAL_BENCH_FILE = "task.toml", "task.yaml"
-MARKS = (HARBOR_FILE, TERMINAL_BENCH_FILE, "instruction.md")
+TASK_FILES = (HARBOR_FILE, TERMINAL_BENCH_FILE, "instruction.md")
 DEFAULT_WORKDIR = "/app"
 DEPTH = 4
 """Maximum folder depth of the search for tasks."""
@@ -86,7 +86,7 @@ def find_tasks(folder: str | Path) -> list[Path]:
 
 
 def _tasks_below(folder: Path, depth: int) -> Iterator[Path]:
-    if any((folder / mark).is_file() for mark in MARKS):
+    if any((folder / mark).is_file() for mark in TASK_FILES):
         yield folder
     elif depth:
         for inner in sorted(folder.iterdir()):

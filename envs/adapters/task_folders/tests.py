@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.envs.adapters.task_folders.format import FolderTask
-from roll_flash.envs.tools.results import shortened
+from roll_flash.envs.tools.results import cut_middle
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import Sandbox
@@ -45,7 +45,7 @@ class NoVerdictError(Exception):
 class Verdict:
     reward: float
     output: str
-    """Output of the tests, shortened."""
+    """Output of the tests, cut_middle."""
 
 
 async def make_folders(sandbox: Sandbox, task: FolderTask) -> None:
@@ -110,7 +110,7 @@ async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verd
         merge_stderr=True,
     )
     await sandbox.kill_all()
-    output = shortened(result.stdout_text, SHOWN_CHARACTERS)
+    output = cut_middle(result.stdout_text, SHOWN_CHARACTERS)
     if result.timed_out:
         raise NoVerdictError(f"its tests took longer than {task.test_timeout_s:g} s", output, timed_out=True)
     try:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from roll_flash.envs.adapters.textarena.opponents import SELF, Opponent, make_opponent
-from roll_flash.envs.adapters.textarena.table import BrokenMove, Table
+from roll_flash.envs.adapters.textarena.table import GameRaisedError, Table
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.tools.calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError, InferenceError
@@ -42,7 +42,7 @@ class TextArenaDuel(Env):
     Reward of the seat: 1 won, 0 drawn or not over after `max_turns`, -1 lost, or the game's own reward.
     """
 
-    asks_aside = True
+    needs_unrecorded_calls = True
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class TextArenaDuel(Env):
         if seat not in ("by seed", 0, 1) or max_turns < 1:
             raise ConfigError("TextArenaDuel-v0: seat must be 0, 1 or 'by seed', and max_turns at least 1")
         self._table = Table("TextArenaDuel-v0", game, game_kwargs or {}, players=2)
-        self.plays_itself = opponent == SELF
+        self.runs_own_loop = opponent == SELF
         """True if the gateway answers for both seats (`play`); False if `step` is called for one seat."""
         self._opponent_named = opponent
         self._opponent: Opponent | None = None
-        if not self.plays_itself:
+        if not self.runs_own_loop:
             self._opponent = make_opponent(opponent, 0)
         self._seat_rule = seat
         self._max_turns = max_turns
@@ -78,14 +78,14 @@ class TextArenaDuel(Env):
         self.seat = seed % 2 if self._seat_rule == "by seed" else int(self._seat_rule)
         self._game_seed = seed // 2
         await self._deal()
-        if not self.plays_itself:
+        if not self.runs_own_loop:
             await self.close()
             self._opponent = opponent = make_opponent(self._opponent_named, seed)
             await self._open(opponent.move)
         return self._tell(), {"seat": self.seat}
 
     async def step(self, action: str) -> StepResult:
-        if self.plays_itself:
+        if self.runs_own_loop:
             raise EnvError("TextArenaDuel-v0: opponent=self is played by a run's gateway; here, give another opponent")
         await self._move(action)
         assert self._opponent is not None, "reset() comes first"
@@ -103,7 +103,7 @@ class TextArenaDuel(Env):
         """Play both seats; the other seat uses a session that is not recorded."""
         from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient
 
-        keys = [gateway.aside_key, gateway.aside_key]
+        keys = [gateway.unrecorded_key, gateway.unrecorded_key]
         keys[self.seat] = gateway.api_key
         clients = [OpenAIChatClient(gateway.base_url, gateway.model, key) for key in keys]
 
@@ -175,7 +175,7 @@ class TextArenaDuel(Env):
         self._conversations[player].append({"role": "assistant", "content": text})
         try:
             self._is_over = await call_in_thread(lambda: self._table.move(without_thinking(text)))
-        except BrokenMove as error:
+        except GameRaisedError as error:
             if player != self.seat:
                 raise EnvError(f"TextArenaDuel-v0: the game raised for a move of the other seat: {error}") from None
             self._is_over, self._broken = True, str(error)

@@ -11,7 +11,7 @@ from typing import Any
 
 import gymnasium
 
-from roll_flash.envs.adapters.textarena.table import BrokenMove, Table
+from roll_flash.envs.adapters.textarena.table import GameRaisedError, Table
 from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.envs.tools.calls import without_thinking
 
@@ -43,7 +43,7 @@ class TextArena(gymnasium.Env[str, str]):
         self._turns += 1
         try:
             is_over = self._table.move(without_thinking(action))
-        except BrokenMove as error:
+        except GameRaisedError as error:
             return "", 0.0, True, False, {"success": False, "reason": str(error)}
         if not is_over:
             truncated = self._turns >= self._max_turns

@@ -24,7 +24,7 @@ _MANY_BLANKS = re.compile(r"\s{9,}+")
 """Runs of blanks take cubic time, during which no other thread of the worker runs."""
 
 
-class BrokenMove(Exception):
+class GameRaisedError(Exception):
     """The game raised for a player's text: this counts as a wrong move and ends the game."""
 
 
@@ -63,7 +63,7 @@ class Table:
         return "\n".join(told) or "(nothing new)"
 
     def move(self, text: str) -> bool:
-        """Make a move; return True if the game is over. Raises BrokenMove, and the game's own error for a missing
+        """Make a move; return True if the game is over. Raises GameRaisedError, and the game's own error for a missing
         package or file."""
         text = _MANY_BLANKS.sub(" ", text)[-MOST_CHARACTERS:]
         try:
@@ -72,7 +72,7 @@ class Table:
         except Exception as error:  # third-party code may raise anything
             if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk without its data
                 raise
-            raise BrokenMove(f"{type(error).__name__}: {error}"[:MOST_SHOWN_CHARACTERS]) from error
+            raise GameRaisedError(f"{type(error).__name__}: {error}"[:MOST_SHOWN_CHARACTERS]) from error
         return bool(is_over)
 
     def outcome(self) -> tuple[Mapping[int, float], str]:

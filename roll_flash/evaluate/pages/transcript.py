@@ -53,7 +53,7 @@ def episode_for_page(record: Mapping[str, Any]) -> dict[str, Any]:
         piece = {"role": "user", "content": last}
         messages.append({"role": "environment", "about": "after the last turn", "parts": _parts(piece, "user", True)})
     if record.get("info"):
-        text = shortened(json.dumps(record["info"], indent=1, ensure_ascii=False, default=str))
+        text = cut_middle(json.dumps(record["info"], indent=1, ensure_ascii=False, default=str))
         messages.append({"role": "environment", "about": "", "parts": [_folded("info", text)]})
     attempt = str(record["episode_id"]).rsplit(":", 1)[-1]
     return {"title": f"{record['task_id']}, attempt {attempt}", "ending": ending(record), "messages": messages}
@@ -86,11 +86,11 @@ def _about(turn: Mapping[str, Any] | None) -> str:
 
 
 def _parts(message: Mapping[str, Any], role: str, answered: bool) -> list[dict[str, str]]:
-    text = shortened(_text_of(message.get("content")))
+    text = cut_middle(_text_of(message.get("content")))
     if role == "assistant":
         parts = list(_assistant_parts(text))
         calls = message.get("tool_calls")
-        return [*parts, *(_folded("call", shortened(_text_of(call))) for call in calls or ())]
+        return [*parts, *(_folded("call", cut_middle(_text_of(call))) for call in calls or ())]
     if role == "system":
         return [_folded("system", text)]
     if answered or len(text) > OPEN_CHARACTERS:
@@ -132,7 +132,7 @@ def _text_of(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
 
-def shortened(text: str, longest: int = MESSAGE_CHARACTERS) -> str:
+def cut_middle(text: str, longest: int = MESSAGE_CHARACTERS) -> str:
     if len(text) <= longest:
         return text
     half = longest // 2

@@ -20,7 +20,7 @@ from roll_flash.gateway.apis.request_fields import (
     text,
     whole,
 )
-from roll_flash.gateway.model_call import Answer, ModelCall, Reply, Requested, parsed_arguments
+from roll_flash.gateway.model_call import Answer, ModelCall, Reply, RequestedSampling, parsed_arguments
 from roll_flash.types import Message
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -37,7 +37,7 @@ def parse(body: Mapping[str, Any]) -> ModelCall:
         messages=require_conversation(messages, "messages"),
         tools=tuple(_tool(tool) for tool in objects(body, "tools")),
         tool_choice=_tool_choice(body.get("tool_choice")),
-        requested=Requested(
+        requested=RequestedSampling(
             temperature=number(body, "temperature", 0, 2),
             top_p=number(body, "top_p", 0, 1),
             top_k=whole(body, "top_k", 0, MAX_TOP_K),

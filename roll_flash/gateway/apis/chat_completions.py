@@ -24,7 +24,7 @@ from roll_flash.gateway.apis.request_fields import (
     text,
     whole,
 )
-from roll_flash.gateway.model_call import Answer, ModelCall, Reply, Requested
+from roll_flash.gateway.model_call import Answer, ModelCall, Reply, RequestedSampling
 from roll_flash.types import Message
 
 _ROLES = {"developer": "system", "function": "tool"}
@@ -49,7 +49,7 @@ def parse(body: Mapping[str, Any], *, tokens_are_known: bool) -> ModelCall:
         messages=require_conversation(messages, "messages"),
         tools=tools,
         tool_choice=tool_choice(body.get("tool_choice")),
-        requested=Requested(
+        requested=RequestedSampling(
             temperature=number(body, "temperature", 0, 2),
             top_p=number(body, "top_p", 0, 1),
             top_k=whole(body, "top_k", -1, MAX_TOP_K),

@@ -23,7 +23,7 @@ from roll_flash.gateway.apis.request_fields import (
     text,
     whole,
 )
-from roll_flash.gateway.model_call import Answer, ModelCall, Reply, Requested
+from roll_flash.gateway.model_call import Answer, ModelCall, Reply, RequestedSampling
 from roll_flash.types import Message
 
 
@@ -47,7 +47,7 @@ def parse(body: Mapping[str, Any], earlier: Mapping[str, tuple[Message, ...]]) -
         messages=require_conversation(messages, "input"),
         tools=tuple(_tool(tool) for tool in objects(body, "tools")),
         tool_choice=tool_choice(body.get("tool_choice")),
-        requested=Requested(
+        requested=RequestedSampling(
             temperature=number(body, "temperature", 0, 2),
             top_p=number(body, "top_p", 0, 1),
             max_tokens=whole(body, "max_output_tokens"),

@@ -61,7 +61,7 @@ class CallRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TreePosition:
     """Position of a request in the tree: its `parent`, its new messages, and the `key` of the whole request."""
 
     parent: CallRecord | None
@@ -86,17 +86,17 @@ class History:
         self.forks = 0
         """Further answers to a prompt that has one, and further continuations of a recorded prefix that has one."""
 
-    def find(self, call: ModelCall) -> Place:
+    def find(self, call: ModelCall) -> TreePosition:
         """Find the longest recorded prefix of a call's messages; the tools are part of it."""
         found = call.keys
         for known in range(len(found.keys) - 1, 0, -1):
             if records := self._by_key.get(found.keys[known - 1]):
                 # Among equal records, prefer one without a continuation: this extends a sample instead of adding one.
                 parent = next((record for record in reversed(records) if not record.children), records[-1])
-                return Place(
+                return TreePosition(
                     parent, call.messages[known:], found.keys[-1], found.characters(known), sum(found.sizes[known:])
                 )
-        return Place(None, call.messages, found.keys[-1], found.characters(0), sum(found.sizes))
+        return TreePosition(None, call.messages, found.keys[-1], found.characters(0), sum(found.sizes))
 
     def add(self, record: CallRecord) -> None:
         if record.parent is None:
@@ -135,7 +135,7 @@ class History:
         return [_sample(leaf.path(), owned) for leaf in leaves]
 
 
-def answer_key(place: Place, answer: Answer) -> Key:
+def answer_key(place: TreePosition, answer: Answer) -> Key:
     return next_key(place.key, answer.message)
 
 

@@ -46,7 +46,7 @@ SAMPLING_FIELDS = tuple(entry.name for entry in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
-class Opened:
+class OpenSession:
     """An open session and its task."""
 
     session: Session
@@ -74,7 +74,7 @@ class SessionRoutes:
         self._verifier = verifier
         self._idle_s = idle_s
         self._url = url
-        self._opened: dict[str, Opened] = {}
+        self._opened: dict[str, OpenSession] = {}
         self.sessions_being_scored: set[str] = set()
         """Ids of sessions that a verifier is scoring."""
         self._ending: set[asyncio.Task[Outcome]] = set()
@@ -119,7 +119,7 @@ class SessionRoutes:
         task_id = names.get("task_id", session.session_id)
         task = Task(task_id, names.get("env_id", "agents"), whole(body, "seed", 0) or 0, metadata)
         group_id = names.get("group_id", task_id)
-        self._opened[session.session_id] = Opened(session, task, group_id, metadata)
+        self._opened[session.session_id] = OpenSession(session, task, group_id, metadata)
         answer = {
             "session_id": session.session_id,
             "api_key": session.api_key,
@@ -163,7 +163,7 @@ class SessionRoutes:
         task.add_done_callback(self._ending.discard)
         return await asyncio.shield(task)
 
-    async def _score(self, opened: Opened, body: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+    async def _score(self, opened: OpenSession, body: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
         reward = number(body, "reward", -MOST_REWARD, MOST_REWARD)
         if reward is None:
             if self._verifier is None:
@@ -174,7 +174,7 @@ class SessionRoutes:
             raise bad_request("info must be an object", "info")
         return reward, {**info, "success": flag(body, "success")} if "success" in body else dict(info)
 
-    async def _verified(self, opened: Opened, verifier: Verifier) -> tuple[float, dict[str, Any]]:
+    async def _verified(self, opened: OpenSession, verifier: Verifier) -> tuple[float, dict[str, Any]]:
         session = opened.session
         judged = list(session.history.records)
         episode = finished_episode(session, group_id=opened.group_id, task=opened.task, reward=0.0, info={})
@@ -190,7 +190,7 @@ class SessionRoutes:
             raise ApiError(409, "session_changed", "the agent went on while the verifier ran; ask again")
         return found
 
-    async def _finish(self, opened: Opened, reward: float, info: Mapping[str, Any]) -> Outcome:
+    async def _finish(self, opened: OpenSession, reward: float, info: Mapping[str, Any]) -> Outcome:
         """Write the scored episode; trouble during the verification fails it."""
         if (trouble := opened.session.trouble) is not None:
             return await self._fail(opened, trouble.cause, trouble.message)
@@ -200,7 +200,7 @@ class SessionRoutes:
         self._episodes.write(0, episode)
         return episode
 
-    async def _fail(self, opened: Opened, cause: FailureCause, message: str) -> EpisodeFailure:
+    async def _fail(self, opened: OpenSession, cause: FailureCause, message: str) -> EpisodeFailure:
         await self._end(opened)
         session, records = opened.session, opened.session.history.records
         failure = EpisodeFailure(
@@ -218,13 +218,13 @@ class SessionRoutes:
         self._episodes.write(0, failure)
         return failure
 
-    async def _end(self, opened: Opened) -> None:
+    async def _end(self, opened: OpenSession) -> None:
         """End the session. Raises ApiError if another request already did."""
         if self._opened.pop(opened.session.session_id, None) is None:
             opened.session.require_open()
         await self.gateway.end_session(opened.session)
 
-    def _find(self, request: web.Request) -> Opened:
+    def _find(self, request: web.Request) -> OpenSession:
         """Find a session by its key, or by its id with the admin key."""
         session_id = request.match_info.get("session_id")
         if session_id is None or not self.gateway.is_admin(request):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from roll_flash.gateway.apis.api_error import ApiError
-from roll_flash.gateway.model_call import ModelCall, Requested
+from roll_flash.gateway.model_call import ModelCall, RequestedSampling
 from roll_flash.gateway.sessions.history import History
 from roll_flash.gateway.sessions.work import SessionWork, WorkThreads
 from roll_flash.types import FailureCause, Message, SamplingParams
@@ -37,7 +37,7 @@ class SessionSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Trouble:
+class SessionFailure:
     """Reason why the sample is masked."""
 
     cause: FailureCause
@@ -70,7 +70,7 @@ class Session:
         """Requests, from their head to their answer."""
         self.reached_max_calls = False
         self.context_was_full = False
-        self.trouble: Trouble | None = None
+        self.trouble: SessionFailure | None = None
         self.ended = False
         self._in_flight: set[asyncio.Task[Any]] = set()
 
@@ -104,7 +104,7 @@ class Session:
     def note_trouble(self, cause: FailureCause, message: str) -> None:
         """Record a failure; only the first counts."""
         if self.trouble is None:
-            self.trouble = Trouble(cause, message)
+            self.trouble = SessionFailure(cause, message)
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` until it ends, the session ends or the caller is cancelled."""
@@ -143,7 +143,7 @@ class Session:
         return replace(ruled, max_new_tokens=most, stop=stop)
 
 
-def _as_wanted(wanted: Requested, room: int) -> SamplingParams:
+def _as_wanted(wanted: RequestedSampling, room: int) -> SamplingParams:
     return SamplingParams(
         temperature=1.0 if wanted.temperature is None else wanted.temperature,
         top_p=1.0 if wanted.top_p is None else wanted.top_p,

@@ -29,9 +29,9 @@ class Admission:
         self._router = router
         self._waiting: deque[_Waiting] = deque()
         self.waits = 0
-        """Number of requests that had to wait; `wait_s` and `longest_wait_s`: their total and longest wait."""
+        """Number of requests that had to wait; `wait_s` and `max_wait_s`: their total and longest wait."""
         self.wait_s = 0.0
-        self.longest_wait_s = 0.0
+        self.max_wait_s = 0.0
 
     @property
     def waiting(self) -> int:
@@ -80,4 +80,4 @@ class Admission:
         finally:
             waited = time.monotonic() - began
             self.wait_s += waited
-            self.longest_wait_s = max(self.longest_wait_s, waited)
+            self.max_wait_s = max(self.max_wait_s, waited)

@@ -21,8 +21,8 @@ HEARTBEATS = 4
 """Number of health checks of a busy server per `health_timeout_s`."""
 PROBE_EVERY_S = 0.25
 PROBE_TIMEOUT_S = 5.0
-FIRST_PENALTY_S = 0.25
-LONGEST_PENALTY_S = 30.0
+MIN_BACKOFF_S = 0.25
+MAX_BACKOFF_S = 30.0
 """Maximum back-off in seconds before a removed server is checked; doubled after each failure."""
 
 
@@ -43,7 +43,7 @@ class ServerHealth:
         self._is_busy = is_busy
         self._on_hung = on_hung
         self._on_return = on_return
-        self._penalty_s = FIRST_PENALTY_S
+        self._backoff_s = MIN_BACKOFF_S
         self._out_until = 0.0
         self._is_out = False
         self._was_removed = asyncio.Event()
@@ -52,12 +52,12 @@ class ServerHealth:
 
     def removed(self) -> None:
         self._is_out = True
-        self._out_until = time.monotonic() + self._penalty_s
-        self._penalty_s = min(2 * self._penalty_s, LONGEST_PENALTY_S)
+        self._out_until = time.monotonic() + self._backoff_s
+        self._backoff_s = min(2 * self._backoff_s, MAX_BACKOFF_S)
         self._was_removed.set()
 
     def succeeded(self) -> None:
-        self._penalty_s = FIRST_PENALTY_S
+        self._backoff_s = MIN_BACKOFF_S
 
     def sampled_with(self, version: int) -> None:
         """Record that the server sampled tokens with `version`."""

@@ -41,7 +41,7 @@ class PartialTurn:
         self.request_id = request_id
         self._stream_every = stream_every if stream_every is not None and stream_every < new_tokens else None
         self._decode = decode
-        self._seams: list[int] = []
+        self._request_starts: list[int] = []
         """Start positions, in new tokens, of the requests after the first."""
         self._begun = time.monotonic()
         self._token_ids: list[int] = []
@@ -51,7 +51,7 @@ class PartialTurn:
         self._kept = 0
         """Number of tokens kept from earlier requests."""
         self._requests = 0
-        self._told: FinishReason | None = None
+        self._reported_finish: FinishReason | None = None
         self.finish_reason: FinishReason | None = None
 
     @property
@@ -75,7 +75,7 @@ class PartialTurn:
     def request(self) -> bytes:
         """Return the body of the next request."""
         self._requests += 1
-        self._told = None
+        self._reported_finish = None
         if self._requests == 1:
             return encode_request(self._prompt, self._sampling, self._new_tokens, self.request_id, self._stream_every)
         sampling = self._sampling
@@ -92,7 +92,7 @@ class PartialTurn:
 
     def take(self, piece: Piece) -> None:
         """Add a piece of the answer. Raises BadAnswerError for too many tokens or versions that do not cover them."""
-        if self._told is not None:
+        if self._reported_finish is not None:
             raise BadAnswerError("tokens after the end of the turn")
         if len(self._token_ids) + len(piece.token_ids) > self._new_tokens:
             raise BadAnswerError(f"more than the {self._new_tokens - self._kept} tokens that were asked for")
@@ -100,22 +100,22 @@ class PartialTurn:
         self._logprobs += piece.logprobs
         if piece.versions is not None:
             self._label(piece.versions)
-        self._told = piece.finish_reason
+        self._reported_finish = piece.finish_reason
 
     def finish(self) -> int:
         """Process the end of an answer. Raises BadAnswerError if the answer is incomplete.
 
         An abort leaves the turn open; return the number of tokens kept from the aborted request, else 0.
         """
-        if self._told is None:
+        if self._reported_finish is None:
             raise BadAnswerError("an answer that ended without a reason")
-        if self._told == "abort":
+        if self._reported_finish == "abort":
             return self.end_early()
         if not self._token_ids:
-            raise BadAnswerError(f"a turn of no tokens, finished by {self._told!r}")
+            raise BadAnswerError(f"a turn of no tokens, finished by {self._reported_finish!r}")
         if len(self._versions) < len(self._token_ids):
             raise BadAnswerError(f"no weight version for {len(self._token_ids) - len(self._versions)} tokens")
-        self._end(self._told)
+        self._end(self._reported_finish)
         return 0
 
     def end_early(self) -> int:
@@ -128,7 +128,7 @@ class PartialTurn:
         if told >= self._new_tokens:
             self._end("length")
         elif gained:
-            self._seams.append(told)
+            self._request_starts.append(told)
         return gained
 
     def discard(self) -> None:
@@ -160,14 +160,14 @@ class PartialTurn:
 
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
-        if self._sampling.stop and self._seams:
+        if self._sampling.stop and self._request_starts:
             self._cut_at_stop()
 
     def _cut_at_stop(self) -> None:
         """Cut the turn after the first stop string across a seam. Each of its tokens has at least one byte of it."""
         assert self._decode is not None
         longest = max(len(stop.encode()) for stop in self._sampling.stop)
-        for seam in self._seams:
+        for seam in self._request_starts:
             first, last = max(0, seam - longest), min(seam + longest, len(self._token_ids))
             for end in range(seam + 1, last + 1):
                 text = self._decode(self._token_ids[first:end])

@@ -46,10 +46,10 @@ def open_client(spec: ClientSpec, tokenizer: Any = None) -> InferenceClient:
     if not spec.endpoints:
         raise ConfigError(f"engine {spec.engine!r} gave no endpoints to connect to")
     decode = partial(tokenizer.decode, skip_special_tokens=True) if tokenizer is not None else None
-    return VllmClient(spec, decode)
+    return TokenClient(spec, decode)
 
 
-class VllmClient:
+class TokenClient:
     """`InferenceClient` over HTTP. One per event loop; allows any number of parallel calls."""
 
     def __init__(self, spec: ClientSpec, decode: Decode | None = None, *, first: int | None = None) -> None:
@@ -112,7 +112,7 @@ class VllmClient:
             "queue_waiting": float(self._admission.waiting),
             "queue_waits": float(self._admission.waits),
             "queue_wait_s": self._admission.wait_s,
-            "queue_longest_wait_s": self._admission.longest_wait_s,
+            "queue_longest_wait_s": self._admission.max_wait_s,
         }
 
     async def close(self) -> None:

@@ -28,7 +28,7 @@ from roll_flash.inference.servers.update import update_server
 from roll_flash.processes.background import start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.keys import new_key
-from roll_flash.weight_sync.published import KeptWeights
+from roll_flash.weight_sync.published import WeightCopy
 
 SUPERVISE_EVERY_S = 0.5
 HUNG_AFTER = 3
@@ -66,8 +66,8 @@ class ServerEngine:
         self._busy = {server: asyncio.Lock() for server in self._servers}
         self._restarts = {server: RecentCount(RESTART_WINDOW_S) for server in self._servers}
         self._update_deadline = LearnedDeadline(floor_s=UPDATE_FLOOR_S, most_s=config.start_timeout_s)
-        self._newest = KeptWeights()
-        self._newest_in_use = asyncio.Lock()
+        self._newest = WeightCopy()
+        self._newest_lock = asyncio.Lock()
         self._supervisors: list[asyncio.Task[None]] = []
         self.deaths = 0
         """Number of server deaths, including kills of hung servers."""
@@ -117,11 +117,11 @@ class ServerEngine:
         updates = []
         for server in self._servers:
             async with self._busy[server]:
-                updates.append(await self._give(server, weights, in_flight))
+                updates.append(await self._update_or_restart(server, weights, in_flight))
                 self._restarts[server].clear()
             if len(updates) == 1 and weights.update_info is None:
                 # One server has loaded the weights, so they are valid; a restarted server must get them.
-                async with self._newest_in_use:
+                async with self._newest_lock:
                     await asyncio.to_thread(self._newest.keep, weights)
         return updates
 
@@ -155,20 +155,22 @@ class ServerEngine:
     async def _score(self, server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
         async with self._busy[server]:
             try:
-                return await self._unless_hung(server, _score(server, token_ids))
+                return await self._await_or_kill(server, _score(server, token_ids))
             except InferenceError:
-                if not await _has_died(server):
+                if not await _is_dead(server):
                     raise
             await self._restart(server)
             return await _score(server, token_ids)
 
-    async def _give(self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
+    async def _update_or_restart(
+        self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight
+    ) -> ServerUpdate:
         """Update one server; restart it once if it dies or hangs during the update."""
         if server.is_running:
             try:
-                return await self._unless_hung(server, self._update(server, weights, in_flight))
+                return await self._await_or_kill(server, self._update(server, weights, in_flight))
             except InferenceError:
-                if not await _has_died(server):
+                if not await _is_dead(server):
                     raise
         await self._restart(server)
         return await self._update(server, weights, in_flight)
@@ -185,7 +187,7 @@ class ServerEngine:
         self._update_deadline.took(update.total_s)
         return update
 
-    async def _unless_hung(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:
+    async def _await_or_kill(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` without a timeout, but kill the server if it stops answering, so that `work` fails."""
         task = asyncio.create_task(work)
         try:
@@ -237,12 +239,12 @@ class ServerEngine:
         _log.warning("inference server %s died; starting it again, see %s", server.endpoint, server.log)
         await server.stop()
         await server.start()
-        async with self._newest_in_use:
+        async with self._newest_lock:
             if self._newest.weights is not None:
                 await self._update(server, self._newest.weights, "keep")
 
 
-async def _has_died(server: ServerProcess) -> bool:
+async def _is_dead(server: ServerProcess) -> bool:
     """True if the server is dead, checked after an error. Its guard needs a moment to notice, and may itself be
     stopped; a server that answers is not dead."""
     deadline = time.monotonic() + DEATH_NOTICE_S

@@ -23,7 +23,7 @@ from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import InferenceError
 from roll_flash.inference.servers.metrics import kv_cache_tokens
 from roll_flash.models.prepare import cache_folder
-from roll_flash.processes.keys import VARIABLE, bearer
+from roll_flash.processes.keys import KEY_VARIABLE, bearer
 from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_scratch_folder
 
@@ -186,7 +186,7 @@ class ServerProcess:
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             **self._launcher.environment,
-            VARIABLE: self._key,
+            KEY_VARIABLE: self._key,
         }
 
     async def _wait_for_port(self, patience_s: float) -> None:

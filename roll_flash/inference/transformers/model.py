@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from roll_flash.weight_sync.checkpoint_format import write_stored
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
-from roll_flash.weight_sync.stored_form import write_stored
 
 
 class TransformersModel:

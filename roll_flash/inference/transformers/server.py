@@ -18,7 +18,7 @@ from aiohttp import web
 
 from roll_flash.inference.servers.process import HOST
 from roll_flash.inference.transformers.model import Request, TransformersModel
-from roll_flash.processes.keys import REFUSED, key_from_environment, may_pass
+from roll_flash.processes.keys import REFUSED, is_authorized, key_from_environment
 
 MAX_BODY_BYTES = 64 * 2**20
 
@@ -59,7 +59,7 @@ class Server:
     @web.middleware
     async def _require_key(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         authorization = request.headers.get("Authorization", "").encode(errors="surrogateescape")
-        if not may_pass(request.path, authorization, self._key):
+        if not is_authorized(request.path, authorization, self._key):
             return web.Response(status=401, body=REFUSED, content_type="application/json")
         return await handler(request)
 

@@ -16,7 +16,7 @@ MARK = "lays_generators_aside"
 _log = logging.getLogger(__name__)
 
 
-def lay_generators_aside() -> None:
+def patch_seeded_chunked_prefill() -> None:
     """Install the patch in the process that runs the model on CPU. Safe to call more than once."""
     from vllm.v1.worker import cpu_model_runner
 

@@ -15,7 +15,7 @@ MARK = "packs_again"
 _log = logging.getLogger(__name__)
 
 
-def pack_experts_again() -> None:
+def patch_expert_reload() -> None:
     """Install the patch: vLLM treats each load on a CPU as the first one. Safe to call more than once."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
     from vllm.platforms import current_platform

@@ -7,8 +7,8 @@ and experts packed at every load. The engine itself is `roll_flash.weight_sync.s
 
 from __future__ import annotations
 
-from roll_flash.inference.vllm.experts import pack_experts_again
-from roll_flash.inference.vllm.stream_versions import tell_versions_early
+from roll_flash.inference.vllm.experts import patch_expert_reload
+from roll_flash.inference.vllm.stream_versions import patch_streamed_versions
 from roll_flash.processes.supervise import claim_semaphores
 
 BACKEND = "shm"
@@ -19,8 +19,8 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     claim_semaphores()
-    tell_versions_early()
-    pack_experts_again()
+    patch_streamed_versions()
+    patch_expert_reload()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.weight_sync.shared_memory", "SharedMemoryWeightTransferEngine"

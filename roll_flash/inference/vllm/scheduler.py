@@ -15,13 +15,13 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from roll_flash.inference.vllm.cpu_seeds import lay_generators_aside
+from roll_flash.inference.vllm.cpu_seeds import patch_seeded_chunked_prefill
 
 
-class KeepingScheduler(Scheduler):
+class CpuScheduler(Scheduler):
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         # On CPU the scheduler and the model share a process, and this is our only hook in it.
-        lay_generators_aside()
+        patch_seeded_chunked_prefill()
         super().__init__(*arguments, **keywords)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:

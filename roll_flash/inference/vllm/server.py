@@ -16,7 +16,7 @@ from roll_flash.inference.servers.process import HOST, Launcher
 from roll_flash.models.prepare import model_type
 
 MODEL_NAME = "policy"
-SCHEDULER = "roll_flash.inference.vllm.scheduler.KeepingScheduler"
+SCHEDULER = "roll_flash.inference.vllm.scheduler.CpuScheduler"
 MIDDLEWARE = "roll_flash.processes.keys.RequireKey"
 """The last middleware in the arguments gets a request first. vLLM's own API key protects only some of its routes."""
 GIB = 2**30

@@ -16,7 +16,7 @@ MARK = "tells_versions_early"
 _log = logging.getLogger(__name__)
 
 
-def tell_versions_early() -> None:
+def patch_streamed_versions() -> None:
     """Install the patch. Safe to call more than once."""
     from vllm.v1.engine.output_processor import RequestState
 

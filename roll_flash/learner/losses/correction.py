@@ -15,7 +15,7 @@ from torch import Tensor
 
 CorrectionName = Literal["none", "tis", "mask"]
 CorrectionLevel = Literal["token", "sequence", "sequence_mean"]
-LARGEST_LOG_RATIO = 20.0
+MAX_ABS_LOG_RATIO = 20.0
 """Bound of the absolute log-ratio before exp, as in verl: larger values add no information and would overflow."""
 
 
@@ -51,7 +51,7 @@ def sequence_mean(values: Tensor, mask: Tensor, sequence_ids: Tensor | None) -> 
 def log_ratio(
     numerator: Tensor, denominator: Tensor, mask: Tensor, level: CorrectionLevel, sequence_ids: Tensor | None
 ) -> Tensor:
-    """Return the log-ratio at the given level, within +-LARGEST_LOG_RATIO; 0 where masked, even if inputs are NaN."""
+    """Return the log-ratio at the given level, within +-MAX_ABS_LOG_RATIO; 0 where masked, even if inputs are NaN."""
     difference = torch.where(mask, numerator, 0.0) - torch.where(mask, denominator, 0.0)
     match level:
         case "token":
@@ -62,7 +62,7 @@ def log_ratio(
             ratio = torch.where(mask, sequence_mean(difference, mask, sequence_ids), 0.0)
         case _:
             raise ValueError(f"unknown correction level {level!r}: use token, sequence or sequence_mean")
-    return ratio.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    return ratio.clamp(-MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO)
 
 
 @torch.no_grad()

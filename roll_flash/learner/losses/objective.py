@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from roll_flash.config.learner import LearnerConfig
-from roll_flash.learner.losses.correction import LARGEST_LOG_RATIO
+from roll_flash.learner.losses.correction import MAX_ABS_LOG_RATIO
 from roll_flash.learner.losses.policy import policy_loss, weighted_sum
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.policy_model import PolicyModel
@@ -92,7 +92,7 @@ class Objective:
             },
         )
 
-    def add_nothing(self, *, supervised: bool = False) -> None:
+    def idle_pass(self, *, supervised: bool = False) -> None:
         """Take part in the collectives of `add_gradient` on a rank that has no row."""
         if not supervised:
             self._reference_logprobs(SINGLE_TOKEN)
@@ -172,7 +172,7 @@ def kl_penalty(estimator: KlEstimator, *, logprobs: Tensor, ref_logprobs: Tensor
         case "k2":
             return difference.square() / 2
         case "k3":
-            bounded = difference.clamp(min=-LARGEST_LOG_RATIO)
+            bounded = difference.clamp(min=-MAX_ABS_LOG_RATIO)
             return torch.expm1(-bounded) + bounded
     raise ValueError(f"unknown estimator {estimator!r}: use k1, k2 or k3")
 
@@ -207,8 +207,8 @@ def off_policy_metrics(
 
 
 def bounded_log_ratio(log_rho: NDArray[Any]) -> NDArray[np.float64]:
-    """Clamp log-ratios as the losses do (`correction.LARGEST_LOG_RATIO`); float64."""
-    return np.clip(log_rho.astype(np.float64), -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+    """Clamp log-ratios as the losses do (`correction.MAX_ABS_LOG_RATIO`); float64."""
+    return np.clip(log_rho.astype(np.float64), -MAX_ABS_LOG_RATIO, MAX_ABS_LOG_RATIO)
 
 
 def by_staleness(

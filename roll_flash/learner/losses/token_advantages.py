@@ -20,7 +20,7 @@ _OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch"}
 
 
 @dataclass(frozen=True, slots=True)
-class CreditRules:
+class AdvantageConfig:
     """Rules for computing advantages and for choosing the tokens to train on."""
 
     advantage: str = "grpo"
@@ -32,7 +32,7 @@ class CreditRules:
     """Also train on groups without a signal, because entropy and divergence from a reference need every token."""
 
     @classmethod
-    def of(cls, config: LearnerConfig) -> CreditRules:
+    def of(cls, config: LearnerConfig) -> AdvantageConfig:
         return cls(
             advantage=config.advantage,
             scale=config.normalize_advantage or _OWN_SCALE.get(config.advantage, "group"),
@@ -48,7 +48,7 @@ class CreditRules:
         return self.advantage == "reinforce++" or self.scale == "batch"
 
 
-def token_advantages(groups: Sequence[Members], rules: CreditRules) -> list[list[NDArray[np.float32]]]:
+def token_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[list[NDArray[np.float32]]]:
     """Return advantages [T], float32, per group and trajectory; only the values at policy tokens are used.
 
     `groups` must be the whole step if `needs_whole_batch`; otherwise any number of groups.
@@ -75,7 +75,7 @@ def token_advantages(groups: Sequence[Members], rules: CreditRules) -> list[list
     ]
 
 
-def _by_turn(members: Members, rules: CreditRules) -> list[NDArray[np.float32]]:
+def _by_turn(members: Members, rules: AdvantageConfig) -> list[NDArray[np.float32]]:
     if not members:
         return []
     advantages = gigpo(

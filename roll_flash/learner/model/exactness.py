@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from roll_flash.errors import ModelError
-from roll_flash.learner.model.logit_form import find_logit_form
+from roll_flash.learner.model.logit_transform import find_logit_form
 from roll_flash.learner.model.policy_model import PolicyModel, reset_dynamic_rope, rope_types
 from roll_flash.learner.packing.rows import PackedRow, common_prefix_length, pack
 from roll_flash.learner.packing.sequences import text_sequence
@@ -34,7 +34,7 @@ _BRANCHES = ((24, 24, 12), (24, 24, 12), (24, 20, 16), (24, 40))
 """Part lengths of each text in tokens; texts with equal leading lengths share these parts, except the last part."""
 
 
-def make_exact(policy: PolicyModel, folder: Path) -> None:
+def choose_exact_mode(policy: PolicyModel, folder: Path) -> None:
     """Enable prefix sharing in `policy` if it then gives the log-probabilities of plain transformers, else disable it.
 
     Logs one line if sharing is disabled. Raises ModelError if the model is inexact without sharing too.
@@ -44,7 +44,7 @@ def make_exact(policy: PolicyModel, folder: Path) -> None:
     policy.eval()
     try:
         expected = [_plain_logprobs(policy, text) for text in texts]
-        policy.logit_form = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
+        policy.logit_transform = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
     except Exception as error:  # model code may raise anything
         raise ModelError(f"{name} does not run on a text of {len(texts[0])} tokens: {_described(error)}") from error
     if not torch.cat(expected).isfinite().all():

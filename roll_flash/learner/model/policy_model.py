@@ -13,17 +13,17 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from roll_flash.errors import ModelError
 from roll_flash.learner.model.activation_offload import offload_activations
-from roll_flash.learner.model.token_logprobs import LogitForm, token_logprobs
+from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
 
 
 @dataclass(frozen=True, slots=True)
-class ModelForm:
-    """Settings for exact computation of a model; `make_exact` finds them once, and every rank reuses them."""
+class ExactSettings:
+    """Settings for exact computation of a model; `choose_exact_mode` finds them once, and every rank reuses them."""
 
     shares_prefixes: bool
-    logit_form: LogitForm | None
+    logit_transform: LogitTransform | None
     vocabulary: int
 
 
@@ -40,10 +40,10 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.shares_prefixes = True
         """If true, rows may be prefix trees; else each row is one sequence, computed with the model's own attention."""
-        self.logit_form: LogitForm | None = LogitForm()
+        self.logit_transform: LogitTransform | None = LogitTransform()
         """Function from hidden states and head to logits. None: unknown; the model computes all logits of the row."""
         self.flex_attention = False
-        """Use FlexAttention (GPU only; see `flex_tree.why_not`)."""
+        """Use FlexAttention (GPU only; see `flex_tree.unsupported_reason`)."""
         self.offload_activations = False
         """Keep activations saved by checkpointing in host memory until the backward pass (GPU only)."""
         self._own_attention = model.config._attn_implementation
@@ -64,8 +64,8 @@ class PolicyModel(nn.Module):
         self.model.set_attn_implementation(tree_attention.NAME if share else self._own_attention)
 
     @property
-    def form(self) -> ModelForm:
-        return ModelForm(self.shares_prefixes, self.logit_form, self.head.shape[0])
+    def form(self) -> ExactSettings:
+        return ExactSettings(self.shares_prefixes, self.logit_transform, self.head.shape[0])
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropies) [M], float32, of the policy tokens. `temperature` None: the sampler's."""
@@ -74,11 +74,11 @@ class PolicyModel(nn.Module):
         nodes, source = torch.unique(torch.tensor(row.source, device=device), return_inverse=True)
         target = torch.tensor(row.target, device=device)
         with offload_activations() if self.offload_activations else nullcontext():
-            if self.logit_form is None:
+            if self.logit_transform is None:
                 logits = self._call(self.model, row).logits[0, nodes].float()
                 return _from_logits(logits / temperature, source, target)
             hidden = self._call(self.model.base_model, row).last_hidden_state[0, nodes]
-        head, bias, form = self.head, self.head_bias, self.logit_form
+        head, bias, form = self.head, self.head_bias, self.logit_transform
         return token_logprobs(hidden, head, source, target, bias=bias, form=form, temperature=temperature)
 
     def _call(self, module: Any, row: PackedRow) -> Any:
@@ -120,14 +120,14 @@ class PolicyModel(nn.Module):
         return list(self.model.base_model.layers)  # type: ignore[arg-type]
 
 
-def load_policy_model(folder: Path, temperature: float = 1.0, form: ModelForm | None = None) -> PolicyModel:
+def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSettings | None = None) -> PolicyModel:
     """Load a model from a Hugging Face folder: float32, training mode, no dropout.
 
-    Without `form`, `make_exact` tests the model on a few texts and disables prefix sharing if needed; a `form` from an
-    earlier load skips the test.
+    Without `form`, `choose_exact_mode` tests the model on a few texts and disables prefix sharing if needed; a `form`
+    from an earlier load skips the test.
     Raises ModelError if the folder is missing or incomplete, or the model cannot be computed exactly.
     """
-    from roll_flash.learner.model.exactness import make_exact
+    from roll_flash.learner.model.exactness import choose_exact_mode
 
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: not a Hugging Face model folder (no config.json); check model.path")
@@ -139,14 +139,14 @@ def load_policy_model(folder: Path, temperature: float = 1.0, form: ModelForm | 
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
     policy = PolicyModel(model, temperature)
     if form is None:
-        make_exact(policy, folder)
+        choose_exact_mode(policy, folder)
     else:
         policy.share_prefixes(form.shares_prefixes)
-        policy.logit_form = form.logit_form
+        policy.logit_transform = form.logit_transform
     return policy.train()
 
 
-def check_same_vocabulary(reference: ModelForm, policy: ModelForm, folder: Path) -> None:
+def check_same_vocabulary(reference: ExactSettings, policy: ExactSettings, folder: Path) -> None:
     """Raises ModelError if the vocabulary sizes differ, because then token ids have different meanings."""
     theirs, ours = reference.vocabulary, policy.vocabulary
     if theirs != ours:

@@ -22,7 +22,7 @@ _GPU_CHUNK_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class LogitForm:
+class LogitTransform:
     """Function from hidden states and head to logits: x = scale * product, then c * tanh(x / c) with softcap c."""
 
     scale: float = 1.0
@@ -36,7 +36,7 @@ def token_logprobs(
     target: Tensor,
     *,
     bias: Tensor | None = None,
-    form: LogitForm | None = None,
+    form: LogitTransform | None = None,
     temperature: float = 1.0,
     keep_bytes: int = 512 << 20,
 ) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ def token_logprobs(
     # Replicas that sampled the same token share a prediction. Their gradients are added before p - 1 is taken.
     pairs, which = torch.unique(source * head.shape[0] + target, return_inverse=True)
     rows, targets = pairs // head.shape[0], pairs % head.shape[0]
-    form = form or LogitForm()
+    form = form or LogitTransform()
     logprobs, entropies = _TokenLogprobs.apply(hidden, head, bias, rows, targets, form, temperature, keep_bytes)  # type: ignore[no-untyped-call]
     return logprobs[which], entropies[source]
 
@@ -65,7 +65,7 @@ class _TokenLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         source: Tensor,
         target: Tensor,
-        form: LogitForm,
+        form: LogitTransform,
         temperature: float,
         keep_bytes: int,
     ) -> tuple[Tensor, Tensor]:
@@ -150,7 +150,7 @@ def _logits_gradient(
 class _Projection:
     """Maps hidden states [U, D] to logits [U, V], float32, before the temperature."""
 
-    def __init__(self, head: Tensor, bias: Tensor | None, form: LogitForm) -> None:
+    def __init__(self, head: Tensor, bias: Tensor | None, form: LogitTransform) -> None:
         # PyTorch on CPU has no bfloat16 matrix product with float32 output.
         self._head = head.float() if head.device.type == "cpu" else head
         self._bias = bias

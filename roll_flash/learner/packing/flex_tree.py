@@ -45,7 +45,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: fl
     return attended[:, :, :tokens]
 
 
-def why_not(device: torch.device) -> str | None:
+def unsupported_reason(device: torch.device) -> str | None:
     """Return why FlexAttention cannot be used here; None if forward and backward agree with plain attention.
 
     Compiles a first kernel. FlexAttention needs Triton, a C compiler and a recent GPU.

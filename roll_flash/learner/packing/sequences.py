@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.errors import LearnerError
-from roll_flash.learner.losses.token_advantages import CreditRules, token_advantages
+from roll_flash.learner.losses.token_advantages import AdvantageConfig, token_advantages
 from roll_flash.learner.packing.rows import TrainSequence
 from roll_flash.types import MOST_REWARD, Branch, Group, Trajectory
 
@@ -19,7 +19,7 @@ NO_LOGPROB = -9999.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
+class PreparedGroup:
     """Training data of one group. `counts` are named counters of used and dropped items; they add up over groups.
 
     `policy_tokens` and `trajectories` count all valid ones. Policy tokens without a log-probability from the sampler
@@ -59,7 +59,7 @@ def _check_versions(episode_id: str, versions: NDArray[np.int32], version: int, 
         )
 
 
-def prepare_groups(groups: Sequence[Group], version: int, rules: CreditRules) -> list[Prepared]:
+def prepare_groups(groups: Sequence[Group], version: int, rules: AdvantageConfig) -> list[PreparedGroup]:
     """Return the sequences of each group's valid trajectories, with advantages.
 
     `groups` must be the whole step if `rules.needs_whole_batch`.
@@ -72,7 +72,7 @@ def prepare_groups(groups: Sequence[Group], version: int, rules: CreditRules) ->
     ]
 
 
-def prepare_group(group: Group, version: int, rules: CreditRules) -> Prepared:
+def prepare_group(group: Group, version: int, rules: AdvantageConfig) -> PreparedGroup:
     """Like `prepare_groups`, for one group."""
     return prepare_groups([group], version, rules)[0]
 
@@ -81,7 +81,7 @@ def _sort_out(group: Group) -> tuple[list[Trajectory], Counter[str]]:
     counts: Counter[str] = Counter(groups=1, trajectories=len(group.trajectories))
     valid: list[Trajectory] = []
     for trajectory in group.trajectories:
-        fault = find_fault(trajectory)
+        fault = invalid_reason(trajectory)
         if fault is None:
             valid.append(trajectory)
         else:
@@ -95,8 +95,8 @@ def _prepare(
     counts: Counter[str],
     advantages: list[NDArray[np.float32]],
     version: int,
-    rules: CreditRules,
-) -> Prepared:
+    rules: AdvantageConfig,
+) -> PreparedGroup:
     staleness: Counter[int] = Counter()
     for sample in (sample for trajectory in valid for sample in trajectory.samples):
         ages, numbers = np.unique(version - sample.versions[sample.policy_mask], return_counts=True)
@@ -115,7 +115,7 @@ def _prepare(
     without_logprob = sum(t.policy_tokens for t in valid) - policy_tokens
     if without_logprob:
         counts["tokens_without_logprob"] += without_logprob
-    return Prepared(group_id, sequences, policy_tokens, len(valid), counts, sorted(staleness.items()))
+    return PreparedGroup(group_id, sequences, policy_tokens, len(valid), counts, sorted(staleness.items()))
 
 
 def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequence]:
@@ -140,7 +140,7 @@ def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
     return TrainSequence(tokens, np.arange(tokens.size) > 0, zeros, np.zeros(tokens.size, np.int32), zeros)
 
 
-def find_fault(trajectory: Trajectory) -> str | None:
+def invalid_reason(trajectory: Trajectory) -> str | None:
     """Return the reason why a trajectory cannot be trained on, or None."""
     for sample in trajectory.samples:
         if not sample.policy_mask.any():

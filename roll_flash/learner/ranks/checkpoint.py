@@ -137,7 +137,7 @@ def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
     state: dict[str, Any] = {"model": weights, "optimizer": {"state": optimizer_state["state"]}}
     random_file = folder / f"random-{rank}.pt"
     try:
-        dcp.load(state, storage_reader=DataReader(folder), planner=DataPlanner())
+        dcp.load(state, storage_reader=SafeReader(folder), planner=SafePlanner())
         random_state = torch.load(random_file, weights_only=True) if random_file.exists() else None
     except (CheckpointException, OSError, RuntimeError, UnpicklingError) as error:
         raise CheckpointError(f"{folder}: cannot be read: {_last_line(error)}; use an older checkpoint") from None
@@ -224,7 +224,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, which has no place in a checkpoint")
 
 
-class DataReader(FileSystemReader):
+class SafeReader(FileSystemReader):
     """Reads checkpoint metadata with a restricted unpickler.
 
     Raises UnpicklingError, which torch.distributed.checkpoint converts to CheckpointException.
@@ -243,7 +243,7 @@ class DataReader(FileSystemReader):
         return metadata
 
 
-class DataPlanner(DefaultLoadPlanner):
+class SafePlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Load with `weights_only`, then serialise again for torch's own planner, whose unpickling can run code."""
         anew = io.BytesIO()

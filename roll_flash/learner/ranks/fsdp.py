@@ -23,7 +23,7 @@ from roll_flash.config.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
-from roll_flash.learner.losses.token_advantages import CreditRules
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import (
     check_staleness,
@@ -79,7 +79,7 @@ class FsdpLearner:
         self._row_tokens = config.micro_batch_tokens
         self._version = 0
         self._skipped_in_a_row = 0
-        self._rules = CreditRules.of(config)
+        self._rules = AdvantageConfig.of(config)
         self._begin_step()
 
     def _begin_step(self) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 _PORT = "tcp://"
 
 
-def open_meeting(ranks: int, host: str | None, timeout: timedelta) -> tuple[dist.Store, str]:
+def open_rendezvous(ranks: int, host: str | None, timeout: timedelta) -> tuple[dist.Store, str]:
     """Open the store in the first rank; return it and the address for the other ranks. `host` is None if all ranks are
     on this machine. The store closes when this process ends."""
     if ranks == 1:
@@ -37,8 +37,8 @@ def open_meeting(ranks: int, host: str | None, timeout: timedelta) -> tuple[dist
     return store, f"{_PORT}{host}:{store.port}"
 
 
-def join_meeting(address: str, ranks: int, timeout: timedelta) -> dist.Store:
-    """Join the store that `open_meeting` opened in another process."""
+def join_rendezvous(address: str, ranks: int, timeout: timedelta) -> dist.Store:
+    """Join the store that `open_rendezvous` opened in another process."""
     if is_on_one_machine(address):
         return _file_store(address, ranks, timeout)
     host, _, port = address.removeprefix(_PORT).rpartition(":")

@@ -32,17 +32,17 @@ from roll_flash.errors import ConfigError
 from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.compiled_layers import compile_layers
-from roll_flash.learner.model.policy_model import ModelForm, PolicyModel, check_same_vocabulary, load_policy_model
+from roll_flash.learner.model.policy_model import ExactSettings, PolicyModel, check_same_vocabulary, load_policy_model
 from roll_flash.learner.packing.rows import PackedRow
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.gradient_sync import GradientSync
-from roll_flash.learner.ranks.meeting import is_on_one_machine, join_meeting, open_meeting
+from roll_flash.learner.ranks.meeting import is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.weights.device import DeviceWeightStage, free_port
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
 
 _LOG = logging.getLogger(__name__)
 
-Forms = Mapping[Path, ModelForm]
+Forms = Mapping[Path, ExactSettings]
 """Settings for exact computation, per model folder."""
 
 
@@ -92,7 +92,7 @@ class LearnerRank:
         before all other parts start. Raises ModelError if exact computation is impossible."""
         if self._config.activation_offload and self._device.type == "cpu":
             raise ConfigError(f"learner.{OFFLOAD_ON_CPU}")
-        forms: dict[Path, ModelForm] = {}
+        forms: dict[Path, ExactSettings] = {}
         reference = self._reference_folder()
         if reference is not None and reference != self._folder:
             # Not kept, to avoid two whole models in one process.
@@ -106,14 +106,14 @@ class LearnerRank:
 
     def open_store(self, host: str | None) -> str:
         """Open the rendezvous and return its address. First rank only. `host` None: all ranks are on this machine."""
-        self._store, address = open_meeting(self._config.ranks, host, self._timeout)
+        self._store, address = open_rendezvous(self._config.ranks, host, self._timeout)
         return address
 
     def start(self, address: str, forms: Forms) -> str:
         """Join the other ranks, load and shard the model; return the model's fingerprint. A collective."""
         if is_on_one_machine(address):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        store = self._store if self._rank == 0 else join_meeting(address, self._config.ranks, self._timeout)
+        store = self._store if self._rank == 0 else join_rendezvous(address, self._config.ranks, self._timeout)
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         ranks = self._config.ranks
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
@@ -162,7 +162,7 @@ class LearnerRank:
         for row in rows:
             self._sync.begin_pass()
             if row is None:
-                self._objective.add_nothing(supervised=supervised)
+                self._objective.idle_pass(supervised=supervised)
             else:
                 records.append(self._objective.add_gradient(row, supervised=supervised))
         return records
@@ -345,9 +345,9 @@ def _device(name: str, rank: int) -> torch.device:
 
 def _flex_attention_works(device: torch.device) -> bool:
     """Return true if FlexAttention works; if not, log a warning: a dense attention mask is used instead."""
-    from roll_flash.learner.packing.flex_tree import why_not
+    from roll_flash.learner.packing.flex_tree import unsupported_reason
 
-    reason = why_not(device)
+    reason = unsupported_reason(device)
     if reason is not None:
         _LOG.warning("FlexAttention cannot be used here, a dense mask takes its place: %s", reason)
     return reason is None

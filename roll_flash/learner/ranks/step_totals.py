@@ -11,7 +11,7 @@ import numpy as np
 
 from roll_flash.learner.losses.objective import RowRecord, by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence
-from roll_flash.learner.packing.sequences import Prepared
+from roll_flash.learner.packing.sequences import PreparedGroup
 
 
 class StepTotals:
@@ -40,7 +40,7 @@ class StepTotals:
         """Return the divisor of the step's gradient: policy tokens or sequences."""
         return self.policy_tokens if normalization == "tokens" else self.sequences
 
-    def add_group(self, prepared: Prepared) -> None:
+    def add_group(self, prepared: PreparedGroup) -> None:
         self._counts.update(prepared.counts)
         self._ages.update(dict(prepared.staleness))
         self.policy_tokens += prepared.policy_tokens

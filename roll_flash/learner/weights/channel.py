@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from roll_flash.engines.inference import StagedWeights
-from roll_flash.processes.background import all_or_first_error
+from roll_flash.processes.background import gather_or_cancel
 
 TRANSFER = "transfer"
 """Ray concurrency group of the rank's actor: weights are sent in its thread while another thread computes."""
@@ -40,11 +40,11 @@ class NcclChannel:
             "packed_buffer_size_bytes": DEFAULT_PACKED_BUFFER_SIZE_BYTES,
             "packed_num_buffers": DEFAULT_PACKED_NUM_BUFFERS,
         }
-        await all_or_first_error(self._call("join_transfer", endpoint, host, port, 1 + world_size), receive(info))
+        await gather_or_cancel(self._call("join_transfer", endpoint, host, port, 1 + world_size), receive(info))
 
     async def send(self, endpoint: str, weights: StagedWeights, receive: Awaitable[Any]) -> None:
         """Send the weights while `receive`, the server's side of the transfer, runs."""
-        await all_or_first_error(self._call("send_weights", endpoint, replace(weights, channel=None)), receive)
+        await gather_or_cancel(self._call("send_weights", endpoint, replace(weights, channel=None)), receive)
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._first_rank, method).options(concurrency_group=TRANSFER).remote(*arguments)

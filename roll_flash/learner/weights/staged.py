@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import LearnerError, ModelError
 from roll_flash.learner.model import lora
-from roll_flash.weight_sync.published import MODEL_FOLDER, REST, SCALE
-from roll_flash.weight_sync.stored_form import as_stored, converts_one_by_one
+from roll_flash.weight_sync.checkpoint_format import as_stored, converts_one_by_one
+from roll_flash.weight_sync.published import MODEL_FOLDER, BASE_KEY, SCALE
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -131,7 +131,7 @@ class WeightStage:
         if not self._changed_only:
             return {}
         layers = list(lora.adapters(self._model).values())
-        return {REST: MODEL_FOLDER} | ({SCALE: str(layers[0].scale)} if layers else {})
+        return {BASE_KEY: MODEL_FOLDER} | ({SCALE: str(layers[0].scale)} if layers else {})
 
     def _allocate(self, version: int) -> tuple[int, mmap.mmap]:
         descriptor = os.memfd_create(f"roll-flash-{self._run}-{version}")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from roll_flash.learner.model.policy_model import reset_dynamic_rope
-from roll_flash.learner.model.token_logprobs import LogitForm
+from roll_flash.learner.model.token_logprobs import LogitTransform
 
 _TOLERANCE = 1e-5
 _SMALLEST, _LARGEST = 1e-3, 100.0
@@ -21,8 +21,8 @@ _SMALLEST, _LARGEST = 1e-3, 100.0
 
 
 @torch.no_grad()
-def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitForm | None:
-    """Return the function from hidden states and head to logits; None if a LogitForm cannot express it.
+def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitTransform | None:
+    """Return the function from hidden states and head to logits; None if a LogitTransform cannot express it.
 
     `token_ids` int64 [T], any text.
     """
@@ -56,7 +56,7 @@ def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitForm | No
         if softcap is not None:
             expected = softcap * torch.tanh(expected / softcap)
         if _close(expected, logits):
-            return LogitForm(_rounded(before * after), softcap)
+            return LogitTransform(_rounded(before * after), softcap)
     return None
 
 
