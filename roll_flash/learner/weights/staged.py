@@ -21,7 +21,7 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import LearnerError, ModelError
 from roll_flash.learner.model import lora
 from roll_flash.weight_sync.checkpoint_format import as_stored, converts_one_by_one
-from roll_flash.weight_sync.published import MODEL_FOLDER, BASE_KEY, SCALE
+from roll_flash.weight_sync.published import BASE_KEY, MODEL_FOLDER, SCALE
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
