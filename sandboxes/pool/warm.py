@@ -1,4 +1,4 @@
-"""Ready sandboxes of one spec, leases that wait for one, and how many are wanted. Starts no task, reads no clock."""
+"""Ready sandboxes of one spec, leases that wait for one, and how many are wanted. No task is started, no clock read."""
 
 from __future__ import annotations
 
