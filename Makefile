@@ -56,10 +56,11 @@ $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 benchmarks: agents-image model ## regenerate all of benchmarks/results and mark what changed (hours, on a quiet machine)
 	@$(BIN)/python benchmarks/all.py
 
-lint: setup ## ruff, and mypy --strict on the packages as a wheel installs them
+lint: setup ## ruff, mypy --strict, and which room may import which
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
-	@sh requirements/check_types.sh "$(BIN)"
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 clean: ## remove .venv and everything else that was built here
 	rm -rf $(VENV) $(ADAPTERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
