@@ -122,9 +122,7 @@ class EvalResult:
 
     def table(self) -> str:
         """A few aligned lines for the terminal."""
-        from roll_flash.evaluate.result import table
-
-        return table(self)
+        return _table(self)
 
 
 def score(
@@ -208,7 +206,7 @@ def _notes(wanted: Sequence[int], attempts: int, successes: Sequence[Sequence[bo
     return tuple(notes)
 
 
-def table(result: EvalResult) -> str:
+def _table(result: EvalResult) -> str:
     rows = _score_rows(result)
     rows += [
         ("ended by", _counts(result.ends)),
@@ -229,7 +227,7 @@ def table(result: EvalResult) -> str:
         rows.append(("STOPPED", f"{result.stopped}; {result.missing} of {result.tasks * result.attempts} are missing"))
     width = max(len(name) for name, _ in rows)
     lines = [result.label, *(f"  {name:<{width}}  {text}" for name, text in rows), *_tool_lines(result)]
-    return "\n".join([*lines, *(table(other) for other in result.others.values())])
+    return "\n".join([*lines, *(_table(other) for other in result.others.values())])
 
 
 def _score_rows(result: EvalResult) -> list[tuple[str, str]]:

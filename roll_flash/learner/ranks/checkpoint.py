@@ -33,7 +33,6 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from roll_flash.errors import CheckpointError
-from roll_flash.learner.ranks import checkpoint
 from roll_flash.processes.background import begin_in_background, in_thread
 
 _MANIFEST = "learner.json"
@@ -182,12 +181,12 @@ async def write_in_background(
     """
 
     async def write(copied: asyncio.Event) -> None:
-        async with in_thread(checkpoint.new_folder(folder, replaces=replaces)) as partial:
+        async with in_thread(new_folder(folder, replaces=replaces)) as partial:
             await begin(partial)
             copied.set()
             await _until_written(folder, partial, has_written, timeout_s)
             if manifest is not None:
-                await asyncio.to_thread(checkpoint.write_manifest, partial, manifest)
+                await asyncio.to_thread(write_manifest, partial, manifest)
 
     return await begin_in_background(write)
 
