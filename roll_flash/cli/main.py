@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     make_logs_printable()
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py in the working directory
+        sys.path.insert(0, os.getcwd())  # `my_envs:Maze-v0` as an id finds my_envs.py in the working directory
     handler: Handler = arguments.handler
     try:
         with _terminate_like_interrupt():
@@ -220,7 +220,7 @@ def _add_eval(commands: Any) -> None:
 def _add_envs(commands: Any) -> None:
     parser = commands.add_parser("envs", help="registered environments", description="Registered environments.")
     actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
-    listing = _command(actions, "list", _envs_list, "ids that `env.id` takes, with what each is about")
+    listing = _command(actions, "list", _envs_list, "ids that `envs` of a config takes, with what each is about")
     listing.add_argument("--all", action="store_true", help="gymnasium's own environments too")
     usage = "roll-flash envs check ID [key=value ...] [--seeds N] [--provider NAME] [--json] [--debug]"
     checking = _command(actions, "check", _envs_check, "is an environment fit to train on? plays it to find out", usage)
@@ -251,7 +251,7 @@ def _envs_check(arguments: argparse.Namespace) -> int:
 
     kwargs: dict[str, Any] = {}
     for word in arguments.words:
-        apply_override(kwargs, word)
+        kwargs = apply_override(kwargs, word)
     with _standard_output_for_json(arguments.json):
         found = check_environment(arguments.id, kwargs, provider=arguments.provider, seeds=arguments.seeds)
     if arguments.json:
