@@ -111,6 +111,14 @@ def test_each_command_has_help_and_json(command: list[str], capsys: pytest.Captu
     assert "--json" in capsys.readouterr().out
 
 
+def test_the_help_of_train_says_where_every_key_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "docs/config.md" in said
+    assert "python -m roll_flash.config.reference" in said
+
+
 # Usage
 
 
@@ -122,6 +130,14 @@ def test_each_command_has_help_and_json(command: list[str], capsys: pytest.Captu
         ([], "required: COMMAND"),
         (["train", "--resum", "maze.yaml"], "unknown argument --resum; did you mean --resume?"),
         (["eval", "--modle=x"], "did you mean --model?"),
+        (["train", "--name", "foo", "maze.yaml"], "unknown argument --name; write it as name=foo (see"),
+        (["train", "maze.yaml", "--learner.learning_rate=1e-5"], "write it as learner.learning_rate=1e-5"),
+        (["train", "maze.yaml", "--max-new-tokens", "9"], "write it as rollout.max_new_tokens=9"),
+        (["train", "maze.yaml", "--lr", "-1"], "write it as learner.learning_rate=-1"),
+        (["train", "maze.yaml", "--steps"], "write it as steps=VALUE"),
+        (["eval", "--max_turns", "2", "--env", "Maze-v0"], "write it as envs.0.max_turns=2"),
+        (["serve-gateway", "--engine=vllm"], "unknown argument --engine=vllm"),
+        (["envs", "check", "Maze-v0", "--steps", "2"], "unknown argument --steps"),
         (["envs", "lst"], "unknown action 'lst'; did you mean list?"),
         (["export", "maze"], "required: DIR"),
         (["eval", "-n", "many"], "argument -n/--tasks: invalid int value: 'many'"),

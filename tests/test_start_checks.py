@@ -108,6 +108,7 @@ class TestEachCommandSaysInOneLine:
         (["learner.kl.coefficient=0.1", "learner.kl.reference=/no/such"], "/no/such"),
         (["learner.engine=megatron"], "nobody provides 'megatron'"),
         (["inference.weight_transfer=nccl"], "needs GPUs"),
+        (["model.max_length=64"], "rollout.max_new_tokens=64 leaves no room for a prompt in model.max_length=64"),
     ],
 )
 def test_training_says_before_it_starts_what_it_lacks(
