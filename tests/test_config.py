@@ -18,6 +18,7 @@ from pydantic import BaseModel
 import roll_flash
 from roll_flash.config.mistakes import all_keys, find_key
 from roll_flash.config.moved import MOVED, SYNONYMS
+from roll_flash.config.reference import reference
 from roll_flash.config.tree import Config, Section, load_config
 from roll_flash.errors import ConfigError
 
@@ -397,6 +398,13 @@ def test_every_key_is_explained() -> None:
         if not info.description
     ]
     assert silent == []
+
+
+def test_the_reference_has_every_key_and_is_current() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "config.md").read_text()
+    assert page == reference(), "docs/config.md is old: python -m roll_flash.config.reference > docs/config.md"
+    named = re.findall(r"^- \*\*`(\S+)`\*\* \(", page, re.MULTILINE)
+    assert sorted(named) == sorted(key.replace(".0.", ".N.") for key in all_keys(Config))
 
 
 def test_every_section_refuses_unknown_keys() -> None:
