@@ -158,8 +158,12 @@ def _config(request: GatewayRequest) -> Config:
 
 
 def _tree(model: str) -> dict[str, object]:
-    settings = {"model": {"path": model, "max_length": 4096}, "rollout": {"max_new_tokens": 1}}
-    return {"name": "gateway", "envs": [{"id": "agents"}], **settings}
+    return {
+        "name": "gateway",
+        "model": {"path": model, "max_length": 4096},
+        "envs": [{"id": "agents"}],
+        "rollout": {"max_new_tokens": 1},  # an agent says how many it wants, so `max_length` may be small
+    }
 
 
 def _out_folder(request: GatewayRequest) -> Path:

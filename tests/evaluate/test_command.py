@@ -263,6 +263,21 @@ def test_each_environment_of_a_config_is_evaluated_into_a_folder_of_its_own(monk
     assert [env.id for env in only.config.envs] == ["TextSokoban-v0"]
 
 
+def test_one_environment_of_a_config_is_evaluated_with_its_own_settings() -> None:
+    envs = [{"id": "A-v0", "kwargs": {"size": 3}}, {"id": "B-v0", "kwargs": {"size": 5}, "max_turns": 2}]
+    Path("two.yaml").write_text(json.dumps({**TREE, "envs": envs}))
+    (second,) = plan_evaluation(EvalRequest(config="two.yaml", env="B-v0")).config.envs
+    assert (second.id, second.kwargs, second.max_turns) == ("B-v0", {"size": 5}, 2)
+    (another,) = plan_evaluation(EvalRequest(config="two.yaml", env="C-v0")).config.envs
+    assert (another.id, another.kwargs) == ("C-v0", {"size": 3})
+
+
+def test_a_config_without_environments_takes_the_one_of_the_command_line() -> None:
+    Path("none.yaml").write_text(json.dumps({key: value for key, value in TREE.items() if key != "envs"}))
+    (env,) = plan_evaluation(EvalRequest(config="none.yaml", env="C-v0", overrides=("envs.0.max_turns=2",))).config.envs
+    assert (env.id, env.max_turns) == ("C-v0", 2)
+
+
 def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
     tree = {**TREE, "envs": [{"id": "TextFrozenLake-v0"}, {"id": "TextSokoban-v0"}]}
     Path("two.yaml").write_text(json.dumps(tree))
