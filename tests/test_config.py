@@ -456,6 +456,11 @@ def test_episodes_that_last_as_long_as_they_may_do_not_end_the_run(episode_s: fl
         ("rollout.max_new_tokens=512 model.max_length=512", "max_new_tokens=512 leaves no room for a prompt in"),
         ("learner.minibatches=9", "learner.minibatches=9 is more than scheduler.groups_per_step=8"),
         ("inference.weight_transfer=nccl learner.device=cpu", "inference.weight_transfer=nccl needs GPUs"),
+        (
+            "inference.engine=transformers inference.dtype=bfloat16",
+            "inference: dtype: the engine transformers computes",
+        ),
+        ("inference.engine=transformers inference.weight_transfer=ipc", "weight_transfer=ipc is for the engine vllm"),
         ("inference.port=65535 inference.servers=2", "inference: port=65535: 2 server(s) need ports up to 65536"),
         ("eval.pass_at=[1,8] eval.attempts=4", "eval: pass_at: pass@8 needs as many attempts, but attempts is 4"),
         ("ray.address=auto ray.num_cpus=2", "ray: num_cpus is for a Ray that is started on this machine"),

@@ -59,8 +59,8 @@ __all__ = [
 STALL_MARGIN_S = 60.0
 """Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
 
-
 HIGHEST_PORT = 65535
+"""Highest TCP port."""
 
 
 class ModelConfig(Section):
@@ -220,6 +220,14 @@ class InferenceConfig(Section):
     learner ranks on the same GPU."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
     """Additional command-line options of the server."""
+
+    @model_validator(mode="after")
+    def _only_vllm_has(self) -> InferenceConfig:
+        if self.engine == "transformers" and self.dtype == "bfloat16":
+            raise ValueError("dtype: the engine transformers computes in float32; use vllm for bfloat16")
+        if self.engine == "transformers" and self.weight_transfer != "shm":
+            raise ValueError(f"weight_transfer={self.weight_transfer} is for the engine vllm; set it to shm")
+        return self
 
     @model_validator(mode="after")
     def _ports(self) -> InferenceConfig:
