@@ -46,8 +46,9 @@ def updated_in_flight(config: Config, steps: Rows, episodes: Rows) -> str:
 
 def staleness_bounded(config: Config, steps: Rows, episodes: Rows) -> str:
     oldest = max(row[STALENESS_MAX] for row in steps)
-    assert oldest <= config.async_ratio, f"a token of staleness {oldest:g} was trained; allowed: {config.async_ratio:g}"
-    return f"staleness at most {oldest:g} (allowed {config.async_ratio:g})"
+    allowed = config.scheduler.highest_async_ratio
+    assert oldest <= allowed, f"a token of staleness {oldest:g} was trained; allowed: {allowed:g}"
+    return f"staleness at most {oldest:g} (allowed {allowed:g})"
 
 
 def books_balance(config: Config, steps: Rows, episodes: Rows) -> str:

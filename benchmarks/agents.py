@@ -25,14 +25,16 @@ AGENTS = ("openai", "mini-swe-agent", "smolagents")
 TIMEOUT_S = 3600.0
 FULL: dict[str, Any] = {
     "steps": 3,
-    "rollout": {"groups_per_step": 3, "group_size": 4, "max_concurrent": 12, "max_new_tokens": 48},
+    "scheduler": {"groups_per_step": 3, "group_size": 4},
+    "rollout": {"max_concurrent": 12, "max_new_tokens": 48},
 }
 QUICK: dict[str, Any] = {
     "steps": 2,
     "model": {"path": "tiny", "max_length": 6000},
     "inference": {"engine": "transformers"},
     "learner": {"learning_rate": 3.0e-3},
-    "rollout": {"groups_per_step": 3, "group_size": 2, "max_concurrent": 3, "max_new_tokens": 16},
+    "scheduler": {"groups_per_step": 3, "group_size": 2},
+    "rollout": {"max_concurrent": 3, "max_new_tokens": 16},
 }
 
 
@@ -54,8 +56,8 @@ def measure(folder: Path, *, quick: bool) -> dict[str, Any]:
 
 def write_config(folder: Path, settings: dict[str, Any]) -> str:
     """The agents of configs/agents/ in one file."""
-    env, *others = (yaml.safe_load((CONFIGS / f"{agent}.yaml").read_text())["env"] for agent in AGENTS)
-    config = {**settings, "base": str(CONFIGS / "base.yaml"), "name": "agents", "env": env, "extra_envs": others}
+    envs = [env for agent in AGENTS for env in yaml.safe_load((CONFIGS / f"{agent}.yaml").read_text())["envs"]]
+    config = {**settings, "base": str(CONFIGS / "base.yaml"), "name": "agents", "envs": envs}
     path = folder / "agents.yaml"
     path.write_text(yaml.safe_dump(config))
     return str(path)

@@ -6,8 +6,8 @@ Real vLLM, real sandboxes, real FSDP learner, the tiny model; an environment who
 of the environments ten times as long (benchmarks/slow_env.py). Both columns are `roll-flash train` with the same
 config, steps, slots and seeds but for these settings:
 
-    synchronous batch    async_ratio=0 rollout.scheduling=batch
-    asynchronous queue   async_ratio=2 (on_stale=evict, the default)
+    synchronous batch    scheduler.async_ratio=0 scheduler.mode=batch
+    asynchronous queue   scheduler.async_ratio=2 (scheduler.on_stale=evict, the default)
 
 The training part is the sum of the steps, start and end of the run apart. Results go to
 `benchmarks/results/end_to_end.{json,md,png}` after each seed.
@@ -36,11 +36,11 @@ from roll_flash.monitor.metrics import REWARD, STALENESS_MAX, STALENESS_MEAN, ST
 
 RUN_TIMEOUT_S = 3600
 COMMON = (
-    "env.id=benchmarks.slow_env:SlowLetters-v0",
-    "env.max_turns=6",
+    "envs.0.id=benchmarks.slow_env:SlowLetters-v0",
+    "envs.0.max_turns=6",
     "model.max_length=384",
-    "rollout.groups_per_step=8",
-    "rollout.group_size=8",
+    "scheduler.groups_per_step=8",
+    "scheduler.group_size=8",
     "rollout.max_concurrent=64",
     "rollout.max_new_tokens=16",
     "sandbox.pool_size=16",
@@ -49,8 +49,8 @@ COMMON = (
     "monitor.tensorboard=false",
 )
 COLUMNS = {
-    "synchronous batch": ("async_ratio=0", "rollout.scheduling=batch"),
-    "asynchronous queue": ("async_ratio=2",),
+    "synchronous batch": ("scheduler.async_ratio=0", "scheduler.mode=batch"),
+    "asynchronous queue": ("scheduler.async_ratio=2",),
 }
 
 

@@ -80,7 +80,7 @@ def make_config(concurrent: int) -> Config:
     return load_config(
         {
             "model": {"path": "mock"},
-            "env": {"id": "rollout_env:FourTurns-v0", "max_turns": TURNS},
+            "envs": [{"id": "rollout_env:FourTurns-v0", "max_turns": TURNS}],
             "eval": {"max_concurrent": concurrent},
         }
     )
@@ -90,7 +90,7 @@ async def _evaluate(fleet: WorkerFleet, config: Config, rollouts: int, folder: P
     """Attempts that were scored; anything but all of them is no measurement of equal work."""
     result = await evaluate(
         fleet,
-        env=config.env,
+        env=config.envs[0],
         eval=config.eval.model_copy(update={"tasks": rollouts}),
         sampling=eval_sampling(config),
         max_concurrent=config.eval.max_concurrent or 1,

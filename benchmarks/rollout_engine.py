@@ -175,12 +175,14 @@ def make_config(load: Load) -> Config:
     return load_config(
         {
             "model": {"path": MODEL, "max_length": 1024},
-            "env": {"id": load.env_id, "max_turns": TURNS},
-            # Two steps of slack, so that no episode goes stale and all work that is done is counted.
-            "async_ratio": 2,
-            "rollout": {
+            "envs": [{"id": load.env_id, "max_turns": TURNS}],
+            "scheduler": {
+                # Two steps of slack, so that no episode goes stale and all work that is done is counted.
+                "async_ratio": 2,
                 "groups_per_step": max(1, load.concurrent // GROUP_SIZE),
                 "group_size": GROUP_SIZE,
+            },
+            "rollout": {
                 "max_concurrent": load.concurrent,
                 "workers": load.workers,
                 "max_new_tokens": 64,
@@ -214,7 +216,7 @@ async def _play(
     processes: Processes,
     urls: Sequence[str],
 ) -> Measured:
-    env = config.env
+    env = config.envs[0]
     tasks = SeedTasks(env.id, env.kwargs, env.train_seeds, config.seed)
     async with Rollout(config, fleet, tasks, episodes) as rollout:
         await _step(rollout, 0, urls)

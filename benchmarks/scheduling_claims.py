@@ -357,7 +357,7 @@ def papers_bound(seed: int, quick: bool) -> Measured:
     count = 12 if quick else 60
     measured = [_against_bound(seed * 1000 + index) for index in range(count)]
     rows: list[Row] = []
-    for policy in ("wait", "fair", "evict"):
+    for policy in ("wait", "in_order", "evict"):
         here = [row for row in measured if row.policy == policy]
         reached = [row.of_achievable for row in here] or [1.0]
         rows.append(
@@ -390,9 +390,9 @@ def _against_bound(index: int) -> BoundRow:
     samples = size * groups
     workers = max(2, round(samples * generator.choice([0.25, 0.5, 1, 2])))
     alpha, latency = generator.choice([0, 1, 2, 4]), generator.choice(LATENCIES)
-    policy = generator.choice(["wait", "fair", "evict"])
+    policy = generator.choice(["wait", "in_order", "evict"])
     steps = 8 * (alpha + 1)
-    how: dict[str, Any] = {"fair": True} if policy == "fair" else {"on_stale": policy}
+    how: dict[str, Any] = {"in_order": True} if policy == "in_order" else {"on_stale": policy}
     load = SyntheticLoad(latency, seed=index)
     on = ServerSpec(workers, 1, 1000.0)
     result = simulate(
@@ -426,18 +426,18 @@ def stragglers(seed: int, quick: bool) -> Measured:
             learner = LearnerSpec(0.05, 0.5, 0.5)
             common: dict[str, Any] = {"groups": 32, "size": 8, "slots": 512, "alpha": alpha}
             common["steps"] = 6 if quick else 12
-            waiting, fair, evicting, redundant = (
+            waiting, in_order, evicting, redundant = (
                 simulate(load, learner=learner, **common, **how)
-                for how in ({"on_stale": "wait"}, {"fair": True}, {}, {"extra_replicas": 1, "surplus": "cancel"})
+                for how in ({"on_stale": "wait"}, {"in_order": True}, {}, {"extra_replicas": 1, "surplus": "cancel"})
             )
             rows.append(
                 {
                     "latency": name,
                     "alpha": alpha,
                     "wait (s)": waiting.step_s,
-                    "fair (s)": fair.step_s,
+                    "in order (s)": in_order.step_s,
                     "evict (s)": evicting.step_s,
-                    "speed-up": min(waiting.step_s, fair.step_s) / evicting.step_s,
+                    "speed-up": min(waiting.step_s, in_order.step_s) / evicting.step_s,
                     "evict, 1 spare replica (s)": redundant.step_s,
                     "discarded": evicting.discarded,
                     "latency of trained/submitted": evicting.true_latency_ratio,
@@ -525,7 +525,7 @@ CLAIMS = [
     ),
     Claim(
         "stragglers",
-        "32 x 8 a step, 512 slots; evict against the faster of fair and on_stale wait, alpha 1 and 2",
+        "32 x 8 a step, 512 slots; evict against the faster of in_order and on_stale wait, alpha 1 and 2",
         "x faster per step, at least",
         2.5,
         stragglers,

@@ -30,7 +30,7 @@ PANELS: list[tuple[str, dict[str, Any]]] = [
     ("each environment on its own, synchronous", {"mode": "batch"}),
     ("queue scheduling + 2 extra groups, first 4 train (alpha 0)", {"extra": 2, "surplus": "cancel"}),
     ("asynchronous, alpha 1, stale groups evicted", {"alpha": 1}),
-    ("asynchronous, alpha 1, fair (order of submission)", {"alpha": 1, "fair": True}),
+    ("asynchronous, alpha 1, in order of submission", {"alpha": 1, "in_order": True}),
 ]
 
 

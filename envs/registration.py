@@ -47,7 +47,7 @@ logger = logging.getLogger("roll_flash.envs")
 
 
 def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, Any]], **kwargs: Any) -> None:
-    """Register a text environment, so that `gymnasium.make(id)` and a config's `env.id` find it.
+    """Register a text environment, so that `gymnasium.make(id)` and the `id` of an entry of a config's `envs` find it.
 
     A thin wrapper over `gymnasium.register` that leaves out the wrappers for synchronous environments with arrays,
     because they cannot check coroutines. Takes the arguments of `gymnasium.register`; `kwargs={...}` become defaults
@@ -134,7 +134,7 @@ def _make(name: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
         if isinstance(inner, gymnasium.wrappers.TimeLimit):
             raise ConfigError(
                 f"{name}: max_episode_steps cannot count the steps of an asynchronous environment; leave it out and "
-                "give env.max_turns, or end the episode in `step`"
+                "give `max_turns` in the config, or end the episode in `step`"
             )
         if not isinstance(inner, _SYNC_WRAPPERS):
             return env

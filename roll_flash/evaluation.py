@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.chat.openai_client import api_key_from
+from roll_flash.config.files import read_yaml
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.evaluate.endpoint_check import check_endpoint, require_isolation
@@ -91,8 +92,8 @@ class EvalPlan:
 async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     """Run the missing attempts; return the result and its folder. Starts nothing if the evaluation is already complete.
 
-    Evaluates each environment of the config, `extra_envs` into subfolders of the folder of `env`. Raises ConfigError
-    before anything is started, else RollFlashError.
+    Evaluates each environment of the config, those after the first into subfolders of the folder of the first. Raises
+    ConfigError before anything is started, else RollFlashError.
     """
     plan = plan_evaluation(request)
     require_owned_by_user(plan.folder)
@@ -138,7 +139,7 @@ async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status |
                 trained=plan.trained,
             )
         )
-    others = {f"extra_env_{index}": result for index, result in enumerate(results) if index}
+    others = {f"env_{index}": result for index, result in enumerate(results) if index}
     return results[0].with_others(others)
 
 
@@ -149,7 +150,7 @@ def _is_complete(plan: EvalPlan, index: int) -> bool:
 
 
 def _folder_of(plan: EvalPlan, index: int) -> Path:
-    return plan.folder / f"extra_env_{index}" if index else plan.folder
+    return plan.folder / f"env_{index}" if index else plan.folder
 
 
 def _label(plan: EvalPlan, env: EnvConfig) -> str:
@@ -235,19 +236,30 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
         return load_config(_task_folders(request, model), overrides)
     if request.config is not None:
         source = request.config
-    elif run_config is not None and (request.env is None or load_config(run_config).env.id == request.env):
+        if request.env is not None and "envs" not in read_yaml(Path(source)):
+            overrides.insert(0, f"envs={json.dumps([{'id': request.env}])}")
+    elif run_config is not None and (request.env is None or _has_environment(load_config(run_config), request.env)):
         source = run_config
     elif request.env is None:
         raise ConfigError("nothing to evaluate on: give a CONFIG file, --env ID, or a run's --model")
     elif model is None:
         raise ConfigError("nothing to evaluate: --env needs --model FOLDER, NAME or RUN")
     else:
-        source = {"name": "eval", "model": {"path": model}, "env": {"id": request.env}}
-    if request.env is not None and not isinstance(source, dict):
-        overrides += [f"env.id={json.dumps(request.env)}", "extra_envs=[]"]
+        source = {"name": "eval", "model": {"path": model}, "envs": [{"id": request.env}]}
     if model is not None and not isinstance(source, dict):
         overrides.append(f"model.path={json.dumps(model)}")
-    return load_config(source, overrides)
+    config = load_config(source, overrides)
+    return config if request.env is None else _with_one_environment(config, request.env)
+
+
+def _has_environment(config: Config, env_id: str) -> bool:
+    return any(env.id == env_id for env in config.envs)
+
+
+def _with_one_environment(config: Config, env_id: str) -> Config:
+    """Keep the environment `env_id` of the config; if it has none, its first one with another id."""
+    first = config.envs[0].model_copy(update={"id": env_id})
+    return config.model_copy(update={"envs": (next((env for env in config.envs if env.id == env_id), first),)})
 
 
 def _task_folders(request: EvalRequest, model: str | None) -> dict[str, Any]:
@@ -275,11 +287,11 @@ def _options(request: EvalRequest) -> list[str]:
 
 def _default_folder(config: Config, about: Mapping[str, Any]) -> Path:
     """Return one folder per plan, so that the same command resumes and a different command never mixes with it."""
-    plan = evaluation_plan(config.env, config.eval, eval_sampling(config), about)
-    if config.extra_envs:
-        plan["extra_envs"] = [{"id": env.id, "kwargs": env.kwargs} for env in config.extra_envs]
+    plan = evaluation_plan(config.envs[0], config.eval, eval_sampling(config), about)
+    if others := config.envs[1:]:
+        plan["other_envs"] = [{"id": env.id, "kwargs": env.kwargs} for env in others]
     digest = hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()[:8]
-    return Path(config.runs) / "eval" / "-".join([_slug(config.env.id), _slug(str(about["model"])), digest])
+    return Path(config.runs) / "eval" / "-".join([_slug(config.envs[0].id), _slug(str(about["model"])), digest])
 
 
 def _slug(text: str) -> str:

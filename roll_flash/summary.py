@@ -38,7 +38,7 @@ def summarize(
     model = run_folder / "model"
     return {
         "name": config.name,
-        "env_id": config.env.id,
+        "env_id": config.envs[0].id,
         "steps": max((row["step"] for row in rows), default=0),
         "total_steps": config.steps,
         "seconds": seconds,

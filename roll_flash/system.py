@@ -64,7 +64,7 @@ class System:
     async def evaluate(self) -> EvalResult:
         """Evaluate the held-out tasks of each environment with the newest weights, which the servers must already have.
 
-        Returns the result of `env`; the results of `extra_envs` are in the metrics and in folders next to it.
+        Returns the result of the first environment; those of the others are in the metrics and in folders next to it.
         """
         concurrent = self.config.eval.max_concurrent or self.config.rollout.max_concurrent
         version = self.learner.version
@@ -148,7 +148,7 @@ class Start:
         )
         if self.resumes and self.checkpoint is None:
             progress.note("there is no complete checkpoint to resume from yet: the run begins again from its start")
-        if warning := config.learner.loss.off_policy_warning(config.highest_async_ratio):
+        if warning := config.learner.loss.off_policy_warning(config.scheduler.highest_async_ratio):
             progress.note(f"warning: {warning}")
 
 
@@ -285,7 +285,7 @@ async def open_stream(config: Config) -> TrajectoryStream:
     """Open the stream between rollout and learner. Its micro-batches hold one learner row per rank."""
     settings, tokens = config.stream, config.learner.micro_batch_tokens * config.learner.ranks
     return TrajectoryStream(
-        [learner_consumer(tokens, fair=config.rollout.fair), *stage_consumers(config.stages)],
+        [learner_consumer(tokens, in_order=config.scheduler.in_order), *stage_consumers(config.stages)],
         await RayStore.start(settings.shards) if settings.shards else MemoryStore(),
         capacity_rows=settings.capacity_rows,
         capacity_bytes=settings.capacity_mb << 20,
@@ -308,7 +308,7 @@ def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:
 def worker_settings(config: Config, model: Any, model_folder: Path | None, needs_sandbox: bool) -> WorkerSettings:
     rollout = config.rollout
     if isinstance(model, ClientSpec):
-        model = replace(model, clients=rollout.workers, pin_sessions=not rollout.replicate)
+        model = replace(model, clients=rollout.workers, pin_sessions=not config.scheduler.replicate)
     return WorkerSettings(
         model=model,
         tokenizer_folder=model_folder,

@@ -337,7 +337,7 @@ def test_a_large_group_after_one_that_was_quickly_done_does_not_hang(
     async def run() -> None:
         learner = Mock(version=0, accumulate=accumulate, finish_step=finish_step)
         stream = TrajectoryStream([learner_consumer(100)])
-        config = load_config({"model": {"path": "tiny"}, "env": {"id": "Any-v0"}})
+        config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "Any-v0"}]})
         stages = Mock(reward_column="reward")
         parts = Mock(config=config, stream=stream, learner=learner, rollout=Mock(groups_for_step=groups), stages=stages)
         await trainer.Trainer(parts, Mock())._step()

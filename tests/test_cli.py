@@ -21,7 +21,7 @@ from roll_flash.errors import ConfigError, RunError
 from roll_flash.evaluate.result import score
 from roll_flash.run.run_dir import RunDir
 
-TREE: dict[str, Any] = {"name": "maze", "model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
+TREE: dict[str, Any] = {"name": "maze", "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
 
 ENVIRONMENT = '''
 """Environments of a user."""
@@ -111,6 +111,14 @@ def test_each_command_has_help_and_json(command: list[str], capsys: pytest.Captu
     assert "--json" in capsys.readouterr().out
 
 
+def test_the_help_of_train_says_where_every_key_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "docs/config.md" in said
+    assert "python -m roll_flash.config.reference" in said
+
+
 # Usage
 
 
@@ -122,6 +130,14 @@ def test_each_command_has_help_and_json(command: list[str], capsys: pytest.Captu
         ([], "required: COMMAND"),
         (["train", "--resum", "maze.yaml"], "unknown argument --resum; did you mean --resume?"),
         (["eval", "--modle=x"], "did you mean --model?"),
+        (["train", "--name", "foo", "maze.yaml"], "unknown argument --name; write it as name=foo (see"),
+        (["train", "maze.yaml", "--learner.learning_rate=1e-5"], "write it as learner.learning_rate=1e-5"),
+        (["train", "maze.yaml", "--max-new-tokens", "9"], "write it as rollout.max_new_tokens=9"),
+        (["train", "maze.yaml", "--lr", "-1"], "write it as learner.learning_rate=-1"),
+        (["train", "maze.yaml", "--steps"], "write it as steps=VALUE"),
+        (["eval", "--max_turns", "2", "--env", "Maze-v0"], "write it as envs.0.max_turns=2"),
+        (["serve-gateway", "--engine=vllm"], "unknown argument --engine=vllm"),
+        (["envs", "check", "Maze-v0", "--steps", "2"], "unknown argument --steps"),
         (["envs", "lst"], "unknown action 'lst'; did you mean list?"),
         (["export", "maze"], "required: DIR"),
         (["eval", "-n", "many"], "argument -n/--tasks: invalid int value: 'many'"),
@@ -145,14 +161,14 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(
         (["train"], "train needs a CONFIG file"),
         (["train", "nothing.yaml"], "nothing.yaml: no such config file"),
         (["train", "maze.yaml", "other.yaml"], "one CONFIG is enough"),
-        (["train", "maze.yaml", "rollout.group_sise=4"], "did you mean 'rollout.group_size'?"),
-        (["train", "maze.yaml", "rollout.group_size=-4"], "rollout.group_size: input should be greater than"),
-        (["train", "maze.yaml", "--resume", "env.id=ShellMath-v0"], "no run to resume"),
+        (["train", "maze.yaml", "scheduler.group_sise=4"], "did you mean 'scheduler.group_size'?"),
+        (["train", "maze.yaml", "scheduler.group_size=-4"], "scheduler.group_size: input should be greater than"),
+        (["train", "maze.yaml", "--resume", "envs.0.id=ShellMath-v0"], "no run to resume"),
         (["eval"], "give a CONFIG file, --env ID"),
         (["eval", "--env", "Maze-v0"], "--env needs --model"),
         (["export", "nobody", "out"], "nobody: no run of this name"),
         (["train", "maze.yaml", "--dry-run", "model.path=/no/such"], "/no/such: no such model folder"),
-        (["train", "maze.yaml", "--dry-run", "env.id=NoSuch-v0"], "env.id 'NoSuch-v0' is not registered"),
+        (["train", "maze.yaml", "--dry-run", "envs.0.id=NoSuch-v0"], "envs: 'NoSuch-v0' is not registered"),
     ],
 )
 def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(
@@ -294,7 +310,7 @@ def test_a_traceback_is_shown_with_debug_only(
 def test_ctrl_c_and_sigterm_end_a_command_cleanly_with_130(shell: str, number: signal.Signals, tmp_path: Path) -> None:
     """With a command that waits: its environment's module takes its time to import."""
     (tmp_path / "slow_module.py").write_text("import time\nprint('waiting', flush=True)\ntime.sleep(60)\n")
-    Path("maze.yaml").write_text(yaml.safe_dump({**TREE, "env": {"id": "slow_module:Maze-v0"}}))
+    Path("maze.yaml").write_text(yaml.safe_dump({**TREE, "envs": [{"id": "slow_module:Maze-v0"}]}))
     process = subprocess.Popen(
         ["sh", "-c", shell, "sh", sys.executable, "-m", "roll_flash", "train", "maze.yaml", "--dry-run"],
         stdout=subprocess.PIPE,
@@ -319,7 +335,7 @@ def test_ctrl_c_and_sigterm_end_a_command_cleanly_with_130(shell: str, number: s
 
 @pytest.mark.usefixtures("users_module")
 def test_a_dry_run_prints_a_tree_that_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", config_file(), "--dry-run", "env.id=users_environments:Echo-v0", "steps=9"]) == 0
+    assert main(["train", config_file(), "--dry-run", "envs.0.id=users_environments:Echo-v0", "steps=9"]) == 0
     out = capsys.readouterr().out
     assert "# environment: users_environments:Echo-v0 resets with 1 messages" in out
     assert load_config(yaml.safe_load(out)).steps == 9
@@ -328,7 +344,7 @@ def test_a_dry_run_prints_a_tree_that_can_be_run(capsys: pytest.CaptureFixture[s
 
 @pytest.mark.usefixtures("users_module")
 def test_a_dry_run_finds_an_environment_that_breaks(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["env.id=users_environments:Echo-v0", "env.kwargs.broken=true"]
+    words = ["envs.0.id=users_environments:Echo-v0", "envs.0.kwargs.broken=true"]
     assert main(["train", config_file(), "--dry-run", *words]) == 1
     assert "reset(seed=0) raised OSError: no maze today" in capsys.readouterr().err
 

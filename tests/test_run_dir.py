@@ -32,7 +32,7 @@ TASK = Task("Maze-v0:7", "Maze-v0", 7, {"size": 3})
 
 
 def config(runs: Path, **changes: Any) -> Config:
-    tree: dict[str, Any] = {"name": "first", "runs": str(runs), "model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
+    tree: dict[str, Any] = {"name": "first", "runs": str(runs), "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
     return load_config({**tree, **changes})
 
 
@@ -126,8 +126,8 @@ def test_resume_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
     ("changes", "key"),
     [
         ({"model": {"path": "smollm2-135m"}}, "model.path"),
-        ({"env": {"id": "Other-v0"}}, "env.id"),
-        ({"env": {"id": "Maze-v0", "kwargs": {"size": 9}}}, "env.kwargs"),
+        ({"envs": [{"id": "Other-v0"}]}, "envs.0.id"),
+        ({"envs": [{"id": "Maze-v0", "kwargs": {"size": 9}}]}, "envs.0.kwargs"),
         ({"learner": {"advantage": "rloo"}}, "learner.advantage"),
         ({"learner": {"loss": {"name": "ppo"}}}, "learner.loss.name"),
         ({"learner": {"lora": {"alpha": 8.0}}}, "learner.lora.alpha"),

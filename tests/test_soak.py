@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -17,6 +18,10 @@ from roll_flash.monitor.episodes import read_episodes
 
 STEPS = 30
 ALPHA = 2
+ENVS = [
+    {"id": "tests.misbehaving:Misbehaving-v0", "max_turns": 3},
+    {"id": "tests.letter_count:LetterCount-v0", "max_turns": 2, "weight": 0.5},
+]
 
 
 def processes(marker: str, name: str) -> list[int]:
@@ -46,11 +51,10 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     environment: dict[str, str] = {}
     session = Session.begin(environment)
     process = start(
-        *("train", "configs/ci.yaml", "name=soak", f"runs={runs}", f"steps={STEPS}", f"async_ratio={ALPHA}"),
+        *("train", "configs/ci.yaml", "name=soak", f"runs={runs}", f"steps={STEPS}", f"scheduler.async_ratio={ALPHA}"),
         *("inference.engine=transformers", "inference.servers=2", "eval.before_and_after=false"),
-        *("env.id=tests.misbehaving:Misbehaving-v0", "env.max_turns=3", "rollout.workers=2"),
-        *("extra_envs=[{id: 'tests.letter_count:LetterCount-v0', max_turns: 2, weight: 0.5}]",),
-        *("rollout.step_timeout_s=3", "rollout.extra_replicas=1", "rollout.max_concurrent=24", "stream.shards=2"),
+        *(f"envs={json.dumps(ENVS)}", "rollout.workers=2"),
+        *("rollout.step_timeout_s=3", "scheduler.extra_replicas=1", "rollout.max_concurrent=24", "stream.shards=2"),
         **environment,
     )
     folder = runs / "soak"

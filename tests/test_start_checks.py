@@ -21,7 +21,7 @@ from roll_flash.errors import ModelError
 from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from roll_flash.start_checks import check_parts, check_sandboxes
 
-TREE: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "counting:Counting-v0"}}
+TREE: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "counting:Counting-v0"}]}
 
 
 def config(*overrides: str, **tree: Any) -> Config:
@@ -80,7 +80,7 @@ class TestEachCommandSaysInOneLine:
         self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setenv("DOCKER_HOST", f"unix://{tmp_path}/docker.sock")
-        said = self.said(index, tmp_path, capsys, "env.id=ShellMath-v0", "sandbox.provider=docker")
+        said = self.said(index, tmp_path, capsys, "envs.0.id=ShellMath-v0", "sandbox.provider=docker")
         assert "docker" in said.lower()
 
     def test_that_weights_are_cut_short(
@@ -108,6 +108,7 @@ class TestEachCommandSaysInOneLine:
         (["learner.kl.coefficient=0.1", "learner.kl.reference=/no/such"], "/no/such"),
         (["learner.engine=megatron"], "nobody provides 'megatron'"),
         (["inference.weight_transfer=nccl"], "needs GPUs"),
+        (["model.max_length=64"], "rollout.max_new_tokens=64 leaves no room for a prompt in model.max_length=64"),
     ],
 )
 def test_training_says_before_it_starts_what_it_lacks(

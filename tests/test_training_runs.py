@@ -71,13 +71,10 @@ def life(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One run, interrupted after its first step and resumed for three more."""
     runs = tmp_path_factory.mktemp("runs")
     arguments = ["train", "configs/ci.yaml", "name=life", f"runs={runs}", "eval.tasks=4"]
-    arguments += [
-        "async_ratio=auto",
-        "async_ratio_bounds=[0, 1]",
-        "env.weight=2",
-        "env.levels=[{turns: 1}, {turns: 2}]",
-    ]
-    arguments += ["extra_envs=[{id: 'tests.counting:Counting-v0', max_turns: 2}]"]
+    arguments += ["scheduler.async_ratio=auto", "scheduler.async_ratio_bounds=[0, 1]"]
+    letters = {"id": "tests.letter_count:LetterCount-v0", "levels": [{"turns": 1}, {"turns": 2}], "weight": 2}
+    counting = {"id": "tests.counting:Counting-v0"}
+    arguments += [f"envs={json.dumps([{**env, 'max_turns': 2} for env in (letters, counting)])}"]
     process = start(*arguments, "steps=400")
     folder = runs / "life"
     try:
@@ -177,7 +174,7 @@ class TestOneRunThroughItsLife:
 
     def test_each_environment_is_evaluated_and_each_level_is_watched(self, life: dict[str, Any]) -> None:
         rows = read_metrics(life["folder"])
-        evaluated = [row["step"] for row in rows if "extra_env_1/eval/success" in row]
+        evaluated = [row["step"] for row in rows if "env_1/eval/success" in row]
         assert evaluated == [0, life["stopped_at"][0], life["last"]]
         last = step_rows(life["folder"])[-1]
         assert 0 <= last["tasks/env_0/level_1_success"] <= 1
@@ -209,7 +206,7 @@ class TestOneRunThroughItsLife:
         code, output = run(*life["resume"])
         assert code == 0, output
         rows = read_metrics(life["folder"])
-        evaluated = [row["step"] for row in rows if "extra_env_1/eval/success" in row]
+        evaluated = [row["step"] for row in rows if "env_1/eval/success" in row]
         assert evaluated == [0, life["stopped_at"][0], life["last"], life["last"]]
         assert [row["step"] for row in step_rows(life["folder"])] == list(range(1, life["last"] + 1))
 
@@ -222,11 +219,11 @@ class TestOneRunThroughItsLife:
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["rollout.groups_per_stp=4"], 2, "did you mean 'rollout.groups_per_step'"),
-        (["rollout.group_size=-2"], 2, "rollout.group_size"),
+        (["scheduler.groups_per_stp=4"], 2, "did you mean 'scheduler.groups_per_step'"),
+        (["scheduler.group_size=-2"], 2, "scheduler.group_size"),
         (["steps=many"], 2, "steps"),
         (["model.path=/no/such/model"], 2, "/no/such/model: no such model folder"),
-        (["env.id=Nobody-v0"], 2, "Nobody-v0"),
+        (["envs.0.id=Nobody-v0"], 2, "Nobody-v0"),
     ],
 )
 def test_bad_input_is_one_clear_line_before_anything_starts(
@@ -237,7 +234,7 @@ def test_bad_input_is_one_clear_line_before_anything_starts(
     assert says in output
 
 
-QUICK = ["inference.engine=transformers", "eval.before_and_after=false", "env.max_turns=3"]
+QUICK = ["inference.engine=transformers", "eval.before_and_after=false", "envs.0.max_turns=3"]
 """The engine for tiny models, which starts in seconds; everything else is the real thing."""
 
 
@@ -248,8 +245,8 @@ def test_a_run_whose_episodes_all_fail_stops_and_says_why_and_begins_again_under
     broken = tmp_path / "broken"
     broken.touch()
     arguments = ["train", "configs/ci.yaml", "name=fails", f"runs={tmp_path}", *QUICK, "steps=400"]
-    arguments += ["env.id=tests.counting:Breaking-v0", f"env.kwargs={{file: {broken}}}"]
-    arguments += ["rollout.max_failures_in_a_row=8"]
+    arguments += ["envs.0.id=tests.counting:Breaking-v0", f"envs.0.kwargs={{file: {broken}}}"]
+    arguments += ["scheduler.max_failures_in_a_row=8"]
     code, output = run(*arguments)
     assert code == 1, output
     assert "env_error" in output
@@ -293,7 +290,7 @@ def test_when_ray_dies_the_run_saves_what_it_has_and_says_so_in_one_line(
     tmp_path: Path, program: str, name: str
 ) -> None:
     arguments = ["train", "configs/ci.yaml", "name=ray", f"runs={tmp_path}", *QUICK, "steps=400"]
-    process = start(*arguments, "env.id=tests.counting:Counting-v0", "checkpoint.every_minutes=0")
+    process = start(*arguments, "envs.0.id=tests.counting:Counting-v0", "checkpoint.every_minutes=0")
     try:
         wait_for_step(tmp_path / "ray", 1, process)
         os.kill(child_of(process, program), signal.SIGKILL)
@@ -361,7 +358,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_servers_and_workers_st
     )
     GPT2LMHeadModel(config).save_pretrained(model)
     arguments = ["train", "configs/ci.yaml", "name=refused", f"runs={tmp_path}", *QUICK, f"model.path={model}"]
-    code, output = run(*arguments, "env.id=tests.counting:Counting-v0")
+    code, output = run(*arguments, "envs.0.id=tests.counting:Counting-v0")
     assert code == 2, output
     last = output.strip().splitlines()[-1]
     assert last == f"roll-flash: {model}: GPT2LMHeadModel is not a decoder-only language model with an output head"

@@ -127,13 +127,15 @@ model:
   path: smollm2-135m
   max_length: 512
 
-env:
-  id: $module.py:$id
-  max_turns: 3
+envs:
+  - id: $module.py:$id
+    max_turns: 3
 
-rollout:
+scheduler:
   groups_per_step: 8
   group_size: 8
+
+rollout:
   max_new_tokens: 32
 
 learner:

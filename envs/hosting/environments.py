@@ -52,11 +52,9 @@ def check_environment(
         if rollout is not None and isinstance(env.unwrapped, Env):
             _check_timeouts(env_id, env.unwrapped, rollout)
     except ConfigError as error:
-        raise ConfigError(f"env.id {error}") from None
+        raise ConfigError(f"envs: {error}") from None
     except Exception as error:  # user code may raise anything
-        raise ConfigError(
-            f"env.id {env_id!r} with env.kwargs {dict(kwargs)}: {type(error).__name__}: {error}"
-        ) from None
+        raise ConfigError(f"envs: {env_id!r} with kwargs {dict(kwargs)}: {type(error).__name__}: {error}") from None
     return env.unwrapped if isinstance(env.unwrapped, SandboxEnv) else None
 
 

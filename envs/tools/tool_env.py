@@ -105,7 +105,7 @@ class ToolEnv(Env):
     """Format of tool descriptions and results: `native` uses the model's chat template (or `hermes`, if the template
     does not support tools). Calls are parsed in every format."""
     max_turns: int = 8
-    """Number of turns after which the episode is scored and `truncated`, like a run's `env.max_turns`."""
+    """Number of turns after which the episode is scored and `truncated`, like a run's `max_turns`."""
     max_calls_per_turn: int = 16
 
     success: bool | None = None

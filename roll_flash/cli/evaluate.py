@@ -37,6 +37,7 @@ def add_eval(command: Command, split_words: SplitWords) -> None:
     )
     text = "evaluate a model on held-out tasks; the same command again resumes"
     parser = command("eval", lambda arguments: _eval(arguments, split_words), text, usage)
+    parser.set_defaults(sets_config=True)
     parser.add_argument("words", nargs="*", metavar="CONFIG a.b=c", help="a YAML file or a task folder; keys to set")
     parser.add_argument("--env", metavar="ID", help="environment id")
     parser.add_argument("--model", metavar="M", help="a model folder, a model's name, or RUN[@step]")

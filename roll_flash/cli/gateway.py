@@ -25,6 +25,7 @@ def add_gateway(command: Command) -> None:
         "[a.b=c ...] [options]"
     )
     parser = command("serve-gateway", _serve_gateway, text, usage)
+    parser.set_defaults(sets_config=True)
     parser.add_argument("words", nargs="*", metavar="a.b=c", help="keys to set, as inference.engine=transformers")
     parser.add_argument("--model", metavar="M", help="a model folder, a model's name, or RUN[@step]")
     parser.add_argument("--endpoint", metavar="URL", help="pass through to an endpoint; records messages, not tokens")

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from roll_flash.config.tree import Config
 
 INTERRUPTED = 130
+EVERY_KEY = "docs/config.md lists every key of a config; python -m roll_flash.config.reference prints it."
 Handler = Callable[[argparse.Namespace], int]
 
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     make_logs_printable()
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # `env.id=my_envs:Maze-v0` finds my_envs.py in the working directory
+        sys.path.insert(0, os.getcwd())  # `my_envs:Maze-v0` as an id finds my_envs.py in the working directory
     handler: Handler = arguments.handler
     try:
         with _terminate_like_interrupt():
@@ -94,10 +95,14 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, printable(f"{self.prog}: {message} (see {self.prog} --help)\n"))
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        given = list(sys.argv[1:] if args is None else args)
+        found, unknown = self.parse_known_args(given, namespace)
         for word in unknown:
             if word.startswith("-") or not hasattr(found, "words"):
-                self.error(f"unknown argument {word}{_nearest(word.partition('=')[0], _all_options(self))}")
+                override = _as_override(word, given) if getattr(found, "sets_config", False) else None
+                hint = f"; write it as {override}" if override else ""
+                hint = hint or _nearest(word.partition("=")[0], _all_options(self))
+                self.error(f"unknown argument {word}{hint}")
         if unknown:
             found.words = [*found.words, *unknown]
         return found
@@ -107,6 +112,21 @@ class _Parser(argparse.ArgumentParser):
             known = [str(choice) for choice in action.choices]
             hint = _nearest(str(value), known) or f"; one of: {', '.join(known)}"
             self.error(f"unknown {str(action.metavar or action.dest).lower()} {value!r}{hint}")
+
+
+def _as_override(word: str, given: Sequence[str]) -> str | None:
+    """Return `key=value` for the words `--key value` or `--key=value`, None if it is no key of the config."""
+    from roll_flash.config.mistakes import find_key
+    from roll_flash.config.tree import Config
+
+    name, equals, value = word.removeprefix("--").partition("=")
+    key = find_key(name.replace("-", "_"), Config)
+    if not word.startswith("--") or key is None:
+        return None
+    if not equals:
+        following = given[given.index(word) + 1 :]
+        value = following[0] if following and not following[0].startswith("--") else "VALUE"
+    return f"{key}={value}"
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
@@ -155,6 +175,8 @@ def _add_train(commands: Any) -> None:
     text = "run a training job; Ctrl-C stops it cleanly with a checkpoint"
     usage = "roll-flash train CONFIG [a.b=c ...] [--resume] [--dry-run] [--json] [--debug]"
     parser = _command(commands, "train", _train, text, usage)
+    parser.epilog = EVERY_KEY
+    parser.set_defaults(sets_config=True)
     parser.add_argument("words", nargs="*", metavar="CONFIG a.b=c", help="a YAML file, and keys to set, as steps=5")
     parser.add_argument(
         "--resume", action="store_true", help="continue the run of this name from its newest checkpoint"
@@ -220,7 +242,7 @@ def _add_eval(commands: Any) -> None:
 def _add_envs(commands: Any) -> None:
     parser = commands.add_parser("envs", help="registered environments", description="Registered environments.")
     actions = parser.add_subparsers(metavar="ACTION", required=True, parser_class=_Parser)
-    listing = _command(actions, "list", _envs_list, "ids that `env.id` takes, with what each is about")
+    listing = _command(actions, "list", _envs_list, "ids that `envs` of a config takes, with what each is about")
     listing.add_argument("--all", action="store_true", help="gymnasium's own environments too")
     usage = "roll-flash envs check ID [key=value ...] [--seeds N] [--provider NAME] [--json] [--debug]"
     checking = _command(actions, "check", _envs_check, "is an environment fit to train on? plays it to find out", usage)
@@ -251,7 +273,7 @@ def _envs_check(arguments: argparse.Namespace) -> int:
 
     kwargs: dict[str, Any] = {}
     for word in arguments.words:
-        apply_override(kwargs, word)
+        kwargs = apply_override(kwargs, word)
     with _standard_output_for_json(arguments.json):
         found = check_environment(arguments.id, kwargs, provider=arguments.provider, seeds=arguments.seeds)
     if arguments.json:

@@ -9,11 +9,13 @@ from roll_flash.config.fields import NonNegativeFloat, NonNegativeInt, PositiveF
 
 class EvalConfig(Section):
     tasks: PositiveInt = 64
+    """Number of held-out tasks, per environment."""
     attempts: PositiveInt = 1
     """Episodes per task (k)."""
     seeds_from: NonNegativeInt = 1_000_000_000
     """First seed of the held-out tasks; the held-out seeds must not overlap the training seeds."""
     temperature: NonNegativeFloat = 0.0
+    """Sampling temperature; 0 is greedy."""
     before_and_after: bool = True
     """Evaluate the model before the first and after the last step."""
     every: NonNegativeInt = 0
@@ -42,4 +44,12 @@ class EvalConfig(Section):
     def _prices(self) -> EvalConfig:
         if self.max_cost is not None and self.price_prompt is None and self.price_completion is None:
             raise ValueError("max_cost needs price_prompt or price_completion (per million tokens)")
+        return self
+
+    @model_validator(mode="after")
+    def _enough_attempts(self) -> EvalConfig:
+        if self.pass_at and max(self.pass_at) > self.attempts:
+            raise ValueError(
+                f"pass_at: pass@{max(self.pass_at)} needs as many attempts, but attempts is {self.attempts}"
+            )
         return self

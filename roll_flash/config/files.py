@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,45 @@ import yaml
 from roll_flash.errors import ConfigError
 
 
+class _DuplicateKeyError(yaml.YAMLError):
+    """A mapping has the same key twice; PyYAML alone would silently take the last one."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which also refuses duplicate keys.
+
+    They are looked for before merge keys (`<<`) are resolved: a mapping may override a key that it merges.
+    """
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        mapping = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in mapping.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if (key.tag, key.value) in lines:
+                raise _DuplicateKeyError(f"{key.value!r} is written twice, in {_two(lines[key.tag, key.value], line)}")
+            lines[key.tag, key.value] = line
+        return mapping
+
+
+def _two(first: int, second: int) -> str:
+    return f"line {first}" if first == second else f"lines {first} and {second}"
+
+
 def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Tree of a file, merged over the tree of its `base`. Raises ConfigError."""
     if path.resolve() in parents:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the `base` lines")
     try:
-        tree = yaml.safe_load(path.read_text())
+        tree = yaml.load(path.read_text(), Loader=_Loader)
     except FileNotFoundError:
         raise ConfigError(f"{path}: no such config file{_near_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
+    except _DuplicateKeyError as error:
+        raise ConfigError(f"{path}: the key {error}; remove one of them") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: not valid YAML: {str(error).replace(chr(10), ' ')}") from None
     if tree is None:
@@ -49,26 +78,53 @@ def _merge(base: dict[str, Any], top: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """Apply the override `a.b=value` to `tree`. Raises ConfigError."""
+def apply_override(tree: Mapping[str, Any], override: str) -> dict[str, Any]:
+    """Return a copy of `tree` with the override `a.b=value`; `a.0.b=value` sets a key of the first entry of a list.
+
+    Raises ConfigError.
+    """
     key, separator, text = override.partition("=")
     if not separator or not key:
-        raise ConfigError(f"{override!r}: an override is written key=value, for example rollout.group_size=4")
+        raise ConfigError(f"{override!r}: an override is written key=value, for example scheduler.group_size=4")
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Loader)
+    except _DuplicateKeyError as error:
+        raise ConfigError(f"{override!r}: the key {error}; remove one of them") from None
     except yaml.YAMLError:
         raise ConfigError(f"{override!r}: the value is not valid YAML; quote it") from None
-    *sections, last = key.split(".")
-    node = tree
-    for section in sections:
-        child = node.get(section)
-        if child is None:
-            child = {}
-        if not isinstance(child, dict):
-            raise ConfigError(f"{override!r}: {section} is a value, not a section")
-        node[section] = child = dict(child)
-        node = child
-    node[last] = _scientific(value) if value == text.strip() else value
+    value = _scientific(value) if value == text.strip() else value
+    try:
+        changed: dict[str, Any] = _with_value(tree, key.split("."), value)
+    except _NoSuchPlaceError as error:
+        raise ConfigError(f"{override!r}: {error}") from None
+    return changed
+
+
+class _NoSuchPlaceError(ValueError):
+    """An override leads to a place that the tree does not have."""
+
+
+def _with_value(node: Any, path: Sequence[str], value: Any, walked: tuple[str, ...] = ()) -> Any:
+    """Return a copy of `node` with `value` at `path`; `walked` are the keys that lead to `node`."""
+    if not path:
+        return value
+    part, rest, walked_on = path[0], path[1:], (*walked, path[0])
+    if isinstance(node, (list, tuple)) or (node is None and part.isdecimal()):
+        entries = [*(node or ())]
+        index = _index(entries, part, ".".join(walked))
+        entries[index] = _with_value(entries[index], rest, value, walked_on)
+        return entries
+    if node is not None and not isinstance(node, Mapping):
+        raise _NoSuchPlaceError(f"{'.'.join(walked)} is a value, not a section")
+    node = node or {}
+    return {**node, part: _with_value(node.get(part), rest, value, walked_on)}
+
+
+def _index(entries: Sequence[Any], part: str, name: str) -> int:
+    if part.isdecimal() and int(part) < len(entries):
+        return int(part)
+    count = "1 entry" if len(entries) == 1 else f"{len(entries)} entries"
+    raise _NoSuchPlaceError(f"{name} is a list and has {count}, counted from 0; {part!r} is none of them")
 
 
 def _scientific(value: Any) -> Any:

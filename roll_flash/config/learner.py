@@ -19,6 +19,8 @@ from roll_flash.config.fields import (
     Section,
 )
 
+BelowOne = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
 _CLIP = frozenset({"clip_low", "clip_high"})
 _CORRECTION = frozenset({"correction", "correction_level", "correction_cap", "correction_floor"})
 _TAPER = frozenset({"correction_cap", "correction_level"})
@@ -39,6 +41,7 @@ class LossConfig(Section):
     name: Literal["decoupled_ppo", "ppo", "tis", "cispo", "topr", "weighted_topr", "gspo", "reinforce"] = (
         "decoupled_ppo"
     )
+    """The policy loss; docs/algorithms.md says when to use which."""
     clip_low: Probability | None = None
     """The ratio is clipped at 1 - clip_low. None: the default of the loss (0.2; cispo 1.0; gspo 3e-4)."""
     clip_high: PositiveFloat | None = None
@@ -80,7 +83,7 @@ class LossConfig(Section):
             return None
         advice = (
             "use learner.loss.name=decoupled_ppo with its correction, or topr where the policy collapses on old data, "
-            f"or async_ratio=0 instead of {async_ratio:g}"
+            f"or scheduler.async_ratio=0 instead of {async_ratio:g}"
         )
         if "correction" in LOSS_PARAMETERS[self.name] and self.correction == "none":
             return f"learner.loss: {self.name} with correction=none takes old episodes as if they were fresh; {advice}"
@@ -135,17 +138,25 @@ OFFLOAD_ON_CPU = (
 
 class LearnerConfig(Section):
     engine: str = "fsdp"
+    """`fsdp`, or a plug-in of `roll_flash.learner_engines`."""
     ranks: PositiveInt = 1
+    """Processes that share the training of each step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: GPUs if there are any, else the CPU."""
     threads: PositiveInt = 1
     """CPU threads of each rank (CPU only)."""
     learning_rate: PositiveFloat = 1e-5
+    """Learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0
+    """Steps in which the learning rate rises linearly to `learning_rate`."""
     weight_decay: NonNegativeFloat = 0.0
     """Weight decay of matrices. Norms and biases have none."""
-    betas: tuple[Probability, Probability] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """Decay rates of AdamW's two moments; each is below 1."""
     max_grad_norm: PositiveFloat = 1.0
+    """Maximum norm of the gradient of a step; a larger one is scaled down to it."""
     advantage: Literal["grpo", "rloo", "reinforce++", "gigpo"] = "grpo"
+    """Estimator of the advantages within a group; docs/algorithms.md has the formulas."""
     normalize_advantage: Literal["group", "batch", "none"] | None = None
     """Divisor of advantages: `group` the standard deviation of the group's rewards; `batch` that of all advantages of
     the step (computed when its last group arrives); `none` 1. None: group for grpo and gigpo, batch for reinforce++,
@@ -155,6 +166,7 @@ class LearnerConfig(Section):
     turn_discount: Probability = 0.95
     """Discount of a reward per turn before it (gigpo)."""
     loss: LossConfig = LossConfig()
+    """The policy loss and its options."""
     loss_normalization: Literal["tokens", "sequences"] = "tokens"
     """Average the loss over all policy tokens of a step, or over its sequences (each the mean over its tokens)."""
     entropy_bonus: NonNegativeFloat = 0.0
@@ -182,7 +194,9 @@ class LearnerConfig(Section):
     max_skipped_steps: NonNegativeInt = 3
     """Maximum consecutive updates skipped because the gradient is not finite; after that the run stops."""
     start_timeout_s: PositiveFloat = 300.0
+    """Timeout in seconds of the start of the learner."""
     step_timeout_s: PositiveFloat = 1800.0
+    """Timeout in seconds of each call of the learner's ranks, such as a micro-batch or the update of a step."""
 
     @model_validator(mode="after")
     def _fits_together(self) -> LearnerConfig:

@@ -1,20 +1,20 @@
 """The config tree of a run.
 
-A run is a YAML file, composed (`base: other.yaml`, relative to the file) and overridden by dotted `key=value` pairs.
+A run is a YAML file, composed (`base: other.yaml`, relative to the file; mappings are merged, lists replaced) and
+overridden by dotted `key=value` pairs (`envs.0.max_turns=3` for the first entry of a list).
 Unknown keys are errors with a suggestion. `load_config` returns the resolved tree; the output of `Config.to_yaml` can
 be run again unchanged. Importing this module imports neither torch nor ray nor vllm.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.fields import (
@@ -22,14 +22,15 @@ from roll_flash.config.fields import (
     LocalPath,
     NonNegativeFloat,
     NonNegativeInt,
-    NumberOrAuto,
     PositiveFloat,
     PositiveInt,
-    Probability,
     Section,
 )
 from roll_flash.config.files import apply_override, read_yaml
 from roll_flash.config.learner import KlConfig, LearnerConfig, LoraConfig, LossConfig, WarmStartConfig
+from roll_flash.config.mistakes import explain_all
+from roll_flash.config.moved import moved_text
+from roll_flash.config.scheduler import SchedulerConfig
 from roll_flash.config.stages import Stages
 from roll_flash.errors import ConfigError
 
@@ -48,6 +49,7 @@ __all__ = [
     "RayConfig",
     "RolloutConfig",
     "SandboxConfig",
+    "SchedulerConfig",
     "Section",
     "WarmStartConfig",
     "WeightsConfig",
@@ -56,6 +58,9 @@ __all__ = [
 
 STALL_MARGIN_S = 60.0
 """Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
+
+HIGHEST_PORT = 65535
+"""Highest TCP port."""
 
 
 class ModelConfig(Section):
@@ -75,7 +80,7 @@ class EnvConfig(Section):
     train_seeds: tuple[NonNegativeInt, NonNegativeInt] = (0, 1_000_000)
     """Half-open range of seeds for training tasks."""
     weight: PositiveFloat = 1.0
-    """Share of the training tasks, relative to the weights of `extra_envs`."""
+    """Share of the training tasks, relative to the weights of the other environments."""
     levels: tuple[KeywordArguments, ...] = ()
     """Curriculum: each level is a set of keyword arguments merged over `kwargs`. Training prefers the levels with the
     most signal now (success neither 0 nor 1); evaluation uses `kwargs` alone."""
@@ -98,6 +103,12 @@ class EnvConfig(Section):
         return [{**self.kwargs, **level} for level in self.levels or ({},)]
 
 
+def _at_least_one(envs: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
+    if not envs:
+        raise ValueError("at least one environment is needed")
+    return envs
+
+
 class SandboxConfig(Section):
     provider: str = "auto"
     """`docker`; `local` (bubblewrap, weaker); a plug-in of `roll_flash.sandboxes`; `auto` uses docker if an engine
@@ -116,9 +127,13 @@ class SandboxConfig(Section):
     reuse: bool = False
     """Reset and check a sandbox after its episode and reuse it, instead of starting a fresh one per episode."""
     memory_mb: PositiveInt = 256
+    """Memory limit of a sandbox in MB."""
     cpus: PositiveFloat = 1.0
+    """CPU limit of a sandbox, in cores."""
     pids: PositiveInt = 64
+    """Maximum processes in a sandbox."""
     start_timeout_s: PositiveFloat = 30.0
+    """Timeout in seconds of the start of a sandbox."""
 
     @model_validator(mode="after")
     def _known_provider(self) -> SandboxConfig:
@@ -133,27 +148,6 @@ class SandboxConfig(Section):
 
 
 class RolloutConfig(Section):
-    groups_per_step: PositiveInt = 8
-    """Groups (tasks) per optimizer step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Replicas of one task, each a separate episode."""
-    extra_groups: NonNegativeInt = 0
-    """Groups in flight beyond the number that the async ratio needs: redundancy against stragglers."""
-    extra_replicas: NonNegativeInt = 0
-    """Episodes of a group beyond `group_size`; the first `group_size` that finish complete the group."""
-    surplus: Literal["keep", "cancel"] = "keep"
-    """Surplus of the redundancy: `cancel` stops it at once, `keep` uses it while it is fresh."""
-    scheduling: Literal["queue", "batch"] = "queue"
-    """`queue`: a free slot takes the next episode; `batch`: all episodes of a step start together and end together."""
-    replicate: bool = True
-    """Schedule each replica of a group separately; `false` starts them together."""
-    fair: bool = False
-    """Train groups in the order of submission, so that the trained groups have the distribution of the submitted
-    ones."""
-    drop_groups_without_signal: bool = False
-    """Drop groups whose replicas all got the same reward and play others (at most 4 x groups_per_step per step)."""
-    on_failure: Literal["smaller", "refill"] = "smaller"
-    """Action when an episode failed after all retries: train the smaller group, or play another replica."""
     max_concurrent: PositiveInt = 64
     """Maximum concurrent episodes, over all workers."""
     workers: PositiveInt = 1
@@ -171,37 +165,16 @@ class RolloutConfig(Section):
     another distribution."""
     max_new_tokens: PositiveInt = 64
     """Maximum tokens the model may generate per turn."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Strings that end a turn, in addition to the model's end-of-turn token."""
     generate_timeout_s: PositiveFloat = 120.0
+    """Timeout in seconds of one model call."""
     step_timeout_s: PositiveFloat = 60.0
     """Timeout in seconds of `reset` and of each `step`."""
     episode_timeout_s: PositiveFloat = 600.0
+    """Timeout in seconds of a whole episode."""
     retries: NonNegativeInt = 1
     """Maximum retries of a failed episode; after that its group continues without it."""
-    max_failures_in_a_row: PositiveInt = 64
-    """Maximum consecutive failed episodes, and maximum consecutive groups that lost too many replicas; then the run
-    stops and reports why."""
-    max_requeues: NonNegativeInt = 3
-    """Maximum replays of one task by `on_stale: requeue`; after that it is dropped and counted."""
-    max_steps_without_signal: PositiveInt = 4
-    """With `drop_groups_without_signal`: maximum consecutive steps in which every group had equal rewards; then the run
-    stops and reports it."""
-
-    @model_validator(mode="after")
-    def _redundancy(self) -> RolloutConfig:
-        redundant = self.groups_per_step * self.extra_replicas
-        redundant += self.extra_groups * (self.group_size + self.extra_replicas)
-        if redundant and redundant >= self.max_concurrent:
-            raise ValueError(
-                f"extra_groups and extra_replicas make {redundant} redundant episodes, which alone fill "
-                f"max_concurrent={self.max_concurrent}; lower them or raise max_concurrent"
-            )
-        if self.fair and redundant:
-            raise ValueError("fair trains every group in order: set extra_groups and extra_replicas to 0")
-        if not self.replicate and self.group_size + self.extra_replicas > self.max_concurrent:
-            raise ValueError("replicate: false starts a whole group at once: max_concurrent must hold its replicas")
-        return self
 
 
 class StreamConfig(Section):
@@ -218,17 +191,21 @@ class InferenceConfig(Section):
     engine: str = "vllm"
     """`vllm`, `transformers` (in-process, tiny models), or a plug-in of `roll_flash.inference_engines`."""
     servers: PositiveInt = 1
+    """Number of servers; each holds the whole model."""
     threads: PositiveInt = 1
     """CPU threads of each server (CPU only)."""
     kv_cache_gib: PositiveFloat = 1.0
     """Size of the key-value cache in GiB (CPU only)."""
-    gpu_memory_utilization: Probability = 0.5
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Fraction of a GPU's memory that a server may use (GPU only)."""
     max_num_seqs: PositiveInt = 64
+    """Maximum requests that a server computes at the same time; further ones wait in it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: float32 on CPU, bfloat16 on GPU."""
     port: NonNegativeInt = 0
     """First port of the servers; 0: the system chooses."""
     start_timeout_s: PositiveFloat = 300.0
+    """Timeout in seconds of the start of the servers."""
     health_timeout_s: PositiveFloat = 30.0
     """A server that does not answer for this many seconds gets no requests; other servers continue its requests. After
     three times as long it is killed and restarted."""
@@ -243,6 +220,23 @@ class InferenceConfig(Section):
     learner ranks on the same GPU."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
     """Additional command-line options of the server."""
+
+    @model_validator(mode="after")
+    def _only_vllm_has(self) -> InferenceConfig:
+        if self.engine == "transformers" and self.dtype == "bfloat16":
+            raise ValueError("dtype: the engine transformers computes in float32; use vllm for bfloat16")
+        if self.engine == "transformers" and self.weight_transfer != "shm":
+            raise ValueError(f"weight_transfer={self.weight_transfer} is for the engine vllm; set it to shm")
+        return self
+
+    @model_validator(mode="after")
+    def _ports(self) -> InferenceConfig:
+        last = self.port + self.servers - 1
+        if self.port and last > HIGHEST_PORT:
+            raise ValueError(
+                f"port={self.port}: {self.servers} server(s) need ports up to {last}, above {HIGHEST_PORT}"
+            )
+        return self
 
 
 class WeightsConfig(Section):
@@ -273,6 +267,7 @@ class CheckpointConfig(Section):
 
 class MonitorConfig(Section):
     tensorboard: bool = True
+    """Write the metrics for TensorBoard too."""
     stall_timeout_s: PositiveFloat | None = None
     """Maximum seconds in which no episode ends; after that the run stops and names what it waits for. None:
     `rollout.episode_timeout_s` + `rollout.step_timeout_s` (to close it) + 60, so that slow episodes end by
@@ -283,41 +278,55 @@ class RayConfig(Section):
     address: str | None = None
     """None starts Ray on this machine; `auto` or `host:port` joins a cluster."""
     num_cpus: PositiveInt | None = None
+    """CPUs of a Ray that is started on this machine. None: those that Ray finds."""
+
+    @model_validator(mode="after")
+    def _own_cpus(self) -> RayConfig:
+        if self.address is not None and self.num_cpus is not None:
+            raise ValueError("num_cpus is for a Ray that is started on this machine; remove it or address")
+        return self
 
 
 class Config(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "run"
+    """Name of the run and of its folder."""
     runs: LocalPath = "runs"
     """Folder that holds the run folders."""
     seed: NonNegativeInt = 0
+    """Seed of the task order, of the learner and of the sampling in evaluations."""
     steps: PositiveInt = 20
+    """Training steps; each publishes one version of the weights."""
     model: ModelConfig
-    env: EnvConfig
-    extra_envs: tuple[EnvConfig, ...] = ()
-    """Additional training environments, mixed with `env` by their weights; each is also evaluated."""
+    """The model that is trained, and the length of its episodes."""
+    envs: Annotated[tuple[EnvConfig, ...], AfterValidator(_at_least_one)]
+    """Training environments, mixed by their weights; each is also evaluated. Results of the first have no prefix, those
+    of the others the prefix `env_N/`, with their index N in this list."""
     sandbox: SandboxConfig = SandboxConfig()
+    """Sandboxes of environments that need one."""
+    scheduler: SchedulerConfig = SchedulerConfig()
+    """Which episodes start, how old their tokens may be, and which groups are trained."""
     rollout: RolloutConfig = RolloutConfig()
-    async_ratio: NumberOrAuto = 1.0
-    """A token may be trained at version v only if it was sampled at version >= v - async_ratio; 0 is synchronous.
-    `auto` adapts it within `async_ratio_bounds` from the measurements of each step."""
-    async_ratio_bounds: tuple[NonNegativeInt, NonNegativeInt] = (0, 4)
-    """Minimum and maximum of `async_ratio: auto`."""
-    on_stale: Literal["evict", "requeue", "wait"] = "evict"
-    """Action for groups that became too stale to train: `evict` drops them, `requeue` also plays their tasks again (at
-    most `rollout.max_requeues` times each), `wait` lets no step finish without them."""
+    """How episodes are played: workers, slots, sampling, timeouts, retries."""
     stream: StreamConfig = StreamConfig()
     """The trajectory stream between rollout and learner."""
     stages: Stages = ()
     """Stages that score trajectories in the stream: judges, reward models, your own classes."""
     inference: InferenceConfig = InferenceConfig()
+    """The inference engine and its servers."""
     learner: LearnerConfig = LearnerConfig()
+    """Loss, advantages, optimizer and memory of the learner."""
     warm_start: WarmStartConfig | None = None
     """Imitate demonstrations (supervised) before reinforcement learning begins."""
     weights: WeightsConfig = WeightsConfig()
+    """Publication of new weights to the servers, and the check that servers and learner agree."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """When checkpoints are written, and how many are kept."""
     monitor: MonitorConfig = MonitorConfig()
+    """What is written about a run, and when a run that makes no progress stops."""
     eval: EvalConfig = EvalConfig()
+    """Evaluation on held-out tasks, during training and by `roll-flash eval`."""
     ray: RayConfig = RayConfig()
+    """The Ray cluster that the run starts or joins."""
 
     @model_validator(mode="after")
     def _held_out(self) -> Config:
@@ -333,24 +342,61 @@ class Config(Section):
     def _different_environments(self) -> Config:
         described = [(env.id, env.kwargs) for env in self.envs]
         if any(env in described[:index] for index, env in enumerate(described)):
-            raise ValueError("extra_envs: an environment is named twice with the same kwargs; give it more weight")
+            raise ValueError("envs: an environment is named twice with the same kwargs; give it more weight")
         return self
 
     @model_validator(mode="after")
-    def _bounds(self) -> Config:
-        if self.async_ratio_bounds[0] > self.async_ratio_bounds[1]:
-            raise ValueError("async_ratio_bounds must be [smallest, largest]")
+    def _an_answer_fits(self) -> Config:
+        longest, answer = self.model.max_length, self.rollout.max_new_tokens
+        if answer >= longest:
+            raise ValueError(
+                f"rollout.max_new_tokens={answer} leaves no room for a prompt in model.max_length={longest}; "
+                "lower the first or raise the second"
+            )
         return self
 
-    @property
-    def envs(self) -> tuple[EnvConfig, ...]:
-        """All training environments; the first is the main environment of the run."""
-        return (self.env, *self.extra_envs)
+    @model_validator(mode="after")
+    def _enough_slots(self) -> Config:
+        scheduler, slots = self.scheduler, self.rollout.max_concurrent
+        if (redundant := scheduler.redundant_episodes) and redundant >= slots:
+            raise ValueError(
+                f"scheduler.extra_groups and scheduler.extra_replicas make {redundant} redundant episodes, which alone "
+                f"fill rollout.max_concurrent={slots}; lower them or raise rollout.max_concurrent"
+            )
+        replicas = scheduler.group_size + scheduler.extra_replicas
+        if not scheduler.replicate and replicas > slots:
+            raise ValueError(
+                f"scheduler.replicate=false starts the {replicas} replicas of a group at once; "
+                f"rollout.max_concurrent={slots} must be at least that"
+            )
+        return self
 
-    @property
-    def highest_async_ratio(self) -> float:
-        """Upper bound of the staleness of any trained token."""
-        return self.async_ratio_bounds[1] if self.async_ratio == "auto" else self.async_ratio
+    @model_validator(mode="after")
+    def _a_group_for_each_minibatch(self) -> Config:
+        parts, groups = self.learner.minibatches, self.scheduler.groups_per_step
+        if parts > groups:
+            raise ValueError(
+                f"learner.minibatches={parts} is more than scheduler.groups_per_step={groups}; a group is never split"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rewards_before_stages(self) -> Config:
+        if self.stages and self.scheduler.drop_groups_without_signal:
+            raise ValueError(
+                "scheduler.drop_groups_without_signal looks at rewards before stages have changed them; "
+                "set it to false or remove stages"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_can_be_sent(self) -> Config:
+        transfer, learner = self.inference.weight_transfer, self.learner
+        if transfer != "shm" and learner.engine == "fsdp" and learner.device == "cpu":
+            raise ValueError(
+                f"inference.weight_transfer={transfer} needs GPUs, but learner.device is cpu; set it to shm"
+            )
+        return self
 
     @property
     def stall_timeout_s(self) -> float:
@@ -378,63 +424,17 @@ class Config(Section):
 def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
     """Read, compose, override and validate a config. Raises ConfigError with one line per mistake."""
     tree = dict(source) if isinstance(source, Mapping) else read_yaml(Path(source))
+    _refuse_moved(overrides)
     for override in overrides:
-        apply_override(tree, override)
+        tree = apply_override(tree, override)
     label = "config" if isinstance(source, Mapping) else str(source)
     try:
         return Config.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(f"{label}: {_explain(item)}" for item in error.errors())) from None
+        raise ConfigError("\n".join(f"{label}: {line}" for line in explain_all(error.errors(), Config))) from None
 
 
-def _explain(item: Mapping[str, Any]) -> str:
-    location = [str(part) for part in item["loc"]]
-    where = ".".join(location)
-    match item["type"]:
-        case "extra_forbidden":
-            return f"unknown key {where!r}{_suggest(location)}"
-        case "missing":
-            return f"{where!r} is required"
-        case "value_error":
-            reason = str(item["ctx"]["error"])
-            return f"{where}: {reason}" if where else reason
-    shown = repr(item["input"])
-    shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return f"{where}: {item['msg'][0].lower()}{item['msg'][1:]}, not {shown}"
-
-
-def _suggest(location: list[str]) -> str:
-    section: type[BaseModel] = Config
-    for part in location[:-1]:
-        if part.isdigit():  # index in a list of sections
-            continue
-        child = _section_type(section, part)
-        if child is None:
-            return ""
-        section = child
-    wrong = location[-1]
-    near = difflib.get_close_matches(wrong, list(section.model_fields), n=1, cutoff=0.6)
-    if near:
-        return f"; did you mean {'.'.join([*location[:-1], near[0]])!r}?"
-    elsewhere = [full for full in _all_keys(Config) if full.rsplit(".", 1)[-1] == wrong]
-    if elsewhere:
-        return f"; did you mean {elsewhere[0]!r}?"
-    return f"; known keys here: {', '.join(section.model_fields)}"
-
-
-def _section_type(section: type[BaseModel], name: str) -> type[BaseModel] | None:
-    info = section.model_fields.get(name)
-    if info is None:
-        return None
-    for candidate in (info.annotation, *get_args(info.annotation)):
-        if isinstance(candidate, type) and issubclass(candidate, BaseModel):
-            return candidate
-    return None
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> list[str]:
-    keys = []
-    for name in section.model_fields:
-        child = _section_type(section, name)
-        keys.extend(_all_keys(child, f"{prefix}{name}.") if child else [prefix + name])
-    return keys
+def _refuse_moved(overrides: Sequence[str]) -> None:
+    moved = [(override, moved_text(override.partition("=")[0])) for override in overrides]
+    if lines := [f"{override!r}: {text}" for override, text in moved if text is not None]:
+        raise ConfigError("\n".join(lines))

@@ -35,7 +35,7 @@ async def evaluate_version(
 ) -> tuple[EvalResult, dict[str, Any]]:
     """Evaluate the held-out tasks of each environment into `folder`/step_N; also return the metrics to log.
 
-    Returns the result of `env`, with those of `extra_envs` in its `others`.
+    Returns the result of the first environment, with those of the others in its `others`.
     """
     results: list[EvalResult] = []
     metrics: dict[str, Any] = {}
@@ -46,14 +46,14 @@ async def evaluate_version(
             eval=config.eval,
             sampling=eval_sampling(config),
             max_concurrent=max_concurrent,
-            folder=folder / f"step_{version}" / (f"extra_env_{index}" if index else ""),
+            folder=folder / f"step_{version}" / (f"env_{index}" if index else ""),
             label=f"step_{version}",
             trained=trained,
         )
-        prefix = f"extra_env_{index}/" if index else ""
+        prefix = f"env_{index}/" if index else ""
         metrics |= {f"{prefix}{name}": value for name, value in _figures(result).items()}
         results.append(result)
-    others = {f"extra_env_{index}": result for index, result in enumerate(results) if index}
+    others = {f"env_{index}": result for index, result in enumerate(results) if index}
     return results[0].with_others(others), metrics
 
 

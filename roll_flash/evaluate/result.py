@@ -70,7 +70,7 @@ class EvalResult:
     trained_on: int = 0
     """Number of these tasks that the run had trained on before; if above 0, the scores are not held out."""
     others: Mapping[str, EvalResult] = field(default_factory=dict)
-    """Results of `extra_envs` by `extra_env_N`."""
+    """Results of the environments after the first, by `env_N`."""
 
     @property
     def missing(self) -> int:

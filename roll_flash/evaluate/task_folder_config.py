@@ -25,13 +25,14 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
     """
     tasks = find_tasks(folder)
     agent_s, tests_s = longest_limits(Path(folder), FolderOptions())
+    length = MAX_LENGTH if at_endpoint else _model_length(model)
     return {
         "name": "eval",
-        "model": {"path": model, "max_length": MAX_LENGTH if at_endpoint else _model_length(model)},
-        "env": {"id": TASK_FOLDER_ENV, "kwargs": {"folder": folder}, "max_turns": MAX_TURNS},
+        "model": {"path": model, "max_length": length},
+        "envs": [{"id": TASK_FOLDER_ENV, "kwargs": {"folder": folder}, "max_turns": MAX_TURNS}],
         "eval": {"tasks": len(tasks)},
         "rollout": {
-            "max_new_tokens": MAX_NEW_TOKENS,
+            "max_new_tokens": min(MAX_NEW_TOKENS, length - 1),
             "generate_timeout_s": 600,
             # Tests without a verdict run again in a fresh sandbox, to find out what caused the problem.
             "step_timeout_s": agent_s + 2 * tests_s + MARGIN_S,

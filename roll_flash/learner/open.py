@@ -45,7 +45,7 @@ def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
     return FsdpLearner(
         model_folder,
         config.learner,
-        async_ratio=config.highest_async_ratio,
+        async_ratio=config.scheduler.highest_async_ratio,
         seed=config.seed,
         temperature=config.rollout.temperature,
         run=config.name,

@@ -50,22 +50,22 @@ class Rollout:
         restored: Mapping[str, Any] | None = None,
     ) -> None:
         """`restored`: the `state` to resume from. Raises ValueError, KeyError or TypeError if it is another run's."""
-        rollout = config.rollout
+        rollout, scheduler = config.rollout, config.scheduler
         self._fleet = fleet
         self._tasks = tasks
         self._log = log
         self._max_concurrent = rollout.max_concurrent
-        self._max_failures_in_a_row = rollout.max_failures_in_a_row
+        self._max_failures_in_a_row = scheduler.max_failures_in_a_row
         self._stall_timeout_s = config.stall_timeout_s
         self._controller = None
-        if config.async_ratio == "auto":
-            self._controller = AsyncRatioController(ControllerSettings(*config.async_ratio_bounds))
-        async_ratio = self._controller.async_ratio if self._controller else config.highest_async_ratio
-        rule = StalenessRule(async_ratio, rollout.groups_per_step, rollout.extra_groups)
+        if scheduler.async_ratio == "auto":
+            self._controller = AsyncRatioController(ControllerSettings(*scheduler.async_ratio_bounds))
+        async_ratio = self._controller.async_ratio if self._controller else scheduler.highest_async_ratio
+        rule = StalenessRule(async_ratio, scheduler.groups_per_step, scheduler.extra_groups)
         self.scheduler = Scheduler(
             rule,
             scheduling_policy(config),
-            max_turns=config.env.max_turns,
+            max_turns=config.envs[0].max_turns,
             sampling=training_sampling(config),
             version=version,
             first_group=int(restored["next_group"]) if restored else 0,
@@ -299,22 +299,22 @@ class Rollout:
 
 
 def scheduling_policy(config: Config) -> SchedulingPolicy:
-    rollout = config.rollout
+    scheduler = config.scheduler
     return SchedulingPolicy(
-        group_size=rollout.group_size,
-        mode=rollout.scheduling,
-        replicate=rollout.replicate,
-        extra_replicas=rollout.extra_replicas,
-        surplus=rollout.surplus,
-        on_stale=config.on_stale,
-        retries=rollout.retries,
-        on_failure=rollout.on_failure,
-        fair=rollout.fair,
-        group_filter=has_signal if rollout.drop_groups_without_signal else None,
-        most_filtered_per_step=4 * rollout.groups_per_step,
-        most_steps_without_signal=rollout.max_steps_without_signal,
-        most_lost_groups_in_a_row=rollout.max_failures_in_a_row,
-        max_requeues_per_group=rollout.max_requeues,
+        group_size=scheduler.group_size,
+        mode=scheduler.mode,
+        replicate=scheduler.replicate,
+        extra_replicas=scheduler.extra_replicas,
+        surplus=scheduler.surplus,
+        on_stale=scheduler.on_stale,
+        retries=config.rollout.retries,
+        on_failure=scheduler.on_failure,
+        in_order=scheduler.in_order,
+        group_filter=has_signal if scheduler.drop_groups_without_signal else None,
+        most_filtered_per_step=4 * scheduler.groups_per_step,
+        most_steps_without_signal=scheduler.max_steps_without_signal,
+        most_lost_groups_in_a_row=scheduler.max_failures_in_a_row,
+        max_requeues_per_group=scheduler.max_requeues,
     )
 
 

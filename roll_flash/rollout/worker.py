@@ -70,7 +70,7 @@ class WorkerSettings:
 
     @property
     def pins_groups(self) -> bool:
-        """True if all requests of a group go to one server (`rollout.replicate: false`)."""
+        """True if all requests of a group go to one server (`scheduler.replicate: false`)."""
         return isinstance(self.model, ClientSpec) and self.model.pin_sessions
 
 

@@ -335,10 +335,10 @@ def _check_same_run(config: Config, folder: Path) -> None:
     saved = load_config(saved_path)
     for key, old, new in (
         ("model.path", saved.model.path, config.model.path),
-        ("env.id", saved.env.id, config.env.id),
-        ("env.kwargs", saved.env.kwargs, config.env.kwargs),
-        ("env.levels", saved.env.levels, config.env.levels),
-        ("extra_envs", saved.extra_envs, config.extra_envs),
+        ("envs.0.id", saved.envs[0].id, config.envs[0].id),
+        ("envs.0.kwargs", saved.envs[0].kwargs, config.envs[0].kwargs),
+        ("envs.0.levels", saved.envs[0].levels, config.envs[0].levels),
+        ("envs after the first", saved.envs[1:], config.envs[1:]),
         ("learner.engine", saved.learner.engine, config.learner.engine),
         ("learner.advantage", saved.learner.advantage, config.learner.advantage),
         ("learner.loss.name", saved.learner.loss.name, config.learner.loss.name),

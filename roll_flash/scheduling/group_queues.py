@@ -62,7 +62,7 @@ class DeadlineBuckets:
 
 
 class SubmissionOrder(DeadlineBuckets):
-    """Order for fair mode: `first` returns the group submitted next, or None until that group is complete."""
+    """Order of submission: `first` returns the group submitted next, or None until that group is complete."""
 
     def __init__(self, first_number: int) -> None:
         super().__init__()

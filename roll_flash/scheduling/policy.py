@@ -41,7 +41,7 @@ class SchedulingPolicy:
     on_failure: Literal["smaller", "refill"] = "smaller"
     """After the last retry failed: `smaller` trains a smaller group; `refill` starts a new replica (at most
     `group_size` per group, so that a task that always fails ends)."""
-    fair: bool = False
+    in_order: bool = False
     """Train groups in the order of submission, so that trained tasks have the same distribution as submitted ones.
     The step waits for slow groups, within the staleness bound; no group overtakes them."""
     group_filter: GroupFilter | None = None
@@ -60,8 +60,8 @@ class SchedulingPolicy:
             raise ValueError("extra_replicas, retries and max_requeues_per_group must be >= 0")
         if self.most_lost_groups_in_a_row < 1 or self.most_steps_without_signal < 1:
             raise ValueError("most_lost_groups_in_a_row and most_steps_without_signal must be >= 1")
-        if self.fair and self.extra_replicas:
-            raise ValueError("fair training takes no extra_replicas: the slow ones of a group would never be trained")
+        if self.in_order and self.extra_replicas:
+            raise ValueError("in_order takes no extra_replicas: the slow ones of a group would never be trained")
 
     @property
     def replicas(self) -> int:

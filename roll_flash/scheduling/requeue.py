@@ -88,12 +88,12 @@ class NoProgress:
             causes = ", ".join(f"{cause} {count}" for cause, count in self._causes.most_common())
             return (
                 f"the last {self._lost_in_a_row} groups could not be trained ({causes or 'no cause is known'}); "
-                "mend what fails, or raise rollout.retries or rollout.max_failures_in_a_row"
+                "mend what fails, or raise rollout.retries or scheduler.max_failures_in_a_row"
             )
         if self.steps_without_signal >= self._policy.most_steps_without_signal:
             return (
                 f"no group of the last {self.steps_without_signal} steps had replicas with different rewards, so "
                 "nothing can be learned; choose easier or harder tasks, a higher temperature, or raise "
-                "rollout.max_steps_without_signal"
+                "scheduler.max_steps_without_signal"
             )
         return None

@@ -45,8 +45,8 @@ class Scheduler:
         first_group: int = 0,
         bias: SelectionBias | None = None,
     ) -> None:
-        if policy.fair and rule.extra_groups:
-            raise ValueError("fair training takes no extra_groups: a group that is overtaken would never be trained")
+        if policy.in_order and rule.extra_groups:
+            raise ValueError("in_order takes no extra_groups: a group that is overtaken would never be trained")
         self._rule = rule
         self._policy = policy
         self._max_turns = max_turns
@@ -60,7 +60,7 @@ class Scheduler:
         self._queued = 0
         self._begun = DeadlineBuckets()
         """Groups that have started and are not ready for the learner."""
-        self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.fair else DeadlineBuckets()
+        self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.in_order else DeadlineBuckets()
         self._waves = Waves() if policy.mode == "batch" else None
         self._in_step: list[tuple[OpenGroup, Group]] = []
         self._filtered_in_step = 0
@@ -398,7 +398,7 @@ class Scheduler:
         """True if this step may take `group`: `wait` keeps places for more urgent groups, in each later step too."""
         assert group.last_step is not None
         taken, size, first = len(self._in_step), self._rule.groups_per_step, self.learner_version
-        if taken >= size or self._policy.on_stale != "wait" or self._policy.fair:  # fair keeps the submission order
+        if taken >= size or self._policy.on_stale != "wait" or self._policy.in_order:  # in_order: nothing overtakes
             return taken < size
         return all(
             taken + self._begun.due_by(step) + self._ready.due_by(step) < (step - first + 1) * size

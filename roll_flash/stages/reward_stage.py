@@ -34,14 +34,9 @@ class RewardStage(Protocol):
 
 
 def check_stages(config: Config) -> None:
-    """Create each stage once and discard it. Raises ConfigError if one cannot be created or used."""
+    """Create each stage once and discard it. Raises ConfigError or ModelError if one cannot be created."""
     for stage in config.stages:
         make_stage(stage)
-    if config.stages and config.rollout.drop_groups_without_signal:
-        raise ConfigError(
-            "rollout.drop_groups_without_signal looks at rewards before stages have changed them; "
-            "set it to false or remove stages"
-        )
 
 
 def make_stage(stage: StageConfig) -> RewardStage:

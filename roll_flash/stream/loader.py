@@ -25,13 +25,13 @@ class MicroBatch:
     tokens: int
 
 
-def learner_consumer(micro_batch_tokens: int, *, fair: bool = False) -> Consumer:
+def learner_consumer(micro_batch_tokens: int, *, in_order: bool = False) -> Consumer:
     """The learner as a consumer: complete groups in micro-batches of at most `micro_batch_tokens` packed tokens.
 
-    `fair` trains groups in the order in which they were put.
+    `in_order` trains groups in the order in which they were put.
     """
     sampler = TokenBalanced(micro_batch_tokens, whole_groups=True)
-    return Consumer(LEARNER, TRAJECTORY_COLUMNS, sampler, in_order=fair)
+    return Consumer(LEARNER, TRAJECTORY_COLUMNS, sampler, in_order=in_order)
 
 
 class LearnerLoader:

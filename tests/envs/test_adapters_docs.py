@@ -16,7 +16,8 @@ from roll_flash.envs.registration import ADAPTERS, make_env
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adapters.md").read_text()
-CONFIGS: list[dict[str, Any]] = [yaml.safe_load(block)["env"] for block in re.findall(r"```yaml\n(.*?)```", PAGE, re.S)]
+BLOCKS = re.findall(r"```yaml\n(.*?)```", PAGE, re.S)
+CONFIGS: list[dict[str, Any]] = [env for block in BLOCKS for env in yaml.safe_load(block)["envs"]]
 NEEDS_A_SERVER = {"OpenEnv-v0"}
 
 

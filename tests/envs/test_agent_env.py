@@ -386,7 +386,7 @@ def test_the_partial_credit_of_the_shipped_configs_is_for_what_the_model_said_an
     agent: str, said: Answer, worth: float
 ) -> None:
     config = yaml.safe_load((Path(__file__).parents[2] / f"configs/agents/{agent}.yaml").read_text())
-    env = python(ASK + FORGE, verifier="false", partial_credit=config["env"]["kwargs"]["partial_credit"])
+    env = python(ASK + FORGE, verifier="false", partial_credit=config["envs"][0]["kwargs"]["partial_credit"])
     _, info = run(env, lambda number, body: said)
     assert info["partial"] == worth
 

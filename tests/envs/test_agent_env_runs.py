@@ -23,20 +23,24 @@ NOISE = "python3 -c \"print(sum(open('/tmp/agent/output', 'rb').read()) % 97 / 9
 TINY = {
     "base": str(CONFIGS / "base.yaml"),
     "steps": 2,
-    "async_ratio": 0,  # no episode more than is trained: each starts a program
     "model": {"path": "tiny", "max_length": 6000},
     "inference": {"engine": "transformers"},
-    "rollout": {"groups_per_step": 3, "group_size": 2, "max_concurrent": 6, "max_new_tokens": 16},
+    "scheduler": {
+        "async_ratio": 0,  # no episode more than is trained: each starts a program
+        "groups_per_step": 3,
+        "group_size": 2,
+    },
+    "rollout": {"max_concurrent": 6, "max_new_tokens": 16},
     "learner": {"learning_rate": 3.0e-3},
 }
 
 
 def one_config(folder: Path) -> str:
     """The three agents of configs/agents/ in one file, for the tiny model."""
-    env, *others = ({**read(agent)["env"], "max_turns": 8} for agent in AGENTS)
-    for each in (env, *others):
-        each["kwargs"]["partial_credit"] = NOISE
-    (folder / "agents.yaml").write_text(yaml.safe_dump({**TINY, "env": env, "extra_envs": others}))
+    envs = [env for agent in AGENTS for env in read(agent)["envs"]]
+    for env in envs:
+        env["kwargs"]["partial_credit"] = NOISE
+    (folder / "agents.yaml").write_text(yaml.safe_dump({**TINY, "envs": envs}))
     return str(folder / "agents.yaml")
 
 

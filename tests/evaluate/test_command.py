@@ -26,7 +26,7 @@ from roll_flash.types import SamplingParams
 TREE: dict[str, Any] = {
     "name": "maze",
     "model": {"path": "tiny", "max_length": 99},
-    "env": {"id": "Maze-v0", "kwargs": {"size": 3}},
+    "envs": [{"id": "Maze-v0", "kwargs": {"size": 3}}],
     "eval": {"tasks": 7},
 }
 
@@ -60,13 +60,13 @@ def test_an_environment_and_a_model_folder_are_enough() -> None:
     folder = model_folder(Path("my-model"))
     plan = plan_evaluation(EvalRequest(env="Maze-v0", model=str(folder), tasks=5, attempts=2, max_concurrent=3))
     assert plan.model == "my-model"
-    assert plan.config.env.id == "Maze-v0"
+    assert plan.config.envs[0].id == "Maze-v0"
     assert (plan.config.eval.tasks, plan.config.eval.attempts, plan.config.eval.max_concurrent) == (5, 2, 3)
 
 
 def test_a_config_brings_its_model_and_options_go_on_top() -> None:
-    plan = plan_evaluation(EvalRequest(config=config_file(), temperature=0.7, overrides=("model.max_length=50",)))
-    assert (plan.model, plan.config.model.max_length) == ("tiny", 50)
+    plan = plan_evaluation(EvalRequest(config=config_file(), temperature=0.7, overrides=("model.max_length=70",)))
+    assert (plan.model, plan.config.model.max_length) == ("tiny", 70)
     assert (plan.config.eval.tasks, plan.config.eval.temperature) == (7, 0.7)
 
 
@@ -75,7 +75,7 @@ def test_a_run_brings_its_config_and_its_newest_checkpoint() -> None:
     plan = plan_evaluation(EvalRequest(model="maze"))
     assert plan.model == "runs/maze/checkpoints/step_12/hf"
     assert plan.about["model"] == "maze@12"
-    assert plan.config.env.kwargs == {"size": 3}
+    assert plan.config.envs[0].kwargs == {"size": 3}
     assert plan.config.model.max_length == 99
 
 
@@ -88,7 +88,7 @@ def test_a_checkpoint_is_chosen_by_its_step(reference: str) -> None:
 def test_a_run_can_be_evaluated_on_another_environment() -> None:
     finished_run(3)
     plan = plan_evaluation(EvalRequest(model="maze", env="Other-v0"))
-    assert (plan.config.env.id, plan.config.env.kwargs) == ("Other-v0", {})
+    assert (plan.config.envs[0].id, plan.config.envs[0].kwargs) == ("Other-v0", {})
 
 
 def test_a_model_by_name_is_not_mistaken_for_a_run() -> None:
@@ -157,11 +157,11 @@ TASKS = Path(__file__).parents[2] / "examples" / "tasks"
 def test_a_folder_of_tasks_is_evaluated_each_its_own_row() -> None:
     request = EvalRequest(config=str(TASKS), model="m", endpoint="http://localhost:1/v1", attempts=2)
     plan = plan_evaluation(request)
-    tasks = held_out_tasks(plan.config.env, plan.config.eval)
+    tasks = held_out_tasks(plan.config.envs[0], plan.config.eval)
     names = sorted(folder.name for folder in TASKS.iterdir() if (folder / "task.toml").is_file())
     assert [task.task_id for task in tasks] == [f"TaskFolder-v0:{name}" for name in names]
     assert [Path(task.kwargs["folder"]).name for task in tasks] == names
-    specs = build_episodes(tasks, plan.config.env, plan.config.eval, SamplingParams(), "x")
+    specs = build_episodes(tasks, plan.config.envs[0], plan.config.eval, SamplingParams(), "x")
     assert len({spec.episode_id for spec in specs}) == 2 * len(names)
     assert transcript_name({"episode_id": specs[-1].episode_id, "task_id": tasks[-1].task_id, "seed": 0}) == (
         f"{names[-1]}_attempt_1.md"
@@ -185,9 +185,9 @@ def test_tasks_whose_names_look_alike_are_not_taken_for_each_other(tmp_path: Pat
 def test_one_task_folder_and_the_first_of_several_can_be_chosen() -> None:
     endpoint = {"model": "m", "endpoint": "http://localhost:1/v1"}
     one = plan_evaluation(EvalRequest(config=str(next(TASKS.glob("*/task.toml")).parent), **endpoint)).config
-    assert len(held_out_tasks(one.env, one.eval)) == 1
+    assert len(held_out_tasks(one.envs[0], one.eval)) == 1
     first = plan_evaluation(EvalRequest(config=str(TASKS), tasks=2, **endpoint)).config
-    assert len(held_out_tasks(first.env, first.eval)) == 2
+    assert len(held_out_tasks(first.envs[0], first.eval)) == 2
 
 
 def test_task_folders_ask_no_more_of_a_model_than_it_was_made_for() -> None:
@@ -240,7 +240,7 @@ def test_a_budget_does_not_make_it_another_evaluation() -> None:
 
 
 def test_each_environment_of_a_config_is_evaluated_into_a_folder_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = {**TREE, "env": {"id": "TextFrozenLake-v0"}, "extra_envs": [{"id": "TextSokoban-v0"}]}
+    tree = {**TREE, "envs": [{"id": "TextFrozenLake-v0"}, {"id": "TextSokoban-v0"}]}
     Path("two.yaml").write_text(json.dumps(tree))
     runner = ScriptedRunner(lambda spec: spec.task.env_id == "TextSokoban-v0")
 
@@ -253,18 +253,33 @@ def test_each_environment_of_a_config_is_evaluated_into_a_folder_of_its_own(monk
     result, folder = asyncio.run(run_evaluation(request))
     assert result.success is not None
     assert result.success.value == 0
-    assert result.others["extra_env_1"].success is not None
-    assert result.others["extra_env_1"].success.value == 1
+    assert result.others["env_1"].success is not None
+    assert result.others["env_1"].success.value == 1
     assert "TextSokoban-v0 with tiny" in result.table()
-    assert (folder / "extra_env_1" / "report.html").is_file()
-    assert asyncio.run(run_evaluation(request))[0].others["extra_env_1"].scored == 2
+    assert (folder / "env_1" / "report.html").is_file()
+    assert asyncio.run(run_evaluation(request))[0].others["env_1"].scored == 2
     assert len(runner.ran) == 4  # nothing was run again
     only = plan_evaluation(EvalRequest(config="two.yaml", env="TextSokoban-v0"))
     assert [env.id for env in only.config.envs] == ["TextSokoban-v0"]
 
 
+def test_one_environment_of_a_config_is_evaluated_with_its_own_settings() -> None:
+    envs = [{"id": "A-v0", "kwargs": {"size": 3}}, {"id": "B-v0", "kwargs": {"size": 5}, "max_turns": 2}]
+    Path("two.yaml").write_text(json.dumps({**TREE, "envs": envs}))
+    (second,) = plan_evaluation(EvalRequest(config="two.yaml", env="B-v0")).config.envs
+    assert (second.id, second.kwargs, second.max_turns) == ("B-v0", {"size": 5}, 2)
+    (another,) = plan_evaluation(EvalRequest(config="two.yaml", env="C-v0")).config.envs
+    assert (another.id, another.kwargs) == ("C-v0", {"size": 3})
+
+
+def test_a_config_without_environments_takes_the_one_of_the_command_line() -> None:
+    Path("none.yaml").write_text(json.dumps({key: value for key, value in TREE.items() if key != "envs"}))
+    (env,) = plan_evaluation(EvalRequest(config="none.yaml", env="C-v0", overrides=("envs.0.max_turns=2",))).config.envs
+    assert (env.id, env.max_turns) == ("C-v0", 2)
+
+
 def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = {**TREE, "env": {"id": "TextFrozenLake-v0"}, "extra_envs": [{"id": "TextSokoban-v0"}]}
+    tree = {**TREE, "envs": [{"id": "TextFrozenLake-v0"}, {"id": "TextSokoban-v0"}]}
     Path("two.yaml").write_text(json.dumps(tree))
     runner = ScriptedRunner(lambda spec: True, tokens=(10, 3))
 
@@ -275,14 +290,14 @@ def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.Monk
     monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
     request = EvalRequest(config="two.yaml", tasks=5, max_concurrent=1, out="results", max_tokens_total=5 * 13 + 20)
     result, _ = asyncio.run(run_evaluation(request))
-    other = result.others["extra_env_1"]
+    other = result.others["env_1"]
     used = [found.usage.prompt_tokens + found.usage.completion_tokens for found in (result, other)]
     assert result.scored == 5
     assert sum(used) <= 5 * 13 + 20
     assert other.stopped is not None
     assert "78 of 85 tokens are used" in other.stopped
     request = replace(request, max_tokens_total=1_000_000)
-    assert asyncio.run(run_evaluation(request))[0].others["extra_env_1"].scored == 5
+    assert asyncio.run(run_evaluation(request))[0].others["env_1"].scored == 5
 
 
 def test_background_work_that_dies_ends_the_evaluation_at_once_with_its_cause(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,7 +317,7 @@ def test_background_work_that_dies_ends_the_evaluation_at_once_with_its_cause(mo
             yield NeverEnds()
 
     monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
-    Path("counting.yaml").write_text(json.dumps({**TREE, "env": {"id": "TextFrozenLake-v0"}}))
+    Path("counting.yaml").write_text(json.dumps({**TREE, "envs": [{"id": "TextFrozenLake-v0"}]}))
 
     async def evaluated() -> None:
         async with asyncio.timeout(30):

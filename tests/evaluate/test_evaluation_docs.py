@@ -64,12 +64,12 @@ def test_its_comparison_is_written(done: Path) -> None:
 
 def test_its_config_is_one(tmp_path: Path) -> None:
     (block,) = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-    tree = {"model": {"path": "tiny"}, "env": {"id": "X-v0"}, **yaml.safe_load(block)}
+    tree = {"model": {"path": "tiny"}, "envs": [{"id": "X-v0"}], **yaml.safe_load(block)}
     assert load_config(tree).eval.every == 10
 
 
 def test_its_names_exist() -> None:
-    config = load_config({"model": {"path": "tiny"}, "env": {"id": "X-v0"}})
+    config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "X-v0"}]})
     for section, key in re.findall(r"`(eval|rollout)\.(\w+)`", PAGE):
         assert hasattr(getattr(config, section), key), key
     assert f"{config.eval.max_failures_in_a_row} attempts fail one after another" in PAGE

@@ -22,8 +22,7 @@ def config(**eval: Any) -> Config:
     return load_config(
         {
             "model": {"path": "tiny"},
-            "env": {"id": "Maze-v0"},
-            "extra_envs": [{"id": "Other-v0"}],
+            "envs": [{"id": "Maze-v0"}, {"id": "Other-v0"}],
             "steps": 6,
             "rollout": {"max_concurrent": 16},
             "eval": {"tasks": 3, "every": 2, **eval},
@@ -81,9 +80,9 @@ def test_steps_do_not_wait_and_an_evaluation_that_is_due_meanwhile_is_skipped_an
 
     asyncio.run(train())
     assert lines.steps_with("eval/success") == [2, 6]
-    assert lines.steps_with("extra_env_1/eval/success") == [2, 6]
+    assert lines.steps_with("env_1/eval/success") == [2, 6]
     assert lines.notes[0].startswith("success of step 2, held-out: 1.000")
-    assert (tmp_path / "step_2" / "extra_env_1" / "results.json").is_file()
+    assert (tmp_path / "step_2" / "env_1" / "results.json").is_file()
 
 
 def test_the_last_step_is_left_to_the_evaluation_after_training(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from roll_flash.start_checks import check_parts, check_sandboxes
 
 
 def config(*overrides: str, env: str = "ShellMath-v0") -> Config:
-    return load_config({"model": {"path": "tiny"}, "env": {"id": env}}, overrides)
+    return load_config({"model": {"path": "tiny"}, "envs": [{"id": env}]}, overrides)
 
 
 def require(config: Config) -> None:

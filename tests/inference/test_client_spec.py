@@ -23,12 +23,12 @@ python_gc_objects_collected_total{generation="0"} 1.0
 
 
 def test_groups_that_are_not_replicated_are_pinned_and_capacity_is_shared_among_the_workers() -> None:
-    tree = {"model": {"path": "tiny"}, "env": {"id": "ShellMath-v0"}, "rollout": {"workers": 3, "replicate": False}}
+    tree = {"model": {"path": "tiny"}, "envs": [{"id": "ShellMath-v0"}], "rollout": {"workers": 3}}
     spec = ClientSpec("vllm", ("http://a:1",), "m", 512, capacity_tokens=(300.0,))
-    settings = worker_settings(load_config(tree), spec, Path("m"), needs_sandbox=False)
+    pinned = load_config(tree, ["scheduler.replicate=false"])
+    settings = worker_settings(pinned, spec, Path("m"), needs_sandbox=False)
     assert isinstance(settings.model, ClientSpec)
     assert (settings.model.clients, settings.pins_groups) == (3, True)
-    tree["rollout"]["replicate"] = True  # type: ignore[index]
     assert not worker_settings(load_config(tree), spec, Path("m"), needs_sandbox=False).pins_groups
 
 

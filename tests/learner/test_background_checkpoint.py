@@ -35,7 +35,7 @@ GROUP = make_group(0, prompt=20)
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Iterator[RunDir]:
-    tree = {"name": "run", "runs": str(tmp_path), "model": {"path": "tiny"}, "env": {"id": "Any-v0"}}
+    tree = {"name": "run", "runs": str(tmp_path), "model": {"path": "tiny"}, "envs": [{"id": "Any-v0"}]}
     with RunDir.create(load_config(tree), resume=False) as run:
         yield run
 
@@ -197,7 +197,7 @@ def test_a_run_that_ends_of_a_checkpoint_tries_once_more_for_its_newest_step(
             await run.failure.happened.wait()
         assert run.failure.error is not None
         stream = TrajectoryStream([learner_consumer(100)], MemoryStore())
-        config = load_config({"model": {"path": "tiny"}, "env": {"id": "Any-v0"}})
+        config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "Any-v0"}]})
         system = Mock(config=config, run_dir=run_dir, learner=run.learner, checkpoints=run.writer, stream=stream)
         await Trainer(system, Mock()).stop_early(run.failure.error)
         assert run.complete() == [2]

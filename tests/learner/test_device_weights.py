@@ -237,7 +237,7 @@ def test_when_one_side_fails_the_other_is_not_waited_for() -> None:
 
 
 def test_options_that_cannot_go_together_are_refused(tmp_path: Path) -> None:
-    tree: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "A-v0"}}
+    tree: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}]}
     config = load_config(tree, ["inference.weight_transfer=nccl", "learner.lora.rank=4"])
     with pytest.raises(ConfigError, match=r"learner\.lora\.publish=merged"):
         open_learner(config, model_folder=tmp_path)

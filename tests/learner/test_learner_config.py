@@ -16,13 +16,13 @@ from roll_flash.learner.losses.policy import LOSSES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "algorithms.md"
 EXAMPLES = re.findall(r"^\| [^|]+ \| `([a-z_.]+=[^`|]+)` \|$", DOCUMENT.read_text(), re.MULTILINE)
-SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
+SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
 
 
 @pytest.mark.parametrize("example", EXAMPLES)
 def test_every_example_of_the_documentation_loads_and_corrects_for_the_age_it_allows(example: str) -> None:
     config = load_config(SMALLEST, example.split())
-    assert config.learner.loss.off_policy_warning(config.highest_async_ratio) is None
+    assert config.learner.loss.off_policy_warning(config.scheduler.highest_async_ratio) is None
 
 
 def test_the_documentation_names_every_loss_correction_and_advantage() -> None:

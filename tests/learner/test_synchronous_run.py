@@ -26,9 +26,15 @@ STEPS = 2
 
 def train(runs: Path) -> Path:
     """The folder of a finished run; each sequence is a row of its own, so that rows come in a known order."""
-    arguments = ["name=synchronous", f"runs={runs}", f"steps={STEPS}", "async_ratio=0", "eval.before_and_after=false"]
-    arguments += ["inference.engine=transformers", "env.id=tests.learner.letter_share:LetterShare-v0"]
-    arguments += ["rollout.groups_per_step=2", "rollout.group_size=3", "rollout.max_new_tokens=12"]
+    arguments = [
+        "name=synchronous",
+        f"runs={runs}",
+        f"steps={STEPS}",
+        "scheduler.async_ratio=0",
+        "eval.before_and_after=false",
+    ]
+    arguments += ["inference.engine=transformers", "envs.0.id=tests.learner.letter_share:LetterShare-v0"]
+    arguments += ["scheduler.groups_per_step=2", "scheduler.group_size=3", "rollout.max_new_tokens=12"]
     arguments += ["learner.micro_batch_tokens=1", "learner.learning_rate=1e-3"]
     command = [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, stdin=subprocess.DEVNULL)

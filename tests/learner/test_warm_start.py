@@ -130,7 +130,7 @@ def test_a_warm_start_learns_and_leaves_the_version_at_zero(tiny: Path, tmp_path
 
 
 def test_the_config_has_a_section_for_it() -> None:
-    tree = {"model": {"path": "tiny"}, "env": {"id": "Maze-v0"}, "warm_start": {"demonstrations": "runs/earlier"}}
+    tree = {"model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}], "warm_start": {"demonstrations": "runs/earlier"}}
     loaded = load_config(tree, ["warm_start.steps=3"]).warm_start
     assert loaded is not None
     assert (loaded.demonstrations, loaded.steps) == ("runs/earlier", 3)

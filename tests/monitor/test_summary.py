@@ -29,7 +29,7 @@ def held_out(successes: int, tasks: int = 10) -> EvalResult:
 
 @pytest.fixture
 def run_folder(tmp_path: Path) -> Path:
-    tree = {"name": "maze", "runs": str(tmp_path), "steps": 2, "model": {"path": "tiny"}, "env": {"id": "Maze-v0"}}
+    tree = {"name": "maze", "runs": str(tmp_path), "steps": 2, "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
     with RunDir.create(load_config(tree), resume=False) as run:
         run.model.mkdir()
         (run.model / "config.json").write_text("{}")

@@ -131,12 +131,14 @@ loads = st.builds(
     st.sampled_from([0.0, 2.0]),
 )
 def test_no_simulated_token_is_trained_beyond_alpha(
-    load: SyntheticLoad, alpha: float, groups: int, slots: int, on_stale: str, fair: bool, publish_s: float
+    load: SyntheticLoad, alpha: float, groups: int, slots: int, on_stale: str, in_order: bool, publish_s: float
 ) -> None:
     learner = LearnerSpec(0.5, 1.0, publish_s)
-    result = simulate(load, alpha=alpha, groups=groups, slots=slots, on_stale=on_stale, fair=fair, learner=learner)
+    result = simulate(
+        load, alpha=alpha, groups=groups, slots=slots, on_stale=on_stale, in_order=in_order, learner=learner
+    )
     assert result.staleness_max <= alpha
-    if fair:
+    if in_order:
         assert result.dropped_groups.get("stale", 0) == 0
 
 

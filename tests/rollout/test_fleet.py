@@ -177,8 +177,9 @@ def test_a_run_that_stalls_names_the_episode_its_turn_and_what_it_waits_for(endp
     config = load_config(
         {
             "model": {"path": "tiny"},
-            "env": {"id": STUCK},
-            "rollout": {"groups_per_step": 1, "group_size": 2, "max_concurrent": 2},
+            "envs": [{"id": STUCK}],
+            "scheduler": {"groups_per_step": 1, "group_size": 2},
+            "rollout": {"max_concurrent": 2},
             "monitor": {"stall_timeout_s": 6.0},
         }
     )
@@ -236,8 +237,9 @@ def test_a_disk_that_is_full_ends_the_run_at_once_and_is_named(endpoint: str, tm
     config = load_config(
         {
             "model": {"path": "tiny"},
-            "env": {"id": COUNTING},
-            "rollout": {"groups_per_step": 1, "group_size": 2, "max_concurrent": 2},
+            "envs": [{"id": COUNTING}],
+            "scheduler": {"groups_per_step": 1, "group_size": 2},
+            "rollout": {"max_concurrent": 2},
         }
     )
 

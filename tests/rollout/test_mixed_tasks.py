@@ -82,9 +82,12 @@ def test_weights_that_make_no_sense_are_refused(weights: list[float]) -> None:
         MixedTasks([source("A-v0"), source("B-v0")], weights)
 
 
+A = {"id": "A-v0", "kwargs": {"size": 3}, "levels": [{"size": 4}, {"hard": True}], "weight": 3}
+B = {"id": "B-v0", "max_turns": 2}
+
+
 def config(**more: object) -> dict[str, object]:
-    env = {"id": "A-v0", "kwargs": {"size": 3}, "levels": [{"size": 4}, {"hard": True}], "weight": 3}
-    return {"model": {"path": "tiny"}, "env": env, "extra_envs": [{"id": "B-v0", "max_turns": 2}], **more}
+    return {"model": {"path": "tiny"}, "envs": [A, B], **more}
 
 
 def test_a_config_mixes_environments_by_weight_and_draws_their_levels() -> None:
@@ -100,11 +103,12 @@ def test_a_config_mixes_environments_by_weight_and_draws_their_levels() -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"env": {"id": "A-v0", "levels": [{"size": 4}, {"size": 4}]}}, "levels: two of them are the same"),
-        ({"env": {"id": "A-v0", "weight": 0}}, "env.weight"),
-        ({"env": {"id": "B-v0"}}, "named twice"),
-        ({"extra_envs": [{"id": "B-v0", "train_seeds": [0, 2_000_000_000]}]}, "overlap train_seeds of B-v0"),
-        ({"extra_envs": [{"id": "B-v0", "wieght": 2}]}, "did you mean"),
+        ({"envs": [{"id": "A-v0", "levels": [{"size": 4}, {"size": 4}]}]}, "levels: two of them are the same"),
+        ({"envs": [{"id": "A-v0", "weight": 0}]}, "envs.0.weight"),
+        ({"envs": [B, A, B]}, "named twice"),
+        ({"envs": []}, "at least one environment"),
+        ({"envs": [A, {"id": "B-v0", "train_seeds": [0, 2_000_000_000]}]}, "overlap train_seeds of B-v0"),
+        ({"envs": [A, {"id": "B-v0", "wieght": 2}]}, "did you mean 'envs.1.weight'"),
     ],
 )
 def test_a_mixture_that_makes_no_sense_is_refused(change: dict[str, object], says: str) -> None:

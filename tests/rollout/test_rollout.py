@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from scheduler_world import failure, trajectory
 
-from roll_flash.config.tree import load_config
+from roll_flash.config.tree import SchedulerConfig, load_config
 from roll_flash.errors import RunError
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import Outcome
@@ -68,19 +68,18 @@ def tasks_of(env_id: str = "Env-v0", *, end: bool = False) -> SeedTasks:
 
 
 def train(
-    fleet: ThisProcess, tasks: Any, *, steps: int, log: Log | None = None, **rollout: Any
+    fleet: ThisProcess, tasks: Any, *, steps: int, log: Log | None = None, **settings: Any
 ) -> tuple[list[list[Group]], Rollout, list[str]]:
     """The groups of each step, until the source has ended or `steps` are done; and what the user is told."""
-    on_stale = rollout.pop("on_stale", "evict")
-    alpha = rollout.pop("async_ratio", 0.0)
-    defaults = {"groups_per_step": 2, "group_size": 2, "max_concurrent": 16, "retries": 0, "max_failures_in_a_row": 8}
+    defaults = {"async_ratio": 0.0, "groups_per_step": 2, "group_size": 2, "max_failures_in_a_row": 8}
+    of_scheduler = {key: value for key, value in settings.items() if key in SchedulerConfig.model_fields}
+    of_rollout = {key: value for key, value in settings.items() if key not in of_scheduler}
     config = load_config(
         {
             "model": {"path": "tiny"},
-            "env": {"id": "Env-v0"},
-            "rollout": defaults | rollout,
-            "async_ratio": alpha,
-            "on_stale": on_stale,
+            "envs": [{"id": "Env-v0"}],
+            "scheduler": defaults | of_scheduler,
+            "rollout": {"max_concurrent": 16, "retries": 0} | of_rollout,
             "monitor": {"stall_timeout_s": 20.0},
         }
     )

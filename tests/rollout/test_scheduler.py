@@ -348,8 +348,8 @@ def test_lowering_alpha_throws_nothing_away() -> None:
         ({"async_ratio": float("nan")}, "async_ratio"),
         ({"groups_per_step": 0}, "groups_per_step"),
         ({"extra_replicas": -1}, "extra_replicas"),
-        ({"fair": True, "extra_replicas": 1}, "fair"),
-        ({"fair": True, "extra": 1}, "fair"),
+        ({"in_order": True, "extra_replicas": 1}, "in_order"),
+        ({"in_order": True, "extra": 1}, "in_order"),
     ],
 )
 def test_policies_that_make_no_sense_are_refused(changes: dict[str, float], says: str) -> None:

@@ -68,12 +68,12 @@ def test_groups_hold_replicas_of_their_own_task_only(seed: int, **changes: Any) 
 
 
 @settings(max_examples=200)
-@given(moves_alpha=st.booleans(), fair=st.booleans(), **settings_strategy)
-def test_the_learner_always_gets_another_step(seed: int, moves_alpha: bool, fair: bool, **changes: Any) -> None:
+@given(moves_alpha=st.booleans(), in_order=st.booleans(), **settings_strategy)
+def test_the_learner_always_gets_another_step(seed: int, moves_alpha: bool, in_order: bool, **changes: Any) -> None:
     """No deadlock: as long as some episodes succeed, versions advance, also while alpha is raised and lowered."""
-    if fair:
+    if in_order:
         changes |= {"extra": 0, "extra_replicas": 0}
-    world = World(seed, fair=fair, **changes)
+    world = World(seed, in_order=in_order, **changes)
     world.moves_alpha = moves_alpha
     world.failure_rate = min(world.failure_rate, 0.1)
     events = 0
@@ -116,8 +116,8 @@ def test_the_same_inputs_give_the_same_decisions(seed: int, **changes: Any) -> N
     on_stale=st.sampled_from(["evict", "requeue", "wait"]),
     mode=st.sampled_from(["queue", "batch"]),
 )
-def test_in_fair_mode_what_is_trained_is_what_was_submitted(seed: int, **changes: Any) -> None:
-    world = World(seed, fair=True, **changes)
+def test_in_order_what_is_trained_is_what_was_submitted(seed: int, **changes: Any) -> None:
+    world = World(seed, in_order=True, **changes)
     world.failure_rate = 0.0
     world.run(300)
     assert [group.task.seed for _, group in world.trained] == list(range(len(world.trained)))

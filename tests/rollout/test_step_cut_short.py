@@ -96,9 +96,9 @@ async def cut_short(where: str) -> tuple[Kept, Rollout]:
     config = load_config(
         {
             "model": {"path": "tiny"},
-            "env": {"id": "Env-v0"},
-            "rollout": {"groups_per_step": 2, "group_size": 2, "max_concurrent": 16},
-            "async_ratio": 1.0,
+            "envs": [{"id": "Env-v0"}],
+            "scheduler": {"async_ratio": 1.0, "groups_per_step": 2, "group_size": 2},
+            "rollout": {"max_concurrent": 16},
             "checkpoint": {"every_minutes": 0},
             "eval": {"before_and_after": False},
             "steps": 5,

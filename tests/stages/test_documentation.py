@@ -21,7 +21,7 @@ def test_the_config_and_the_class_of_the_page_work(tmp_path: Path, monkeypatch: 
     (tree,) = re.findall(r"```yaml\n(.*?)```", SECTION, re.DOTALL)
     (tmp_path / "my_stages.py").write_text(source)
     monkeypatch.chdir(tmp_path)
-    config = load_config({"model": {"path": "tiny"}, "env": {"id": "A-v0"}, **yaml.safe_load(tree)})
+    config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}], **yaml.safe_load(tree)})
     check_stages(config)
     brevity = make_stage(config.stages[1])
     assert brevity.score([trajectory("g", 0, action="a " * 80), trajectory("g", 1)]) == [0.5, 1.0]

@@ -196,7 +196,7 @@ def test_stages_are_applied_in_their_order() -> None:
     ],
 )
 def test_a_stage_that_cannot_be_made_is_one_clear_line_before_the_run(settings: dict[str, Any], says: str) -> None:
-    tree = {"model": {"path": "tiny"}, "env": {"id": "A-v0"}, "stages": [{"name": "mine", **settings}]}
+    tree = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}], "stages": [{"name": "mine", **settings}]}
     with pytest.raises((ConfigError, ModelError)) as caught:
         check_stages(load_config(tree))
     assert says in str(caught.value)
@@ -204,7 +204,7 @@ def test_a_stage_that_cannot_be_made_is_one_clear_line_before_the_run(settings: 
 
 
 def test_mistakes_in_the_list_are_found_when_the_config_is_read() -> None:
-    tree: dict[str, Any] = {"model": {"path": "tiny"}, "env": {"id": "A-v0"}}
+    tree: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}]}
     good = {"name": "mine", "entry_point": "judge"}
     with pytest.raises(ConfigError, match=r"stages.0.timeout.*did you mean 'stages.0.timeout_s'"):
         load_config(tree | {"stages": [good | {"timeout": 3}]})
@@ -212,10 +212,8 @@ def test_mistakes_in_the_list_are_found_when_the_config_is_read() -> None:
         load_config(tree | {"stages": [good, good]})
     with pytest.raises(ConfigError, match="cannot be named learner or reward"):
         load_config(tree | {"stages": [good | {"name": "reward"}]})
-    no_signal = {"stages": [good | {"entry_point": f"{SCORERS}:Letters"}]}
-    no_signal["rollout"] = {"drop_groups_without_signal": True}  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="before stages have changed them"):
-        check_stages(load_config(tree | no_signal))
+        load_config(tree | {"stages": [good]}, ["scheduler.drop_groups_without_signal=true"])
 
 
 def test_a_judge_sees_the_task_and_the_models_last_message() -> None:

@@ -3,7 +3,7 @@
 Policy, in this order:
 
 - a server that was removed, or has no room for the request, gets no request;
-- a pinned session (the group of `rollout.replicate: false`) goes to one server, chosen by rendezvous hashing of its
+- a pinned session (the group of `scheduler.replicate: false`) goes to one server, chosen by rendezvous hashing of its
   name among the servers that are not removed. So all workers choose the same server without communication. If that
   server is full, the request waits;
 - any other session (an episode) stays on the server of its last turn, which has its prefix in the cache, unless that

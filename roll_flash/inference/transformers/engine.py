@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 from roll_flash.config.tree import InferenceConfig
-from roll_flash.errors import ConfigError
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.servers.process import Launcher
 
@@ -18,10 +17,6 @@ class TransformersEngine(ServerEngine):
     """`InferenceEngine` with `config.servers` processes of plain transformers, float32 on CPU."""
 
     def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
-        """Raises ConfigError if the dtype is bfloat16."""
-        if config.dtype == "bfloat16":
-            raise ConfigError("inference.dtype: the engine transformers computes in float32; use vllm for bfloat16")
-
         def command(_: int, port: int) -> list[str]:
             module = "roll_flash.inference.transformers.server"
             return [sys.executable, "-m", module, str(model_folder), str(port), str(max_model_len)]
