@@ -79,7 +79,7 @@ class AgentEnv(SandboxEnv):
     - `partial_credit`: a second command like the verifier, for a task that is too hard to begin with. The reward is
       then `(1 - partial_weight) * check + partial_weight * partial`; success is the check's alone. `$AGENT_ANSWERS`
       names a file with what the model answered, as the gateway recorded it: a JSON list of messages, which no agent
-      can change. The agent's output is in the file that `$AGENT_OUTPUT` names; a model can make it say anything.
+      can change. `$AGENT_OUTPUT` names a file with the agent's output, which a model can make say anything.
     - `env`: variables of the program. `time_limit_s`, `memory_mb`, `cpus`, `pids`, `image` or `dockerfile`: its
       sandbox. A shipped agent runs in the image of `make agents-image`.
     """
