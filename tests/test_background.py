@@ -18,12 +18,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash import system, trainer
+from roll_flash import ray_watch, system, trainer
 from roll_flash.background import first_failure, given_up_after, in_thread, start_background
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
 from roll_flash.interrupt import Interrupts
+from roll_flash.ray_watch import RayDiedError, RayProcess, watching_ray
 from roll_flash.recent import LearnedDeadline, RecentCount
 from roll_flash.stream import TrajectoryStream, learner_consumer
 from roll_flash.types import Group
@@ -413,3 +414,26 @@ def test_what_fails_to_start_after_ctrl_c_is_ctrl_c_still() -> None:
         assert task.cancelled()
 
     asyncio.run(interrupted())
+
+
+def test_the_death_of_ray_is_noticed_and_named_as_the_cause_of_what_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in that listens as Ray does; the death of Ray's own processes is a nightly test."""
+    monkeypatch.setattr(ray_watch, "EVERY_S", 0.01)
+
+    async def run(fails_too: bool) -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setattr(ray_watch, "ray_processes", lambda: [RayProcess("Ray's raylet", "127.0.0.1", port)])
+        with first_failure() as failure:
+            async with asyncio.timeout(30), watching_ray():
+                await asyncio.sleep(0.1)
+                assert failure.error is None
+                server.close()
+                if fails_too:
+                    raise LearnerError("a rank died")
+                await failure.happened.wait()
+            failure.raise_error()
+
+    for fails_too in (False, True):
+        with pytest.raises(RayDiedError, match="Ray's raylet is gone"):
+            asyncio.run(run(fails_too))

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from roll_flash.background import first_failure
 from roll_flash.config import load_config
 from roll_flash.errors import RunError
 from roll_flash.monitor.episodes import EpisodesWriter
+from roll_flash.recent import RecentCount
 from roll_flash.rollout import fleet as fleet_module
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
@@ -277,3 +279,26 @@ def test_a_cancelled_episode_gives_no_outcome_and_leaves_its_worker(endpoint: st
             await fleet.close()
 
     assert asyncio.run(run()) == (["e1"], 0)
+
+
+def test_workers_that_die_again_and_again_end_the_run_and_old_deaths_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stand-in for Ray's actors; how a real one is replaced is tested above."""
+    clock = Mock()
+    monkeypatch.setattr(fleet_module, "MAX_WORKER_DEATHS", 2)
+    monkeypatch.setattr(fleet_module, "time", clock)
+    monkeypatch.setattr(fleet_module, "ray", Mock())
+
+    async def run() -> None:
+        fleet = WorkerFleet(make_settings("http://127.0.0.1:9/v1"), workers=1)
+        monkeypatch.setattr(fleet, "_deaths", RecentCount(100))
+        monkeypatch.setattr(fleet, "_start_actor", lambda index: asyncio.sleep(0, "another actor"))
+        member = fleet_module._Member(0, "an actor")
+        for clock.monotonic.return_value in (0.0, 99.0, 150.0, 240.0):
+            await fleet._replace(member, "died")
+        clock.monotonic.return_value = 241.0
+        with pytest.raises(RunError, match="3 rollout workers died within"):
+            await fleet._replace(member, "died")
+
+    asyncio.run(run())
