@@ -56,12 +56,13 @@ class Verifiers(Env):
         self._tools: dict[str, ToolDescription] = {}
         self._use: dict[str, ToolUse] = {}
         self._trouble: list[str] = []
+        self._calls_s = 0.0
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
         await self.close()
-        self._use, self._trouble = {}, []
+        self._use, self._trouble, self._calls_s = {}, [], 0.0
         state = await self._env.init_state(self._row(seed or 0), _no_client(), MODEL, None)
         state["timing"].generation.start = time.time()
         self._state = state
@@ -83,8 +84,10 @@ class Verifiers(Env):
         self._count(calls)
         await self._env.add_model_response(self._state, self._prompt, as_response(self._package, action, calls))
         known = len(self._prompt) + 1
-        calls_end_at.set(time.monotonic() + self.step_timeout_s / 2)
+        began = time.monotonic()
+        calls_end_at.set(began + self.calls_may_take_s(self._calls_s))
         prompt = await self._next_prompt()
+        self._calls_s += time.monotonic() - began
         if prompt is None:
             reward, info = await self.conclude()
             return "", reward, True, False, info
