@@ -1,7 +1,8 @@
 """OpenEnv-v0: an environment behind an OpenEnv server, which runs on its own (openenv-core 0.3).
 
 What the model writes is the action's one field, a JSON object, or calls of tools where the environment is a set of MCP
-tools; the server's own schema says which. An action that the server does not take is told to the model.
+tools; the server's own schema says which. An action that the server does not take, or for which its environment raises,
+is told to the model.
 """
 
 from __future__ import annotations
