@@ -52,6 +52,8 @@ class Env(_GymnasiumEnv):
     step_timeout_s: float = math.inf
     """Set by who runs the episode (`rollout.step_timeout_s`): a step, or `conclude`, that takes longer is given up, and
     the episode is a failure and no sample. What a model can make slow must be ended before."""
+    episode_timeout_s: float = math.inf
+    """The same of a whole episode (`rollout.episode_timeout_s`)."""
 
     def least_step_timeout_s(self) -> float:
         """A run that allows its steps less is refused at its start."""
@@ -60,6 +62,11 @@ class Env(_GymnasiumEnv):
     def least_episode_timeout_s(self) -> float:
         """The same for a whole episode, the time that the model takes to answer apart."""
         return self.least_step_timeout_s()
+
+    def calls_may_take_s(self, spent_s: float) -> float:
+        """For all calls of tools of a turn, after those of earlier turns took `spent_s`: half of a step and of an
+        episode. The rest is for the model and the scores."""
+        return min(self.step_timeout_s / 2, self.episode_timeout_s / 2 - spent_s)
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

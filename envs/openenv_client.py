@@ -1,7 +1,8 @@
 """OpenEnv-v0: an environment behind an OpenEnv server, which runs on its own (openenv-core 0.3).
 
 What the model writes is the action's one field, a JSON object, or calls of tools where the environment is a set of MCP
-tools; the server's own schema says which. An action that the server does not take is told to the model.
+tools; the server's own schema says which. An action that the server does not take, or for which its environment raises,
+is told to the model.
 """
 
 from __future__ import annotations
@@ -62,11 +63,12 @@ class OpenEnv(Env):
         self._turns = 0
         self._earned = 0.0
         self._wrong = 0
+        self._calls_s = 0.0
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
-        self._turns, self._earned, self._wrong = 0, 0.0, 0
+        self._turns, self._earned, self._wrong, self._calls_s = 0, 0.0, 0, 0.0
         try:
             return await self._begin(seed)
         except BaseException:
@@ -124,8 +126,9 @@ class OpenEnv(Env):
             raise EnvError(f"{NAME}: the server does not list its tools: {error!r}") from None
 
     async def _call_tools(self, text: str) -> tuple[list[Message], float, bool]:
-        """Text without a call is the end. Calls that would make the step fail by their time are not made."""
-        calls_end_at = time.monotonic() + self.step_timeout_s / 2
+        """Text without a call is the end. Calls that would make step or episode fail by their time are not made."""
+        began = time.monotonic()
+        calls_end_at = began + self.calls_may_take_s(self._calls_s)
         calls = parse_tool_calls(text, self._tools)
         shown, earned, done = [], 0.0, not calls
         for call in calls:
@@ -137,6 +140,7 @@ class OpenEnv(Env):
             said, reward, done = await self._call_tool(call)
             shown.append(said)
             earned += reward
+        self._calls_s += time.monotonic() - began
         return self._shown(shown), earned, done
 
     async def _call_tool(self, call: ToolCall | BadCall) -> tuple[str, float, bool]:

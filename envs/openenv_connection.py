@@ -114,7 +114,9 @@ class OpenEnvConnection:
             raise _Full(said)
         if code == "VALIDATION_ERROR":
             raise WrongAction("; ".join(_fault(error) for error in data.get("errors") or []) or said)
-        if code == "SESSION_ERROR" and kind == "step":  # what an environment raises has a code of its own
+        if code == "EXECUTION_ERROR" and kind == "step":  # its environment raised, as many do for what is not allowed
+            raise WrongAction(said[:300])
+        if code == "SESSION_ERROR" and kind == "step":
             raise SessionEnded(said[:300])
         raise EnvError(f"{NAME}: {kind}: {code}: {said[:300]}")
 

@@ -82,6 +82,8 @@ class _Episode:
     """What is forgotten at the next reset."""
 
     use: dict[str, ToolUse] = field(default_factory=dict)
+    calls_s: float = 0.0
+    """What the calls of the turns so far took."""
     tools_end_at: float = math.inf
     """`time.monotonic()` at which the calls of this turn must have ended."""
     turn: int = 0
@@ -147,6 +149,11 @@ class ToolEnv(Env):
         return min(LARGEST_SHARE * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
 
     @property
+    def episode_tools_timeout_s(self) -> float:
+        """For all calls of an episode together. The rest of `episode_timeout_s` is for the model and the rewards."""
+        return self.episode_timeout_s / 2
+
+    @property
     def tools_left_s(self) -> float:
         """What is left of that in this turn."""
         return max(0.0, self._episode.tools_end_at - time.monotonic())
@@ -171,7 +178,6 @@ class ToolEnv(Env):
 
     async def step(self, action: str) -> StepResult:
         self._episode.turn += 1
-        self._episode.tools_end_at = time.monotonic() + self.tools_timeout_s
         calls = parse_tool_calls(action, _tools_of(type(self)))
         observation = await (self._run_calls(calls) if calls else self._take_answer(action))
         terminated = observation is None or self._episode.finished
@@ -191,7 +197,11 @@ class ToolEnv(Env):
         return {"tools": {name: use.as_info() for name, use in self._episode.use.items()}}
 
     async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
+        began = time.monotonic()
+        left_s = self.episode_tools_timeout_s - self._episode.calls_s
+        self._episode.tools_end_at = began + min(self.tools_timeout_s, left_s)
         outcomes = [await self._run_call(call) for call in calls[: self.max_calls_per_turn]]
+        self._episode.calls_s += time.monotonic() - began
         self.last_calls = tuple(outcomes)
         shown = [outcome.output if outcome.ok else f"Error: {outcome.output}" for outcome in outcomes]
         if len(calls) > len(outcomes):
@@ -232,7 +242,7 @@ class ToolEnv(Env):
         function = functools.partial(tool.function, *((self,) if tool.takes_env else ()), **arguments)
         limit = min(tool.options.timeout_s, self.tools_left_s)
         if limit <= 0:
-            raise _ToolFailed("not run: the calls of this turn have taken all of its time", timed_out=True)
+            raise _ToolFailed(self._why_not_run(), timed_out=True)
         try:
             async with asyncio.timeout(limit) as scope:
                 if inspect.iscoroutinefunction(tool.function):
@@ -250,6 +260,10 @@ class ToolEnv(Env):
             ):
                 raise
             raise _ToolFailed(f"{tool.name} raised {type(error).__name__}: {error}") from None
+
+    def _why_not_run(self) -> str:
+        of = "episode" if self._episode.calls_s >= self.episode_tools_timeout_s else "turn"
+        return f"not run: the calls of this {of} have taken all of its time"
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         own = messages[:1] if messages and messages[0]["role"] == "system" else []

@@ -1,32 +1,28 @@
 """Environments of the package verifiers, loaded once per process and shared by its episodes, as they are made for.
 
-Loading one would take the process's Ctrl-C for itself, and fails in a thread because of it: it is kept from that. A
-reward function that raises counts as 0 there; here it is noted, so that the episode can be failed instead.
+Loading one would take the process's Ctrl-C for itself, and fails in a thread because of it: it is kept from that. Its
+reward functions and tools are watched as `verifiers_faults` says.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 from roll_flash.envs.optional_package import import_optional
 from roll_flash.envs.source_files import load_file
+from roll_flash.envs.verifiers_faults import in_time, noting
 
 from roll_flash.errors import ConfigError, RollFlashError
 
 NAME = "Verifiers-v0"
-
-raised_by_rewards: ContextVar[list[str] | None] = ContextVar("raised_by_rewards", default=None)
-"""Where reward functions that raise are noted while an episode is scored."""
 
 _loaded: dict[str, Any] = {}
 _loading = threading.Lock()
@@ -44,6 +40,7 @@ def load(env: str, args: Mapping[str, Any]) -> Any:
 def _load(env: str, args: Mapping[str, Any]) -> Any:
     package = import_optional("verifiers", package="verifiers", needed_by=NAME)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
+    logging.getLogger("verifiers.rubrics").setLevel(logging.CRITICAL)  # each answer that a reward function raises for
     try:
         with _without_signal_handlers():
             made = _maker(package, env)(**args)
@@ -60,6 +57,8 @@ def _load(env: str, args: Mapping[str, Any]) -> Any:
     if made.requires_group_rollouts:
         raise ConfigError(f"{NAME}: env {env!r}: its rubric scores groups of rollouts, here each is scored on its own")
     _note_what_raises(made.rubric)
+    if hasattr(made, "call_tool"):
+        made.call_tool = in_time(made.call_tool)
     return made
 
 
@@ -86,19 +85,4 @@ def _without_signal_handlers() -> Iterator[None]:
 def _note_what_raises(rubric: Any) -> None:
     for part in getattr(rubric, "rubrics", ()):
         _note_what_raises(part)
-    rubric.funcs = [_noting(function) for function in rubric.funcs]
-
-
-def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            value = function(*args, **kwargs)
-            return await value if inspect.isawaitable(value) else value
-        except Exception as error:
-            noted = raised_by_rewards.get()
-            if noted is not None:
-                noted.append(f"{getattr(function, '__name__', 'a reward')} raised {type(error).__name__}: {error}")
-            raise
-
-    return call
+    rubric.funcs = [noting(function) for function in rubric.funcs]

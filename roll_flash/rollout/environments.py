@@ -109,10 +109,11 @@ class AsyncEnvironment:
         reward, info = await self._call(self._own("score"))
         return _as_reward(reward), info
 
-    def allow_steps(self, timeout_s: float) -> None:
-        """Tell the environment how long a step may take."""
+    def allow(self, step_s: float, episode_s: float) -> None:
+        """Tell the environment how long a step and the whole episode may take."""
         if isinstance(self._env.unwrapped, Env):
-            self._env.unwrapped.step_timeout_s = timeout_s
+            self._env.unwrapped.step_timeout_s = step_s
+            self._env.unwrapped.episode_timeout_s = episode_s
 
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
         observation, info = await self._call(self._env.reset, seed=seed)

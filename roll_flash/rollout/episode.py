@@ -108,7 +108,7 @@ async def _play(
     async with environment_errors(deadlines.step_s, "make"):
         env = await open_env()
     try:
-        env.allow_steps(deadlines.step_s)
+        env.allow(deadlines.step_s, deadlines.episode_s)
         progress.now("reset")
         async with environment_errors(deadlines.step_s, "reset"):
             messages, about = await env.reset(spec.task.seed)

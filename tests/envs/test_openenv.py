@@ -194,8 +194,18 @@ def test_a_server_without_a_free_session_is_waited_for_and_then_named() -> None:
 
 @pytest.mark.adapters
 def test_an_environment_that_fails_fails_the_episode() -> None:
-    with served(guessing_server()) as url, pytest.raises(EnvError, match="EXECUTION_ERROR: the guessing machine broke"):
-        play(OpenEnv(url), "-1")
+    with served(guessing_server()) as url, pytest.raises(EnvError, match=r"reset: EXECUTION_ERROR: .*empty range"):
+        play(OpenEnv(url, reset_kwargs={"most": 0}))
+
+
+@pytest.mark.adapters
+def test_an_action_for_which_an_environment_raises_is_told_and_a_sample() -> None:
+    """As many do for a move that is not allowed; no sample would be better for a policy than the 0 it deserves."""
+    with served(guessing_server()) as url:
+        _, steps = play(OpenEnv(url, max_turns=3), "-1", "-1", "-1")
+    assert "the guessing machine broke" in steps[0][0]
+    assert [reward for _, reward, _, _ in steps] == [0.0, 0.0, 0.0]
+    assert steps[-1][3] == {"success": False, "wrong_actions": 3}
 
 
 def test_a_server_that_is_away_or_is_none_is_one_line() -> None:

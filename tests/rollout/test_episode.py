@@ -112,6 +112,25 @@ class Echo(Env):
             raise SandboxError("the container is gone")
 
 
+class Sleeps(ToolEnv):
+    """A tool that takes as long as a model likes."""
+
+    max_turns = 30
+
+    async def begin(self, seed: int) -> str:
+        return "go"
+
+    @tool()
+    async def wait(self) -> str:
+        """Waits."""
+        await asyncio.sleep(0.2)
+        return "waited"
+
+    @reward()
+    def earned(self) -> float:
+        return 0.0
+
+
 class Blocking(gymnasium.Env[str, str]):
     """A plain gymnasium environment that blocks its thread until all four of them do."""
 
@@ -373,3 +392,13 @@ def test_halves_of_characters_that_a_tool_echoes_can_be_tokenised() -> None:
         {"role": "tool", "content": "a?b"},
         {"role": "user", "content": None},
     ]
+
+
+def test_an_episode_whose_tools_are_made_slow_is_scored_and_not_given_up() -> None:
+    """No sample would be better for a policy than the 0 it deserves."""
+    policy = ScriptedPolicy(*['<tool_call>{"name": "wait", "arguments": {}}</tool_call>'] * 30)
+    outcome = play(Sleeps(), policy, Deadlines(generate_s=1.0, step_s=1.0, episode_s=3.0), max_turns=30)
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, len(outcome.turns)) == (0.0, 30)
+    assert "waited" in outcome.turns[0].observation
+    assert "not run: the calls of this episode have taken all of its time" in outcome.turns[-1].observation
