@@ -238,7 +238,11 @@ async def _conclude(
 
 @asynccontextmanager
 async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Anything an environment raises is its failure, whatever the type: environments are users' code."""
+    """Anything an environment raises is its failure, whatever the type: environments are users' code.
+
+    Also what is no Exception: a panic of a library in Rust, a cancellation that nobody here asked for, SystemExit,
+    which would end the worker and all its episodes.
+    """
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
@@ -250,8 +254,15 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
         raise EpisodeFailed("sandbox_error", str(error)) from error
     except BadRewardError as error:
         raise EpisodeFailed("bad_reward", str(error)) from error
-    except (Exception, SystemExit) as error:  # SystemExit would end the worker and all its episodes
+    except BaseException as error:
+        if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
+            raise
         raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _close(env: AsyncEnvironment, timeout_s: float) -> str | None:
