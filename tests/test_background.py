@@ -65,6 +65,7 @@ class Ended:
         (RunError("no worker is left"), "^no worker is left$"),
         (TypeError("cannot pickle 'generator' object"), "the feed failed: TypeError: cannot pickle 'generator' object"),
         (OSError(28, "No space left on device"), r"the feed failed: OSError: .* No space left on device"),
+        (asyncio.CancelledError(), "^the feed was cancelled by what it waited for$"),
     ],
 )
 def test_an_error_in_the_background_ends_the_run_at_once_with_its_cause(error: BaseException, says: str) -> None:

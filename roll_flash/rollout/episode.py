@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_flash.background import ends_this_task
 from roll_flash.errors import InferenceError
 from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
 from roll_flash.rollout.policy import ContextFullError, Policy
@@ -240,8 +241,7 @@ async def _conclude(
 async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]:
     """Anything an environment raises is its failure, whatever the type: environments are users' code.
 
-    Also what is no Exception: a panic of a library in Rust, a cancellation that nobody here asked for, SystemExit,
-    which would end the worker and all its episodes.
+    Also what is no Exception: SystemExit would end the worker and all its episodes.
     """
     try:
         async with asyncio.timeout(timeout_s) as scope:
@@ -255,14 +255,9 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
     except BadRewardError as error:
         raise EpisodeFailed("bad_reward", str(error)) from error
     except BaseException as error:
-        if isinstance(error, GeneratorExit) or (isinstance(error, asyncio.CancelledError) and _is_cancelled()):
+        if ends_this_task(error):
             raise
         raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
-
-
-def _is_cancelled() -> bool:
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
 
 
 async def _close(env: AsyncEnvironment, timeout_s: float) -> str | None:
