@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import time
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -325,6 +326,32 @@ def test_what_no_model_is_shown_fills_neither_memory_nor_disk(serve: Serve, wher
         assert served.session.trouble is None
 
     serve(work, ["Hello."], "qwen3")
+
+
+def test_what_counts_for_no_message_is_not_kept_with_each_response(serve: Serve) -> None:
+    """A conversation with its thinking put back is the recorded one; each response kept all of it again."""
+
+    async def work(served: Served) -> None:
+        asked: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+        for number in range(8):
+            answer = await served.http.post("/v1/responses", json={"model": MODEL, "input": asked})
+            assert answer.status_code == 200
+            thinking = "x" * 1_000_000
+            asked = [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": f"<think>{thinking}</think>Hello."},
+                {"role": "user", "content": f"And {number}?"},
+            ]
+        before = tracemalloc.get_traced_memory()[0]
+        served.session.responses.clear()
+        assert before - tracemalloc.get_traced_memory()[0] < 500_000
+        assert served.session.history.forks == 6
+
+    tracemalloc.start()
+    try:
+        serve(work, ["Hello."])
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("streams", [False, True])
