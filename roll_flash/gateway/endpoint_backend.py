@@ -14,6 +14,7 @@ from roll_flash.envs.model_text import encodable
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.answer_text import new_call_id
 from roll_flash.gateway.api_error import ApiError, unsupported
+from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.history import CallRecord, answer_key
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, ToolCall, Usage
 from roll_flash.gateway.session import Session
@@ -57,6 +58,8 @@ class EndpointBackend:
             raise InferenceError(f"{self._client.url}: not a chat completion: {excerpt(body)}") from None
         if not answers:
             raise InferenceError(f"{self._client.url}: a chat completion without choices")
+        if usage.prompt_tokens:
+            require_mostly_shown(place, usage.prompt_tokens)
         session.require_open()
         records = [
             CallRecord(

@@ -12,6 +12,7 @@ from typing import Any
 from roll_flash.errors import ModelError
 from roll_flash.gateway.answer_text import split_thinking, split_tool_calls
 from roll_flash.gateway.api_error import ApiError, bad_request
+from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.history import CallRecord, Place, answer_key
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, Usage
 from roll_flash.gateway.prompt_text import PromptText
@@ -21,9 +22,6 @@ from roll_flash.types import Message, SamplingParams
 
 CHARACTERS_PER_TOKEN = 4
 """Of an answer, about."""
-MOST_SHOWN_PER_TOKEN, MOST_UNSHOWN = 32, 1 << 16
-"""Characters. What a template shows costs tokens, of which the context has so many. What it leaves out (ids of calls,
-blanks in arguments, earlier thinking) costs nothing, but is kept, and written down with each sample that goes on."""
 
 
 class TokenBackend:
@@ -91,9 +89,7 @@ class TokenBackend:
     def _tokens_of(self, call: ModelCall, place: Place) -> list[int]:
         """Tokens of what is new in the request."""
         found = self._whole(call) if place.parent is None else self._continued(call, place.parent, place.given)
-        if place.sent > MOST_UNSHOWN + MOST_SHOWN_PER_TOKEN * len(found):
-            message = f"the model sees hardly any of {place.sent} characters: leave out what its template leaves out"
-            raise bad_request(message, "messages")
+        require_mostly_shown(place, len(found))
         return found
 
     def _continued(self, call: ModelCall, parent: CallRecord, given: Sequence[Message]) -> list[int]:
