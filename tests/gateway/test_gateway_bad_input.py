@@ -21,6 +21,7 @@ from roll_flash.gateway.answer_text import split_tool_calls
 from roll_flash.gateway.model_call import next_key, parsed_arguments
 from roll_flash.gateway.server import MAX_BODY_BYTES
 from roll_flash.gateway.session import SessionSettings
+from roll_flash.gateway.token_backend import TokenBackend
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 
@@ -137,6 +138,31 @@ def test_a_context_that_is_too_long_is_what_agents_look_for(serve: Serve) -> Non
         answer = await served.chat(HELLO, max_tokens=100_000)
         assert answer.status_code == 200
         assert served.client.sampling[0].max_new_tokens < 200
+        assert served.session.context_was_full
+
+    serve(work, ["Hello."], max_length=200)
+
+
+def test_two_megabytes_that_do_not_fit_are_not_tokenised(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took a thread for ten seconds, again and again; there are four for all agents."""
+    lengths: list[int] = []
+
+    async def work(served: Served) -> None:
+        backend = served.gateway.backend
+        assert isinstance(backend, TokenBackend)
+        encode = backend._tokenizer.encode
+
+        def counted(text: str, **settings: Any) -> Any:
+            lengths.append(len(text))
+            return encode(text, **settings)
+
+        first = (await served.chat(HELLO)).json()["choices"][0]["message"]
+        monkeypatch.setattr(backend._tokenizer, "encode", counted)
+        large = [{"role": "user", "content": "x" * 1_900_000}]
+        for messages in (large, [*HELLO, first, *large]):
+            answer = await served.chat(messages)
+            assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
+        assert sum(lengths) < 50_000
         assert served.session.context_was_full
 
     serve(work, ["Hello."], max_length=200)
