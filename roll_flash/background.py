@@ -120,8 +120,24 @@ async def given_up_after(failure: FirstFailure) -> AsyncIterator[None]:
         await asyncio.gather(watching, return_exceptions=True)
 
 
+def ends_this_task(error: BaseException) -> bool:
+    """Whether `error`, just caught, is how somebody ends the running task, and not what code of others raises: a
+    cancellation that nobody asked for leaks out of what was called, a panic of a library in Rust is no Exception."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
+
+
+def error_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """Why a task that is done did not come to its end; None where it did, or was cancelled by others."""
+    if not task.cancelled():
+        return task.exception()
+    return None if task.cancelling() else RunError(f"{task.get_name()} was cancelled by what it waited for")
+
+
 def _report(task: asyncio.Task[Any]) -> None:
-    if task.cancelled() or (error := task.exception()) is None:
+    if (error := error_of(task)) is None:
         return
     failure = _WATCHED.get(task.get_loop())
     if failure is not None:

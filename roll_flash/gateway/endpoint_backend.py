@@ -14,10 +14,11 @@ from roll_flash.envs.model_text import encodable
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.answer_text import new_call_id
 from roll_flash.gateway.api_error import ApiError, unsupported
+from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.history import CallRecord, answer_key
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, ToolCall, Usage
 from roll_flash.gateway.session import Session
-from roll_flash.inference.openai_client import EndpointRefusedError, OpenAIChatClient, token_count
+from roll_flash.inference.openai_client import EndpointRefusedError, OpenAIChatClient, excerpt, token_count
 
 AGENTS_FAULT = frozenset({400, 413, 422})
 """Refusals of a request as such; a wrong key or an unknown model is the gateway's own fault."""
@@ -54,9 +55,11 @@ class EndpointBackend:
             told = body.get("usage") or {}
             usage = Usage(*(token_count(told.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise InferenceError(f"{self._client.url}: not a chat completion: {str(body)[:120]}") from None
+            raise InferenceError(f"{self._client.url}: not a chat completion: {excerpt(body)}") from None
         if not answers:
             raise InferenceError(f"{self._client.url}: a chat completion without choices")
+        if usage.prompt_tokens:
+            require_mostly_shown(place, usage.prompt_tokens)
         session.require_open()
         records = [
             CallRecord(

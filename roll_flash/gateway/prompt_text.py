@@ -40,16 +40,18 @@ class PromptText:
         self.knows_tools = "tools" in source
         self._calls_are_bare = self.knows_tools and CALL_OPEN not in source
 
-    def whole(self, call: ModelCall) -> list[int]:
-        """A conversation of which nothing is recorded. Raises ModelError for roles that the template refuses."""
+    def whole(self, call: ModelCall, room: int | None = None) -> list[int]:
+        """A conversation of which nothing is recorded. Raises ModelError for roles that the template refuses.
+
+        With `room` only the beginning of what has far more tokens than that."""
         messages = self._shown(call.messages)
         if call.tools and not self.knows_tools:
             messages = _with_tools_described(messages, call.tools)
-        return [*self._template.prompt(messages, self._tools(call)), *self.forced(call)]
+        return [*self._template.prompt(messages, self._tools(call), room), *self.forced(call)]
 
-    def continued(self, messages: Sequence[Message], call: ModelCall, after: int) -> list[int]:
-        """What follows a recorded turn of the model that ended with token `after`."""
-        delta = self._template.delta(self._shown(messages), after=after, tools=self._tools(call))
+    def continued(self, messages: Sequence[Message], call: ModelCall, after: int, room: int) -> list[int]:
+        """What follows a recorded turn of the model that ended with token `after`. `room` as for `whole`."""
+        delta = self._template.delta(self._shown(messages), after=after, tools=self._tools(call), room=room)
         return [*delta, *self.forced(call)]
 
     def forced(self, call: ModelCall) -> list[int]:

@@ -14,6 +14,7 @@ from typing import Any
 from roll_flash.gateway.api_error import ApiError, bad_request, unsupported
 from roll_flash.gateway.chat_completions import tool_choice
 from roll_flash.gateway.event_stream import Event, pieces
+from roll_flash.gateway.history import CallRecord
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, Requested
 from roll_flash.gateway.request_fields import (
     content_text,
@@ -27,8 +28,8 @@ from roll_flash.gateway.request_fields import (
 from roll_flash.types import Message
 
 
-def parse(body: Mapping[str, Any], earlier: Mapping[str, tuple[Message, ...]]) -> ModelCall:
-    """`earlier` are the session's conversations by response id. Raises ApiError for a field that is wrong."""
+def parse(body: Mapping[str, Any], earlier: Mapping[str, CallRecord]) -> ModelCall:
+    """`earlier` are the session's answers by response id. Raises ApiError for a field that is wrong."""
     messages: list[Message] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": text(body, "instructions")})
@@ -36,7 +37,7 @@ def parse(body: Mapping[str, Any], earlier: Mapping[str, tuple[Message, ...]]) -
         if not isinstance(previous, str) or previous not in earlier:
             raise ApiError(404, "response_not_found", f"no response {previous!r} in this session")
         # Instructions are not carried over: those of the new request take their place.
-        before = earlier[previous]
+        before = earlier[previous].conversation()
         has_old = bool(messages) and bool(before) and before[0]["role"] == "system"
         messages += before[1:] if has_old else before
     messages += _input(body.get("input"))

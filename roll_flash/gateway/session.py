@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from roll_flash.gateway.api_error import ApiError
-from roll_flash.gateway.history import History
+from roll_flash.gateway.history import CallRecord, History
 from roll_flash.gateway.model_call import ModelCall, Requested
 from roll_flash.gateway.session_work import SessionWork, WorkThreads
-from roll_flash.types import FailureCause, Message, SamplingParams
+from roll_flash.types import FailureCause, SamplingParams
 
 T = TypeVar("T")
 
@@ -60,8 +60,8 @@ class Session:
         self.reading = asyncio.Lock()
         """Held while a large body is read: no agent fills the memory with them."""
         self.history = History()
-        self.responses: dict[str, tuple[Message, ...]] = {}
-        """Conversations by the id of the response that ended them, for `previous_response_id`."""
+        self.responses: dict[str, CallRecord] = {}
+        """By the id that the agent was told, for `previous_response_id`."""
         self.started_s = time.time()
         self.used_s = time.monotonic()
         """When the last call came, was answered, or was given up."""

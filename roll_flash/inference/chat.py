@@ -33,6 +33,10 @@ Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArra
 UNFIT = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """What a template raises for arguments of a call, or schemas of a tool, that are not of the kind it was written for."""
 
+CHARACTERS_AT_FIRST = 16
+"""Tokenised for each token of which there is room, before it is known whether the rest could fit: megabytes that do not
+take many seconds and gigabytes."""
+
 _SOME_ANSWER = "[[an answer of the model]]"
 """Stands for a sampled turn while the template is rendered; what follows it is the delta."""
 
@@ -75,15 +79,16 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         return text
 
-    def add_observation(self, messages: Sequence[Message]) -> None:
+    def add_observation(self, messages: Sequence[Message], room: int | None = None) -> None:
         """Append what the environment answered and the header of the model's next turn; none of it is the policy's.
+        Of what cannot fit into `room` tokens some are left out.
 
         Closes the model's turn first if the model did not (it was cut off, or stopped at a stop string).
         """
         if self._is_models_turn:
             raise ValueError("an observation must follow a turn of the model")
         self._is_models_turn = True
-        self.token_ids.extend(self._template.delta(messages, after=self.token_ids[-1], tools=self._tools))
+        self.token_ids.extend(self._template.delta(messages, after=self.token_ids[-1], tools=self._tools, room=room))
         self.messages.extend(messages)
 
     def arrays(self) -> Arrays:
@@ -143,13 +148,17 @@ class ChatTemplate:
         self._check(messages, tools)
         return self.prompt(messages, tools)
 
-    def prompt(self, messages: list[Message], tools: Tools = None) -> list[int]:
-        """As `begin`, for a prompt that is never rendered again, so that nothing has to be checked."""
-        return self._tokenize(self._render(messages, with_header=True, tools=tools))
+    def prompt(self, messages: list[Message], tools: Tools = None, room: int | None = None) -> list[int]:
+        """As `begin`, for a prompt that is never rendered again, so that nothing has to be checked.
 
-    def delta(self, messages: Sequence[Message], *, after: int, tools: Tools = None) -> list[int]:
+        With `room` only the beginning of what has far more tokens than that."""
+        return self._tokenize(self._render(messages, with_header=True, tools=tools), room)
+
+    def delta(
+        self, messages: Sequence[Message], *, after: int, tools: Tools = None, room: int | None = None
+    ) -> list[int]:
         """What follows the model's text: end of turn (unless `after`, its last token, is that), `messages`, header of
-        the next turn."""
+        the next turn. `room` as for `prompt`."""
         before: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
         text = self._render([*before, *messages], with_header=True, tools=tools)
         _, found, rest = text.partition(_SOME_ANSWER)
@@ -157,7 +166,7 @@ class ChatTemplate:
             raise ModelError(
                 f"{self._name}: the chat template does not show the model's own earlier turns as they were"
             )
-        delta = self._tokenize(rest)
+        delta = self._tokenize(rest, room)
         is_closed = delta[0] == after and delta[0] in self._special_ids
         return delta[1:] if is_closed else delta
 
@@ -191,9 +200,16 @@ class ChatTemplate:
             raise ModelError(f"{self._name}: the chat template cannot show these messages and tools: {what}") from None
         return encodable(str(text))
 
-    def _tokenize(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+    def _tokenize(self, text: str, room: int | None = None) -> list[int]:
+        """Where a beginning of the text has twice as many tokens as there is `room` for, those: all of it has more."""
+        most = len(text) if room is None else 2 * max(0, room) + 64
+        length = CHARACTERS_AT_FIRST * most
+        while length < len(text):
+            token_ids: list[int] = self._tokenizer.encode(text[:length], add_special_tokens=False)
+            if len(token_ids) > most:
+                return token_ids
+            length *= 4
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def _name(self) -> str:

@@ -12,6 +12,7 @@ import email.utils
 import json
 import os
 import random
+import reprlib
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -29,9 +30,15 @@ RETRIED_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 CONNECT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 2**20
 """More than any model says, also with its logprobs; an endpoint that goes on for ever must not fill the memory."""
+MAX_ANSWER_MARKS = 2_000_000
+"""Commas and opening brackets in one answer: 100,000 tokens with their logprobs. What holds more values stops a worker
+for seconds and takes gigabytes."""
+MAX_ERROR_BYTES = 1 << 20
 MAX_TOKENS = 1 << 31
 """That one answer may be said to have used."""
 LONGEST_BACKOFF_S = 30.0
+_shortening = reprlib.Repr()
+_shortening.maxstring = _shortening.maxother = 80
 TOO_LONG = ("context length", "context_length", "context size", "context window", "prompt is too long")
 """What servers say of a conversation that does not fit: no standard has a code for it."""
 
@@ -294,6 +301,8 @@ def _request_body(model: str, messages: Sequence[Message], sampling: SamplingPar
 
 
 def _json(content: bytes, url: str) -> Any:
+    if sum(content.count(mark) for mark in (b",", b"[", b"{")) > MAX_ANSWER_MARKS:
+        raise InferenceError(f"{url}: an answer of more than {MAX_ANSWER_MARKS} commas and brackets")
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -317,7 +326,12 @@ def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
             tool_calls=tuple(_tool_call(call) for call in choice["message"].get("tool_calls") or ()),
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise InferenceError(f"{url}: not a chat completion: {str(answer)[:120]}") from None
+        raise InferenceError(f"{url}: not a chat completion: {excerpt(answer)}") from None
+
+
+def excerpt(answer: Any) -> str:
+    """The beginning of what an endpoint answered, however much it is."""
+    return _shortening.repr(answer)[:120]
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -336,6 +350,7 @@ def token_count(value: Any) -> int | None:
 
 
 def _error_text(content: bytes, reason: str) -> str:
+    content = content[:MAX_ERROR_BYTES]
     try:
         answer = json.loads(content)
         error = answer.get("error", answer) if isinstance(answer, dict) else answer

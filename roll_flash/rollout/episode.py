@@ -14,6 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from roll_flash.background import ends_this_task
 from roll_flash.errors import InferenceError
 from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
 from roll_flash.rollout.policy import ContextFullError, Policy
@@ -238,7 +239,10 @@ async def _conclude(
 
 @asynccontextmanager
 async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Anything an environment raises is its failure, whatever the type: environments are users' code."""
+    """Anything an environment raises is its failure, whatever the type: environments are users' code.
+
+    Also what is no Exception: SystemExit would end the worker and all its episodes.
+    """
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
@@ -250,7 +254,9 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
         raise EpisodeFailed("sandbox_error", str(error)) from error
     except BadRewardError as error:
         raise EpisodeFailed("bad_reward", str(error)) from error
-    except (Exception, SystemExit) as error:  # SystemExit would end the worker and all its episodes
+    except BaseException as error:
+        if ends_this_task(error):
+            raise
         raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
 
 

@@ -19,7 +19,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_flash.background import start_background
+from roll_flash.background import all_or_first_error, error_of, start_background
 from roll_flash.errors import RollFlashError, RunError
 from roll_flash.inference.client_metrics import combined
 from roll_flash.recent import RecentCount
@@ -90,9 +90,10 @@ class WorkerFleet:
         self._error: BaseException | None = None
 
     async def start(self) -> None:
-        """Start every worker. Raises what a worker's start raised (SandboxError, RunError, ...)."""
-        actors = await asyncio.gather(*(self._start_actor(index) for index in range(self._count)))
-        self._members = [_Member(index, actor) for index, actor in enumerate(actors)]
+        """Start every worker. Raises what a worker's start raised (SandboxError, RunError, ...); then none is starting
+        any more, and `close` ends those that have."""
+        await all_or_first_error(*(self._start_member(index) for index in range(self._count)))
+        self._members.sort(key=lambda member: member.index)
         for member in self._members:
             member.ready.set()
             for work in (self._collect(member), self._feed(member)):
@@ -219,15 +220,21 @@ class WorkerFleet:
             raise RunError(f"no rollout worker came back within {START_TIMEOUT_S:g} s")
         return members
 
+    async def _start_member(self, index: int) -> None:
+        self._members.append(_Member(index, await self._start_actor(index)))
+
     async def _start_actor(self, index: int) -> Any:
         planned = plan(self._placement, self._count, self._resources, await asyncio.to_thread(_living_nodes))
         remote_class: Any = ray.remote(concurrency_groups={WATCH: 1})(WorkerActor)  # type: ignore[call-overload]
         actor: Any = remote_class.options(**ray_options(self._resources, planned[index])).remote(self._settings)
         try:
             await _within(actor.start.remote(), START_TIMEOUT_S, "start")
-        except RunError as error:
+        except NoAnswerError as error:
             ray.kill(actor)
             raise RunError(f"{error}{await asyncio.to_thread(_lacking, self._resources)}") from None
+        except BaseException:
+            ray.kill(actor)
+            raise
         return actor
 
     async def _collect(self, member: _Member) -> None:
@@ -292,8 +299,7 @@ class WorkerFleet:
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """Who waits for outcomes must hear that there will be none."""
-        if not task.cancelled() and self._error is None:
-            self._error = task.exception()
+        self._error = self._error or error_of(task)
 
     def _raise_error(self) -> None:
         if self._error is not None:

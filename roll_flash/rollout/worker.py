@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -84,13 +85,24 @@ class EpisodeStatus:
     waited_s: float
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """An episode and its task."""
+
+    spec: EpisodeSpec
+    progress: Progress
+    task: asyncio.Task[None] | None = None
+    is_over: bool = False
+    """It has its outcome, or was cancelled and nobody waits for one."""
+
+
 class Worker:
     """Must be used from one event loop. `close` cancels what runs and frees every sandbox."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         make_logs_printable()
         self._settings = settings
-        self._episodes: dict[str, tuple[asyncio.Task[None], Progress]] = {}
+        self._episodes: dict[str, _Running] = {}
         self._outcomes: list[Outcome] = []
         self._has_outcomes = asyncio.Event()
         self._threads = EnvironmentThreads(settings.threads)
@@ -125,16 +137,16 @@ class Worker:
     def submit(self, episodes: list[EpisodeSpec]) -> None:
         """Start episodes now; how many may run at once is the scheduler's business."""
         for spec in episodes:
-            progress = Progress(since=time.monotonic())
-            task = asyncio.create_task(self._run(spec, progress), name=spec.episode_id)
-            self._episodes[spec.episode_id] = (task, progress)
-            task.add_done_callback(self._forget)  # also when it is cancelled before it has begun
+            running = _Running(spec, Progress(since=time.monotonic()))
+            running.task = asyncio.create_task(self._run(running), name=spec.episode_id)
+            self._episodes[spec.episode_id] = running
+            running.task.add_done_callback(partial(self._forget, running))  # also when it never began
 
     def cancel(self, episode_ids: list[str]) -> None:
         """Stop episodes: their request, environment and sandbox go with them. Gives no outcome."""
         for episode_id in episode_ids:
-            if episode_id in self._episodes:
-                self._episodes[episode_id][0].cancel()
+            if (running := self._episodes.get(episode_id)) is not None:
+                _cancel(running)
 
     async def poll(self, timeout_s: float) -> list[Outcome]:
         """What ended since the last call; waits up to `timeout_s` for the first, and returns an empty list after."""
@@ -151,8 +163,8 @@ class Worker:
     def status(self) -> list[EpisodeStatus]:
         now = time.monotonic()
         return [
-            EpisodeStatus(episode_id, progress.turn, progress.waits_for, now - progress.since)
-            for episode_id, (_, progress) in self._episodes.items()
+            EpisodeStatus(episode_id, each.progress.turn, each.progress.waits_for, now - each.progress.since)
+            for episode_id, each in self._episodes.items()
         ]
 
     def client_metrics(self) -> dict[str, float]:
@@ -165,16 +177,15 @@ class Worker:
         return self._pool.stats() if self._pool is not None else None
 
     async def close(self) -> None:
-        tasks = [task for task, _ in self._episodes.values()]
-        for task in tasks:
-            task.cancel()
+        tasks = [_cancel(running) for running in self._episodes.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         for part in (self._agents, self._client, self._chat_client, self._pool):
             if part is not None:
                 await part.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, spec: EpisodeSpec, progress: Progress) -> None:
+    async def _run(self, running: _Running) -> None:
+        spec = running.spec
         lease: LazySandbox | None = None
 
         async def open_env() -> AsyncEnvironment:
@@ -188,16 +199,14 @@ class Worker:
 
         try:
             policy, deadlines = self._policy(spec), self._settings.deadlines
-            outcome = await run_episode(spec, open_env, policy, deadlines, progress, self._play_agent)
-            self._end(sendable(outcome, spec))
-        except Exception as error:  # a defect of ours: its group must not wait for it for ever
-            self._end(_failure(spec, "internal_error", f"{type(error).__name__}: {error}", progress.turn))
-            raise
+            outcome = await run_episode(spec, open_env, policy, deadlines, running.progress, self._play_agent)
+            self._end(running, sendable(outcome, spec))
         finally:
             if lease is not None:
                 await lease.close()
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, running: _Running, outcome: Outcome) -> None:
+        running.is_over = True
         self._outcomes.append(outcome)
         self._has_outcomes.set()
 
@@ -221,12 +230,18 @@ class Worker:
         backend = TokenBackend(self._client, self._tokenizer, model=MODEL_NAME, max_length=length)
         return AgentEpisodes(backend, pins_groups=self._settings.pins_groups)
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        running = self._episodes.get(task.get_name())
-        if running is not None and running[0] is task:  # one that failed may have been started again meanwhile
-            del self._episodes[task.get_name()]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("after episode %s: %s", task.get_name(), error, exc_info=error)
+    def _forget(self, running: _Running, task: asyncio.Task[None]) -> None:
+        """However a task ended, its group must not wait for it for ever."""
+        spec = running.spec
+        if self._episodes.get(spec.episode_id) is running:  # one that failed may have been started again meanwhile
+            del self._episodes[spec.episode_id]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("after episode %s: %s", spec.episode_id, error, exc_info=error)
+        if not running.is_over:
+            waits_for, turn = running.progress.waits_for, running.progress.turn
+            what = f"{type(error).__name__}: {error}" if error else f"cancelled from within, waiting for {waits_for}"
+            self._end(running, _failure(spec, "internal_error", what, turn))
 
     def _policy(self, spec: EpisodeSpec) -> Policy:
         if self._chat_client is not None:
@@ -240,6 +255,13 @@ class Worker:
             max_length=self._settings.max_length,
             session=spec.group_id if self._settings.pins_groups else None,
         )
+
+
+def _cancel(running: _Running) -> asyncio.Task[None]:
+    assert running.task is not None
+    running.is_over = True
+    running.task.cancel()
+    return running.task
 
 
 def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:

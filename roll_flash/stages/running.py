@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_flash.background import start_background
+from roll_flash.background import error_of, start_background
 from roll_flash.daemon_threads import call_in_thread
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
@@ -215,5 +215,5 @@ async def _close(name: str, scorer: RewardStage) -> None:
 
 def _fail_with(stream: TrajectoryStream, task: asyncio.Task[None]) -> None:
     """Whoever waits for rewards must hear that there will be none."""
-    if not task.cancelled() and (error := task.exception()) is not None:
+    if (error := error_of(task)) is not None:
         stream.fail(error)

@@ -14,6 +14,8 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
 from roll_flash.background import first_failure
 from roll_flash.config import load_config
@@ -171,6 +173,44 @@ def test_workers_that_no_node_has_the_resources_for_are_one_clear_error(
 
     with pytest.raises(RunError, match=r"worker_resources asks for unobtainium: 1, which the Ray cluster"):
         asyncio.run(run())
+
+
+class OneFails(WorkerFleet):
+    """Worker 0 starts, worker 1 never comes to an end of that, worker 2 cannot when the first one has."""
+
+    started: Any = None
+    starting = 0
+
+    async def _start_actor(self, index: int) -> Any:
+        if index == 0:
+            self.started = await super()._start_actor(index)
+            return self.started
+        self.starting += 1
+        try:
+            async with asyncio.timeout(60):
+                while index == 1 or self.started is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            self.starting -= 1
+        raise RunError("no place for it")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_worker_that_does_not_start_leaves_none_behind_that_starts_or_has(endpoint: str) -> None:
+    async def run() -> OneFails:
+        fleet = OneFails(make_settings(endpoint), workers=3)
+        try:
+            with pytest.raises(RunError, match="no place for it"):
+                await fleet.start()
+        finally:
+            await fleet.close()
+        assert fleet.starting == 0
+        return fleet
+
+    fleet = asyncio.run(run())
+    with pytest.raises(RayActorError):
+        ray.get(fleet.started.status.remote(), timeout=20)
 
 
 @pytest.mark.ray

@@ -52,6 +52,29 @@ class Talking(Env):
         return self._observation, 1.0, self._turns == 2, False, {}
 
 
+class Panic(BaseException):
+    """What a library in Rust raises when it panics is no Exception either."""
+
+
+class BreaksOff(Env):
+    """Ends a step by `how`, which `except Exception` does not see."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "say something", {}
+
+    async def step(self, action: str) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._how == "cancels its episode":
+            task.cancel()
+            await asyncio.sleep(0)
+        errors = {"panics": Panic("index out of bounds"), "awaits what was cancelled": asyncio.CancelledError()}
+        raise errors.get(self._how, KeyboardInterrupt())
+
+
 class UsesSandbox(SandboxEnv):
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         return (await self.sandbox.exec(["echo", "ready"])).stdout.decode(), {}
@@ -76,6 +99,7 @@ class Hanging(gymnasium.Env[str, str]):
 
 
 register_env("Talking-v0", Talking)
+register_env("BreaksOff-v0", BreaksOff)
 register_env("UsesSandbox-v0", UsesSandbox)
 gymnasium.register("Hanging-v0", Hanging)
 
@@ -190,6 +214,29 @@ def test_an_episode_that_is_cancelled_before_it_began_is_forgotten() -> None:
         await eventually(lambda: not worker.status())
 
     play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("panics", "env_error"),
+        ("awaits what was cancelled", "env_error"),
+        ("is interrupted", "env_error"),
+        ("cancels its episode", "internal_error"),
+    ],
+)
+def test_an_episode_that_breaks_off_in_whatever_way_is_a_failure_for_which_nobody_waits(how: str, cause: str) -> None:
+    """It had no outcome: its group and its slot waited for it until the run was called stalled."""
+
+    async def scenario(worker: Worker, _: StandInServer) -> list[Outcome]:
+        worker.submit([*episodes("BreaksOff-v0", how=how), *episodes("Talking-v0")])
+        return await outcomes(worker, 2)
+
+    ended = {outcome.episode_id: outcome for outcome in play(scenario)}
+    assert isinstance(ended["Talking-v0-0"], Trajectory)
+    broken = ended["BreaksOff-v0-0"]
+    assert isinstance(broken, EpisodeFailure)
+    assert broken.cause == cause
 
 
 def test_blocking_environments_that_hang_do_not_starve_the_others() -> None:
