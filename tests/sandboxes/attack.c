@@ -62,13 +62,20 @@ static void swap_once(int number) {
 
 static long alarm_clock(int number) {  // wakes this program when it has been stopped, and stays
     timer_t timer;
+    int ready[2];
+    char byte;
     struct sigevent event = {.sigev_notify = SIGEV_SIGNAL, .sigev_signo = number};
     const struct itimerspec soon = {{0, 0}, {0, 20000000}};
     mkfifo("/etc/pipe", 0644);
-    if (fork() != 0) return 0;
+    if (pipe(ready)) return -1;
+    if (fork() != 0) {
+        close(ready[1]);
+        return read(ready[0], &byte, 1) == 1 ? 0 : -1;
+    }
     setsid();
     signal(SIGCONT, swap_once);
     if (timer_create(CLOCK_MONOTONIC, &event, &timer)) _exit(1);
+    if (write(ready[1], "", 1) != 1) _exit(1);
     for (;;) {
         timer_settime(timer, 0, &soon, NULL);
         usleep(500);
