@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_flash.background import ends_this_task
-from roll_flash.errors import InferenceError
+from roll_flash.errors import InferenceError, ModelError
 from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
 from roll_flash.rollout.policy import ContextFullError, Policy
 from roll_flash.rollout.tool_chat import declared_tools
@@ -220,10 +220,13 @@ async def _play_turns(
 
 async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
     """A megabyte takes the better part of a second to tokenise: in a thread, where it holds up no other episode."""
-    if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
-        await asyncio.to_thread(take, messages)
-    else:
-        take(messages)
+    try:
+        if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
+            await asyncio.to_thread(take, messages)
+        else:
+            take(messages)
+    except ModelError as error:  # the template cannot show what the environment says, and could not the next time
+        raise EpisodeFailed("env_error", str(error)) from error
 
 
 async def _conclude(
@@ -246,6 +249,7 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
+        _end_what_was_cancelled()
     except TimeoutError as error:
         if not scope.expired():
             raise EpisodeFailed("env_error", f"{what} raised TimeoutError: {error}") from error
@@ -258,6 +262,14 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
         if ends_this_task(error):
             raise
         raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
+
+
+def _end_what_was_cancelled() -> None:
+    """Users' code may have caught the cancellation, as a bare `except` does: the episode would go on after its
+    deadline, or after its group is gone."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 async def _close(env: AsyncEnvironment, timeout_s: float) -> str | None:
