@@ -116,6 +116,8 @@ async def _play(
         tools, info = declared_tools(about)
         if env.plays_itself:
             trajectory = await _play_itself(spec, env, deadlines, progress, play_agent)
+        elif not messages:
+            raise EpisodeFailed("env_error", "reset returned an empty observation; say what the task is")
         else:
             await _take_in(lambda given: policy.begin(given, tools), messages)
             trajectory = await _play_steps(spec, env, policy, deadlines, progress, started_s)

@@ -273,7 +273,7 @@ def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
         outcome = replace(outcome, info=_info(outcome.info), messages=tuple(plain(outcome.messages)))
         pickle.dumps(outcome)
         return outcome
-    except Exception as error:  # users' objects may raise anything from their __str__
+    except BaseException as error:  # users' objects may raise anything from their __str__, as SystemExit
         message = f"the episode's info or messages cannot be sent: {type(error).__name__}: {error}"
         return _failure(spec, "env_error", message, len(outcome.turns))
 

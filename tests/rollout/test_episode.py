@@ -90,7 +90,7 @@ class Echo(Env):
 
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         await self._misbehave("reset")
-        return f"seed {seed}", {}
+        return "" if self._fault == "reset says nothing" else f"seed {seed}", {}
 
     async def step(self, action: str) -> Any:
         await self._misbehave("step")
@@ -98,7 +98,8 @@ class Echo(Env):
         done = self._turns == 0
         reward: Any = {"nan": float("nan"), "inf": float("inf"), "no number": "much"}.get(self._fault, 0.5)
         observation: Any = 7 if self._fault == "observation" else f"you said {action}"
-        return observation, reward, done, False, {"success": done}
+        info: Any = {"no info": None, "array": {"success": np.ones(2)}}.get(self._fault, {"success": done})
+        return observation, reward, done, False, info
 
     async def close(self) -> None:
         Echo.closed += 1
@@ -307,6 +308,9 @@ def test_a_full_context_ends_the_episode_but_keeps_what_was_played() -> None:
         ("inf", "bad_reward", "inf"),
         ("no number", "bad_reward", "'much'"),
         ("observation", "env_error", "must be a str or a list of messages"),
+        ("no info", "env_error", "info must be a dict, not NoneType"),
+        ("array", "env_error", "step raised ValueError: The truth value of an array"),
+        ("reset says nothing", "env_error", "reset returned an empty observation"),
         ("step loses its sandbox", "sandbox_error", "the container is gone"),
     ],
 )
