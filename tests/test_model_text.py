@@ -143,6 +143,7 @@ SHAPES: Sequence[tuple[str, str, str]] = [
         for unit in (" ", "\n", "a", "9", "[", "{", '"', "\\", "`", "<", "=", "&#9", "\x1b[31m", "é\u202e")
     ],
     *[("hello", unit, "") for unit in (" ", "\t\n", " [")],
+    *[("", unit, "x") for unit in ("9", "0.", "-", "9e9")],
     ("", "a ", "!"),
     ("", "<think>", ""),
     ("", "<think></think>", "x"),
