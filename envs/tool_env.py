@@ -190,7 +190,9 @@ class ToolEnv(Env):
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """The final rewards, for the episode as it stands."""
         final = await _rubric_of(type(self)).score(self, "final")
-        success = self.success if self.success is not None else final.total >= self.full_reward - 1e-9
+        success = self.success
+        if success is None and _rubric_of(type(self)).tells_success:
+            success = final.total >= self.full_reward - 1e-9
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
 
     def _tool_info(self) -> dict[str, Any]:
