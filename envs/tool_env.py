@@ -96,7 +96,8 @@ class ToolEnv(Env):
     While an episode runs: `turn` (from 1), `last_calls` (outcomes of this turn), `final_answer` (None until the model
     gives one: its text without a call, or what it wrote in `<answer>`), `used(tool)`; `finish()` ends the episode.
     At the end the final rewards are asked; `info["success"]` is `self.success` where that was set, else whether every
-    final reward was earned in full. `info["tools"]` has calls, errors, timeouts and seconds of each tool.
+    final reward was earned in full (None if none counts). `info["tools"]` has calls, errors, timeouts and seconds of
+    each tool.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()

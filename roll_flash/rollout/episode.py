@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -53,6 +54,17 @@ class Progress:
     since: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    ends_at: float = math.inf
+    """`time.monotonic()` at the deadline of the episode."""
+    is_cancelled: bool = False
+
+    def require_running(self) -> None:
+        """Users' code may have caught the cancellation, as a bare `except` does: the episode would go on after its
+        deadline, or after its group is gone. Raises what it has caught."""
+        if self.is_cancelled:
+            raise asyncio.CancelledError
+        if time.monotonic() >= self.ends_at:
+            raise TimeoutError
 
     def now(self, waits_for: str) -> None:
         self.waits_for = waits_for
@@ -72,6 +84,7 @@ async def run_episode(
     play_agent: PlayAgent | None = None,
 ) -> Trajectory | EpisodeFailure:
     """Play `spec` and return what came of it. Only cancellation raises."""
+    progress.ends_at = time.monotonic() + deadlines.episode_s
     try:
         async with asyncio.timeout(deadlines.episode_s):
             return await _play(spec, open_env, policy, deadlines, progress, play_agent)
@@ -181,6 +194,7 @@ async def _play_turns(
     turns: list[Turn] = []
     info: dict[str, Any] = {}
     while len(turns) < spec.max_turns:
+        progress.require_running()
         progress.turn = len(turns)
         progress.now("the model")
         try:
@@ -251,7 +265,6 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
-        _end_what_was_cancelled()
     except TimeoutError as error:
         if not scope.expired():
             raise EpisodeFailed("env_error", f"{what} raised TimeoutError: {error}") from error
@@ -264,14 +277,6 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
         if ends_this_task(error):
             raise
         raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
-
-
-def _end_what_was_cancelled() -> None:
-    """Users' code may have caught the cancellation, as a bare `except` does: the episode would go on after its
-    deadline, or after its group is gone."""
-    task = asyncio.current_task()
-    if task is not None and task.cancelling():
-        raise asyncio.CancelledError
 
 
 async def _close(env: AsyncEnvironment, timeout_s: float) -> str | None:

@@ -259,7 +259,7 @@ class Worker:
 
 def _cancel(running: _Running) -> asyncio.Task[None]:
     assert running.task is not None
-    running.is_over = True
+    running.is_over = running.progress.is_cancelled = True
     running.task.cancel()
     return running.task
 
