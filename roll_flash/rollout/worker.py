@@ -283,11 +283,16 @@ def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) ->
 
 
 def _info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """A model that nests what an environment repeats there loses the record, and neither the sample nor the run."""
-    try:
-        return dict(plain(info))
-    except RecursionError as error:
-        return {"info_left_out": str(error)}
+    """A model that nests what an environment repeats there loses that record, and neither the sample nor the run; nor
+    what else stands there, such as the right answer, without which a judge gives no score."""
+    kept: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, value in info.items():
+        try:
+            kept |= plain({name: value})
+        except RecursionError as error:
+            left_out[str(name)] = str(error)
+    return {**kept, "info_left_out": left_out} if left_out else kept
 
 
 class WorkerActor:

@@ -372,8 +372,9 @@ def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_th
         said: Any = 1
         for _ in range(depth):
             said = [said]
-        outcome = sendable(dataclasses.replace(trajectory(episode, [1], 0.5), info={"said": said}), episode)
+        outcome = sendable(dataclasses.replace(trajectory(episode, [1], 0.5), info={"right": 7, "said": said}), episode)
         assert isinstance(outcome, Trajectory)
         assert outcome.reward == 0.5
-        assert list(outcome.info) == (["said"] if depth < 64 else ["info_left_out"])
+        assert list(outcome.info) == ["right", "said" if depth < 64 else "info_left_out"]
+        assert outcome.info["right"] == 7  # a judge asks for it
         json.dumps(outcome.info)
