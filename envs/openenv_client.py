@@ -8,6 +8,7 @@ is told to the model.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.openenv_actions import JsonActions, TextActions, actions_of, as_text, takes_tools
 from roll_flash.envs.openenv_connection import NAME, OpenEnvConnection, SessionEnded, WrongAction
 from roll_flash.envs.tool_calls import BadCall, ToolCall, parse_tool_calls
+from roll_flash.envs.tool_env import LARGEST_SHARE
 from roll_flash.envs.tool_prompt import (
     ToolFormat,
     describe_tools,
@@ -64,11 +66,14 @@ class OpenEnv(Env):
         self._earned = 0.0
         self._wrong = 0
         self._calls_s = 0.0
+        self._began_s = 0.0
+        self._ends_at = math.inf
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
         self._turns, self._earned, self._wrong, self._calls_s = 0, 0.0, 0, 0.0
+        self._began_s = time.monotonic()
         try:
             return await self._begin(seed)
         except BaseException:
@@ -77,6 +82,8 @@ class OpenEnv(Env):
 
     async def step(self, action: str) -> StepResult:
         self._turns += 1
+        of_step = time.monotonic() + LARGEST_SHARE * self.step_timeout_s
+        self._ends_at = min(of_step, self._began_s + LARGEST_SHARE * self.episode_timeout_s)
         news, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
         self._earned += earned
         truncated = not done and self._turns >= self._max_turns
@@ -107,13 +114,20 @@ class OpenEnv(Env):
     async def _act(self, text: str) -> tuple[list[Message], float, bool]:
         assert self._actions is not None, "reset() comes first"
         try:
-            answer = await self._connection.step(self._actions.action(text))
+            answer = await self._take_action(self._actions.action(text))
         except WrongAction as error:
             self._wrong += 1
             told = f"Error: {error}. {self._actions.instructions}"
             return [{"role": "user", "content": told}], 0.0, isinstance(error, SessionEnded)
         said = as_text(answer["observation"], self._observation_field)
         return [{"role": "user", "content": said}], float(answer.get("reward") or 0.0), bool(answer.get("done"))
+
+    async def _take_action(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What a model can make slow ends before the run would give its step or its episode up, which is no sample."""
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise SessionEnded("not run: the episode has no time left")
+        return await self._connection.step(action, left_s)
 
     async def _list_tools(self) -> dict[str, ToolDescription]:
         try:
@@ -149,7 +163,7 @@ class OpenEnv(Env):
             return f"Error: {call.message}", 0.0, False
         wanted = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
         try:
-            answer = await self._connection.step(wanted)
+            answer = await self._take_action(wanted)
         except WrongAction as error:
             self._wrong += 1
             return f"Error: {error}", 0.0, isinstance(error, SessionEnded)

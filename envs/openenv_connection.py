@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,7 @@ from roll_flash.errors import ConfigError, EnvError
 NAME = "OpenEnv-v0"
 FULL_POLL_S = 0.5
 """How often a server that has no session free is asked again."""
+PROBE_S = 3.0
 MAX_MESSAGE_BYTES = 64 << 20
 
 
@@ -29,7 +31,7 @@ class WrongAction(Exception):
 
 
 class SessionEnded(WrongAction):
-    """The server could not even say what is wrong with the action."""
+    """The server could not even say what is wrong with the action, or has not come to an end with it."""
 
 
 class OpenEnvConnection:
@@ -77,9 +79,10 @@ class OpenEnvConnection:
             except WrongAction as error:
                 raise EnvError(f"{NAME}: reset with {dict(settings)}: {error}") from None
 
-    async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`observation`, `reward` and `done`. Raises WrongAction, SessionEnded."""
-        return await self._ask("step", action)
+    async def step(self, action: Mapping[str, Any], most_s: float = math.inf) -> Mapping[str, Any]:
+        """`observation`, `reward` and `done`. Raises WrongAction, and SessionEnded also for an action that takes longer
+        than `most_s`, or `timeout_s`, of a server that is there."""
+        return await self._ask("step", action, most_s)
 
     async def close(self) -> None:
         await self._drop()
@@ -87,15 +90,20 @@ class OpenEnvConnection:
             session, self._session = self._session, None
             await session.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(self, kind: str, data: Mapping[str, Any], most_s: float = math.inf) -> Mapping[str, Any]:
         asked = _as_json({"type": kind, "data": dict(data)})
+        limit_s = min(self._timeout_s, most_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(limit_s):
                 if self._socket is None:
                     self._socket = await self._client().ws_connect(self._ws, max_msg_size=MAX_MESSAGE_BYTES)
                 await self._socket.send_str(asked)
                 message = await self._socket.receive()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except TimeoutError as error:
+            if kind == "step" and await self._is_there():
+                raise SessionEnded(f"it took longer than {limit_s:.3g} s and was given up") from None
+            raise self._away(error) from None
+        except (aiohttp.ClientError, OSError) as error:
             raise self._away(error) from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise EnvError(f"{NAME}: {self._ws} ended the session during {kind}")
@@ -119,6 +127,14 @@ class OpenEnvConnection:
         if code == "SESSION_ERROR" and kind == "step":
             raise SessionEnded(said[:300])
         raise EnvError(f"{NAME}: {kind}: {code}: {said[:300]}")
+
+    async def _is_there(self) -> bool:
+        """Whether the server answers others while it is busy with an action of ours."""
+        try:
+            async with asyncio.timeout(PROBE_S), self._client().get(f"{self._http}/schema") as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:

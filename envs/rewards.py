@@ -79,6 +79,11 @@ class Rubric:
         """What the final rewards come to when each returns 1."""
         return sum(options.weight for _, options in self._rewards if options.when == "final" and options.weight > 0)
 
+    @property
+    def tells_success(self) -> bool:
+        """Whether a final reward counts: those of turns do not say whether the task was solved."""
+        return any(options.when == "final" and options.weight for _, options in self._rewards)
+
     async def score(self, env: Any, when: When) -> Score:
         """Ask the functions of this moment, one after the other. Raises EnvError for what is not a finite number."""
         values: dict[str, float] = {}

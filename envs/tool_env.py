@@ -96,7 +96,8 @@ class ToolEnv(Env):
     While an episode runs: `turn` (from 1), `last_calls` (outcomes of this turn), `final_answer` (None until the model
     gives one: its text without a call, or what it wrote in `<answer>`), `used(tool)`; `finish()` ends the episode.
     At the end the final rewards are asked; `info["success"]` is `self.success` where that was set, else whether every
-    final reward was earned in full. `info["tools"]` has calls, errors, timeouts and seconds of each tool.
+    final reward was earned in full (None if none counts). `info["tools"]` has calls, errors, timeouts and seconds of
+    each tool.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
@@ -190,7 +191,9 @@ class ToolEnv(Env):
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """The final rewards, for the episode as it stands."""
         final = await _rubric_of(type(self)).score(self, "final")
-        success = self.success if self.success is not None else final.total >= self.full_reward - 1e-9
+        success = self.success
+        if success is None and _rubric_of(type(self)).tells_success:
+            success = final.total >= self.full_reward - 1e-9
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
 
     def _tool_info(self) -> dict[str, Any]:

@@ -52,14 +52,22 @@ def _prepared(
     context = contextvars.copy_context()
 
     def call() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(context.run(fn, *args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            carry_out(future, lambda: context.run(fn, *args, **kwargs))
 
     return call, future
+
+
+def carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Settles `future`, whatever `work` raises: also SystemExit, which belongs to who waits and not to this thread."""
+    try:
+        result = work()
+    except StopIteration as error:  # of `next`: an asyncio future does not take it, and who waits would wait for ever
+        future.set_exception(RuntimeError(f"StopIteration: {error}" if error.args else "StopIteration"))
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 async def call_in_thread(function: Callable[[], Result]) -> Result:

@@ -107,7 +107,7 @@ class AsyncEnvironment:
     async def score(self) -> tuple[float, Mapping[str, Any]]:
         """What the agent's work is worth. Raises BadRewardError for what is no finite number."""
         reward, info = await self._call(self._own("score"))
-        return _as_reward(reward), info
+        return _as_reward(reward), _as_info(info)
 
     def allow(self, step_s: float, episode_s: float) -> None:
         """Tell the environment how long a step and the whole episode may take."""
@@ -117,13 +117,13 @@ class AsyncEnvironment:
 
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
         observation, info = await self._call(self._env.reset, seed=seed)
-        return _as_messages(observation), info
+        return _as_messages(observation), _as_info(info)
 
     async def step(self, action: str) -> Step:
         observation, reward, terminated, truncated, info = await self._call(self._env.step, action)
         messages = _as_messages(observation)
         text = "\n".join(str(message.get("content", "")) for message in messages)
-        return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), info)
+        return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), _as_info(info))
 
     async def conclude(self) -> tuple[float, Mapping[str, Any]]:
         """What the episode is worth as it stands, where the environment can say; for one that is ended from outside."""
@@ -131,7 +131,7 @@ class AsyncEnvironment:
         if method is None:
             return 0.0, {}
         reward, info = await self._call(method)
-        return _as_reward(reward), info
+        return _as_reward(reward), _as_info(info)
 
     def _own(self, name: str) -> Callable[..., Any]:
         method = getattr(self._env.unwrapped, name, None)
@@ -208,6 +208,13 @@ def _as_messages(observation: Any) -> list[Message]:
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
         "render it as text in the environment or in a wrapper"
     )
+
+
+def _as_info(info: Any) -> Mapping[str, Any]:
+    if not isinstance(info, Mapping):
+        raise EnvError(f"info must be a dict, not {type(info).__name__}")
+    bool(info.get("success"))  # of an array, say, it raises here, where it is the environment's
+    return info
 
 
 def _as_reward(reward: Any) -> float:

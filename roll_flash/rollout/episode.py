@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_flash.background import ends_this_task
-from roll_flash.errors import InferenceError
+from roll_flash.errors import InferenceError, ModelError
 from roll_flash.rollout.environments import AsyncEnvironment, BadRewardError
 from roll_flash.rollout.policy import ContextFullError, Policy
 from roll_flash.rollout.tool_chat import declared_tools
@@ -53,6 +54,17 @@ class Progress:
     since: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    ends_at: float = math.inf
+    """`time.monotonic()` at the deadline of the episode."""
+    is_cancelled: bool = False
+
+    def require_running(self) -> None:
+        """Users' code may have caught the cancellation, as a bare `except` does: the episode would go on after its
+        deadline, or after its group is gone. Raises what it has caught."""
+        if self.is_cancelled:
+            raise asyncio.CancelledError
+        if time.monotonic() >= self.ends_at:
+            raise TimeoutError
 
     def now(self, waits_for: str) -> None:
         self.waits_for = waits_for
@@ -72,6 +84,7 @@ async def run_episode(
     play_agent: PlayAgent | None = None,
 ) -> Trajectory | EpisodeFailure:
     """Play `spec` and return what came of it. Only cancellation raises."""
+    progress.ends_at = time.monotonic() + deadlines.episode_s
     try:
         async with asyncio.timeout(deadlines.episode_s):
             return await _play(spec, open_env, policy, deadlines, progress, play_agent)
@@ -116,6 +129,8 @@ async def _play(
         tools, info = declared_tools(about)
         if env.plays_itself:
             trajectory = await _play_itself(spec, env, deadlines, progress, play_agent)
+        elif not messages:
+            raise EpisodeFailed("env_error", "reset returned an empty observation; say what the task is")
         else:
             await _take_in(lambda given: policy.begin(given, tools), messages)
             trajectory = await _play_steps(spec, env, policy, deadlines, progress, started_s)
@@ -179,6 +194,7 @@ async def _play_turns(
     turns: list[Turn] = []
     info: dict[str, Any] = {}
     while len(turns) < spec.max_turns:
+        progress.require_running()
         progress.turn = len(turns)
         progress.now("the model")
         try:
@@ -220,10 +236,13 @@ async def _play_turns(
 
 async def _take_in(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
     """A megabyte takes the better part of a second to tokenise: in a thread, where it holds up no other episode."""
-    if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
-        await asyncio.to_thread(take, messages)
-    else:
-        take(messages)
+    try:
+        if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
+            await asyncio.to_thread(take, messages)
+        else:
+            take(messages)
+    except ModelError as error:  # the template cannot show what the environment says, and could not the next time
+        raise EpisodeFailed("env_error", str(error)) from error
 
 
 async def _conclude(

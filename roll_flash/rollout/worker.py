@@ -259,7 +259,7 @@ class Worker:
 
 def _cancel(running: _Running) -> asyncio.Task[None]:
     assert running.task is not None
-    running.is_over = True
+    running.is_over = running.progress.is_cancelled = True
     running.task.cancel()
     return running.task
 
@@ -273,7 +273,7 @@ def sendable(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
         outcome = replace(outcome, info=_info(outcome.info), messages=tuple(plain(outcome.messages)))
         pickle.dumps(outcome)
         return outcome
-    except Exception as error:  # users' objects may raise anything from their __str__
+    except BaseException as error:  # users' objects may raise anything from their __str__, as SystemExit
         message = f"the episode's info or messages cannot be sent: {type(error).__name__}: {error}"
         return _failure(spec, "env_error", message, len(outcome.turns))
 
@@ -283,11 +283,16 @@ def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) ->
 
 
 def _info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """A model that nests what an environment repeats there loses the record, and neither the sample nor the run."""
-    try:
-        return dict(plain(info))
-    except RecursionError as error:
-        return {"info_left_out": str(error)}
+    """A model that nests what an environment repeats there loses that record, and neither the sample nor the run; nor
+    what else stands there, such as the right answer, without which a judge gives no score."""
+    kept: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, value in info.items():
+        try:
+            kept |= plain({name: value})
+        except RecursionError as error:
+            left_out[str(name)] = str(error)
+    return {**kept, "info_left_out": left_out} if left_out else kept
 
 
 class WorkerActor:

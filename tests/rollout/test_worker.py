@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -75,6 +76,15 @@ class BreaksOff(Env):
         raise errors.get(self._how, KeyboardInterrupt())
 
 
+class CatchesAll(Talking):
+    """Catches its cancellation, as a bare `except` around a request does."""
+
+    async def step(self, action: str) -> Any:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(LONG_S)
+        return "go on", 1.0, False, False, {}
+
+
 class UsesSandbox(SandboxEnv):
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         return (await self.sandbox.exec(["echo", "ready"])).stdout.decode(), {}
@@ -100,6 +110,7 @@ class Hanging(gymnasium.Env[str, str]):
 
 register_env("Talking-v0", Talking)
 register_env("BreaksOff-v0", BreaksOff)
+register_env("CatchesAll-v0", CatchesAll)
 register_env("UsesSandbox-v0", UsesSandbox)
 gymnasium.register("Hanging-v0", Hanging)
 
@@ -204,6 +215,20 @@ def test_a_cancelled_episode_cancels_its_request_and_frees_its_sandbox() -> None
         assert await worker.poll(0.05) == []
 
     play(scenario, SilentServer(), sandbox=SandboxConfig(provider="local", pool_size=1))
+
+
+def test_a_cancelled_episode_ends_also_where_its_environment_catches_the_cancellation() -> None:
+    async def scenario(worker: Worker, server: StandInServer) -> None:
+        [episode] = episodes("CatchesAll-v0")
+        worker.submit([episode])
+        await eventually(lambda: [s for s in worker.status() if s.waits_for == "the environment's step"])
+        await asyncio.sleep(0)
+        worker.cancel([episode.episode_id])
+        await eventually(lambda: not worker.status())
+        assert len(server.requests) == 1
+        assert await worker.poll(0.05) == []
+
+    play(scenario)
 
 
 def test_an_episode_that_is_cancelled_before_it_began_is_forgotten() -> None:
@@ -347,8 +372,9 @@ def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_th
         said: Any = 1
         for _ in range(depth):
             said = [said]
-        outcome = sendable(dataclasses.replace(trajectory(episode, [1], 0.5), info={"said": said}), episode)
+        outcome = sendable(dataclasses.replace(trajectory(episode, [1], 0.5), info={"right": 7, "said": said}), episode)
         assert isinstance(outcome, Trajectory)
         assert outcome.reward == 0.5
-        assert list(outcome.info) == (["said"] if depth < 64 else ["info_left_out"])
+        assert list(outcome.info) == ["right", "said" if depth < 64 else "info_left_out"]
+        assert outcome.info["right"] == 7  # a judge asks for it
         json.dumps(outcome.info)
