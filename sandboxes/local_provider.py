@@ -248,7 +248,8 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
     # Of the kernel's settings those of its own namespaces would be the sandbox's to change.
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
-    command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
+    command += ["--mqueue", "/dev/mqueue", "--remount-ro", "/dev"]  # queues are there anyway; so a reset sees them
     for link in SYSTEM_LINKS:
         if os.path.islink(link):
             command += ["--symlink", os.readlink(link), link]

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from abuse import attack_program
 from hypothesis import given
 from hypothesis import strategies as st
 from roll_flash.sandboxes import (
@@ -419,6 +420,21 @@ def test_a_sandbox_with_shared_memory_left_is_not_used_again(provider: str) -> N
             async with pool.lease() as first:
                 assert (await first.exec(["perl", "-e", SHARED_MEMORY])).ok
             await until(lambda: pool.stats().not_reused == 1 and not first.alive)
+
+    asyncio.run(reuse())
+
+
+def test_with_reuse_no_message_queue_of_the_lease_before_is_left(provider: str) -> None:
+    async def lease(pool: SandboxPool, create: str) -> bytes:
+        async with pool.lease() as sandbox:
+            await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+            return (await sandbox.exec(["/tmp/attack", "queue", create])).stdout
+
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            assert await lease(pool, "1") == b"0\n"
+            await until(lambda: pool.stats().reused == 1)
+            assert await lease(pool, "0") == b"No such file or directory\n"
 
     asyncio.run(reuse())
 
