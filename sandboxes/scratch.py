@@ -6,7 +6,6 @@ Most have it in their name; those whose path must be short, in a file.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes.identity import Owner, boot_id
+from roll_flash.sandboxes.identity import Owner, boot_id, short_boot_id
 
 PREFIX = "roll-flash"
 SHORT_PREFIX = "rf"
@@ -77,7 +76,7 @@ def _owner(path: Path) -> Owner | None:
     """None for a folder that is none of these. Raises OSError, ValueError."""
     match = NAME.fullmatch(path.name)
     if match is not None:
-        boot = boot_id() if match["boot"] == _boot() else match["boot"]
+        boot = boot_id() if match["boot"] == short_boot_id() else match["boot"]
         return Owner(boot, int(match["pid"]), int(match["started"]))
     file = path / OWNER_FILE
     return Owner.parse(file.read_text()) if file.is_file() else None
@@ -97,8 +96,4 @@ def sweep_folders() -> list[ScratchFolder]:
 
 
 def _of(owner: Owner) -> str:
-    return f"{PREFIX}-{_boot()}-{owner.pid}-{owner.started}"
-
-
-def _boot() -> str:
-    return hashlib.sha256(boot_id().encode()).hexdigest()[:8]
+    return f"{PREFIX}-{short_boot_id()}-{owner.pid}-{owner.started}"
