@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -130,7 +131,7 @@ class LocalProvider:
             _fill(files[0], self._agent.content)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
-            command = [*_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
+            command = [*_open_files(spec), *_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
             process = await asyncio.create_subprocess_exec(
                 *(cgroup.wrap(command) if cgroup is not None else command),
                 stdin=theirs.fileno(),
@@ -225,6 +226,13 @@ def _kill(pid: int) -> None:
 def _fill(fd: int, content: bytes) -> None:
     os.write(fd, content)
     os.lseek(fd, 0, os.SEEK_SET)
+
+
+def _open_files(spec: SandboxSpec) -> list[str]:
+    """Runs what follows with the spec's limit, as far as this process itself may have so many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = spec.open_files if most == resource.RLIM_INFINITY else min(spec.open_files, most)
+    return ["/bin/sh", "-c", 'ulimit -n "$0" && exec "$@"', str(limit)]
 
 
 def _without_root(user: HostUser) -> list[str]:
