@@ -411,6 +411,40 @@ def test_with_reuse_no_port_of_the_lease_before_is_still_taken(provider: str) ->
     asyncio.run(reuse())
 
 
+SENT_TO_ITSELF = """
+import socket
+kept = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+kept.bind("\\0kept")
+kept.connect("\\0kept")
+port = socket.socket()
+port.bind(("127.0.0.1", 8766))
+file = open("/tmp/file", "wb")
+file.write(bytes(40 << 20))
+file.flush()
+socket.send_fds(kept, [b"x"], [kept.fileno(), port.fileno(), file.fileno()])
+"""
+TAKE_AGAIN = """
+import socket
+socket.create_server(("127.0.0.1", 8766))
+open("/tmp/file", "wb").write(bytes(40 << 20))
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).bind("\\0kept")
+"""
+
+
+def test_with_reuse_a_socket_that_was_sent_to_itself_keeps_nothing_from_the_next_lease(provider: str) -> None:
+    """No process holds it, nor what was sent with it."""
+
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease() as first:
+                assert (await first.exec(["python3", "-c", SENT_TO_ITSELF])).ok
+            await until(lambda: pool.stats().reused + pool.stats().not_reused == 1)
+            async with pool.lease() as second:
+                assert (await second.exec(["python3", "-c", TAKE_AGAIN])).stderr_text == ""
+
+    asyncio.run(reuse())
+
+
 SHARED_MEMORY = "defined shmget(7, 4096, 01666) or die $!"  # 01000 is IPC_CREAT
 
 
