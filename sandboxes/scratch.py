@@ -64,10 +64,12 @@ def scratch_folders() -> list[ScratchFolder]:
     for prefix in (PREFIX, SHORT_PREFIX):
         for path in Path(tempfile.gettempdir()).glob(f"{prefix}-*"):
             try:
-                status, owner = path.lstat(), _owner(path)
-            except (OSError, ValueError):  # somebody else's, or it has just been removed
+                status = path.lstat()
+                # Nothing of another user's is opened: it may be a file without an end.
+                owner = _owner(path) if status.st_uid == os.geteuid() else None
+            except (OSError, ValueError):  # it has just been removed, or is none of these
                 continue
-            if owner is not None and status.st_uid == os.geteuid():
+            if owner is not None:
                 found.append(_folder(path, owner, max(0.0, time.time() - status.st_mtime)))
     return found
 
