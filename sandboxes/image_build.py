@@ -11,18 +11,21 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 from roll_flash.sandboxes.agent_program import cache_folder
 from roll_flash.sandboxes.build_context import build_archive
 from roll_flash.sandboxes.engine_api import EngineApi, disk_full
-from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError
+from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError, SandboxStartError
 from roll_flash.sandboxes.identity import LABEL
 from roll_flash.sandboxes.kept_images import BUILDS, use_build
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 IDLE_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.2
+LOCK_TIMEOUTS_S = {"agent": 600.0, "build": 3600.0}
+"""How long those that hold a lock, one after the other, are waited for: one may have been stopped."""
 LOCKS = 16
 PROGRESS_S = 5.0
 
@@ -52,21 +55,35 @@ async def one_at_a_time(kind: str, what: str = "") -> AsyncIterator[None]:
     """Across the processes of this machine and user; the lock goes with the process that holds it.
 
     Its files stay, at most LOCKS for a kind, chosen by hash: one that were removed could be held twice, as two files.
+    Raises SandboxStartError if it cannot be had in time.
     """
     number = hashlib.sha256(what.encode()).digest()[0] % LOCKS
     path = cache_folder() / f"{kind}-{number}.lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = await asyncio.to_thread(os.open, path, flags, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_POLL_S)
+        await _take(lock, path, LOCK_TIMEOUTS_S[kind])
         yield
     finally:
         os.close(lock)
+
+
+async def _take(lock: int, path: Path, timeout_s: float) -> None:
+    began = shown = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            now = time.monotonic()
+        if now - began >= timeout_s:
+            raise SandboxStartError(
+                f"another process of this user has held {path} for {timeout_s:g} s: `fuser {path}` names it, end it"
+            )
+        if now - shown >= PROGRESS_S:
+            shown = now
+            print(f"sandboxes: another process holds {path}; waiting for it", file=sys.stderr, flush=True)
+        await asyncio.sleep(LOCK_POLL_S)
 
 
 async def _build(engine: EngineApi, image: str, archive: bytes) -> None:

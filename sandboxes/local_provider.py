@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -130,7 +131,7 @@ class LocalProvider:
             _fill(files[0], self._agent.content)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
-            command = [*_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
+            command = [*_open_files(spec), *_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
             process = await asyncio.create_subprocess_exec(
                 *(cgroup.wrap(command) if cgroup is not None else command),
                 stdin=theirs.fileno(),
@@ -227,6 +228,13 @@ def _fill(fd: int, content: bytes) -> None:
     os.lseek(fd, 0, os.SEEK_SET)
 
 
+def _open_files(spec: SandboxSpec) -> list[str]:
+    """Runs what follows with the spec's limit, as far as this process itself may have so many."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = spec.open_files if most == resource.RLIM_INFINITY else min(spec.open_files, most)
+    return ["/bin/sh", "-c", 'ulimit -n "$0" && exec "$@"', str(limit)]
+
+
 def _without_root(user: HostUser) -> list[str]:
     """Root's own user id must not be what the sandbox's user is mapped to. Who is not root has only his own."""
     if os.geteuid() != 0:
@@ -248,7 +256,8 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
     # Of the kernel's settings those of its own namespaces would be the sandbox's to change.
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
-    command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
+    command += ["--mqueue", "/dev/mqueue", "--remount-ro", "/dev"]  # queues are there anyway; so a reset sees them
     for link in SYSTEM_LINKS:
         if os.path.islink(link):
             command += ["--symlink", os.readlink(link), link]

@@ -36,9 +36,16 @@ struct pids {
 #define IF_EQUAL(value, skip, skip_otherwise) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, skip, skip_otherwise)
 
 /* No setrlimit of RLIMIT_LOCKS, and no prlimit of it with a new value; it may be asked for. The same for RLIMIT_CORE,
- * for which the call succeeds and does nothing: programs that switch off their own dumps take a failure for an attack. */
+ * for which the call succeeds and does nothing: programs that switch off their own dumps take a failure for an attack.
+ * And no filters of a command's own, as on a kernel that has none: the memory for compiled ones is counted over the whole
+ * machine, and when a few sandboxes have used it up no command starts in any. */
 static struct sock_filter keep_mark[] = {
     LOAD(offsetof(struct seccomp_data, nr)),
+    IF_EQUAL(SYS_seccomp, 3, 0),
+    IF_EQUAL(SYS_prctl, 0, 3),
+    LOAD(ARGUMENT(0)),
+    IF_EQUAL(PR_SET_SECCOMP, 0, 15),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
     IF_EQUAL(SYS_setrlimit, 0, 3),
     LOAD(ARGUMENT(0)),
     IF_EQUAL(RLIMIT_LOCKS, 9, 0),

@@ -5,6 +5,7 @@
 #include <linux/aio_abi.h>
 #include <linux/filter.h>
 #include <linux/sched.h>
+#include <linux/seccomp.h>
 #include <netinet/in.h>
 #include <pthread.h>
 #include <sched.h>
@@ -153,6 +154,9 @@ static long stop_all(void) {  // whatever starts, as soon as it does
     for (;;) kill(-1, SIGSTOP);
 }
 
+static struct sock_filter allow[] = {BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)};
+static struct sock_fprog allow_all = {1, allow};
+
 static long attach_program(int option) {
     struct sock_filter all = BPF_STMT(BPF_RET | BPF_K, 0xffff);
     struct sock_fprog program = {1, &all};
@@ -283,6 +287,9 @@ int main(int count, char **words) {
     if (!strcmp(what, "stream-socket")) return told(socket((int)number, SOCK_STREAM, 0));
     if (!strcmp(what, "protocol")) return told(socket(AF_INET, SOCK_STREAM, (int)number) & socket(AF_INET, SOCK_DGRAM, (int)number));
     if (!strcmp(what, "socket-program")) return told(attach_program((int)number));
+    if (!strcmp(what, "filter")) return told(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &allow_all));
+    if (!strcmp(what, "filter-by-prctl")) return told(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &allow_all));
+    if (!strcmp(what, "queue")) return told(syscall(SYS_mq_open, "left", O_RDWR | (number ? O_CREAT : 0), 0600, NULL));
     if (!strcmp(what, "delegation")) return told(fcntl(open("/tmp", O_RDONLY), 1040, calloc(1, 64)));
     if (!strcmp(what, "raw-socket")) return told(socket(AF_INET, SOCK_RAW, 1));
     if (!strcmp(what, "io_uring")) return told(syscall(SYS_io_uring_setup, 4, malloc(256)));
