@@ -80,6 +80,10 @@ CI= .venv/bin/python -m pytest -m "not docker and not vllm and not ray and not a
 INSIDE
 }
 
+if ! command -v debootstrap >/dev/null; then # the set-up installs it only where no image registry answers
+    apt-get update -qq
+    apt-get install --quiet=2 --yes --no-install-recommends debootstrap >/dev/null
+fi
 echo "clean root: $SUITE with $PACKAGES"
 debootstrap --variant=minbase --include="$PACKAGES" "$SUITE" "$folder/root" >"$folder/debootstrap.log" 2>&1 ||
     { tail -n 3 "$folder/debootstrap.log" >&2; exit 1; }

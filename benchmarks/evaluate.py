@@ -30,6 +30,7 @@ from rollout_peers import VERIFIERS_VERSION, verifiers
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.evaluate.evaluation import eval_sampling, evaluate
+from roll_flash.processes.background import first_failure
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.worker import ChatEndpoint
 from roll_flash.system import open_rollout
@@ -61,11 +62,11 @@ async def measure(server: tuple[str, int], concurrent: int, rollouts: int) -> Me
     """Start the workers, warm up, evaluate; the clock covers what comes after the start of the workers."""
     url, mock_pid = server
     config = make_config(concurrent)
-    with tempfile.TemporaryDirectory(prefix="roll-flash-evaluate-") as folder:
+    with first_failure() as failure, tempfile.TemporaryDirectory(prefix="roll-flash-evaluate-") as folder:
         logs = Path(folder) / "logs"
         logs.mkdir()
         endpoint = ChatEndpoint(f"{url}/v1", "mock")
-        async with open_rollout(config, None, endpoint=endpoint, logs=logs) as fleet:
+        async with open_rollout(config, None, failure, endpoint=endpoint, logs=logs) as fleet:
             await _evaluate(fleet, config, concurrent, Path(folder) / "warm")
             processes = Processes.find([mock_pid])
             before, began = processes.cpu_s(), time.perf_counter()

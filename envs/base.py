@@ -52,6 +52,8 @@ class Env(_GymnasiumEnv):
     step_timeout_s: float = math.inf
     """Time limit in seconds of a `step` or `conclude`, set by the worker from `rollout.step_timeout_s`. A timeout fails
     the episode and gives no sample, so the environment must stop earlier any work that a model can make slow."""
+    episode_timeout_s: float = math.inf
+    """Time limit in seconds of a whole episode, set by the worker from `rollout.episode_timeout_s`."""
 
     def min_step_timeout_s(self) -> float:
         """Smallest allowed step timeout in seconds; a run with a smaller one is refused at its start."""
@@ -60,6 +62,11 @@ class Env(_GymnasiumEnv):
     def min_episode_timeout_s(self) -> float:
         """Smallest allowed episode timeout in seconds, without the time in which the model generates."""
         return self.min_step_timeout_s()
+
+    def calls_timeout_s(self, spent_s: float) -> float:
+        """Return the time limit in seconds for all tool calls of one turn, after `spent_s` in earlier turns: half of a
+        step, and half of an episode together. The rest is for the model and the scores."""
+        return min(self.step_timeout_s / 2, self.episode_timeout_s / 2 - spent_s)
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None

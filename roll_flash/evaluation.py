@@ -25,7 +25,7 @@ from roll_flash.evaluate.evaluation import (
     is_complete,
 )
 from roll_flash.evaluate.result import EvalResult
-from roll_flash.processes.background import call_in_thread, first_failure
+from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
@@ -111,7 +111,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
         say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
     with first_failure() as failure:
         async with Interrupts(_note) as interrupts:
-            opening = await call_in_thread(lambda: _open_runner(plan, request.api_key_env))  # imports Ray
+            opening = await call_in_thread(lambda: _open_runner(plan, request.api_key_env, failure))  # imports Ray
             async with opening as runner:
                 work = _scored(plan, runner, request.status)
                 return await interrupts.run_until_stopped(work, failure=failure), plan.folder
@@ -157,15 +157,18 @@ def _label(plan: EvalPlan, env: EnvConfig) -> str:
     return f"{env.id} with {plan.about['model']}"
 
 
-def _open_runner(plan: EvalPlan, api_key_env: str | None) -> AbstractAsyncContextManager[EpisodeRunner]:
+def _open_runner(
+    plan: EvalPlan, api_key_env: str | None, failure: FirstFailure
+) -> AbstractAsyncContextManager[EpisodeRunner]:
     from roll_flash.models.prepare import resolve_model
     from roll_flash.rollout.worker import ChatEndpoint
     from roll_flash.system import open_rollout
 
     logs = plan.folder / "logs"
     if plan.endpoint is not None:
-        return open_rollout(plan.config, None, endpoint=ChatEndpoint(plan.endpoint, plan.model, api_key_env), logs=logs)
-    return open_rollout(plan.config, resolve_model(plan.model), logs=logs)
+        endpoint = ChatEndpoint(plan.endpoint, plan.model, api_key_env)
+        return open_rollout(plan.config, None, failure, endpoint=endpoint, logs=logs)
+    return open_rollout(plan.config, resolve_model(plan.model), failure, logs=logs)
 
 
 def plan_evaluation(request: EvalRequest) -> EvalPlan:

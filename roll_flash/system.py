@@ -196,19 +196,28 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
 
 @asynccontextmanager
 async def open_rollout(
-    config: Config, model_folder: Path | None, *, endpoint: ChatEndpoint | None = None, logs: Path
+    config: Config,
+    model_folder: Path | None,
+    failure: FirstFailure,
+    *,
+    endpoint: ChatEndpoint | None = None,
+    logs: Path,
 ) -> AsyncIterator[WorkerFleet]:
-    """Start servers and workers without a learner, for evaluation; with `endpoint` only workers."""
+    """Start servers and workers without a learner, for evaluation; with `endpoint` only workers. A background
+    `failure` ends the start."""
     async with AsyncExitStack() as stack:
-        needs_sandbox = await call_in_thread(lambda: bool(check_environments(config.envs, config.rollout)))
-        await _start_ray(stack, config)
-        model: Any = endpoint
-        if model is None:
-            assert model_folder is not None, "either a model folder or an endpoint"
-            engine = _open_engine(stack, config, model_folder, logs)
-            await engine.start()
-            model = engine.client_spec()
-        yield await _start_workers(stack, config, worker_settings(config, model, model_folder, needs_sandbox))
+        async with cancel_on_failure(failure):
+            needs_sandbox = await call_in_thread(lambda: bool(check_environments(config.envs, config.rollout)))
+            await _start_ray(stack, config)
+            model: Any = endpoint
+            if model is None:
+                assert model_folder is not None, "either a model folder or an endpoint"
+                engine = _open_engine(stack, config, model_folder, logs)
+                await engine.start()
+                model = engine.client_spec()
+            settings = worker_settings(config, model, model_folder, needs_sandbox)
+            fleet = await _start_workers(stack, config, settings)
+        yield fleet
 
 
 async def _start_ray(stack: AsyncExitStack, config: Config) -> None:

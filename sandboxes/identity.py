@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import time
@@ -72,6 +73,11 @@ def boot_id() -> str:
     """Return an identifier of the current boot of this machine and of this process namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
+
+
+def short_boot_id() -> str:
+    """Return a short form of `boot_id` for names: eight hexadecimal digits."""
+    return hashlib.sha256(boot_id().encode()).hexdigest()[:8]
 
 
 def process_started(pid: int) -> int | None:

@@ -6,7 +6,6 @@ The owner is in the folder's name, or in a file if the path must be short.
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import re
 import shutil
@@ -17,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes.identity import Owner, boot_id
+from roll_flash.sandboxes.identity import Owner, boot_id, short_boot_id
 
 PREFIX = "roll-flash"
 SHORT_PREFIX = "rf"
@@ -65,10 +64,12 @@ def scratch_folders() -> list[ScratchFolder]:
     for prefix in (PREFIX, SHORT_PREFIX):
         for path in Path(tempfile.gettempdir()).glob(f"{prefix}-*"):
             try:
-                status, owner = path.lstat(), _owner(path)
-            except (OSError, ValueError):  # it belongs to another user, or was just removed
+                status = path.lstat()
+                # Files of other users are never opened: one may be a file without an end.
+                owner = _owner(path) if status.st_uid == os.geteuid() else None
+            except (OSError, ValueError):  # it was just removed, or is no scratch folder
                 continue
-            if owner is not None and status.st_uid == os.geteuid():
+            if owner is not None:
                 found.append(_folder(path, owner, max(0.0, time.time() - status.st_mtime)))
     return found
 
@@ -77,7 +78,7 @@ def _owner(path: Path) -> Owner | None:
     """Return the owner; None if this is no scratch folder. Raises OSError, ValueError."""
     match = NAME.fullmatch(path.name)
     if match is not None:
-        boot = boot_id() if match["boot"] == _boot() else match["boot"]
+        boot = boot_id() if match["boot"] == short_boot_id() else match["boot"]
         return Owner(boot, int(match["pid"]), int(match["started"]))
     file = path / OWNER_FILE
     return Owner.parse(file.read_text()) if file.is_file() else None
@@ -97,8 +98,4 @@ def sweep_folders() -> list[ScratchFolder]:
 
 
 def _of(owner: Owner) -> str:
-    return f"{PREFIX}-{_boot()}-{owner.pid}-{owner.started}"
-
-
-def _boot() -> str:
-    return hashlib.sha256(boot_id().encode()).hexdigest()[:8]
+    return f"{PREFIX}-{short_boot_id()}-{owner.pid}-{owner.started}"

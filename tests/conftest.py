@@ -7,6 +7,7 @@ A test marked `docker` or `vllm` skips on a machine that lacks it, naming what i
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -33,6 +34,12 @@ hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, prin
 hypothesis.settings.load_profile("ci" if IN_CI else "here")
 
 NEEDS = {"docker": cache(check_docker), "vllm": cache(check_vllm)}
+
+
+def pytest_collection_finish() -> None:
+    """What the imports made is kept out of the collector's rounds, which take a second in the middle of some test."""
+    gc.collect()
+    gc.freeze()
 
 
 def require(check: Check) -> None:

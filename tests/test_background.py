@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -22,9 +23,11 @@ from roll_flash import system, trainer
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config.tree import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
+from roll_flash.processes import ray_watch
 from roll_flash.processes.background import cancel_on_failure, first_failure, in_thread, start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.interrupt import Interrupts
+from roll_flash.processes.ray_watch import RayDiedError, RayProcess, watching_ray
 from roll_flash.stream import TrajectoryStream, learner_consumer
 from roll_flash.types import Group
 from tests.learner.samples import make_group
@@ -65,6 +68,7 @@ class Ended:
         (RunError("no worker is left"), "^no worker is left$"),
         (TypeError("cannot pickle 'generator' object"), "the feed failed: TypeError: cannot pickle 'generator' object"),
         (OSError(28, "No space left on device"), r"the feed failed: OSError: .* No space left on device"),
+        (asyncio.CancelledError(), "^the feed was cancelled by what it waited for$"),
     ],
 )
 def test_an_error_in_the_background_ends_the_run_at_once_with_its_cause(error: BaseException, says: str) -> None:
@@ -98,6 +102,27 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
     async def run() -> None:
         async with asyncio.timeout(5):
             await trainer._train(Mock(resume_at=None), Mock(), Mock())
+
+    with pytest.raises(RunError, match=r"^Ray is gone$"):
+        asyncio.run(run())
+    assert happened == ["closed in order"]
+
+
+def test_an_error_in_the_background_ends_the_start_of_an_evaluation_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    async def start_ray(stack: AsyncExitStack, _: object) -> None:
+        stack.callback(happened.append, "closed in order")
+        start_background(fails(RunError("Ray is gone")), "the watch over Ray")
+
+    monkeypatch.setattr(system, "_start_ray", start_ray)
+    monkeypatch.setattr(system, "_open_engine", lambda *_: Mock(start=for_ever))
+    config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "tests.counting:Counting-v0"}]})
+
+    async def run() -> None:
+        with first_failure() as failure:
+            async with asyncio.timeout(5), system.open_rollout(config, Path(), failure, logs=Path()):
+                raise AssertionError("nothing has started")
 
     with pytest.raises(RunError, match=r"^Ray is gone$"):
         asyncio.run(run())
@@ -352,7 +377,7 @@ def test_work_that_takes_far_longer_than_before_is_said_to_hang() -> None:
         assert await deadline.bound(asyncio.sleep(0.001, "done"), "the step") == "done"
         await deadline.bound(for_ever(), "the step")
 
-    with pytest.raises(RunError, match="the step did not end within 0 s, while it took 0 s at most before; it hangs"):
+    with pytest.raises(RunError, match=r"the step did not end within \d s, while it took 0 s at most before; it hangs"):
         asyncio.run(run())
 
 
@@ -413,3 +438,26 @@ def test_what_fails_to_start_after_ctrl_c_is_ctrl_c_still() -> None:
         assert task.cancelled()
 
     asyncio.run(interrupted())
+
+
+def test_the_death_of_ray_is_noticed_and_named_as_the_cause_of_what_else_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in that listens as Ray does; the death of Ray's own processes is a nightly test."""
+    monkeypatch.setattr(ray_watch, "EVERY_S", 0.01)
+
+    async def run(fails_too: bool) -> None:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        monkeypatch.setattr(ray_watch, "ray_processes", lambda: [RayProcess("Ray's raylet", "127.0.0.1", port)])
+        with first_failure() as failure:
+            async with asyncio.timeout(30), watching_ray():
+                await asyncio.sleep(0.1)
+                assert failure.error is None
+                server.close()
+                if fails_too:
+                    raise LearnerError("a rank died")
+                await failure.happened.wait()
+            failure.raise_error()
+
+    for fails_too in (False, True):
+        with pytest.raises(RayDiedError, match="Ray's raylet is gone"):
+            asyncio.run(run(fails_too))

@@ -148,6 +148,7 @@ SHAPES: Sequence[tuple[str, str, str]] = [
         for unit in (" ", "\n", "a", "9", "[", "{", '"', "\\", "`", "<", "=", "&#9", "\x1b[31m", "é\u202e")
     ],
     *[("hello", unit, "") for unit in (" ", "\t\n", " [")],
+    *[("", unit, "x") for unit in ("9", "0.", "-", "9e9")],
     ("", "a ", "!"),
     ("", "<think>", ""),
     ("", "<think></think>", "x"),
@@ -208,15 +209,21 @@ def grown(begin: str, unit: str, end: str, size: int) -> str:
     return begin + (unit * (size // len(unit) + 1))[:size] + end
 
 
+def cpu_s_of(parse: Callable[[str], object], text: str) -> float:
+    began = time.process_time()
+    parse(text)
+    return time.process_time() - began
+
+
 @pytest.mark.parametrize("name", PARSERS)
 def test_the_time_of_a_parser_grows_with_the_text_whatever_it_is(name: str) -> None:
     for shape in SHAPES:
         for size in SIZES:
             text = grown(*shape, size)
-            began = time.process_time()
-            PARSERS[name](text)
-            took = time.process_time() - began
             allowed = SLACK_CPU_S + MOST_CPU_S_OF_A_MB * size / SIZES[-1]
+            took = cpu_s_of(PARSERS[name], text)
+            if took >= allowed:  # perhaps the collector ran over all that other tests left
+                took = min(cpu_s_of(PARSERS[name], text) for _ in range(3))
             assert took < allowed, f"{shape}: {took:.2f} s of CPU for {size} characters"
             if took * (SIZES[-1] / size) ** 3 < MOST_CPU_S_OF_A_MB:  # it could grow with the cube
                 break
@@ -233,6 +240,15 @@ def test_of_a_text_full_of_calls_the_first_are_read_and_the_model_is_told() -> N
         assert found[0].name == "sh"
         assert isinstance(found[-1], BadCall)
         assert "first 256 calls" in found[-1].message
+
+
+@pytest.mark.parametrize(
+    "text", [json.dumps([{"name": "rad_fxle"}] * 10_000), "[" + "rad()," * 3_000 + "]"], ids=["JSON", "Python"]
+)
+def test_calls_in_a_list_beyond_those_that_are_read_are_not_compared_with_many_tools(text: str) -> None:
+    tools = {f"read_file_{number}": TOOLS["sh"] for number in range(30)}
+    assert len(parse_tool_calls(text, tools)) == model_text.MOST_CALLS + 1
+    assert min(cpu_s_of(lambda said: parse_tool_calls(said, tools), text) for _ in range(2)) < 1.5
 
 
 def test_the_tags_that_are_closed_are_read_as_they_stand() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import pytest
 from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
+from roll_flash.monitor.progress import Progress
 from roll_flash.run.run_dir import (
     Checkpoint,
     RunDir,
@@ -334,6 +336,20 @@ def test_rewinding_sets_later_steps_aside_and_keeps_them(tmp_path: Path) -> None
         ]
         assert sorted(path.name for path in run.eval.iterdir()) == ["before", "step_5.bak"]
         assert run.set_aside_after(4) == 0
+
+
+def test_a_run_without_a_checkpoint_begins_again_under_its_name_and_says_so(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+        writer.write(0, trajectory())
+    with RunDir.create(config(tmp_path), resume=True) as run:
+        checked = Mock(model_folder=tmp_path, sandboxes=[])
+        start = system.Start.of(config(tmp_path), run, checked, resume=True)
+        assert (start.checkpoint, start.resume_at) == (None, -1)
+        said = io.StringIO()
+        start.announce(Progress(1, stream=said))
+        assert "the run begins again from its start" in said.getvalue()
+        assert run.set_aside_after(start.resume_at) == 1
+        assert [path.suffix for path in run.episodes.iterdir()] == [".bak"]
 
 
 def test_a_run_is_found_by_name_or_folder_and_its_checkpoint_by_step(tmp_path: Path) -> None:

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from roll_flash.sandboxes import reap
-from roll_flash.sandboxes.scratch import make_scratch_folder, make_short_folder, scratch_folder
+from roll_flash.sandboxes.scratch import (
+    OWNER_FILE,
+    make_scratch_folder,
+    make_short_folder,
+    scratch_folder,
+    scratch_folders,
+)
 
 LEAVES = """
 import os, signal
@@ -42,6 +48,16 @@ def test_what_a_killed_process_leaves_is_reaped_and_nothing_else(
         assert own <= {str(path) for path in tmp_path.iterdir()}
     assert (tmp_path / "rf-mine").is_dir()
     assert (tmp_path / "roll-flash-notes").is_dir()
+
+
+def test_a_folder_of_another_user_is_not_looked_into(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold whatever fills the memory of who reads it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "rf-ray-theirs").mkdir()
+    with (tmp_path / "rf-ray-theirs" / OWNER_FILE).open("wb") as file:
+        file.truncate(1 << 43)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert scratch_folders() == []
 
 
 def test_servers_and_ray_have_folders_with_an_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,6 +111,16 @@ class TestOneRunThroughItsLife:
         assert "--resume" in life["interrupted"]
         assert "*** SIGTERM" not in life["interrupted"]
 
+    def test_what_takes_long_is_said_before_it_begins(self, life: dict[str, Any]) -> None:
+        assert "rollout worker(s) (usually 60-180 s" in life["interrupted"]
+        assert "stopping (SIGTERM)" in life["interrupted"]
+        assert "training is done; writing the last checkpoint" in life["resumed"]
+        assert "closing servers, workers and Ray (usually" in life["resumed"]
+
+    def test_the_model_of_a_run_shares_its_files_with_the_last_checkpoint(self, life: dict[str, Any]) -> None:
+        last = list_checkpoints(life["folder"])[-1].folder / "hf" / "model.safetensors"
+        assert last.samefile(life["folder"] / "model" / "model.safetensors")
+
     def test_a_resumed_run_trains_the_steps_that_were_left_and_no_other(self, life: dict[str, Any]) -> None:
         assert life["resume_code"] == 0, life["resumed"]
         assert [row["step"] for row in step_rows(life["folder"])] == list(range(1, life["last"] + 1))

@@ -7,8 +7,9 @@ The package generates the questions and scores the answers; each seed makes a da
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import gymnasium
@@ -21,6 +22,13 @@ from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.envs.tools.calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError
 
+logger = logging.getLogger("roll_flash.envs")
+
+WRONG_SCORERS = {
+    "coin_flip": "the answer 0 earns 1 for all questions but those whose answer is 1",
+    "game_of_life_halting": "any answer earns 1 for every question",
+}
+"""Data sets of reasoning-gym 0.1.25 with a wrong scorer; docs/adapters.md has the reasons."""
 MOST_SEEDS = 1 << 31
 MOST_TROUBLE_CHARACTERS = 1000
 LONGEST_CHARACTERS, MAX_LENGTH_RATIO = 2000, 20
@@ -44,6 +52,8 @@ class ReasoningGym(gymnasium.Env[str, str]):
         self._dataset: Any = None
         self._entry: dict[str, Any] = {}
         self._open(0)
+        for name in (dataset, *(part["name"] for part in self._config.get("datasets", ()))):
+            _warn_of(name)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
@@ -108,6 +118,17 @@ class ReasoningGym(gymnasium.Env[str, str]):
             return package.create_dataset(self._name, **{"seed": seed % MOST_SEEDS, "size": 1, **config})
         except (ValueError, AssertionError, TypeError) as error:
             raise ConfigError(f"ReasoningGym-v0: dataset {self._name!r} with {self._config}: {error}") from None
+
+
+@cache
+def _warn_of(dataset: str) -> None:
+    """Warn of a data set with a wrong scorer, once per process."""
+    if dataset in WRONG_SCORERS:
+        logger.warning(
+            "ReasoningGym-v0: the scorer of the data set %s is wrong: %s; a policy learns nothing from it",
+            dataset,
+            WRONG_SCORERS[dataset],
+        )
 
 
 def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tuple[float, str, str]:

@@ -78,7 +78,7 @@ class AgentEnv(SandboxEnv):
     - `partial_credit`: a second command like the verifier, for a task that is too hard at first. The reward is
       then `(1 - partial_weight) * check + partial_weight * partial`; only the check decides success. `$AGENT_ANSWERS`
       names a file with the model's answers, as the gateway recorded them: a JSON list of messages, which no agent
-      can change. The agent's output is in the file named by `$AGENT_OUTPUT`; a model can put any text there.
+      can change. `$AGENT_OUTPUT` names a file with the agent's output; a model can put any text there.
     - `env`: variables of the program. `time_limit_s`, `memory_mb`, `cpus`, `pids`, `image` or `dockerfile`: its
       sandbox. A preset agent runs in the image of `make agents-image`.
     """

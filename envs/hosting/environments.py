@@ -103,22 +103,23 @@ class AsyncEnvironment:
     async def score(self) -> tuple[float, Mapping[str, Any]]:
         """Return the reward of the agent's work and info. Raises BadRewardError for a value that is not finite."""
         reward, info = await self._call(self._own("score"))
-        return _as_reward(reward), info
+        return _as_reward(reward), _as_info(info)
 
-    def allow_steps(self, timeout_s: float) -> None:
-        """Set the environment's time limit of one step."""
+    def allow(self, step_s: float, episode_s: float) -> None:
+        """Set the environment's time limits of one step and of the whole episode."""
         if isinstance(self._env.unwrapped, Env):
-            self._env.unwrapped.step_timeout_s = timeout_s
+            self._env.unwrapped.step_timeout_s = step_s
+            self._env.unwrapped.episode_timeout_s = episode_s
 
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
         observation, info = await self._call(self._env.reset, seed=seed)
-        return _as_messages(observation), info
+        return _as_messages(observation), _as_info(info)
 
     async def step(self, action: str) -> Step:
         observation, reward, terminated, truncated, info = await self._call(self._env.step, action)
         messages = _as_messages(observation)
         text = "\n".join(str(message.get("content", "")) for message in messages)
-        return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), info)
+        return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), _as_info(info))
 
     async def conclude(self) -> tuple[float, Mapping[str, Any]]:
         """Return the reward of the episode so far if the environment defines it; called if a run ends the episode."""
@@ -126,7 +127,7 @@ class AsyncEnvironment:
         if method is None:
             return 0.0, {}
         reward, info = await self._call(method)
-        return _as_reward(reward), info
+        return _as_reward(reward), _as_info(info)
 
     def _own(self, name: str) -> Callable[..., Any]:
         method = getattr(self._env.unwrapped, name, None)
@@ -203,6 +204,13 @@ def _as_messages(observation: Any) -> list[Message]:
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
         "render it as text in the environment or in a wrapper"
     )
+
+
+def _as_info(info: Any) -> Mapping[str, Any]:
+    if not isinstance(info, Mapping):
+        raise EnvError(f"info must be a dict, not {type(info).__name__}")
+    bool(info.get("success"))  # an array raises here, so the error counts as the environment's
+    return info
 
 
 def _as_reward(reward: Any) -> float:

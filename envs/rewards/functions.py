@@ -79,6 +79,11 @@ class Rubric:
         """Sum of the final rewards if each function returns 1."""
         return sum(options.weight for _, options in self._rewards if options.when == "final" and options.weight > 0)
 
+    @property
+    def defines_success(self) -> bool:
+        """True if a final reward counts; rewards of single turns do not show that the task was solved."""
+        return any(options.when == "final" and options.weight for _, options in self._rewards)
+
     async def score(self, env: Any, when: When) -> Score:
         """Call the functions of this moment one by one. Raises EnvError for a value that is not a finite number."""
         values: dict[str, float] = {}

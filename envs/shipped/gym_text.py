@@ -38,13 +38,15 @@ _COLOURED = re.compile(r"((?:\x1b\[[\d;]+m)+)(.)(?:\x1b\[0m)+")
 _LEGEND = {"34": "passenger at", "35": "destination", "42": "passenger in the taxi"}
 _BACKGROUNDS = ("41", "42", "43")
 """Background colours that mark the player in gymnasium's pictures."""
+_EACH_MOVE_COSTS = ("CliffWalking", "Taxi", "MountainCar", "Acrobot")
 _ENDS_WITH_SUCCESS = ("CliffWalking", "Taxi")
 LONGEST_PLAN = 1000
 
 
 class GymText(MoveEnv):
     """Arguments: `env_id` and `env_kwargs` of the environment; `words` (names of its actions) and `about` (its
-    description), to replace the defaults known for gymnasium's small environments; `max_turns`, `moves_per_turn`."""
+    description), to replace the defaults known for gymnasium's small environments; `max_turns`, `moves_per_turn`;
+    `move_cost`, below 0 if each move costs (also known): reward of each unused move when the turns are used up."""
 
     def __init__(
         self,
@@ -54,6 +56,7 @@ class GymText(MoveEnv):
         about: str | None = None,
         max_turns: int = 30,
         moves_per_turn: int = 5,
+        move_cost: float | None = None,
     ) -> None:
         super().__init__(max_turns=max_turns, moves_per_turn=moves_per_turn)
         self._env = _make(env_id, dict(env_kwargs or {}))
@@ -63,6 +66,7 @@ class GymText(MoveEnv):
         self.words = tuple(words or (known if len(known) == count else map(str, range(count))))
         if len(self.words) != count:
             raise ConfigError(f"GymText-v0: {env_id} has {count} actions, but words has {len(self.words)}")
+        self.move_cost = move_cost if move_cost is not None else -1.0 if name in _EACH_MOVE_COSTS else 0.0
         self._about = about or _ABOUT.get(name, f"You play {name}.")
         self._observation: Any = None
         self._total = 0.0

@@ -71,13 +71,16 @@ class MoveEnv(gymnasium.Env[str, str]):
     observation_space = TextSpace()
     action_space = TextSpace()
     words: Sequence[str] = ()
+    move_cost: float = 0.0
+    """Below 0 if each move costs: a game that is cut off gets it for each move that was allowed and not made.
+    Otherwise making no move would earn more than winning."""
 
     def __init__(self, *, max_turns: int, moves_per_turn: int) -> None:
         if max_turns < 1 or moves_per_turn < 1:
             raise ValueError(f"{type(self).__name__}: max_turns and moves_per_turn must be at least 1")
         self._max_turns = max_turns
         self._moves_per_turn = moves_per_turn
-        self._turns = 0
+        self._turns, self._moves = 0, 0
 
     def begin(self, seed: int) -> str:
         """Set up the game of this seed; return its description without the position."""
@@ -101,7 +104,7 @@ class MoveEnv(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
-        self._turns = 0
+        self._turns, self._moves = 0, 0
         about = self.begin(int(self.np_random.integers(HELD_OUT_SEEDS)) if seed is None else seed)
         several = f" You may give up to {self._moves_per_turn} at once." if self._moves_per_turn > 1 else ""
         moves = ", ".join(self.words)
@@ -110,7 +113,7 @@ class MoveEnv(gymnasium.Env[str, str]):
 
     def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the result of a game that the run ended before it was over."""
-        return 0.0, {"success": False}
+        return self._reward_of_unused_moves(), {"success": False}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turns += 1
@@ -120,14 +123,19 @@ class MoveEnv(gymnasium.Env[str, str]):
         for index in (moves or [])[: self._moves_per_turn]:
             reward, is_over, won = self.move(index)
             total += reward
+            self._moves += 1
             if is_over:
                 break
         truncated = not is_over and self._turns >= self._max_turns
+        total += self._reward_of_unused_moves() if truncated else 0.0
         info: dict[str, Any] = {"valid": moves is not None}
         if is_over or truncated:
             success = False if truncated and won is None else won
             info |= {} if success is None else {"success": success}
         return said + self.show(), total, is_over, truncated, info
+
+    def _reward_of_unused_moves(self) -> float:
+        return self.move_cost * (self._max_turns * self._moves_per_turn - self._moves) if self.move_cost else 0.0
 
 
 LONGEST_SAMPLE = 200

@@ -114,7 +114,8 @@ def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[Tool
         return [_bad_json(error, start)]
     if named:
         return [_call_of({"name": named[1], "arguments": value}, tools)]
-    return [_call_of(entry, tools) for entry in (value if isinstance(value, list) else [value])]
+    entries = value if isinstance(value, list) else [value]
+    return [_call_of(entry, tools) for entry in entries[: MOST_CALLS + 1]]
 
 
 def _python_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
@@ -127,7 +128,7 @@ def _python_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolC
     if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
         return []
     try:
-        return [_python_call(element, tools) for element in body.elts if isinstance(element, ast.Call)]
+        return [_python_call(call, tools) for call in body.elts[: MOST_CALLS + 1] if isinstance(call, ast.Call)]
     except RecursionError:
         return [BadCall("The calls are nested too deeply")]
 

@@ -80,6 +80,8 @@ class _Episode:
     """State of one episode, replaced at each reset."""
 
     use: dict[str, ToolUse] = field(default_factory=dict)
+    calls_s: float = 0.0
+    """Seconds that the calls of all turns so far took."""
     tools_end_at: float = math.inf
     """Deadline of this turn's calls, on the clock `time.monotonic()`."""
     turn: int = 0
@@ -92,7 +94,7 @@ class ToolEnv(Env):
     During an episode: `turn` (from 1), `last_calls` (outcomes of this turn), `final_answer` (None until the model
     gives one: its text without a call, or the content of `<answer>`), `used(tool)`; `finish()` ends the episode.
     At the end the final rewards are computed. `info["success"]` is `self.success` if that is set, else True if every
-    final reward is full. `info["tools"]` has calls, errors, timeouts and seconds of each tool.
+    final reward is full (None if none counts). `info["tools"]` has calls, errors, timeouts and seconds of each tool.
     """
 
     tools: ClassVar[Sequence[Callable[..., Any]]] = ()
@@ -145,6 +147,12 @@ class ToolEnv(Env):
         return min(MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
 
     @property
+    def episode_tools_timeout_s(self) -> float:
+        """Time limit in seconds for all calls of an episode. The rest of `episode_timeout_s` is for the model and the
+        rewards."""
+        return self.episode_timeout_s / 2
+
+    @property
     def tools_left_s(self) -> float:
         """Seconds of `tools_timeout_s` that remain in this turn."""
         return max(0.0, self._episode.tools_end_at - time.monotonic())
@@ -169,7 +177,6 @@ class ToolEnv(Env):
 
     async def step(self, action: str) -> StepResult:
         self._episode.turn += 1
-        self._episode.tools_end_at = time.monotonic() + self.tools_timeout_s
         calls = parse_tool_calls(action, _tools_of(type(self)))
         observation = await (self._run_calls(calls) if calls else self._take_answer(action))
         terminated = observation is None or self._episode.finished
@@ -182,14 +189,20 @@ class ToolEnv(Env):
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the final rewards of the episode in its current state."""
         final = await _rubric_of(type(self)).score(self, "final")
-        success = self.success if self.success is not None else final.total >= self.full_reward - 1e-9
+        success = self.success
+        if success is None and _rubric_of(type(self)).defines_success:
+            success = final.total >= self.full_reward - 1e-9
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
 
     def _tool_info(self) -> dict[str, Any]:
         return {"tools": {name: use.as_info() for name, use in self._episode.use.items()}}
 
     async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
+        began = time.monotonic()
+        left_s = self.episode_tools_timeout_s - self._episode.calls_s
+        self._episode.tools_end_at = began + min(self.tools_timeout_s, left_s)
         outcomes = [await self._run_call(call) for call in calls[: self.max_calls_per_turn]]
+        self._episode.calls_s += time.monotonic() - began
         self.last_calls = tuple(outcomes)
         shown = [outcome.output if outcome.ok else f"Error: {outcome.output}" for outcome in outcomes]
         if len(calls) > len(outcomes):
@@ -230,7 +243,7 @@ class ToolEnv(Env):
         function = functools.partial(tool.function, *((self,) if tool.takes_env else ()), **arguments)
         limit = min(tool.options.timeout_s, self.tools_left_s)
         if limit <= 0:
-            raise _ToolFailed("not run: the calls of this turn have taken all of its time", timed_out=True)
+            raise _ToolFailed(self._not_run_message(), timed_out=True)
         try:
             async with asyncio.timeout(limit) as scope:
                 if inspect.iscoroutinefunction(tool.function):
@@ -248,6 +261,10 @@ class ToolEnv(Env):
             ):
                 raise
             raise _ToolFailed(f"{tool.name} raised {type(error).__name__}: {error}") from None
+
+    def _not_run_message(self) -> str:
+        of = "episode" if self._episode.calls_s >= self.episode_tools_timeout_s else "turn"
+        return f"not run: the calls of this {of} have taken all of its time"
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
         own = messages[:1] if messages and messages[0]["role"] == "system" else []

@@ -12,6 +12,7 @@ import email.utils
 import json
 import os
 import random
+import reprlib
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -29,9 +30,16 @@ RETRIED_STATUS = frozenset({408, 409, 429, 500, 502, 503, 504, 529})
 CONNECT_TIMEOUT_S = 10.0
 MAX_ANSWER_BYTES = 64 * 2**20
 """Maximum size of an answer in bytes, above any real answer with logprobs; an endless answer must not fill memory."""
+MAX_ANSWER_MARKS = 2_000_000
+"""Maximum number of commas and opening brackets in one answer: 100,000 tokens with their logprobs. An answer with more
+values blocks a worker for seconds and takes gigabytes."""
+MAX_ERROR_BYTES = 1 << 20
+"""Number of bytes of an error answer that are read for its text."""
 MAX_TOKENS = 1 << 31
 """Maximum token count that an endpoint may report for one answer."""
 LONGEST_BACKOFF_S = 30.0
+_shortening = reprlib.Repr()
+_shortening.maxstring = _shortening.maxother = 80
 CONTEXT_ERROR_TEXTS = ("context length", "context_length", "context size", "context window", "prompt is too long")
 """Error texts for a conversation that does not fit the context; there is no standard error code."""
 
@@ -294,6 +302,8 @@ def _request_body(model: str, messages: Sequence[Message], sampling: SamplingPar
 
 
 def _json(content: bytes, url: str) -> Any:
+    if sum(content.count(mark) for mark in (b",", b"[", b"{")) > MAX_ANSWER_MARKS:
+        raise InferenceError(f"{url}: an answer of more than {MAX_ANSWER_MARKS} commas and brackets")
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
@@ -317,7 +327,12 @@ def _reply(answer: Any, url: str, elapsed_s: float) -> ChatReply:
             tool_calls=tuple(_tool_call(call) for call in choice["message"].get("tool_calls") or ()),
         )
     except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-        raise InferenceError(f"{url}: not a chat completion: {str(answer)[:120]}") from None
+        raise InferenceError(f"{url}: not a chat completion: {excerpt(answer)}") from None
+
+
+def excerpt(answer: Any) -> str:
+    """Return the beginning of an endpoint's answer as text, without rendering all of a large answer."""
+    return _shortening.repr(answer)[:120]
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
@@ -336,6 +351,7 @@ def token_count(value: Any) -> int | None:
 
 
 def _error_text(content: bytes, reason: str) -> str:
+    content = content[:MAX_ERROR_BYTES]
     try:
         answer = json.loads(content)
         error = answer.get("error", answer) if isinstance(answer, dict) else answer

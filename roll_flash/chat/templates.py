@@ -33,6 +33,10 @@ Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArra
 TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that a template raises for call arguments or tool schemas of a kind that it does not support."""
 
+CHARACTERS_AT_FIRST = 16
+"""Number of characters per token of room that are tokenised first, to find out if the rest could fit: megabytes of text
+that cannot fit would take many seconds and gigabytes."""
+
 _SOME_ANSWER = "[[an answer of the model]]"
 """Placeholder of a sampled turn when the template is rendered; the text after it is the delta."""
 
@@ -75,15 +79,16 @@ class Conversation:
         self.messages.append({"role": "assistant", "content": text})
         return text
 
-    def add_observation(self, messages: Sequence[Message]) -> None:
+    def add_observation(self, messages: Sequence[Message], room: int | None = None) -> None:
         """Append the environment's messages and the header of the model's next turn; these are not policy tokens.
+        Of messages with far more than `room` tokens only the beginning is appended.
 
         Closes the model's turn first if the model did not (it was cut off, or stopped at a stop string).
         """
         if self._is_models_turn:
             raise ValueError("an observation must follow a turn of the model")
         self._is_models_turn = True
-        self.token_ids.extend(self._template.delta(messages, after=self.token_ids[-1], tools=self._tools))
+        self.token_ids.extend(self._template.delta(messages, after=self.token_ids[-1], tools=self._tools, room=room))
         self.messages.extend(messages)
 
     def arrays(self) -> Arrays:
@@ -143,13 +148,16 @@ class ChatTemplate:
         self._check(messages, tools)
         return self.prompt(messages, tools)
 
-    def prompt(self, messages: list[Message], tools: Tools = None) -> list[int]:
-        """Same as `begin`, without the check, for a prompt that is never extended."""
-        return self._tokenize(self._render(messages, with_header=True, tools=tools))
+    def prompt(self, messages: list[Message], tools: Tools = None, room: int | None = None) -> list[int]:
+        """Same as `begin`, without the check, for a prompt that is never extended. With `room`, a prompt with far more
+        tokens than `room` is cut to its beginning, which is still longer than `room`."""
+        return self._tokenize(self._render(messages, with_header=True, tools=tools), room)
 
-    def delta(self, messages: Sequence[Message], *, after: int, tools: Tools = None) -> list[int]:
+    def delta(
+        self, messages: Sequence[Message], *, after: int, tools: Tools = None, room: int | None = None
+    ) -> list[int]:
         """Return the tokens after the model's text: end of turn (unless it is already `after`, the last token),
-        `messages`, header of the next turn."""
+        `messages`, header of the next turn. `room` as in `prompt`."""
         before: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
         text = self._render([*before, *messages], with_header=True, tools=tools)
         _, found, rest = text.partition(_SOME_ANSWER)
@@ -157,7 +165,7 @@ class ChatTemplate:
             raise ModelError(
                 f"{self._name}: the chat template does not show the model's own earlier turns as they were"
             )
-        delta = self._tokenize(rest)
+        delta = self._tokenize(rest, room)
         is_closed = delta[0] == after and delta[0] in self._special_ids
         return delta[1:] if is_closed else delta
 
@@ -191,9 +199,16 @@ class ChatTemplate:
             raise ModelError(f"{self._name}: the chat template cannot show these messages and tools: {what}") from None
         return encodable(str(text))
 
-    def _tokenize(self, text: str) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+    def _tokenize(self, text: str, room: int | None = None) -> list[int]:
+        """Tokenise `text`, or only a beginning of it if that already has more than twice `room` tokens."""
+        most = len(text) if room is None else 2 * max(0, room) + 64
+        length = CHARACTERS_AT_FIRST * most
+        while length < len(text):
+            token_ids: list[int] = self._tokenizer.encode(text[:length], add_special_tokens=False)
+            if len(token_ids) > most:
+                return token_ids
+            length *= 4
+        return list(self._tokenizer.encode(text, add_special_tokens=False))
 
     @property
     def _name(self) -> str:

@@ -40,7 +40,8 @@ class Connections:
 
         def accept() -> Connection:
             connection = server()
-            self._await_request(connection)
+            # called soon, when earlier connections have their transport
+            asyncio.get_running_loop().call_soon(self._await_request, connection)
             return connection
 
         return accept
@@ -84,9 +85,12 @@ class Connections:
             self._kept[key].discard(connection)
 
     def _await_request(self, connection: Connection) -> None:
-        self._silent[connection] = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._give_up, connection)
-        if len(self._silent) > MAX_IDLE_CONNECTIONS:
+        if len(self._silent) >= MAX_IDLE_CONNECTIONS:
+            for closed in [each for each in self._silent if each.transport is None]:
+                self._give_up(closed)
+        if len(self._silent) >= MAX_IDLE_CONNECTIONS:
             self._give_up(next(iter(self._silent)))
+        self._silent[connection] = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._give_up, connection)
 
     def _give_up(self, connection: Connection) -> None:
         if (expire := self._silent.pop(connection, None)) is not None:

@@ -11,10 +11,11 @@ import time
 from typing import Any
 
 from roll_flash.chat.model_text import encodable
-from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient, token_count
+from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient, excerpt, token_count
 from roll_flash.errors import InferenceError
 from roll_flash.gateway.apis.answer_text import new_call_id
 from roll_flash.gateway.apis.api_error import ApiError, unsupported
+from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, ToolCall, Usage
 from roll_flash.gateway.sessions.history import CallRecord, answer_key
 from roll_flash.gateway.sessions.session import Session
@@ -54,9 +55,11 @@ class EndpointBackend:
             told = body.get("usage") or {}
             usage = Usage(*(token_count(told.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
-            raise InferenceError(f"{self._client.url}: not a chat completion: {str(body)[:120]}") from None
+            raise InferenceError(f"{self._client.url}: not a chat completion: {excerpt(body)}") from None
         if not answers:
             raise InferenceError(f"{self._client.url}: a chat completion without choices")
+        if usage.prompt_tokens:
+            require_mostly_shown(place, usage.prompt_tokens)
         session.require_open()
         records = [
             CallRecord(

@@ -254,7 +254,7 @@ class GatewayServer:
         streams = flag(body, "stream")
         reply, records = await self._complete(call, session)
         response_id = responses_api.new_response_id()
-        session.responses[response_id] = (*call.messages, reply.answers[0].message)
+        session.responses[response_id] = records[0]
         if streams:
             events = responses_api.events(reply, self.backend.model, response_id, body)
             return await self._send(request, events, session, records)

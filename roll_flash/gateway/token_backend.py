@@ -14,6 +14,7 @@ from roll_flash.errors import ModelError
 from roll_flash.gateway.apis.answer_text import split_thinking, split_tool_calls
 from roll_flash.gateway.apis.api_error import ApiError, bad_request
 from roll_flash.gateway.apis.prompt_text import PromptText
+from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, Usage
 from roll_flash.gateway.sessions.history import CallRecord, TreePosition, answer_key
 from roll_flash.gateway.sessions.session import Session
@@ -21,9 +22,6 @@ from roll_flash.types import Message, SamplingParams
 
 CHARACTERS_PER_TOKEN = 4
 """Approximate, for an answer."""
-MOST_SHOWN_PER_TOKEN, MOST_UNSHOWN = 32, 1 << 16
-"""Characters. Text that the template shows costs tokens, which the context limits. Text that the template omits (ids
-of calls, blanks in arguments, earlier thinking) costs no tokens but is kept and written with each later sample."""
 
 
 class TokenBackend:
@@ -48,8 +46,9 @@ class TokenBackend:
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         started_s = time.time()
         place = session.history.find(call)
-        given_ids = await session.work.do(partial(self._tokens_of, call, place), place.characters)
         before = place.parent.token_ids() if place.parent is not None else []
+        left = self._max_length - len(before)
+        given_ids = await session.work.do(partial(self._tokens_of, call, place, left), place.characters)
         prompt = [*before, *given_ids]
         room = self._max_length - len(prompt)
         if room < 1:
@@ -88,25 +87,27 @@ class TokenBackend:
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
         return len(await session.work.do(partial(self._whole, call), call.keys.characters(0)))
 
-    def _tokens_of(self, call: ModelCall, place: TreePosition) -> list[int]:
-        """Tokenize the new part of the request."""
-        found = self._whole(call) if place.parent is None else self._continued(call, place.parent, place.given)
-        if place.sent > MOST_UNSHOWN + MOST_SHOWN_PER_TOKEN * len(found):
-            message = f"the model sees hardly any of {place.sent} characters: leave out what its template leaves out"
-            raise bad_request(message, "messages")
+    def _tokens_of(self, call: ModelCall, place: TreePosition, room: int) -> list[int]:
+        """Tokenize the new part of the request; only its beginning if it has far more tokens than `room`."""
+        if place.parent is None:
+            found = self._whole(call, room)
+        else:
+            found = self._continued(call, place.parent, place.given, room)
+        if len(found) < room:
+            require_mostly_shown(place, len(found))
         return found
 
-    def _continued(self, call: ModelCall, parent: CallRecord, given: Sequence[Message]) -> list[int]:
+    def _continued(self, call: ModelCall, parent: CallRecord, given: Sequence[Message], room: int) -> list[int]:
         assert parent.generation is not None
         after = int(parent.generation.token_ids[-1])
         try:
-            return self._prompts.continued(given, call, after)
+            return self._prompts.continued(given, call, after, room)
         except ModelError as error:
             raise bad_request(str(error), "messages") from None
 
-    def _whole(self, call: ModelCall) -> list[int]:
+    def _whole(self, call: ModelCall, room: int | None = None) -> list[int]:
         try:
-            return self._prompts.whole(call)
+            return self._prompts.whole(call, room)
         except ModelError as error:
             raise bad_request(str(error), "messages") from None
 
@@ -158,7 +159,7 @@ def context_length_exceeded(max_length: int, prompt_tokens: int) -> ApiError:
     """Error with OpenAI's wording: agents detect it to shorten their history."""
     message = (
         f"This model's maximum context length is {max_length} tokens. However, your messages resulted in "
-        f"{prompt_tokens} tokens. Please reduce the length of the messages."
+        f"{prompt_tokens} tokens or more. Please reduce the length of the messages."
     )
     return ApiError(400, "context_length_exceeded", message, "messages")
 

@@ -123,8 +123,24 @@ async def cancel_on_failure(failure: FirstFailure) -> AsyncIterator[None]:
         await asyncio.gather(watching, return_exceptions=True)
 
 
+def ends_this_task(error: BaseException) -> bool:
+    """True if `error`, just caught, ends the running task on request (cancellation, GeneratorExit). False for errors of
+    the called code, also a CancelledError that nothing requested, and the panic of a Rust library (no Exception)."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and task.cancelling() > 0
+    return isinstance(error, GeneratorExit)
+
+
+def error_of(task: asyncio.Task[Any]) -> BaseException | None:
+    """Return the error of a task that is done; None if it finished or its cancellation was requested."""
+    if not task.cancelled():
+        return task.exception()
+    return None if task.cancelling() else RunError(f"{task.get_name()} was cancelled by what it waited for")
+
+
 def _report(task: asyncio.Task[Any]) -> None:
-    if task.cancelled() or (error := task.exception()) is None:
+    if (error := error_of(task)) is None:
         return
     failure = _WATCHED.get(task.get_loop())
     if failure is not None:
@@ -236,14 +252,23 @@ def _prepared(
     context = contextvars.copy_context()
 
     def call() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            future.set_result(context.run(fn, *args, **kwargs))
-        except BaseException as error:
-            future.set_exception(error)
+        if future.set_running_or_notify_cancel():
+            carry_out(future, lambda: context.run(fn, *args, **kwargs))
 
     return call, future
+
+
+def carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Run `work` and settle `future` with its result or error, also SystemExit: the waiting task must get it, not this
+    thread."""
+    try:
+        result = work()
+    except StopIteration as error:  # from `next`: an asyncio future rejects it, and its task would wait forever
+        future.set_exception(RuntimeError(f"StopIteration: {error}" if error.args else "StopIteration"))
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 async def call_in_thread(function: Callable[[], Result]) -> Result:

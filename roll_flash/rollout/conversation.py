@@ -128,7 +128,8 @@ class TokenPolicy:
         return Action(text, start, end, generation.finish_reason, generation.elapsed_s, start, end - start)
 
     def observe(self, messages: Sequence[Message]) -> None:
-        self._conversation.add_observation(self._tools.results(messages))
+        room = self._max_length - len(self._conversation.token_ids)
+        self._conversation.add_observation(self._tools.results(messages), room)
 
     def messages(self) -> tuple[Message, ...]:
         return tuple(self._conversation.messages)

@@ -14,6 +14,7 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 from roll_flash.errors import EnvError
+from roll_flash.processes.background import carry_out
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class EnvironmentThreads(Executor):
     def _work(self) -> None:
         while (call := self._queue.get()) is not None:
             if call.set_running_or_notify_cancel():
-                _carry_out(call)
+                carry_out(call, call.work)
                 with self._lock:
                     if call.is_given_up:
                         self.lost -= 1
@@ -96,12 +97,3 @@ class EnvironmentThreads(Executor):
                 self._idle.release()
         with self._lock:
             self._running -= 1
-
-
-def _carry_out(call: _Call) -> None:
-    try:
-        result = call.work()
-    except BaseException as error:  # also SystemExit: the episode must get it, not this thread
-        call.set_exception(error)
-    else:
-        call.set_result(result)

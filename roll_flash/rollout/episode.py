@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardError
-from roll_flash.errors import InferenceError
+from roll_flash.errors import InferenceError, ModelError
+from roll_flash.processes.background import ends_this_task
 from roll_flash.rollout.conversation import ContextFullError, Policy
 from roll_flash.rollout.tool_chat import declared_tools
 from roll_flash.sandboxes import SandboxError
@@ -52,6 +54,17 @@ class Progress:
     since: float = 0.0
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    ends_at: float = math.inf
+    """Deadline of the episode, as `time.monotonic()`."""
+    is_cancelled: bool = False
+
+    def require_running(self) -> None:
+        """Raise CancelledError or TimeoutError if the episode was cancelled or is past its deadline: user code may have
+        caught the cancellation (a bare `except` does), and the episode would continue."""
+        if self.is_cancelled:
+            raise asyncio.CancelledError
+        if time.monotonic() >= self.ends_at:
+            raise TimeoutError
 
     def now(self, waits_for: str) -> None:
         self.waits_for = waits_for
@@ -71,6 +84,7 @@ async def run_episode(
     play_agent: PlayAgent | None = None,
 ) -> Trajectory | EpisodeFailure:
     """Play `spec` and return its trajectory or failure. Raises only on cancellation."""
+    progress.ends_at = time.monotonic() + deadlines.episode_s
     try:
         async with asyncio.timeout(deadlines.episode_s):
             return await _play(spec, open_env, policy, deadlines, progress, play_agent)
@@ -108,13 +122,15 @@ async def _play(
     async with environment_errors(deadlines.step_s, "make"):
         env = await open_env()
     try:
-        env.allow_steps(deadlines.step_s)
+        env.allow(deadlines.step_s, deadlines.episode_s)
         progress.now("reset")
         async with environment_errors(deadlines.step_s, "reset"):
             messages, about = await env.reset(spec.task.seed)
         tools, info = declared_tools(about)
         if env.runs_own_loop:
             trajectory = await _play_itself(spec, env, deadlines, progress, play_agent)
+        elif not messages:
+            raise EpisodeFailed("env_error", "reset returned an empty observation; say what the task is")
         else:
             await _tokenise_messages(lambda given: policy.begin(given, tools), messages)
             trajectory = await _play_steps(spec, env, policy, deadlines, progress, started_s)
@@ -178,6 +194,7 @@ async def _play_turns(
     turns: list[Turn] = []
     info: dict[str, Any] = {}
     while len(turns) < spec.max_turns:
+        progress.require_running()
         progress.turn = len(turns)
         progress.now("the model")
         try:
@@ -219,10 +236,13 @@ async def _play_turns(
 
 async def _tokenise_messages(take: Callable[[Sequence[Message]], None], messages: Sequence[Message]) -> None:
     """Tokenise long messages in a thread: 1 MB takes almost a second and would block all other episodes."""
-    if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
-        await asyncio.to_thread(take, messages)
-    else:
-        take(messages)
+    try:
+        if sum(len(str(message.get("content", ""))) for message in messages) > LARGE_CHARACTERS:
+            await asyncio.to_thread(take, messages)
+        else:
+            take(messages)
+    except ModelError as error:  # the template cannot show the environment's messages, and a retry would not help
+        raise EpisodeFailed("env_error", str(error)) from error
 
 
 async def _final_score(
@@ -238,7 +258,10 @@ async def _final_score(
 
 @asynccontextmanager
 async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]:
-    """Turn every exception of an environment into EpisodeFailed: environments are user code."""
+    """Turn every exception of an environment into EpisodeFailed: environments are user code.
+
+    This includes errors that are no Exception: SystemExit would stop the worker and all its episodes.
+    """
     try:
         async with asyncio.timeout(timeout_s) as scope:
             yield
@@ -250,7 +273,9 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
         raise EpisodeFailed("sandbox_error", str(error)) from error
     except BadRewardError as error:
         raise EpisodeFailed("bad_reward", str(error)) from error
-    except (Exception, SystemExit) as error:  # SystemExit would stop the worker and all its episodes
+    except BaseException as error:
+        if ends_this_task(error):
+            raise
         raise EpisodeFailed("env_error", f"{what} raised {type(error).__name__}: {error}") from error
 
 

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_flash.errors import RollFlashError, RunError
 from roll_flash.inference.client.metrics import combined
-from roll_flash.processes.background import start_background
+from roll_flash.processes.background import error_of, gather_or_cancel, start_background
 from roll_flash.processes.deadlines import RecentCount
 from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
@@ -90,9 +90,10 @@ class WorkerFleet:
         self._error: BaseException | None = None
 
     async def start(self) -> None:
-        """Start every worker. Raises the error of a worker's start (SandboxError, RunError, ...)."""
-        actors = await asyncio.gather(*(self._start_actor(index) for index in range(self._count)))
-        self._members = [_WorkerHandle(index, actor) for index, actor in enumerate(actors)]
+        """Start every worker. Raises the error of a worker's start (SandboxError, RunError, ...); by then no worker is
+        still starting, and `close` ends the started ones."""
+        await gather_or_cancel(*(self._start_worker(index) for index in range(self._count)))
+        self._members.sort(key=lambda member: member.index)
         for member in self._members:
             member.ready.set()
             for work in (self._collect(member), self._feed(member)):
@@ -219,15 +220,21 @@ class WorkerFleet:
             raise RunError(f"no rollout worker came back within {START_TIMEOUT_S:g} s")
         return members
 
+    async def _start_worker(self, index: int) -> None:
+        self._members.append(_WorkerHandle(index, await self._start_actor(index)))
+
     async def _start_actor(self, index: int) -> Any:
         planned = plan(self._placement, self._count, self._resources, await asyncio.to_thread(_living_nodes))
         remote_class: Any = ray.remote(concurrency_groups={WATCH: 1})(WorkerActor)  # type: ignore[call-overload]
         actor: Any = remote_class.options(**ray_options(self._resources, planned[index])).remote(self._settings)
         try:
             await _within(actor.start.remote(), START_TIMEOUT_S, "start")
-        except RunError as error:
+        except NoAnswerError as error:
             ray.kill(actor)
             raise RunError(f"{error}{await asyncio.to_thread(_lacking, self._resources)}") from None
+        except BaseException:
+            ray.kill(actor)
+            raise
         return actor
 
     async def _collect(self, member: _WorkerHandle) -> None:
@@ -292,8 +299,7 @@ class WorkerFleet:
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """Keep the error of a background task, to raise it in the callers that wait for outcomes."""
-        if not task.cancelled() and self._error is None:
-            self._error = task.exception()
+        self._error = self._error or error_of(task)
 
     def _raise_error(self) -> None:
         if self._error is not None:

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -84,13 +85,24 @@ class EpisodeStatus:
     waited_s: float
 
 
+@dataclass(slots=True, eq=False)
+class _RunningEpisode:
+    """An episode and its task."""
+
+    spec: EpisodeSpec
+    progress: Progress
+    task: asyncio.Task[None] | None = None
+    is_over: bool = False
+    """True if the episode has its outcome, or was cancelled and needs none."""
+
+
 class Worker:
     """Runs episodes on one event loop. `close` cancels running episodes and frees every sandbox."""
 
     def __init__(self, settings: WorkerSettings) -> None:
         make_logs_printable()
         self._settings = settings
-        self._episodes: dict[str, tuple[asyncio.Task[None], Progress]] = {}
+        self._episodes: dict[str, _RunningEpisode] = {}
         self._outcomes: list[Outcome] = []
         self._has_outcomes = asyncio.Event()
         self._threads = EnvironmentThreads(settings.threads)
@@ -125,16 +137,16 @@ class Worker:
     def submit(self, episodes: list[EpisodeSpec]) -> None:
         """Start episodes now; the scheduler limits the number of running episodes."""
         for spec in episodes:
-            progress = Progress(since=time.monotonic())
-            task = asyncio.create_task(self._run(spec, progress), name=spec.episode_id)
-            self._episodes[spec.episode_id] = (task, progress)
-            task.add_done_callback(self._forget)  # also runs if cancelled before its start
+            running = _RunningEpisode(spec, Progress(since=time.monotonic()))
+            running.task = asyncio.create_task(self._run(running), name=spec.episode_id)
+            self._episodes[spec.episode_id] = running
+            running.task.add_done_callback(partial(self._forget, running))  # also runs if cancelled before its start
 
     def cancel(self, episode_ids: list[str]) -> None:
         """Cancel episodes with their request, environment and sandbox. They return no outcome."""
         for episode_id in episode_ids:
-            if episode_id in self._episodes:
-                self._episodes[episode_id][0].cancel()
+            if (running := self._episodes.get(episode_id)) is not None:
+                _cancel(running)
 
     async def poll(self, timeout_s: float) -> list[Outcome]:
         """Return the outcomes since the last call; wait up to `timeout_s` for the first, else return []."""
@@ -151,8 +163,8 @@ class Worker:
     def status(self) -> list[EpisodeStatus]:
         now = time.monotonic()
         return [
-            EpisodeStatus(episode_id, progress.turn, progress.waits_for, now - progress.since)
-            for episode_id, (_, progress) in self._episodes.items()
+            EpisodeStatus(episode_id, each.progress.turn, each.progress.waits_for, now - each.progress.since)
+            for episode_id, each in self._episodes.items()
         ]
 
     def client_metrics(self) -> dict[str, float]:
@@ -165,16 +177,15 @@ class Worker:
         return self._pool.stats() if self._pool is not None else None
 
     async def close(self) -> None:
-        tasks = [task for task, _ in self._episodes.values()]
-        for task in tasks:
-            task.cancel()
+        tasks = [_cancel(running) for running in self._episodes.values()]
         await asyncio.gather(*tasks, return_exceptions=True)
         for part in (self._agents, self._client, self._chat_client, self._pool):
             if part is not None:
                 await part.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, spec: EpisodeSpec, progress: Progress) -> None:
+    async def _run(self, running: _RunningEpisode) -> None:
+        spec = running.spec
         lease: LazySandbox | None = None
 
         async def open_env() -> AsyncEnvironment:
@@ -188,16 +199,14 @@ class Worker:
 
         try:
             policy, deadlines = self._policy(spec), self._settings.deadlines
-            outcome = await run_episode(spec, open_env, policy, deadlines, progress, self._play_agent)
-            self._end(picklable_outcome(outcome, spec))
-        except Exception as error:  # a bug in ROLL Flash: the group must not wait for this episode forever
-            self._end(_failure(spec, "internal_error", f"{type(error).__name__}: {error}", progress.turn))
-            raise
+            outcome = await run_episode(spec, open_env, policy, deadlines, running.progress, self._play_agent)
+            self._end(running, picklable_outcome(outcome, spec))
         finally:
             if lease is not None:
                 await lease.close()
 
-    def _end(self, outcome: Outcome) -> None:
+    def _end(self, running: _RunningEpisode, outcome: Outcome) -> None:
+        running.is_over = True
         self._outcomes.append(outcome)
         self._has_outcomes.set()
 
@@ -221,12 +230,18 @@ class Worker:
         backend = TokenBackend(self._client, self._tokenizer, model=MODEL_NAME, max_length=length)
         return AgentEpisodes(backend, pins_groups=self._settings.pins_groups)
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        running = self._episodes.get(task.get_name())
-        if running is not None and running[0] is task:  # a retry may already run under the same id
-            del self._episodes[task.get_name()]
-        if not task.cancelled() and (error := task.exception()) is not None:
-            logger.error("after episode %s: %s", task.get_name(), error, exc_info=error)
+    def _forget(self, running: _RunningEpisode, task: asyncio.Task[None]) -> None:
+        """Remove an ended episode, and report a failure if it has no outcome: its group must not wait forever."""
+        spec = running.spec
+        if self._episodes.get(spec.episode_id) is running:  # else a retry already runs under the same id
+            del self._episodes[spec.episode_id]
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            logger.error("after episode %s: %s", spec.episode_id, error, exc_info=error)
+        if not running.is_over:
+            waits_for, turn = running.progress.waits_for, running.progress.turn
+            what = f"{type(error).__name__}: {error}" if error else f"cancelled from within, waiting for {waits_for}"
+            self._end(running, _failure(spec, "internal_error", what, turn))
 
     def _policy(self, spec: EpisodeSpec) -> Policy:
         if self._chat_client is not None:
@@ -242,6 +257,13 @@ class Worker:
         )
 
 
+def _cancel(running: _RunningEpisode) -> asyncio.Task[None]:
+    assert running.task is not None
+    running.is_over = running.progress.is_cancelled = True
+    running.task.cancel()
+    return running.task
+
+
 def picklable_outcome(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
     """Make `outcome` picklable: convert `info` and `messages` to JSON values, as in the log. If the outcome still
     cannot be pickled, return a failure of the environment."""
@@ -251,7 +273,7 @@ def picklable_outcome(outcome: Outcome, spec: EpisodeSpec) -> Outcome:
         outcome = replace(outcome, info=_info(outcome.info), messages=tuple(plain(outcome.messages)))
         pickle.dumps(outcome)
         return outcome
-    except Exception as error:  # users' objects may raise anything from their __str__
+    except BaseException as error:  # __str__ of users' objects may raise anything, also SystemExit
         message = f"the episode's info or messages cannot be sent: {type(error).__name__}: {error}"
         return _failure(spec, "env_error", message, len(outcome.turns))
 
@@ -261,11 +283,16 @@ def _failure(spec: EpisodeSpec, cause: FailureCause, message: str, turn: int) ->
 
 
 def _info(info: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert `info` to JSON values; replace it if it is nested too deep, so that the episode and run survive."""
-    try:
-        return dict(plain(info))
-    except RecursionError as error:
-        return {"info_left_out": str(error)}
+    """Convert `info` to JSON values. A value that is nested too deep is replaced by its error in `info_left_out`; the
+    episode, the run and the other values survive, such as the right answer that a judge needs."""
+    kept: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, value in info.items():
+        try:
+            kept |= plain({name: value})
+        except RecursionError as error:
+            left_out[str(name)] = str(error)
+    return {**kept, "info_left_out": left_out} if left_out else kept
 
 
 class WorkerActor:

@@ -16,7 +16,7 @@ import numpy as np
 from roll_flash.config.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
-from roll_flash.processes.background import call_in_thread, start_background
+from roll_flash.processes.background import call_in_thread, error_of, start_background
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream.rows import Batch, Columns, Consumer
 from roll_flash.stream.samplers import Groups, Sampler, Sequential
@@ -213,5 +213,5 @@ async def _close(name: str, scorer: RewardStage) -> None:
 
 def _fail_with(stream: TrajectoryStream, task: asyncio.Task[None]) -> None:
     """Pass the error of a stage to the stream, so that readers of rewards stop waiting."""
-    if not task.cancelled() and (error := task.exception()) is not None:
+    if (error := error_of(task)) is not None:
         stream.fail(error)

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from roll_flash.errors import StreamError, StreamStarvedError
+from roll_flash.processes.background import ends_this_task
 from roll_flash.stream.rows import Batch, Columns
 from roll_flash.stream.stream import TrajectoryStream
 
@@ -22,7 +23,7 @@ Compute = Callable[[Batch], Awaitable[Sequence[Columns]]]
 class Stage:
     """Runs `compute` on batches of the stream's consumer `name`, `concurrency` of them at a time.
 
-    An attempt that raises an Exception or takes longer than `timeout_s` is repeated up to `retries` times; then the
+    An attempt that raises or takes longer than `timeout_s` is repeated up to `retries` times; then the
     rows are dropped as `stage_NAME_failed` and counted. After `max_failures_in_a_row` such batches the stage gives up
     and raises StreamError: dropping everything is not training.
     """
@@ -92,7 +93,9 @@ class Stage:
                     columns = await self._compute(batch)
                 await self._stream.write(batch.row_ids, columns)
                 return True
-            except Exception as error:
+            except BaseException as error:
+                if ends_this_task(error):
+                    raise
                 own = f"{type(error).__name__}: {error}"
                 self.last_error = f"took longer than {self._timeout_s:g} s" if deadline.expired() else own
             finally:

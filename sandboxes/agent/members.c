@@ -36,9 +36,16 @@ struct pids {
 #define IF_EQUAL(value, skip, skip_otherwise) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, value, skip, skip_otherwise)
 
 /* Refuses setrlimit of RLIMIT_LOCKS, and prlimit of it with a new value; reading it is allowed. For RLIMIT_CORE the
- * call succeeds and does nothing: programs that disable their own dumps treat a failure as an attack. */
+ * call succeeds and does nothing: programs that disable their own dumps treat a failure as an attack. A command cannot
+ * install its own filters, as on a kernel without seccomp: the memory of compiled filters is counted over the whole
+ * machine, and if a few sandboxes use it up, no command starts in any sandbox. */
 static struct sock_filter keep_mark[] = {
     LOAD(offsetof(struct seccomp_data, nr)),
+    IF_EQUAL(SYS_seccomp, 3, 0),
+    IF_EQUAL(SYS_prctl, 0, 3),
+    LOAD(ARGUMENT(0)),
+    IF_EQUAL(PR_SET_SECCOMP, 0, 15),
+    BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | EINVAL),
     IF_EQUAL(SYS_setrlimit, 0, 3),
     LOAD(ARGUMENT(0)),
     IF_EQUAL(RLIMIT_LOCKS, 9, 0),

@@ -17,10 +17,11 @@ MAX_OUTPUT_BYTES = 1 << 16
 LEFTOVERS_COMMAND = (
     "for entry in /proc/[0-9]*; do case ${entry#/proc/} in 1|$$) ;; *) echo $entry;; esac; done; "
     "tail -q -n +2 /proc/sysvipc/shm /proc/sysvipc/msg /proc/sysvipc/sem && "
-    "for table in /proc/net/tcp /proc/net/tcp6; do test ! -e $table || tail -n +2 $table; done"
+    "for table in /proc/net/tcp /proc/net/tcp6 /proc/net/unix; do test ! -e $table || tail -n +2 $table; done"
 )
-"""Shell line that prints remaining processes, System V IPC objects and connections (a closed one holds its port for
-a minute)."""
+"""Shell line that prints remaining processes, System V IPC objects, connections (a closed one holds its port for a
+minute) and unix sockets: one that was sent through itself has no process, but holds everything that was sent with it
+(files, ports, names) until the kernel's next garbage collection."""
 
 
 def is_reusable(spec: SandboxSpec) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Callable
 
 import httpx
 
@@ -17,6 +17,9 @@ WAIT_S = 1.0
 """Maximum seconds from the end of a container's stream to the event of its end."""
 OOM_WAIT_S = 0.3
 """Maximum seconds from that event to the out-of-memory event; engines send the two independently."""
+OOM_NEAR_S = 10.0
+"""Maximum seconds between running out of memory and the end of a container that died of it; if more, an earlier command
+ran out of memory and the container ended for another reason."""
 RECONNECT_S = 0.5
 SIGKILL_CODE = 137
 
@@ -28,7 +31,9 @@ class EngineEvents:
         self._engine = engine
         self._label = label
         self._codes: OrderedDict[str, int] = OrderedDict()
-        self._oom: OrderedDict[str, None] = OrderedDict()
+        self._died_s: OrderedDict[str, float] = OrderedDict()
+        self._oom_s: OrderedDict[str, float] = OrderedDict()
+        """Time in seconds at which each container last ran out of memory, on the engine's clock."""
         self._news = asyncio.Event()
         self.connected = asyncio.Event()
         self.ooms = 0
@@ -47,8 +52,8 @@ class EngineEvents:
 
     def forget(self, name: str) -> None:
         """Delete the events of `name`, which a new container will use."""
-        self._codes.pop(name, None)
-        self._oom.pop(name, None)
+        for seen in (self._codes, self._died_s, self._oom_s):
+            seen.pop(name, None)
 
     def _take(self, event: dict[str, object]) -> None:
         actor = event.get("Actor")
@@ -56,20 +61,21 @@ class EngineEvents:
         name = str(marks.get("name", ""))
         if event.get("Action") == "oom":
             self.ooms += 1
-            self._oom[name] = None
+            self._oom_s[name] = _event_time_s(event)
         else:
             self._codes[name] = int(marks.get("exitCode", -1))
-        for seen in (self._codes, self._oom):
+            self._died_s[name] = _event_time_s(event)
+        for seen in (self._codes, self._died_s, self._oom_s):
             while len(seen) > MAX_RECORDED_EVENTS:
                 seen.popitem(last=False)
         self._news.set()
 
     async def why(self, name: str) -> tuple[str, str]:
         """Return (reason of SandboxDied, text). Waits WAIT_S and OOM_WAIT_S for events that may still arrive."""
-        if not await self._seen(name, self._codes, WAIT_S):
+        if not await self._wait_until(lambda: name in self._codes, WAIT_S):
             return await self._why_unknown()
         code = self._codes[name]
-        if code == SIGKILL_CODE and await self._seen(name, self._oom, OOM_WAIT_S):
+        if code == SIGKILL_CODE and await self._wait_until(lambda: self._died_of_oom(name), OOM_WAIT_S):
             return "oom", "it ran out of memory and the kernel ended it; raise memory_mb"
         if gone := await self._why_engine_is_gone():
             return "daemon", gone
@@ -77,10 +83,13 @@ class EngineEvents:
             return "killed", "it was killed from outside (docker rm, docker kill, or a reaper)"
         return "agent", f"its agent ended with status {code}"
 
-    async def _seen(self, name: str, among: Container[str], within_s: float) -> bool:
+    def _died_of_oom(self, name: str) -> bool:
+        return name in self._oom_s and abs(self._died_s[name] - self._oom_s[name]) <= OOM_NEAR_S
+
+    async def _wait_until(self, condition: Callable[[], bool], within_s: float) -> bool:
         try:
             async with asyncio.timeout(within_s):
-                while name not in among:
+                while not condition():
                     self._news.clear()
                     await self._news.wait()
         except TimeoutError:
@@ -101,3 +110,8 @@ class EngineEvents:
         finally:
             await probe.close()
         return None
+
+
+def _event_time_s(event: dict[str, object]) -> float:
+    time_ns = event.get("timeNano", 0)
+    return time_ns / 1e9 if isinstance(time_ns, int) else 0.0

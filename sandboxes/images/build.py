@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx
 
 from roll_flash.sandboxes.client.agent_program import cache_folder
 from roll_flash.sandboxes.docker.api import EngineApi, disk_full
-from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError
+from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError, SandboxStartError
 from roll_flash.sandboxes.files.build_context import build_archive
 from roll_flash.sandboxes.identity import LABEL
 from roll_flash.sandboxes.images.kept import BUILDS, use_build
@@ -24,6 +25,8 @@ from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 IDLE_TIMEOUT_S = 600.0
 LOCK_POLL_S = 0.2
+LOCK_TIMEOUTS_S = {"agent": 600.0, "build": 3600.0}
+"""Maximum seconds to wait for a lock of each kind, over all its holders: one may be a stopped process."""
 LOCKS = 16
 PROGRESS_S = 5.0
 
@@ -53,22 +56,36 @@ async def one_at_a_time(kind: str, what: str = "") -> AsyncIterator[None]:
     """Hold a lock across the processes of this machine and user; it is released when its process ends.
 
     The files are never deleted, else two processes could hold the same lock on two files. At most LOCKS per kind,
-    chosen by hash.
+    chosen by hash. Raises SandboxStartError if other processes hold the lock longer than LOCK_TIMEOUTS_S.
     """
     number = hashlib.sha256(what.encode()).digest()[0] % LOCKS
     path = cache_folder() / f"{kind}-{number}.lock"
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     lock = await asyncio.to_thread(os.open, path, flags, 0o600)
     try:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                await asyncio.sleep(LOCK_POLL_S)
+        await _acquire(lock, path, LOCK_TIMEOUTS_S[kind])
         yield
     finally:
         os.close(lock)
+
+
+async def _acquire(lock: int, path: Path, timeout_s: float) -> None:
+    """Wait for the lock and report the wait every PROGRESS_S seconds. Raises SandboxStartError after `timeout_s`."""
+    began = shown = time.monotonic()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            now = time.monotonic()
+        if now - began >= timeout_s:
+            raise SandboxStartError(
+                f"another process of this user has held {path} for {timeout_s:g} s: `fuser {path}` names it, end it"
+            )
+        if now - shown >= PROGRESS_S:
+            shown = now
+            print(f"sandboxes: another process holds {path}; waiting for it", file=sys.stderr, flush=True)
+        await asyncio.sleep(LOCK_POLL_S)
 
 
 async def _build(engine: EngineApi, image: str, archive: bytes) -> None:

@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes.identity import Owner
+from roll_flash.sandboxes.identity import Owner, boot_id, short_boot_id
 from roll_flash.sandboxes.spec import SandboxSpec
 
 ROOT = Path("/sys/fs/cgroup")
@@ -100,7 +100,7 @@ def _prepare() -> None:
 def make_cgroup(name: str, spec: SandboxSpec) -> Cgroup:
     """Create the control groups of one sandbox. Raises OSError."""
     owner = Owner.current()
-    leaf = f"{owner.pid}-{owner.started}-{name}"
+    leaf = f"{short_boot_id()}-{owner.pid}-{owner.started}-{name}"
     memory, quota = str(spec.memory_mb << 20), str(round(spec.cpus * PERIOD_US))
     if (ROOT / "cgroup.controllers").exists():
         folder = ROOT / FOLDER / leaf
@@ -134,13 +134,15 @@ def _limited(folder: Path, settings: dict[str, str]) -> Path:
 def sweep_cgroups() -> int:
     """Remove the groups of dead owners and kill their processes; return the number of removed folders.
 
-    A sandbox ends with its controller, unless a forked child of the controller holds the connection open.
+    A sandbox ends with its controller, unless a forked child of the controller holds the connection open. Groups of
+    owners in other process namespaces (containers that share the machine's groups) stay, because nothing is known of
+    these owners.
     """
     removed = 0
-    boot = Owner.current().boot
+    boot = boot_id()
     for parent in (ROOT / FOLDER, *(ROOT / controller / FOLDER for controller in CONTROLLERS_V1)):
-        for folder in parent.glob("*-*-roll-flash-*"):
-            pid, started, _ = folder.name.split("-", 2)
+        for folder in parent.glob(f"{short_boot_id()}-*-*-roll-flash-*"):
+            _, pid, started, _ = folder.name.split("-", 3)
             if Owner(boot, int(pid), int(started)).lives() is False:
                 _kill_members(folder)
                 Cgroup((folder,), 0).remove()

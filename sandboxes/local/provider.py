@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -131,7 +132,7 @@ class LocalProvider:
             _fill(files[0], self._agent.content)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
-            command = [*_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
+            command = [*_limit_files(spec), *_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
             process = await asyncio.create_subprocess_exec(
                 *(cgroup.wrap(command) if cgroup is not None else command),
                 stdin=theirs.fileno(),
@@ -228,6 +229,13 @@ def _fill(fd: int, content: bytes) -> None:
     os.lseek(fd, 0, os.SEEK_SET)
 
 
+def _limit_files(spec: SandboxSpec) -> list[str]:
+    """Return a command prefix that sets the spec's limit on open files, or this process's limit if that is lower."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = spec.open_files if most == resource.RLIM_INFINITY else min(spec.open_files, most)
+    return ["/bin/sh", "-c", 'ulimit -n "$0" && exec "$@"', str(limit)]
+
+
 def _without_root(user: HostUser) -> list[str]:
     """Return a command prefix so that the sandbox's user does not map to root; empty for other users."""
     if os.geteuid() != 0:
@@ -249,7 +257,9 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
     command += ["--as-pid-1", "--cap-drop", "ALL", "--uid", user, "--gid", group, "--hostname", "sandbox", "--clearenv"]
     # /proc/sys read-only: else the sandbox could change the kernel settings of its own namespaces.
     command += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--ro-bind", "/proc/sys", "/proc/sys", "--dev", "/dev"]
-    command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
+    command += ["--perms", "1777", "--size", str(SHM_MB << 20), "--tmpfs", "/dev/shm"]
+    # Message queues exist without this mount too; with it, a reset removes them.
+    command += ["--mqueue", "/dev/mqueue", "--remount-ro", "/dev"]
     for link in SYSTEM_LINKS:
         if os.path.islink(link):
             command += ["--symlink", os.readlink(link), link]

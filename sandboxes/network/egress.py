@@ -97,14 +97,16 @@ class Egress:
     async def _resolve(self, host: str, port: int) -> list[Address]:
         if (address := as_address(host)) is not None:
             return [address]
-        looking = asyncio.ensure_future(self._look_up(host, port))
-        looking.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        await self._lookups.acquire()
+        looking = asyncio.get_running_loop().run_in_executor(_resolvers(), resolve, host, port)
+        looking.add_done_callback(self._note_looked_up)
         return await asyncio.shield(looking)
 
-    async def _look_up(self, host: str, port: int) -> list[Address]:
-        """Resolve a name in a thread; a cancelled look-up counts against the limit until its thread ends."""
-        async with self._lookups:
-            return await asyncio.get_running_loop().run_in_executor(_resolvers(), resolve, host, port)
+    def _note_looked_up(self, looking: asyncio.Future[list[Address]]) -> None:
+        """Release the limit: a cancelled look-up counts against it until its thread ends."""
+        self._lookups.release()
+        if not looking.cancelled():
+            looking.exception()
 
     def _may_connect(self, address: Address, port: int) -> bool:
         if not may_connect(self._allow, address, port):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from roll_flash.envs.adapters import reasoning_gym
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
@@ -65,6 +66,22 @@ def fault_of(dataset: str) -> str:
         return ""
     earned, info = (result := env.step(env.oracle()))[1], result[4]
     return "" if earned >= 1.0 and info["success"] else f"the right answer earns {earned}: {info}"
+
+
+@pytest.mark.adapters
+@pytest.mark.parametrize(("dataset", "always"), [("coin_flip", "0"), ("game_of_life_halting", "I do not know")])
+def test_a_data_set_whose_scorer_is_wrong_is_warned_of(
+    dataset: str, always: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Fails when the package has mended it: then take it out of `WRONG_SCORERS` and docs/adapters.md."""
+    reasoning_gym._warn_of.cache_clear()
+    make_env("ReasoningGym-v0", dataset="composite", config={"datasets": [{"name": dataset, "weight": 1}]})
+    assert f"the scorer of the data set {dataset} is wrong" in caplog.text
+    env: Any = make_env("ReasoningGym-v0", dataset=dataset)
+    for seed in (1, 2, 3):
+        env.reset(seed=seed)
+        assert env.step(f"<answer>{always}</answer>")[1] == 1.0
+    assert len(caplog.records) == 1
 
 
 @pytest.mark.adapters

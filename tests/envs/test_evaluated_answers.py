@@ -190,7 +190,7 @@ def test_an_answer_that_takes_for_ever_or_all_memory_is_worth_nothing_and_holds_
     began = time.process_time()
     with pytest.raises(ScoringEndedError, match=r"more than 0\.5 s or"):
         score_in_subprocess(lambda: module.score(answer), seconds=0.5)
-    assert time.process_time() - began < 0.5
+    assert time.process_time() - began < 2, "the answer would take minutes"
     assert score_in_subprocess(lambda: module.score("3")) in (1.0, 3.0)
 
 
@@ -360,7 +360,7 @@ def test_what_is_let_through_is_evaluated_quickly() -> None:
     for answer in ("9**99 * 9**99 * 9**99 * 9**99", "(x + 1)**9 * (y + 1)**9", "sin(99) + exp(9)", "2.5**-99"):
         assert evaluated_answers._bits(evaluated_answers._parsed(answer)) <= evaluated_answers.MOST_BITS  # type: ignore[arg-type]
         sympy.parse_expr(answer)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 15
 
 
 def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,8 +194,71 @@ def test_a_server_without_a_free_session_is_waited_for_and_then_named() -> None:
 
 @pytest.mark.adapters
 def test_an_environment_that_fails_fails_the_episode() -> None:
-    with served(guessing_server()) as url, pytest.raises(EnvError, match="EXECUTION_ERROR: the guessing machine broke"):
-        play(OpenEnv(url), "-1")
+    with served(guessing_server()) as url, pytest.raises(EnvError, match=r"reset: EXECUTION_ERROR: .*empty range"):
+        play(OpenEnv(url, reset_kwargs={"most": 0}))
+
+
+@pytest.mark.adapters
+def test_an_action_for_which_an_environment_raises_is_told_and_a_sample() -> None:
+    """As many do for a move that is not allowed; no sample would be better for a policy than the 0 it deserves."""
+    with served(guessing_server()) as url:
+        _, steps = play(OpenEnv(url, max_turns=3), "-1", "-1", "-1")
+    assert "the guessing machine broke" in steps[0][0]
+    assert [reward for _, reward, _, _ in steps] == [0.0, 0.0, 0.0]
+    assert steps[-1][3] == {"success": False, "wrong_actions": 3}
+
+
+@pytest.mark.parametrize("limit", ["timeout_s", "step_timeout_s", "episode_timeout_s"])
+def test_an_action_that_never_ends_ends_the_episode_and_is_a_sample(limit: str) -> None:
+    """No sample would be better for a policy than the 0 it deserves. Where the server answers nobody, it is none."""
+    is_stuck = False
+
+    async def schema(request: web.Request) -> web.Response:
+        if is_stuck:
+            raise web.HTTPServiceUnavailable
+        return web.json_response({"action": {"properties": {"code": {"type": "string"}}, "required": ["code"]}})
+
+    async def session(request: web.Request) -> web.WebSocketResponse:
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            if "loop" in message.data:
+                await asyncio.sleep(1.0)  # as an environment in a thread: the server answers others
+            told = {"observation": {"text": "ran"}, "reward": 0.25, "done": False}
+            await socket.send_json({"type": "observation", "data": told})
+        return socket
+
+    async def run() -> None:
+        nonlocal is_stuck
+        app = web.Application()
+        app.router.add_get("/schema", schema)
+        app.router.add_get("/ws", session)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        try:
+            for breaks in (False, True) if limit == "timeout_s" else (False,):
+                env = OpenEnv(url, timeout_s=0.5 if limit == "timeout_s" else 30.0)
+                is_stuck = False
+                await env.reset(seed=1)
+                assert (await env.step("print(1)"))[1] == 0.25
+                if limit != "timeout_s":
+                    setattr(env, limit, 0.6)
+                is_stuck = breaks
+                if breaks:
+                    with pytest.raises(EnvError, match="did not answer"):
+                        await env.step("loop")
+                else:
+                    news, earned, terminated, _, info = await env.step("loop")
+                    assert "given up" in str(news)
+                    assert (earned, terminated) == (0.0, True)
+                    assert info == {"success": False, "wrong_actions": 1}
+                await env.close()
+        finally:
+            await runner.cleanup()
+
+    asyncio.run(run())
 
 
 def test_a_server_that_is_away_or_is_none_is_one_line() -> None:

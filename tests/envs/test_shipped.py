@@ -201,6 +201,18 @@ def test_any_small_gymnasium_environment_is_played_in_words_to_its_best_end(
     assert total == pytest.approx(env.full_reward)
 
 
+@pytest.mark.parametrize("lazy", ["gibberish", "<move>left</move>", "the run ends it"])
+def test_a_game_in_which_each_move_costs_is_worth_most_when_it_is_won(lazy: str) -> None:
+    """To make no moves would be worth 0, and the best way through -13."""
+    env = GymText("CliffWalking-v1", max_turns=5)
+    env.reset(seed=4)
+    total = sum(env.step(lazy)[1] for _ in range(5)) if lazy != "the run ends it" else env.conclude()[0]
+    assert total == -25.0
+    assert env.full_reward == -13.0
+    assert GymText("CliffWalking-v1", move_cost=0.0).conclude()[0] == 0.0
+    assert GymText("CartPole-v1").conclude()[0] == 0.0
+
+
 def test_an_environment_of_numbers_is_shown_in_words() -> None:
     env = GymText("CartPole-v1", max_turns=2)
     observation, _ = env.reset(seed=0)

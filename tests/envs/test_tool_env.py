@@ -327,6 +327,26 @@ def test_rewards_are_weighted_and_may_be_plain_functions() -> None:
     assert Rubric([slow, plain]).full_reward == 4
 
 
+@pytest.mark.parametrize(("options", "success"), [({"when": "turn"}, None), ({"weight": 0.0}, None), ({}, False)])
+def test_an_environment_without_final_rewards_does_not_call_every_episode_a_success(
+    options: dict[str, Any], success: bool | None
+) -> None:
+    class Idle(ToolEnv):
+        @reward(**options)
+        def earned(self) -> float:
+            return 0.0
+
+        async def begin(self, seed: int) -> str:
+            return "work"
+
+    async def run() -> dict[str, Any]:
+        env = Idle()
+        await env.reset(seed=1)
+        return (await env.step("no idea"))[4]
+
+    assert asyncio.run(run())["success"] is success
+
+
 def test_a_reward_that_is_no_number_or_too_slow_fails_and_is_never_zero() -> None:
     @reward(timeout_s=0.1)
     def slow(env: Any) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from roll_flash.errors import ConfigError, EnvError
 pytestmark = pytest.mark.adapters
 
 SUMS = '''
+import asyncio
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -44,6 +47,15 @@ def load_environment(kind="single", fault=""):
         """
         return a + b
 
+    def reads(completion, answer):
+        said = float(completion[-1]["content"])
+        return 1.0 if said == float(answer) else said - said
+
+    async def halves(number: int) -> float:
+        """Half of a number, slowly."""
+        await asyncio.sleep(0.05)
+        return 1 / number
+
     class Insist(vf.MultiTurnEnv):
         async def setup_state(self, state):
             state["asked"] = 0
@@ -65,6 +77,12 @@ def load_environment(kind="single", fault=""):
         return [0.0 for _ in states]
 
     match kind:
+        case "reads":
+            return vf.SingleTurnEnv(dataset=rows, rubric=vf.Rubric(funcs=[reads]))
+        case "slow tool":
+            return vf.ToolEnv(
+                dataset=rows, tools=[halves], stop_errors=[ArithmeticError], rubric=vf.Rubric(funcs=[right])
+            )
         case "single":
             rubric = vf.Rubric(funcs=[right, short], weights=[0.8, 0.2])
             return vf.SingleTurnEnv(dataset=rows, eval_dataset=held_out, system_prompt="Be brief.", rubric=rubric)
@@ -182,6 +200,45 @@ def test_what_fails_for_no_fault_of_the_model_is_no_zero(
 ) -> None:
     with pytest.raises(EnvError, match=reason):
         play(Verifiers(sums, args), *actions)
+
+
+@pytest.mark.parametrize(
+    ("said", "trouble"),
+    [
+        ("I do not know", "reads raised ValueError"),
+        ("nan", "reads returned nan"),
+        ("1e999", "reads returned nan"),
+        ("", "reads raised ValueError"),
+    ],
+)
+def test_an_answer_that_a_reward_function_cannot_read_is_worth_nothing(sums: str, said: str, trouble: str) -> None:
+    """As for verifiers; no sample would be better for a policy than the 0 it deserves."""
+    _, earned, info = play(Verifiers(sums, {"kind": "reads"}), said)
+    assert (earned, info["success"]) == (0.0, False)
+    assert trouble in info["score_error"]
+    assert play(Verifiers(sums, {"kind": "reads"}), "3.0")[1] == 1.0
+
+
+CALL = '<tool_call>{"name": "halves", "arguments": {"number": %d}}</tool_call>'
+
+
+def test_a_call_that_ends_the_rollout_by_its_arguments_is_scored(sums: str) -> None:
+    _, earned, info = play(Verifiers(sums, {"kind": "slow tool"}), CALL % 0, "3")
+    assert (earned, info["success"], info["stop_condition"]) == (0.0, False, "has_error")
+    assert "ToolCallError" in info["score_error"]
+
+
+def test_many_slow_calls_of_one_turn_are_told_that_its_time_is_over(sums: str) -> None:
+    """They made the step fail by its time, which is no sample."""
+    env = Verifiers(sums, {"kind": "slow tool"})
+    env.step_timeout_s = 1.0
+    began = time.monotonic()
+    told, earned, _ = play(env, (CALL % 4) * 256, "3")
+    assert time.monotonic() - began < 5  # alone they would take 13 s
+    assert "0.25" in told[1]
+    assert "given up: the calls of this turn have taken all of its time" in told[1]
+    assert "not run: the calls of this turn have taken all of its time" in told[1]
+    assert earned == 1.0
 
 
 def test_an_episode_that_the_run_ends_is_scored_as_it_stands(sums: str) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluate.journal import transcript_name
 from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
 from roll_flash.evaluation import EvalRequest, plan_evaluation, run_evaluation
+from roll_flash.models.prepare import resolve_model
+from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.processes.background import beside
 from roll_flash.run.run_dir import RunDir
-from roll_flash.types import SamplingParams
+from roll_flash.run.trained_tasks import TRAINED_TASKS
+from roll_flash.types import EpisodeSpec, SamplingParams
 
 TREE: dict[str, Any] = {
     "name": "maze",
@@ -276,6 +280,27 @@ def test_a_config_without_environments_takes_the_one_of_the_command_line() -> No
     Path("none.yaml").write_text(json.dumps({key: value for key, value in TREE.items() if key != "envs"}))
     (env,) = plan_evaluation(EvalRequest(config="none.yaml", env="C-v0", overrides=("envs.0.max_turns=2",))).config.envs
     assert (env.id, env.max_turns) == ("C-v0", 2)
+
+
+def test_an_evaluation_of_a_run_knows_what_it_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    class NamedTasks(ScriptedRunner):
+        def _outcome(self, spec: EpisodeSpec) -> Any:
+            return replace(super()._outcome(spec), info={"task": spec.task.seed})
+
+    @asynccontextmanager
+    async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
+        yield NamedTasks(lambda spec: True)
+
+    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    run = finished_run(3).run_folder
+    shutil.copytree(resolve_model("tiny"), run / "checkpoints" / "step_3" / "hf", dirs_exist_ok=True)
+    request = EvalRequest(model="maze", env="TextFrozenLake-v0", tasks=2)
+    before, _ = asyncio.run(run_evaluation(replace(request, out="before")))
+    with closing(JsonLinesFile(run / "logs" / TRAINED_TASKS)) as tasks:
+        tasks.write({"step": 1, "tasks": sorted(before.task_hashes)})
+    after, _ = asyncio.run(run_evaluation(replace(request, out="after")))
+    assert (before.trained_on, after.trained_on) == (0, 2)
+    assert after.kind.startswith("not held out")
 
 
 def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.MonkeyPatch) -> None:

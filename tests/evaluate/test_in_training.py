@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 from scripted_runner import ScriptedRunner, trajectory_of
 
+from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import RunError
 from roll_flash.evaluate.in_training import EvaluationsBesideTraining, evaluate_version
@@ -145,3 +148,18 @@ def test_the_weight_versions_that_answered_are_in_result_and_metrics(tmp_path: P
     assert result.versions == {"4": 6, "5": 3}
     assert (metrics["eval/oldest_version"], metrics["eval/newest_version"]) == (4, 5)
     assert "weight versions" in result.table()
+
+
+def test_evaluations_of_a_run_know_what_it_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    async def evaluate_version(*_: Any, trained: Any, **__: Any) -> tuple[Mock, dict[str, float]]:
+        seen.append(trained)
+        return Mock(), {}
+
+    monkeypatch.setattr(system, "evaluate_version", evaluate_version)
+    monkeypatch.setattr(system, "EvaluationsBesideTraining", lambda *_, trained, **__: seen.append(trained))
+    run = system.System(**{field.name: Mock() for field in fields(system.System)})
+    asyncio.run(run.evaluate())
+    run.evaluations(print)
+    assert seen == [run.trained_tasks.hashes, run.trained_tasks.hashes]

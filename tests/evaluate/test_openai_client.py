@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from roll_flash.chat.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAIChatClient, api_key_from
+from roll_flash.chat.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAIChatClient, _reply, api_key_from
 from roll_flash.envs.hosting.environments import open_environment
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.monitor.episodes import episode_record
@@ -149,6 +149,7 @@ def test_retries_are_bounded_and_the_error_tells_what_the_server_said() -> None:
         (200, {**COMPLETION, "usage": {"completion_tokens": -5}}, "not a chat completion"),
         (200, {"choices": " " * (MAX_ANSWER_BYTES + 1)}, "an answer of more than 64 MiB"),
         (400, " " * (MAX_ANSWER_BYTES + 1), "an answer of more than 64 MiB"),
+        (200, f"[{'[],' * 1_000_000}[]]", "an answer of more than 2000000 commas and brackets"),
     ],
 )
 def test_what_does_not_pass_is_one_clear_error_at_once(status: int, body: Any, words: str) -> None:
@@ -156,6 +157,15 @@ def test_what_does_not_pass_is_one_clear_error_at_once(status: int, body: Any, w
     with pytest.raises(InferenceError, match=words):
         ask(script)
     assert len(script.bodies) == 1
+
+
+def test_an_answer_of_a_million_values_is_not_quoted_as_a_whole() -> None:
+    """It took seconds of the event loop on which hundreds of other episodes run."""
+    answer = {"choices": [{}] * 1_000_000}
+    began_s = time.process_time()
+    with pytest.raises(InferenceError, match=r"not a chat completion: \{'choices': \[\{\}, \{\}"):
+        _reply(answer, "http://here", 0.0)
+    assert time.process_time() - began_s < 0.1
 
 
 def test_a_conversation_goes_to_no_other_address_than_the_one_that_was_given() -> None:

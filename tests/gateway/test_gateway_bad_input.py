@@ -8,6 +8,7 @@ import json
 import re
 import socket
 import time
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -20,6 +21,7 @@ from roll_flash.gateway.apis.answer_text import split_tool_calls
 from roll_flash.gateway.model_call import next_key, parsed_arguments
 from roll_flash.gateway.server import MAX_BODY_BYTES
 from roll_flash.gateway.sessions.session import SessionSettings
+from roll_flash.gateway.token_backend import TokenBackend
 
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
 
@@ -136,6 +138,31 @@ def test_a_context_that_is_too_long_is_what_agents_look_for(serve: Serve) -> Non
         answer = await served.chat(HELLO, max_tokens=100_000)
         assert answer.status_code == 200
         assert served.client.sampling[0].max_new_tokens < 200
+        assert served.session.context_was_full
+
+    serve(work, ["Hello."], max_length=200)
+
+
+def test_two_megabytes_that_do_not_fit_are_not_tokenised(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They took a thread for ten seconds, again and again; there are four for all agents."""
+    lengths: list[int] = []
+
+    async def work(served: Served) -> None:
+        backend = served.gateway.backend
+        assert isinstance(backend, TokenBackend)
+        encode = backend._tokenizer.encode
+
+        def counted(text: str, **settings: Any) -> Any:
+            lengths.append(len(text))
+            return encode(text, **settings)
+
+        first = (await served.chat(HELLO)).json()["choices"][0]["message"]
+        monkeypatch.setattr(backend._tokenizer, "encode", counted)
+        large = [{"role": "user", "content": "x" * 1_900_000}]
+        for messages in (large, [*HELLO, first, *large]):
+            answer = await served.chat(messages)
+            assert (answer.status_code, error_of(answer)["code"]) == (400, "context_length_exceeded")
+        assert sum(lengths) < 50_000
         assert served.session.context_was_full
 
     serve(work, ["Hello."], max_length=200)
@@ -325,6 +352,32 @@ def test_what_no_model_is_shown_fills_neither_memory_nor_disk(serve: Serve, wher
         assert served.session.trouble is None
 
     serve(work, ["Hello."], "qwen3")
+
+
+def test_what_counts_for_no_message_is_not_kept_with_each_response(serve: Serve) -> None:
+    """A conversation with its thinking put back is the recorded one; each response kept all of it again."""
+
+    async def work(served: Served) -> None:
+        asked: list[dict[str, Any]] = [{"role": "user", "content": "Hi"}]
+        for number in range(8):
+            answer = await served.http.post("/v1/responses", json={"model": MODEL, "input": asked})
+            assert answer.status_code == 200
+            thinking = "x" * 1_000_000
+            asked = [
+                {"role": "user", "content": "Hi"},
+                {"role": "assistant", "content": f"<think>{thinking}</think>Hello."},
+                {"role": "user", "content": f"And {number}?"},
+            ]
+        before = tracemalloc.get_traced_memory()[0]
+        served.session.responses.clear()
+        assert before - tracemalloc.get_traced_memory()[0] < 500_000
+        assert served.session.history.forks == 6
+
+    tracemalloc.start()
+    try:
+        serve(work, ["Hello."])
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("streams", [False, True])

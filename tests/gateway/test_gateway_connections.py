@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import socket
 from collections.abc import Callable
 
 import httpx
@@ -104,6 +105,40 @@ def test_connections_on_which_nothing_is_asked_lose_their_places(
         for reader, _ in silent[:4]:
             assert await reader.read() == b""
         assert (await served.http.get("/v1/models")).status_code == 200
+
+    serve(work, ["Hello."])
+
+
+def test_connections_that_come_all_at_once_are_no_more_than_there_may_be(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of one turn of the event loop were forgotten before they were connected, and stayed for ever."""
+    monkeypatch.setattr(connections, "MAX_IDLE_CONNECTIONS", 8)
+
+    async def work(served: Served) -> None:
+        silent = [socket.create_connection(("127.0.0.1", served.gateway.port)) for _ in range(40)]
+        for each in silent[:32]:
+            each.setblocking(False)
+            assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(each, 1), 5) == b""
+        await until(lambda: served.gateway.metrics()["gateway_kept_connections"] == 8)
+        for each in silent:
+            each.close()
+
+    serve(work, ["Hello."])
+
+
+def test_who_connects_and_leaves_again_and_again_takes_nobodys_place(
+    serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_IDLE_CONNECTIONS", 8)
+
+    async def work(served: Served) -> None:
+        waiting = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+        for _ in range(20):
+            _, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
+            writer.close()
+            await until(lambda: served.gateway.metrics()["gateway_kept_connections"] == 1)
+        await ask(served, *waiting)
 
     serve(work, ["Hello."])
 

@@ -403,6 +403,10 @@ def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path:
             long = {"model": "theirs", "messages": [*HELLO, *HELLO]}
             refused = await http.post("/v1/chat/completions", json=long, headers=key)
             assert refused.json()["error"]["code"] == "context_length_exceeded"
+            unseen = {"model": "theirs", "messages": [{**HELLO[0], "name": "x" * 100_000}]}
+            refused = await http.post("/v1/chat/completions", json=unseen, headers=key)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+            assert "sees hardly any of" in refused.json()["error"]["message"]
             assert (await http.post("/reward", json={"reward": 1}, headers=key)).status_code == 200
 
     async def run(monkeypatch: pytest.MonkeyPatch) -> None:

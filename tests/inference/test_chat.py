@@ -85,6 +85,32 @@ def test_a_conversation_that_goes_well_is_what_the_template_renders(style: str) 
     assert [message["role"] for message in conversation.messages] == ["user", "assistant", "user", "assistant", "user"]
 
 
+@pytest.mark.parametrize("unit", ["ls -la\n", "<|eot|>"])
+def test_of_megabytes_that_cannot_fit_only_the_beginning_is_tokenised(
+    unit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five megabytes took half a minute and 1.4 GB with the tokenizer of a real model."""
+    tokenizer, lengths = tokenizer_with(CHATML), []
+    encode = tokenizer.encode
+
+    def counted(text: str, **settings: Any) -> Any:
+        lengths.append(len(text))
+        return encode(text, **settings)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    for room, characters in ((100, 1_000_000), (100, 500), (-5, 3_000)):
+        conversation = Conversation(tokenizer, [user("2+2?")])
+        conversation.add_generation(sampled(tokenizer, "4" + ENDS["chatml"]))
+        known = len(conversation.token_ids)
+        lengths.clear()
+        conversation.add_observation([user(unit * (characters // len(unit)))], room)
+        assert sum(lengths) < 50_000
+        everything = rendered(tokenizer, conversation.messages)
+        found = conversation.token_ids
+        assert found[: known + room + 1] == everything[: known + room + 1]
+        assert found == everything or len(found) > known + room, "what is left out did not fit anyway"
+
+
 def test_a_turn_that_was_cut_off_is_closed_with_tokens_that_are_not_the_policys(style: str) -> None:
     tokenizer = tokenizer_with(TEMPLATES[style])
     conversation = Conversation(tokenizer, [user("2+2?")])

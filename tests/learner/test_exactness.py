@@ -156,3 +156,11 @@ def test_a_softcap_is_found_where_logits_are_small(tmp_path: Path) -> None:
     policy = load_policy_model(write_model("nanochat", tmp_path, initializer_range=1e-4))
     assert policy.logit_transform is not None
     assert policy.logit_transform.softcap == 15.0
+
+
+def test_the_docs_list_what_is_tried() -> None:
+    rows = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text().splitlines()
+    for outcome, tried in (("prefixes are shared", SHARED), ("each sequence is computed alone", ALONE)):
+        row = next(row for row in rows if row.startswith(f"| {outcome}"))
+        names = [name.removesuffix("_text") for name in tried if " " not in name]  # the others are described
+        assert [name for name in names if name not in row] == []

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
+import select
+import subprocess
+import sys
 
 import pytest
 
@@ -75,3 +79,18 @@ def test_a_terminal_gets_the_live_status_too(monkeypatch: pytest.MonkeyPatch) ->
 )
 def test_durations_read_naturally(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_a_line_is_in_a_pipe_before_what_it_announces() -> None:
+    program = (
+        "import sys; from roll_flash.monitor.progress import Progress\n"
+        "with Progress(1) as progress: progress.note('starting'); sys.stdin.readline()"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+    ) as child:
+        assert child.stdout is not None
+        readable, _, _ = select.select([child.stdout], [], [], 60)  # it still waits for its input
+        assert readable
+        assert child.communicate("\n", timeout=60)[0] == "starting\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.evaluate.result import EvalResult, score
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.run.run_dir import RunDir
-from roll_flash.summary import check_counts, closing_text, command_name, next_commands, summarize
+from roll_flash.summary import check_counts, closing_text, command_name, disk_use, next_commands, summarize
 
 BOOKS = {
     **{"produced": 100, "trained": 80, "waiting": 4, "dropped_stale": 15, "dropped_too_few_trajectories": 1},
@@ -94,3 +95,14 @@ def test_commands_name_the_program_by_its_file_when_it_is_not_on_the_path(monkey
     monkeypatch.setenv("PATH", "/nowhere")
     program = shlex.split(command_name())[0]
     assert Path(program).exists()
+
+
+def test_the_size_on_disk_is_told_and_a_file_in_two_places_counts_once(run_folder: Path) -> None:
+    weights = run_folder / "checkpoints" / "model.safetensors"
+    weights.parent.mkdir(exist_ok=True)
+    weights.write_bytes(bytes(3_000_000))
+    os.link(weights, run_folder / "model" / "model.safetensors")
+    sizes = disk_use(run_folder)
+    assert sizes["checkpoints"] == 3_000_000
+    assert sizes["model"] == len("{}")
+    assert f"{sum(sizes.values()) / 1e6:.1f} MB (checkpoints 3.0 MB, " in closing_text(summary_of(run_folder))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 import threading
 from collections.abc import Sequence
@@ -24,8 +25,10 @@ from roll_flash.envs.hosting.environments import (
     check_environment,
     open_environment,
 )
-from roll_flash.errors import ConfigError, InferenceError
+from roll_flash.errors import ConfigError, InferenceError, ModelError
+from roll_flash.processes.background import call_in_thread
 from roll_flash.rollout.conversation import Action, ContextFullError, TokenArrays
+from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
@@ -87,7 +90,7 @@ class Echo(Env):
 
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         await self._misbehave("reset")
-        return f"seed {seed}", {}
+        return "" if self._fault == "reset says nothing" else f"seed {seed}", {}
 
     async def step(self, action: str) -> Any:
         await self._misbehave("step")
@@ -95,7 +98,8 @@ class Echo(Env):
         done = self._turns == 0
         reward: Any = {"nan": float("nan"), "inf": float("inf"), "no number": "much"}.get(self._fault, 0.5)
         observation: Any = 7 if self._fault == "observation" else f"you said {action}"
-        return observation, reward, done, False, {"success": done}
+        info: Any = {"no info": None, "array": {"success": np.ones(2)}}.get(self._fault, {"success": done})
+        return observation, reward, done, False, info
 
     async def close(self) -> None:
         Echo.closed += 1
@@ -110,6 +114,25 @@ class Echo(Env):
             sys.exit("enough")
         if self._fault == f"{where} loses its sandbox":
             raise SandboxError("the container is gone")
+
+
+class Sleeps(ToolEnv):
+    """A tool that takes as long as a model likes."""
+
+    max_turns = 30
+
+    async def begin(self, seed: int) -> str:
+        return "go"
+
+    @tool()
+    async def wait(self) -> str:
+        """Waits."""
+        await asyncio.sleep(0.2)
+        return "waited"
+
+    @reward()
+    def earned(self) -> float:
+        return 0.0
 
 
 class Blocking(gymnasium.Env[str, str]):
@@ -174,6 +197,18 @@ def test_an_episode_ends_at_its_turn_limit() -> None:
     outcome = play(Echo(turns=9), ScriptedPolicy("a", "b", "c"), max_turns=2)
     assert isinstance(outcome, Trajectory)
     assert (outcome.end, len(outcome.turns)) == ("max_turns", 2)
+
+
+class CatchesAll(Env):
+    """Catches its cancellation, as a bare `except` around a request does, and never ends by itself."""
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "go", {}
+
+    async def step(self, action: str) -> Any:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(60.0)
+        return "on", 1.0, False, False, {}
 
 
 class ScoredAtTheEnd(ToolEnv):
@@ -273,6 +308,9 @@ def test_a_full_context_ends_the_episode_but_keeps_what_was_played() -> None:
         ("inf", "bad_reward", "inf"),
         ("no number", "bad_reward", "'much'"),
         ("observation", "env_error", "must be a str or a list of messages"),
+        ("no info", "env_error", "info must be a dict, not NoneType"),
+        ("array", "env_error", "step raised ValueError: The truth value of an array"),
+        ("reset says nothing", "env_error", "reset returned an empty observation"),
         ("step loses its sandbox", "sandbox_error", "the container is gone"),
     ],
 )
@@ -305,6 +343,46 @@ def test_what_goes_wrong_with_the_model_is_a_failure_with_its_cause(policy: Scri
     outcome = play(Echo(), policy)
     assert isinstance(outcome, EpisodeFailure)
     assert outcome.cause == cause
+
+
+def test_an_environment_that_catches_everything_keeps_no_episode_beyond_its_deadline() -> None:
+    policy = ScriptedPolicy("a", "b", "c")
+    outcome = play(CatchesAll(), policy, Deadlines(60.0, 60.0, 0.2))
+    assert isinstance(outcome, EpisodeFailure)
+    assert outcome.cause == "episode_timeout"
+    assert [message["content"] for message in policy.messages()] == ["go", "a", "on"]
+
+
+def test_what_runs_out_in_a_thread_is_heard_of_at_once() -> None:
+    """asyncio drops a StopIteration that a thread hands over, so that a step took as long as it may."""
+
+    def first_of_none() -> Any:
+        return next(iter(()))
+
+    async def run() -> None:
+        async with asyncio.timeout(30):
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await call_in_thread(first_of_none)
+            with pytest.raises(RuntimeError, match="StopIteration"):
+                await asyncio.get_running_loop().run_in_executor(EnvironmentThreads(1), first_of_none)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("method", ["begin", "observe"])
+def test_what_a_chat_template_cannot_show_is_the_environments_failure(
+    method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It will be the same at the next attempt, so an evaluation does not try it again."""
+
+    def refuse(*_: Any) -> None:
+        raise ModelError("tiny: the chat template refuses the roles user, critic")
+
+    policy = ScriptedPolicy("a", "b")
+    monkeypatch.setattr(policy, method, refuse)
+    outcome = play(Echo(), policy)
+    assert isinstance(outcome, EpisodeFailure)
+    assert (outcome.cause, outcome.message) == ("env_error", "tiny: the chat template refuses the roles user, critic")
 
 
 def test_an_episode_over_its_deadline_says_what_it_waited_for() -> None:
@@ -373,3 +451,13 @@ def test_halves_of_characters_that_a_tool_echoes_can_be_tokenised() -> None:
         {"role": "tool", "content": "a?b"},
         {"role": "user", "content": None},
     ]
+
+
+def test_an_episode_whose_tools_are_made_slow_is_scored_and_not_given_up() -> None:
+    """No sample would be better for a policy than the 0 it deserves."""
+    policy = ScriptedPolicy(*['<tool_call>{"name": "wait", "arguments": {}}</tool_call>'] * 30)
+    outcome = play(Sleeps(), policy, Deadlines(generate_s=1.0, step_s=1.0, episode_s=3.0), max_turns=30)
+    assert isinstance(outcome, Trajectory), outcome
+    assert (outcome.reward, len(outcome.turns)) == (0.0, 30)
+    assert "waited" in outcome.turns[0].observation
+    assert "not run: the calls of this episode have taken all of its time" in outcome.turns[-1].observation

@@ -11,13 +11,17 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import ray
+from ray.exceptions import RayActorError
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import first_failure
+from roll_flash.processes.deadlines import RecentCount
 from roll_flash.rollout import fleet as fleet_module
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
@@ -171,6 +175,44 @@ def test_workers_that_no_node_has_the_resources_for_are_one_clear_error(
         asyncio.run(run())
 
 
+class OneFails(WorkerFleet):
+    """Worker 0 starts, worker 1 never comes to an end of that, worker 2 cannot when the first one has."""
+
+    started: Any = None
+    starting = 0
+
+    async def _start_actor(self, index: int) -> Any:
+        if index == 0:
+            self.started = await super()._start_actor(index)
+            return self.started
+        self.starting += 1
+        try:
+            async with asyncio.timeout(60):
+                while index == 1 or self.started is None:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        finally:
+            self.starting -= 1
+        raise RunError("no place for it")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_worker_that_does_not_start_leaves_none_behind_that_starts_or_has(endpoint: str) -> None:
+    async def run() -> OneFails:
+        fleet = OneFails(make_settings(endpoint), workers=3)
+        try:
+            with pytest.raises(RunError, match="no place for it"):
+                await fleet.start()
+        finally:
+            await fleet.close()
+        assert fleet.starting == 0
+        return fleet
+
+    fleet = asyncio.run(run())
+    with pytest.raises(RayActorError):
+        ray.get(fleet.started.status.remote(), timeout=20)
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_local")
 def test_a_run_that_stalls_names_the_episode_its_turn_and_what_it_waits_for(endpoint: str, tmp_path: Path) -> None:
@@ -279,3 +321,26 @@ def test_a_cancelled_episode_gives_no_outcome_and_leaves_its_worker(endpoint: st
             await fleet.close()
 
     assert asyncio.run(run()) == (["e1"], 0)
+
+
+def test_workers_that_die_again_and_again_end_the_run_and_old_deaths_do_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stand-in for Ray's actors; how a real one is replaced is tested above."""
+    clock = Mock()
+    monkeypatch.setattr(fleet_module, "MAX_WORKER_DEATHS", 2)
+    monkeypatch.setattr(fleet_module, "time", clock)
+    monkeypatch.setattr(fleet_module, "ray", Mock())
+
+    async def run() -> None:
+        fleet = WorkerFleet(make_settings("http://127.0.0.1:9/v1"), workers=1)
+        monkeypatch.setattr(fleet, "_deaths", RecentCount(100))
+        monkeypatch.setattr(fleet, "_start_actor", lambda index: asyncio.sleep(0, "another actor"))
+        member = fleet_module._WorkerHandle(0, "an actor")
+        for clock.monotonic.return_value in (0.0, 99.0, 150.0, 240.0):
+            await fleet._replace(member, "died")
+        clock.monotonic.return_value = 241.0
+        with pytest.raises(RunError, match="3 rollout workers died within"):
+            await fleet._replace(member, "died")
+
+    asyncio.run(run())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import time
@@ -52,6 +53,38 @@ class Talking(Env):
         return self._observation, 1.0, self._turns == 2, False, {}
 
 
+class Panic(BaseException):
+    """What a library in Rust raises when it panics is no Exception either."""
+
+
+class BreaksOff(Env):
+    """Ends a step by `how`, which `except Exception` does not see."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
+        return "say something", {}
+
+    async def step(self, action: str) -> Any:
+        task = asyncio.current_task()
+        assert task is not None
+        if self._how == "cancels its episode":
+            task.cancel()
+            await asyncio.sleep(0)
+        errors = {"panics": Panic("index out of bounds"), "awaits what was cancelled": asyncio.CancelledError()}
+        raise errors.get(self._how, KeyboardInterrupt())
+
+
+class CatchesAll(Talking):
+    """Catches its cancellation, as a bare `except` around a request does."""
+
+    async def step(self, action: str) -> Any:
+        with contextlib.suppress(BaseException):
+            await asyncio.sleep(LONG_S)
+        return "go on", 1.0, False, False, {}
+
+
 class UsesSandbox(SandboxEnv):
     async def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         return (await self.sandbox.exec(["echo", "ready"])).stdout.decode(), {}
@@ -76,6 +109,8 @@ class Hanging(gymnasium.Env[str, str]):
 
 
 register_env("Talking-v0", Talking)
+register_env("BreaksOff-v0", BreaksOff)
+register_env("CatchesAll-v0", CatchesAll)
 register_env("UsesSandbox-v0", UsesSandbox)
 gymnasium.register("Hanging-v0", Hanging)
 
@@ -182,6 +217,20 @@ def test_a_cancelled_episode_cancels_its_request_and_frees_its_sandbox() -> None
     play(scenario, SilentServer(), sandbox=SandboxConfig(provider="local", pool_size=1))
 
 
+def test_a_cancelled_episode_ends_also_where_its_environment_catches_the_cancellation() -> None:
+    async def scenario(worker: Worker, server: StandInServer) -> None:
+        [episode] = episodes("CatchesAll-v0")
+        worker.submit([episode])
+        await eventually(lambda: [s for s in worker.status() if s.waits_for == "the environment's step"])
+        await asyncio.sleep(0)
+        worker.cancel([episode.episode_id])
+        await eventually(lambda: not worker.status())
+        assert len(server.requests) == 1
+        assert await worker.poll(0.05) == []
+
+    play(scenario)
+
+
 def test_an_episode_that_is_cancelled_before_it_began_is_forgotten() -> None:
     async def scenario(worker: Worker, _: StandInServer) -> None:
         [episode] = episodes("Talking-v0")
@@ -190,6 +239,29 @@ def test_an_episode_that_is_cancelled_before_it_began_is_forgotten() -> None:
         await eventually(lambda: not worker.status())
 
     play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("how", "cause"),
+    [
+        ("panics", "env_error"),
+        ("awaits what was cancelled", "env_error"),
+        ("is interrupted", "env_error"),
+        ("cancels its episode", "internal_error"),
+    ],
+)
+def test_an_episode_that_breaks_off_in_whatever_way_is_a_failure_for_which_nobody_waits(how: str, cause: str) -> None:
+    """It had no outcome: its group and its slot waited for it until the run was called stalled."""
+
+    async def scenario(worker: Worker, _: StandInServer) -> list[Outcome]:
+        worker.submit([*episodes("BreaksOff-v0", how=how), *episodes("Talking-v0")])
+        return await outcomes(worker, 2)
+
+    ended = {outcome.episode_id: outcome for outcome in play(scenario)}
+    assert isinstance(ended["Talking-v0-0"], Trajectory)
+    broken = ended["BreaksOff-v0-0"]
+    assert isinstance(broken, EpisodeFailure)
+    assert broken.cause == cause
 
 
 def test_blocking_environments_that_hang_do_not_starve_the_others() -> None:
@@ -300,8 +372,10 @@ def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_th
         said: Any = 1
         for _ in range(depth):
             said = [said]
-        outcome = picklable_outcome(dataclasses.replace(trajectory(episode, [1], 0.5), info={"said": said}), episode)
+        nested = dataclasses.replace(trajectory(episode, [1], 0.5), info={"right": 7, "said": said})
+        outcome = picklable_outcome(nested, episode)
         assert isinstance(outcome, Trajectory)
         assert outcome.reward == 0.5
-        assert list(outcome.info) == (["said"] if depth < 64 else ["info_left_out"])
+        assert list(outcome.info) == ["right", "said" if depth < 64 else "info_left_out"]
+        assert outcome.info["right"] == 7  # a judge asks for it
         json.dumps(outcome.info)

@@ -54,6 +54,8 @@ def assert_refused(output: bytes) -> None:
         ("raw-socket",),
         ("socket-program", "26"),
         ("socket-program", "51"),
+        ("filter",),
+        ("filter-by-prctl",),
         ("delegation",),
         ("x32",),
         ("int80",),

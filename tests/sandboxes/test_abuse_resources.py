@@ -237,6 +237,10 @@ def test_stdin_that_is_never_closed_does_not_hang_a_command_past_its_timeout(pro
     within(provider, wait)
 
 
+def test_a_program_can_open_as_many_files_as_the_spec_says(provider: str) -> None:
+    assert shell(provider, "ulimit -n; ulimit -Hn", SandboxSpec(open_files=32)).stdout == b"32\n32\n"
+
+
 def test_using_up_the_file_descriptors_hurts_only_the_command(provider: str) -> None:
     assert int(attempt(provider, "descriptors").stdout) <= 1024 * 1024
 

@@ -19,7 +19,7 @@ from test_pool import until
 from roll_flash.sandboxes import Sandbox, SandboxSpec
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.network import egress
-from roll_flash.sandboxes.network.allowlist import is_allowed, is_public
+from roll_flash.sandboxes.network.allowlist import Address, is_allowed, is_public
 
 FETCH = r"""
 import socket, sys
@@ -138,6 +138,36 @@ def test_slow_connections_do_not_close_the_proxy_to_others(provider: str, port: 
         assert (await fetch(sandbox, port, "yes"))[-1] == f"HTTP/1.0 200 OK {len(BODY)}"
 
     within(provider, run, SandboxSpec(network="allowlist", allow=(f"127.0.0.1:{port}",)))
+
+
+ASKING = r"""
+import socket
+asking = [socket.create_connection(("127.0.0.1", 3128), 10) for _ in range(40)]
+for number, proxy in enumerate(asking):
+    proxy.sendall(f"CONNECT name{number}.test:443 HTTP/1.1\r\n\r\n".encode())
+"""
+
+
+def test_names_that_nobody_waits_for_any_more_are_not_looked_up(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow name server, and a program that asks for more names than it can be asked for, then gives up."""
+    asked: list[str] = []
+
+    def look_up_slowly(host: str, port: int) -> list[Address]:
+        asked.append(host)
+        time.sleep(0.3)
+        raise OSError("no such name")
+
+    monkeypatch.setattr(egress, "resolve", look_up_slowly)
+
+    async def run(sandbox: Sandbox) -> None:
+        assert (await sandbox.exec(["python3", "-c", ASKING], timeout=30)).ok
+        await until(lambda: len(asked) > 0)
+        await sandbox.close()
+        closed = len(asked)
+        await asyncio.sleep(1)
+        assert len(asked) <= closed + egress.LOOKUPS_OF_ONE
+
+    within(provider, run, SandboxSpec(network="allowlist", allow=("*.test:443",)), must_live=False)
 
 
 RESETTING = r"""

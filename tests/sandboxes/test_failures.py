@@ -133,23 +133,34 @@ def test_a_sandbox_that_has_no_memory_left_for_its_agent_says_oom(docker: str) -
 @pytest.mark.docker
 def test_an_engine_that_tells_late_that_memory_ran_out_is_believed(docker: str) -> None:
     """Else a model whose sandbox dies of it would have no sample instead of 0."""
+    died, ran_out = event("die", 100.0, exitCode="137"), event("oom", 100.2)
+    assert asyncio.run(reason_of(died, ran_out)) == "oom"
 
-    def event(action: str, **more: str) -> dict[str, object]:
-        return {"Action": action, "Actor": {"Attributes": {"name": "it", **more}}}
 
-    async def ask() -> str:
-        engine = EngineApi(EngineAddress.from_environment())
+@pytest.mark.docker
+def test_a_kill_from_outside_is_none_of_the_command_that_ran_out_of_memory_long_before(docker: str) -> None:
+    """Else the kill would count as a 0, in a sandbox that is used again also that of another episode."""
+    ran_out, died = event("oom", 100.0), event("die", 130.0, exitCode="137")
+    assert asyncio.run(reason_of(ran_out, died)) == "killed"
+
+
+def event(action: str, moment_s: float, **more: str) -> dict[str, object]:
+    return {"Action": action, "timeNano": int(moment_s * 1e9), "Actor": {"Attributes": {"name": "it", **more}}}
+
+
+async def reason_of(*told: dict[str, object]) -> str:
+    """`told`: one before the sandbox is found dead, one a moment after."""
+    engine = EngineApi(EngineAddress.from_environment())
+    try:
+        await engine.connect()
         events = EngineEvents(engine, "label")
-        events._take(event("die", exitCode="137"))
+        events._take(told[0])
         asking = asyncio.ensure_future(events.why("it"))
         await asyncio.sleep(0.01)
-        events._take(event("oom"))
-        try:
-            return (await asking)[0]
-        finally:
-            await engine.close()
-
-    assert asyncio.run(ask()) == "oom"
+        events._take(told[1])
+        return (await asking)[0]
+    finally:
+        await engine.close()
 
 
 @pytest.mark.docker

@@ -21,6 +21,7 @@ from roll_flash.sandboxes import (
     SandboxPool,
     SandboxSpec,
     SandboxSpecError,
+    SandboxStartError,
     list_sandboxes,
     open_sandbox,
 )
@@ -212,6 +213,23 @@ def test_locks_of_builds_do_not_add_up_and_are_never_held_twice(
     asyncio.run(many())
     assert len(locks()) == image_build.LOCKS
     assert most == 1
+
+
+def test_a_lock_that_a_stopped_process_holds_is_an_error_in_time_that_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Such as a run that was stopped by Ctrl-Z while it built."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(image_build, "LOCK_TIMEOUTS_S", {"build": 0.4})
+    monkeypatch.setattr(image_build, "PROGRESS_S", 0.1)
+
+    async def hold_twice() -> None:
+        async with one_at_a_time("build", "it"), asyncio.timeout(20), one_at_a_time("build", "it"):
+            pass
+
+    with pytest.raises(SandboxStartError, match=r"has held .*build-\d+\.lock for 0\.4 s.*end it"):
+        asyncio.run(hold_twice())
+    assert "another process holds" in capsys.readouterr().err
 
 
 def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import json
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.sandboxes import list_sandboxes
+from roll_flash.sandboxes import SandboxPool, list_sandboxes
 from roll_flash.sandboxes.local.cgroup import can_limit, sweep_cgroups
 
 GONE_WITHIN_S = 30.0
@@ -182,6 +183,22 @@ def test_a_sandbox_whose_connection_a_forked_child_of_a_killed_controller_holds_
             assert_gone("local", "", sandbox, GONE_WITHIN_S)
         finally:
             os.kill(child, 9)
+
+
+SWEEP = "from roll_flash.sandboxes.local.cgroup import sweep_cgroups; sweep_cgroups()"
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not can_limit(), reason="needs root, and control groups")
+def test_a_live_sandbox_is_not_swept_from_another_process_namespace() -> None:
+    """Two containers may share the machine's control groups; neither sees the other's processes."""
+
+    async def run() -> None:
+        async with SandboxPool(provider="local", size=0) as pool, pool.lease() as sandbox:
+            sweep = ["unshare", "--pid", "--fork", "--mount-proc", sys.executable, "-c", SWEEP]
+            await asyncio.to_thread(subprocess.run, sweep, check=True, timeout=60)
+            assert (await sandbox.exec("echo here")).stdout == b"here\n"
+
+    asyncio.run(run())
 
 
 @pytest.mark.docker

@@ -11,6 +11,7 @@ from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from abuse import attack_program
 from hypothesis import given
 from hypothesis import strategies as st
 from test_no_leaks import children_of, orphaned_sandboxes
@@ -407,6 +408,68 @@ def test_with_reuse_no_port_of_the_lease_before_is_still_taken(provider: str) ->
             async with pool.lease() as second:
                 bind = "import socket; socket.socket().bind(('127.0.0.1', 8765))"
                 assert (await second.exec(["python3", "-c", bind])).ok
+
+    asyncio.run(reuse())
+
+
+SENT_TO_ITSELF = """
+import socket
+kept = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+kept.bind("\\0kept")
+kept.connect("\\0kept")
+port = socket.socket()
+port.bind(("127.0.0.1", 8766))
+file = open("/tmp/file", "wb")
+file.write(bytes(40 << 20))
+file.flush()
+socket.send_fds(kept, [b"x"], [kept.fileno(), port.fileno(), file.fileno()])
+"""
+TAKE_AGAIN = """
+import socket
+socket.create_server(("127.0.0.1", 8766))
+open("/tmp/file", "wb").write(bytes(40 << 20))
+socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM).bind("\\0kept")
+"""
+
+
+def test_with_reuse_a_socket_that_was_sent_to_itself_keeps_nothing_from_the_next_lease(provider: str) -> None:
+    """No process holds it, nor what was sent with it."""
+
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease() as first:
+                assert (await first.exec(["python3", "-c", SENT_TO_ITSELF])).ok
+            await until(lambda: pool.stats().reused + pool.stats().not_reused == 1)
+            async with pool.lease() as second:
+                assert (await second.exec(["python3", "-c", TAKE_AGAIN])).stderr_text == ""
+
+    asyncio.run(reuse())
+
+
+SHARED_MEMORY = "defined shmget(7, 4096, 01666) or die $!"  # 01000 is IPC_CREAT
+
+
+def test_a_sandbox_with_shared_memory_left_is_not_used_again(provider: str) -> None:
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            async with pool.lease() as first:
+                assert (await first.exec(["perl", "-e", SHARED_MEMORY])).ok
+            await until(lambda: pool.stats().not_reused == 1 and not first.alive)
+
+    asyncio.run(reuse())
+
+
+def test_with_reuse_no_message_queue_of_the_lease_before_is_left(provider: str) -> None:
+    async def lease(pool: SandboxPool, create: str) -> bytes:
+        async with pool.lease() as sandbox:
+            await sandbox.write("/tmp/attack", attack_program(), mode=0o755)
+            return (await sandbox.exec(["/tmp/attack", "queue", create])).stdout
+
+    async def reuse() -> None:
+        async with SandboxPool(provider=provider, size=0, reuse=True) as pool:
+            assert await lease(pool, "1") == b"0\n"
+            await until(lambda: pool.stats().reused == 1)
+            assert await lease(pool, "0") == b"No such file or directory\n"
 
     asyncio.run(reuse())
 

@@ -383,13 +383,14 @@ def test_users_fit_into_the_user_namespace_of_the_engine() -> None:
 
 
 @pytest.mark.docker
-def test_a_runtime_is_chosen_by_the_spec(docker: str) -> None:
-    async def runtime(sandbox: Sandbox) -> str:
-        command = ["docker", "inspect", "-f", "{{.HostConfig.Runtime}}", sandbox.name]
+def test_runtime_and_user_namespace_are_chosen_by_the_spec(docker: str) -> None:
+    async def chosen(sandbox: Sandbox) -> str:
+        command = ["docker", "inspect", "-f", "{{.HostConfig.Runtime}} {{.HostConfig.UsernsMode}}", sandbox.name]
         done = await asyncio.to_thread(subprocess.run, command, capture_output=True, text=True, check=True)
         return str(done.stdout).strip()
 
-    assert within(docker, runtime, SandboxSpec(runtime="io.containerd.runc.v2")) == "io.containerd.runc.v2"
+    spec = SandboxSpec(runtime="io.containerd.runc.v2", userns="host")
+    assert within(docker, chosen, spec) == "io.containerd.runc.v2 host"
     with pytest.raises(SandboxSpecError, match="runtime='none-such'"):
         shell(docker, "true", SandboxSpec(runtime="none-such"))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ class Misbehaving:
         match self._how:
             case "raise":
                 raise RuntimeError("the service is down")
+            case "await what was cancelled":
+                raise asyncio.CancelledError
             case "hang":
                 time.sleep(30)
             case "nan":

@@ -103,7 +103,7 @@ def test_without_stages_rewards_are_those_of_the_environment(tmp_path: Path) -> 
     assert run([], [group("g")], tmp_path)[0] == {"g": [1.0, 2.0, 3.0]}
 
 
-@pytest.mark.parametrize("how", ["raise", "nan", "huge", "short", "text", "hang"])
+@pytest.mark.parametrize("how", ["raise", "nan", "huge", "short", "text", "hang", "await what was cancelled"])
 def test_a_trajectory_that_could_not_be_scored_is_dropped_and_counted(tmp_path: Path, how: str) -> None:
     timeout_s = 0.2 if how == "hang" else 5
     rewards, books = run([misbehaving(how, timeout_s=timeout_s)], [group("g"), group("h")], tmp_path)

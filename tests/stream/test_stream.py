@@ -168,6 +168,24 @@ def test_many_writers_and_readers_get_every_row_once(new_store: NewStore) -> Non
     run(main())
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_a_row_that_comes_late_holds_up_no_more_than_its_order(new_store: NewStore, in_order: bool) -> None:
+    """More rows than a sampler sees at once are behind it."""
+
+    async def main() -> None:
+        consumer = Consumer("learner", ("tokens", "reward"), Sequential(64), in_order=in_order)
+        stream = TrajectoryStream([consumer], new_store())
+        row_ids = await stream.put([row(number) for number in range(300)])
+        await stream.write(row_ids[1:], [reward(number) for number in range(1, 300)])
+        got: list[int] = []
+        await _read(stream, got, 0 if in_order else 299)
+        await stream.write(row_ids[:1], [reward(0)])
+        await _read(stream, got, 300)
+        assert got == [*range(300)] if in_order else [*range(1, 300), 0]
+
+    run(main())
+
+
 def test_a_full_stream_makes_writers_wait_and_drops_nothing(new_store: NewStore) -> None:
     async def main() -> None:
         stream = TrajectoryStream([JUDGE], new_store(), capacity_rows=4)

@@ -1,12 +1,13 @@
 """OpenEnv-v0: an environment behind an OpenEnv server that runs separately (openenv-core 0.3).
 
 By the server's schema, the model writes the action's one field, a JSON object, or tool calls if the environment is a
-set of MCP tools. If the server rejects an action, the model sees the error.
+set of MCP tools. If the server rejects an action, or its environment raises, the model sees the error.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from roll_flash.envs.tools.prompt import (
     tool_info,
     with_system_text,
 )
+from roll_flash.envs.tools.tool_env import MAX_TOOLS_SHARE_OF_STEP
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message
 
@@ -61,11 +63,15 @@ class OpenEnv(Env):
         self._turns = 0
         self._earned = 0.0
         self._wrong = 0
+        self._calls_s = 0.0
+        self._began_s = 0.0
+        self._ends_at = math.inf
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
-        self._turns, self._earned, self._wrong = 0, 0.0, 0
+        self._turns, self._earned, self._wrong, self._calls_s = 0, 0.0, 0, 0.0
+        self._began_s = time.monotonic()
         try:
             return await self._begin(seed)
         except BaseException:
@@ -74,6 +80,8 @@ class OpenEnv(Env):
 
     async def step(self, action: str) -> StepResult:
         self._turns += 1
+        step_ends_at = time.monotonic() + MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s
+        self._ends_at = min(step_ends_at, self._began_s + MAX_TOOLS_SHARE_OF_STEP * self.episode_timeout_s)
         news, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
         self._earned += earned
         truncated = not done and self._turns >= self._max_turns
@@ -104,13 +112,20 @@ class OpenEnv(Env):
     async def _act(self, text: str) -> tuple[list[Message], float, bool]:
         assert self._actions is not None, "reset() comes first"
         try:
-            answer = await self._connection.step(self._actions.action(text))
+            answer = await self._take_action(self._actions.action(text))
         except WrongAction as error:
             self._wrong += 1
             told = f"Error: {error}. {self._actions.instructions}"
             return [{"role": "user", "content": told}], 0.0, isinstance(error, SessionEnded)
         said = as_text(answer["observation"], self._observation_field)
         return [{"role": "user", "content": said}], float(answer.get("reward") or 0.0), bool(answer.get("done"))
+
+    async def _take_action(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Run one action, and end it before the step or the episode times out, because a timeout gives no sample."""
+        left_s = self._ends_at - time.monotonic()
+        if left_s <= 0:
+            raise SessionEnded("not run: the episode has no time left")
+        return await self._connection.step(action, left_s)
 
     async def _list_tools(self) -> dict[str, ToolDescription]:
         try:
@@ -123,8 +138,10 @@ class OpenEnv(Env):
             raise EnvError(f"{NAME}: the server does not list its tools: {error!r}") from None
 
     async def _call_tools(self, text: str) -> tuple[list[Message], float, bool]:
-        """Run the calls; text without a call ends the episode. Skip calls that would exceed the time of the step."""
-        calls_end_at = time.monotonic() + self.step_timeout_s / 2
+        """Run the calls; text without a call ends the episode. Skip calls that would exceed the time of the step or of
+        the episode."""
+        began = time.monotonic()
+        calls_end_at = began + self.calls_timeout_s(self._calls_s)
         calls = parse_tool_calls(text, self._tools)
         shown, earned, done = [], 0.0, not calls
         for call in calls:
@@ -136,6 +153,7 @@ class OpenEnv(Env):
             said, reward, done = await self._call_tool(call)
             shown.append(said)
             earned += reward
+        self._calls_s += time.monotonic() - began
         return self._shown(shown), earned, done
 
     async def _call_tool(self, call: ToolCall | BadCall) -> tuple[str, float, bool]:
@@ -144,7 +162,7 @@ class OpenEnv(Env):
             return f"Error: {call.message}", 0.0, False
         wanted = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments)}
         try:
-            answer = await self._connection.step(wanted)
+            answer = await self._take_action(wanted)
         except WrongAction as error:
             self._wrong += 1
             return f"Error: {error}", 0.0, isinstance(error, SessionEnded)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -21,6 +22,8 @@ from roll_flash.errors import ConfigError, EnvError
 NAME = "OpenEnv-v0"
 FULL_POLL_S = 0.5
 """Seconds between retries if the server has no free session."""
+PROBE_S = 3.0
+"""Maximum seconds that a busy server may take to answer `/schema`."""
 MAX_MESSAGE_BYTES = 64 << 20
 
 
@@ -29,7 +32,7 @@ class WrongAction(Exception):
 
 
 class SessionEnded(WrongAction):
-    """The server ended its session because of the action."""
+    """The server ended its session because of the action, or did not finish the action in time."""
 
 
 class OpenEnvConnection:
@@ -77,9 +80,10 @@ class OpenEnvConnection:
             except WrongAction as error:
                 raise EnvError(f"{NAME}: reset with {dict(settings)}: {error}") from None
 
-    async def step(self, action: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return `observation`, `reward` and `done`. Raises WrongAction, SessionEnded."""
-        return await self._ask("step", action)
+    async def step(self, action: Mapping[str, Any], max_s: float = math.inf) -> Mapping[str, Any]:
+        """Return `observation`, `reward` and `done`. Raises WrongAction; raises SessionEnded also if the action takes
+        longer than `max_s` or `timeout_s` while the server still answers other requests."""
+        return await self._ask("step", action, max_s)
 
     async def close(self) -> None:
         await self._drop()
@@ -87,15 +91,20 @@ class OpenEnvConnection:
             session, self._session = self._session, None
             await session.close()
 
-    async def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+    async def _ask(self, kind: str, data: Mapping[str, Any], max_s: float = math.inf) -> Mapping[str, Any]:
         asked = _as_json({"type": kind, "data": dict(data)})
+        limit_s = min(self._timeout_s, max_s)
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(limit_s):
                 if self._socket is None:
                     self._socket = await self._client().ws_connect(self._ws, max_msg_size=MAX_MESSAGE_BYTES)
                 await self._socket.send_str(asked)
                 message = await self._socket.receive()
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+        except TimeoutError as error:
+            if kind == "step" and await self._answers_others():
+                raise SessionEnded(f"it took longer than {limit_s:.3g} s and was given up") from None
+            raise self._unreachable_error(error) from None
+        except (aiohttp.ClientError, OSError) as error:
             raise self._unreachable_error(error) from None
         if message.type is not aiohttp.WSMsgType.TEXT:
             raise EnvError(f"{NAME}: {self._ws} ended the session during {kind}")
@@ -114,9 +123,19 @@ class OpenEnvConnection:
             raise _ServerFullError(said)
         if code == "VALIDATION_ERROR":
             raise WrongAction("; ".join(_fault(error) for error in data.get("errors") or []) or said)
-        if code == "SESSION_ERROR" and kind == "step":  # what an environment raises has a code of its own
+        if code == "EXECUTION_ERROR" and kind == "step":  # many environments raise for a move that is not allowed
+            raise WrongAction(said[:300])
+        if code == "SESSION_ERROR" and kind == "step":
             raise SessionEnded(said[:300])
         raise EnvError(f"{NAME}: {kind}: {code}: {said[:300]}")
+
+    async def _answers_others(self) -> bool:
+        """Return True if the server answers other requests while it is busy with an action of this session."""
+        try:
+            async with asyncio.timeout(PROBE_S), self._client().get(f"{self._http}/schema") as answer:
+                return answer.status == 200
+        except (aiohttp.ClientError, OSError, TimeoutError):
+            return False
 
     def _client(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -209,6 +209,10 @@ class TaskFolder(SandboxToolEnv):
     def tools_timeout_s(self) -> float:
         return self.step_timeout_s - 2 * (self.task.test_timeout_s + MARGIN_S)
 
+    @property
+    def episode_tools_timeout_s(self) -> float:
+        return self.episode_timeout_s - 2 * (self.task.test_timeout_s + MARGIN_S)
+
     def _choose(self, task: FolderTask) -> None:
         self._task = task
         self.sandbox_spec = task.spec  # type: ignore[misc]

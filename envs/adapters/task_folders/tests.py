@@ -28,7 +28,7 @@ ENVIRONMENT = {"PYTHONNOUSERSITE": "1"}
 """Keeps modules that the model planted in its home out of the tests' Python."""
 EMPTY_ARCHIVE = b"PK\5\6" + bytes(18)
 ENOTDIR = 20
-_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
+_NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 _SUMMARY = re.compile(r"^=+ short test summary info =+$(.*)", re.MULTILINE | re.DOTALL)
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
 

@@ -1,31 +1,27 @@
 """Loads environments of the package verifiers once per process; its episodes share them, as the package intends.
 
-Loading one would install a signal handler for Ctrl-C, which also fails in a thread, so this is disabled. In the package
-a reward function that raises counts as 0; here the error is recorded, so that the episode can fail instead.
+Loading one would install a signal handler for Ctrl-C, which also fails in a thread, so this is disabled. The module
+`faults` records the errors of its reward functions and limits the time of its tools.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import json
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from contextvars import ContextVar
 from types import SimpleNamespace
 from typing import Any
 
 from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.envs.adapters.verifiers.faults import record_faults, with_deadline
 from roll_flash.envs.check.source_files import load_file
 from roll_flash.errors import ConfigError, RollFlashError
 
 NAME = "Verifiers-v0"
-
-raised_by_rewards: ContextVar[list[str] | None] = ContextVar("raised_by_rewards", default=None)
-"""Errors of reward functions while an episode is scored."""
 
 _loaded: dict[str, Any] = {}
 _loading = threading.Lock()
@@ -43,6 +39,7 @@ def load(env: str, args: Mapping[str, Any]) -> Any:
 def _load(env: str, args: Mapping[str, Any]) -> Any:
     package = import_optional("verifiers", package="verifiers", needed_by=NAME)
     logging.getLogger("verifiers").setLevel(logging.WARNING)
+    logging.getLogger("verifiers.rubrics").setLevel(logging.CRITICAL)  # it logs every error of a reward function
     try:
         with _without_signal_handlers():
             made = _maker(package, env)(**args)
@@ -58,7 +55,9 @@ def _load(env: str, args: Mapping[str, Any]) -> Any:
         )
     if made.requires_group_rollouts:
         raise ConfigError(f"{NAME}: env {env!r}: its rubric scores groups of rollouts, here each is scored on its own")
-    _note_what_raises(made.rubric)
+    _record_reward_faults(made.rubric)
+    if hasattr(made, "call_tool"):
+        made.call_tool = with_deadline(made.call_tool)
     return made
 
 
@@ -82,22 +81,7 @@ def _without_signal_handlers() -> Iterator[None]:
         module.signal = real
 
 
-def _note_what_raises(rubric: Any) -> None:
+def _record_reward_faults(rubric: Any) -> None:
     for part in getattr(rubric, "rubrics", ()):
-        _note_what_raises(part)
-    rubric.funcs = [_noting(function) for function in rubric.funcs]
-
-
-def _noting(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    async def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            value = function(*args, **kwargs)
-            return await value if inspect.isawaitable(value) else value
-        except Exception as error:
-            noted = raised_by_rewards.get()
-            if noted is not None:
-                noted.append(f"{getattr(function, '__name__', 'a reward')} raised {type(error).__name__}: {error}")
-            raise
-
-    return call
+        _record_reward_faults(part)
+    rubric.funcs = [record_faults(function) for function in rubric.funcs]

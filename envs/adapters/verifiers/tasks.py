@@ -11,7 +11,14 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from roll_flash.envs.adapters.verifiers.loading import NAME, load, raised_by_rewards
+from roll_flash.envs.adapters.verifiers.faults import (
+    Faults,
+    calls_end_at,
+    faults_of_rewards,
+    is_caused_by_text,
+    warn_once,
+)
+from roll_flash.envs.adapters.verifiers.loading import NAME, load
 from roll_flash.envs.adapters.verifiers.messages import MODEL, as_messages, as_response, explain_bad_calls, tools_of
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.envs.held_out import HELD_OUT_SEEDS
@@ -23,6 +30,7 @@ from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message
 
 Split = Literal["auto", "train", "eval"]
+MOST_TROUBLE_CHARACTERS = 1000
 
 
 class Verifiers(Env):
@@ -30,7 +38,9 @@ class Verifiers(Env):
     (its arguments), `split` (`auto`: held-out seeds take the evaluation data set, if the environment has one),
     `tool_format`.
 
-    A reward function that raises fails the episode. `info["success"]` is a reward of at least `pass_threshold`.
+    A reward function that raises because of the model's text (`ValueError`, `IndexError`, ...) gives 0, and
+    `info["score_error"]` has the error; any other exception fails the episode. `info["success"]` is True if the reward
+    is at least `pass_threshold`.
     """
 
     def __init__(
@@ -50,12 +60,14 @@ class Verifiers(Env):
         self._prompt: list[Any] = []
         self._tools: dict[str, ToolDescription] = {}
         self._use: dict[str, ToolUse] = {}
+        self._trouble: list[str] = []
+        self._calls_s = 0.0
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[list[Message], dict[str, Any]]:
         await self.close()
-        self._use = {}
+        self._use, self._trouble, self._calls_s = {}, [], 0.0
         state = await self._env.init_state(self._row(seed or 0), _no_client(), MODEL, None)
         state["timing"].generation.start = time.time()
         self._state = state
@@ -77,7 +89,10 @@ class Verifiers(Env):
         self._count(calls)
         await self._env.add_model_response(self._state, self._prompt, as_response(self._package, action, calls))
         known = len(self._prompt) + 1
+        began = time.monotonic()
+        calls_end_at.set(began + self.calls_timeout_s(self._calls_s))
         prompt = await self._next_prompt()
+        self._calls_s += time.monotonic() - began
         if prompt is None:
             reward, info = await self.conclude()
             return "", reward, True, False, info
@@ -90,21 +105,24 @@ class Verifiers(Env):
         """Return the rubric's reward for the rollout in its current state."""
         state, self._state = self._state, None
         await self._env.cleanup(state)
-        noted: list[str] = []
-        token = raised_by_rewards.set(noted)
+        faults = Faults()
+        token = faults_of_rewards.set(faults)
         try:
             await self._env.rubric.score_rollout(state)
         finally:
-            raised_by_rewards.reset(token)
+            faults_of_rewards.reset(token)
             await self._env.rubric.cleanup(state)
-        if noted:
-            raise EnvError(f"{NAME}: {noted[0]}")
+        if faults.other:
+            raise EnvError(f"{NAME}: {faults.other[0]}")
         reward = float(state["reward"])
+        if trouble := "; ".join(self._trouble + faults.of_text)[:MOST_TROUBLE_CHARACTERS]:
+            warn_once(trouble)
         return reward, {
             "success": reward >= self._env.pass_threshold,
             "rewards": dict(state["metrics"]),
             "stop_condition": state.get("stop_condition"),
             "tools": self._use_info(),
+            **({"score_error": trouble} if trouble else {}),
         }
 
     async def close(self) -> None:
@@ -122,14 +140,24 @@ class Verifiers(Env):
     async def _next_prompt(self) -> list[Any] | None:
         """Return the package's whole conversation before the next turn; None when the rollout is over."""
         normalized = importlib.import_module("verifiers.utils.message_utils").maybe_normalize_messages
-        while not await self._env.is_completed(self._state):
+        while True:
             try:
+                if await self._env.is_completed(self._state):
+                    return None
                 prompt = await self._env.get_prompt_messages(self._state)
-            except self._package.Error as error:
-                raise EnvError(f"{NAME}: env_response: {type(error).__name__}: {error}") from error
+            except Exception as error:  # third-party code may raise anything
+                self._end_with_error(error)
+                continue
             if self._state.get("final_env_response") is None:
                 return list(normalized(prompt, field_name="prompt"))
-        return None
+
+    def _end_with_error(self, error: Exception) -> None:
+        """End the rollout if the model's text made the package raise; raise EnvError for any other cause."""
+        said = f"env_response: {type(error).__name__}: {error}"
+        if not self._state["trajectory"] or self._state.get("error") or not is_caused_by_text(error):
+            raise EnvError(f"{NAME}: {said}") from error
+        self._trouble.append(said)
+        self._state["error"] = error  # the package's first stop condition
 
     def _count(self, calls: Sequence[ToolCall | BadCall]) -> None:
         for call in calls:

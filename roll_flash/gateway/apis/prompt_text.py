@@ -40,16 +40,18 @@ class PromptText:
         self.knows_tools = "tools" in source
         self._calls_are_bare = self.knows_tools and CALL_OPEN not in source
 
-    def whole(self, call: ModelCall) -> list[int]:
-        """Tokenize a conversation without a recorded prefix. Raises ModelError for roles that the template rejects."""
+    def whole(self, call: ModelCall, room: int | None = None) -> list[int]:
+        """Tokenize a conversation without a recorded prefix. Raises ModelError for roles that the template rejects.
+
+        With `room`, a conversation with far more tokens than `room` is cut to its beginning."""
         messages = self._shown(call.messages)
         if call.tools and not self.knows_tools:
             messages = _with_tools_described(messages, call.tools)
-        return [*self._template.prompt(messages, self._tools(call)), *self.forced(call)]
+        return [*self._template.prompt(messages, self._tools(call), room), *self.forced(call)]
 
-    def continued(self, messages: Sequence[Message], call: ModelCall, after: int) -> list[int]:
-        """Tokenize the messages after a recorded model turn that ended with token `after`."""
-        delta = self._template.delta(self._shown(messages), after=after, tools=self._tools(call))
+    def continued(self, messages: Sequence[Message], call: ModelCall, after: int, room: int) -> list[int]:
+        """Tokenize the messages after a recorded model turn that ended with token `after`. `room` as in `whole`."""
+        delta = self._template.delta(self._shown(messages), after=after, tools=self._tools(call), room=room)
         return [*delta, *self.forced(call)]
 
     def forced(self, call: ModelCall) -> list[int]:

@@ -24,11 +24,12 @@ from roll_flash.gateway.apis.request_fields import (
     whole,
 )
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, RequestedSampling
+from roll_flash.gateway.sessions.history import CallRecord
 from roll_flash.types import Message
 
 
-def parse(body: Mapping[str, Any], earlier: Mapping[str, tuple[Message, ...]]) -> ModelCall:
-    """Parse a request; `earlier`: the session's conversations by response id. Raises ApiError for an invalid field."""
+def parse(body: Mapping[str, Any], earlier: Mapping[str, CallRecord]) -> ModelCall:
+    """Parse a request; `earlier`: the session's answers by response id. Raises ApiError for an invalid field."""
     messages: list[Message] = []
     if body.get("instructions"):
         messages.append({"role": "system", "content": text(body, "instructions")})
@@ -36,7 +37,7 @@ def parse(body: Mapping[str, Any], earlier: Mapping[str, tuple[Message, ...]]) -
         if not isinstance(previous, str) or previous not in earlier:
             raise ApiError(404, "response_not_found", f"no response {previous!r} in this session")
         # Instructions are not carried over: the new ones replace them.
-        before = earlier[previous]
+        before = earlier[previous].conversation()
         has_old = bool(messages) and bool(before) and before[0]["role"] == "system"
         messages += before[1:] if has_old else before
     messages += _input(body.get("input"))

@@ -50,6 +50,10 @@ class CallRecord:
             record = record.parent
         return found[::-1]
 
+    def conversation(self) -> list[Message]:
+        """All messages up to the answer, as they were recorded."""
+        return [message for record in self.path() for message in (*record.given, record.answer.message)]
+
     def token_ids(self) -> list[int]:
         """All tokens up to the end of the answer."""
         found: list[int] = []

@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 
 from roll_flash.gateway.apis.api_error import ApiError
 from roll_flash.gateway.model_call import ModelCall, RequestedSampling
-from roll_flash.gateway.sessions.history import History
+from roll_flash.gateway.sessions.history import CallRecord, History
 from roll_flash.gateway.sessions.work import SessionWork, WorkThreads
-from roll_flash.types import FailureCause, Message, SamplingParams
+from roll_flash.types import FailureCause, SamplingParams
 
 T = TypeVar("T")
 
@@ -60,8 +60,8 @@ class Session:
         self.reading = asyncio.Lock()
         """Held while a large body is read, so that an agent cannot fill the memory."""
         self.history = History()
-        self.responses: dict[str, tuple[Message, ...]] = {}
-        """Conversations by response id, for `previous_response_id`."""
+        self.responses: dict[str, CallRecord] = {}
+        """Answers by the response id that the agent was given, for `previous_response_id`."""
         self.started_s = time.time()
         self.used_s = time.monotonic()
         """Monotonic time in seconds when the last call started or ended."""

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Runs alone what failed in the last pytest session of this folder: bash .ci/alone.sh PYTHON
+# A test that fails beside others and passes alone is a defect, mostly of the test. It is named (FLAKY) and must be mended,
+# but does not hide whether the rest holds. More than two failures, or a failure again, and this fails too.
+set -euo pipefail
+
+python=$1
+mapfile -t failed < <("$python" -c '
+import json
+from pathlib import Path
+file = Path(".pytest_cache/v/cache/lastfailed")
+print("\n".join(json.loads(file.read_text())) if file.exists() else "")' | grep .)
+if [ "${#failed[@]}" = 0 ] || [ "${#failed[@]}" -gt 2 ]; then
+    echo "${#failed[@]} tests failed; none is run again" >&2
+    exit 1
+fi
+for test in "${failed[@]}"; do # one process each: folders of tests have a conftest of the same name
+    "$python" -m pytest -p no:cacheprovider "$test"
+done
+printf 'FLAKY: %s failed beside other tests and passed alone\n' "${failed[@]}"
