@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from roll_flash.cli.main import build_parser
+from tests.command_line import parse
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -36,4 +36,4 @@ def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
     commands = [words[1:] for words in lines if words and words[0] == "roll-flash"]
     assert len(commands) >= 6
     for words in commands:
-        build_parser().parse_args(words)
+        parse(words)
