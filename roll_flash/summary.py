@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.config.tree import load_config
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.monitor.metrics import NOT_FINITE, STEP_S, TOKENS_PER_S, read_metrics
 from roll_flash.monitor.plot import plot_run
 from roll_flash.monitor.progress import duration

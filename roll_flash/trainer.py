@@ -17,7 +17,7 @@ from typing import Any
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.learner.open import open_learner
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord

@@ -19,7 +19,7 @@ from roll_flash import __version__
 from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, RunError
-from roll_flash.evaluate.result import score
+from roll_flash.evaluation.result import score
 from roll_flash.run.run_dir import RunDir
 
 TREE: dict[str, Any] = {"name": "maze", "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
@@ -435,7 +435,7 @@ def test_eval_prints_its_table_and_fails_only_when_nothing_could_be_scored(
 
         return run_evaluation
 
-    command = "roll_flash.evaluation.run_evaluation"
+    command = "roll_flash.evaluator.run_evaluation"
     monkeypatch.setattr(command, evaluation({**episode, "task_id": "a", "success": True}))
     assert main(["eval", "--env", "Echo-v0", "--model", "m", "-n", "5", "-k", "2", "seed=3", "--out", "o"]) == 0
     assert "success" in capsys.readouterr().out

@@ -45,7 +45,7 @@ def evaluate(
 
 
 def _evaluate(options: dict[str, Any], as_json: bool) -> int:
-    from roll_flash.evaluation import EvalRequest, plan_evaluation, report, run_evaluation
+    from roll_flash.evaluator import EvalRequest, plan_evaluation, report, run_evaluation
 
     request = EvalRequest(**options)
     try:
@@ -74,8 +74,8 @@ def compare(
     as_json: Json = False,
 ) -> int:
     """Compare two evaluations of the same tasks."""
-    from roll_flash.evaluate.comparison import compare_folders
-    from roll_flash.evaluate.pages.comparison import write_comparison
+    from roll_flash.evaluation.comparison import compare_folders
+    from roll_flash.evaluation.pages.comparison import write_comparison
 
     found = compare_folders(a, b)
     page = write_comparison(found, html)

@@ -16,9 +16,9 @@ from scripted_runner import ScriptedRunner
 
 from roll_flash.config.tree import Config, EnvConfig, EvalConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.evaluate.journal import transcript_name
-from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
-from roll_flash.evaluation import EvalRequest, plan_evaluation, run_evaluation
+from roll_flash.evaluation.journal import transcript_name
+from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
+from roll_flash.evaluator import EvalRequest, plan_evaluation, run_evaluation
 from roll_flash.processes.background import beside
 from roll_flash.run.run_dir import RunDir
 from roll_flash.types import SamplingParams
@@ -248,7 +248,7 @@ def test_each_environment_of_a_config_is_evaluated_into_a_folder_of_its_own(monk
     async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
         yield runner
 
-    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
     request = EvalRequest(config="two.yaml", tasks=2, out="results")
     result, folder = asyncio.run(run_evaluation(request))
     assert result.success is not None
@@ -287,7 +287,7 @@ def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.Monk
     async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
         yield runner
 
-    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
     request = EvalRequest(config="two.yaml", tasks=5, max_concurrent=1, out="results", max_tokens_total=5 * 13 + 20)
     result, _ = asyncio.run(run_evaluation(request))
     other = result.others["env_1"]
@@ -316,7 +316,7 @@ def test_background_work_that_dies_ends_the_evaluation_at_once_with_its_cause(mo
         async with beside(dies(), "the supervision of a server"):
             yield NeverEnds()
 
-    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
     Path("counting.yaml").write_text(json.dumps({**TREE, "envs": [{"id": "TextFrozenLake-v0"}]}))
 
     async def evaluated() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from roll_flash.config.tree import load_config
-from roll_flash.evaluate.result import EvalResult, score
+from roll_flash.evaluation.result import EvalResult, score
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.run.run_dir import RunDir
 from roll_flash.summary import check_counts, closing_text, command_name, next_commands, summarize

@@ -15,8 +15,8 @@ from roll_flash.chat.openai_client import api_key_from
 from roll_flash.config.files import read_yaml
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.endpoint_check import check_endpoint, require_isolation
-from roll_flash.evaluate.evaluation import (
+from roll_flash.evaluation.endpoint_check import check_endpoint, require_isolation
+from roll_flash.evaluation.evaluation import (
     EpisodeRunner,
     Status,
     eval_sampling,
@@ -24,7 +24,7 @@ from roll_flash.evaluate.evaluation import (
     evaluation_plan,
     is_complete,
 )
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_owned_by_user
@@ -263,7 +263,7 @@ def _with_one_environment(config: Config, env_id: str) -> Config:
 
 
 def _task_folders(request: EvalRequest, model: str | None) -> dict[str, Any]:
-    from roll_flash.evaluate.task_folder_config import task_folder_config
+    from roll_flash.evaluation.task_folder_config import task_folder_config
 
     assert request.config is not None
     if request.env is not None:
