@@ -11,14 +11,15 @@ from roll_flash.cli.main import PROGRAM, app
 
 
 def parse(words: Sequence[str]) -> None:
-    """Parse a command line without running its command. Raises typer's error if the program does not take it."""
+    """Parse a command line without running anything. Raises typer's error if the program does not take it."""
     program = _without_callbacks(get_command(app))
     with program.make_context(PROGRAM, list(words)) as context:
         program.invoke(context)
 
 
 def _without_callbacks(command: Any) -> Any:
-    command.callback = None
+    for part in (command, *command.params):  # an option like --install-completion has one of its own
+        part.callback = None
     for child in getattr(command, "commands", {}).values():
         _without_callbacks(child)
     return command

@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_environment_of_the_readme_can_be_trained_on(tmp_path: Path) -> None:
-    (source,) = blocks("python")
+    source, _ = blocks("python")
     (tmp_path / "guess.py").write_text(source)
     arguments = ["train", str(ROOT / "configs/ci.yaml"), "name=guess", "envs.0.id=guess:Guess-v0", "--dry-run"]
     command = [sys.executable, "-m", "roll_flash", *arguments]
@@ -27,7 +27,7 @@ def test_the_environment_of_the_readme_can_be_trained_on(tmp_path: Path) -> None
 
 
 def test_the_environment_of_the_readme_takes_about_twenty_lines() -> None:
-    (source,) = blocks("python")
+    source, _ = blocks("python")
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 22
 
 
