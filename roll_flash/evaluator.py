@@ -31,6 +31,7 @@ from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, r
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.terminal import say
+from roll_flash.terminal_logs import make_logs_printable
 
 EVAL_OPTIONS = (
     "tasks",
@@ -117,7 +118,8 @@ def evaluate(
 
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C; the attempts that had ended are kept.
     """
-    given = locals()
+    given = dict(locals())
+    make_logs_printable()
     texts = {name: str(given[name]) for name in ("model", "out") if given[name] is not None}
     source = str(config) if isinstance(config, Path) else config
     ks = ",".join(str(k) for k in pass_at) or None

@@ -32,6 +32,7 @@ from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
+from roll_flash.terminal_logs import make_logs_printable
 from roll_flash.types import Group, Trajectory
 from roll_flash.weight_sync.publication import Publication
 
@@ -52,6 +53,7 @@ def train(config: Config, *, resume: bool = False, on_step: OnStep | None = None
 
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
+    make_logs_printable()
     # Report problems before a run folder of this name exists.
     checked = check_parts(config)
     run_to_end(check_sandboxes(config, checked.sandboxes))

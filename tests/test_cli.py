@@ -331,6 +331,15 @@ def test_a_traceback_is_shown_with_debug_only(
     assert err.splitlines()[-1] == "roll-flash: broken"
 
 
+def test_a_wrong_command_line_has_no_traceback_and_a_wrong_config_has_one_with_debug(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--debug", "trian"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["train", "nothing.yaml", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("shell", "number"),
     [('exec "$@"', signal.SIGINT), ('exec "$@"', signal.SIGTERM), ('trap "" INT; exec "$@"', signal.SIGTERM)],

@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except (KeyboardInterrupt, Exception) as error:
         message, code = _explain(error, words)
-        if "--debug" in given and code != USAGE_ERROR:
+        if "--debug" in given and not isinstance(error, typer.TyperException):
             say(traceback.format_exc(), error=True, end="")
         say(message, error=True)
         return code

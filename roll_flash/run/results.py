@@ -47,8 +47,8 @@ class Run:
         return read_metrics(self.folder)
 
     def episodes(self, step: int | None = None) -> list[dict[str, Any]]:
-        """Records of the episodes of one step (from 0), or of all steps. Each has every turn, token, logprob and weight
-        version. Raises FileNotFoundError for a step without episodes."""
+        """Records of all episodes, or of those that ended during one step (0 is the first). Each has every turn, token,
+        logprob and weight version. Raises FileNotFoundError for a step without episodes."""
         folder = self.folder / "episodes"
         return read_episodes(folder if step is None else step_file(folder, step))
 
