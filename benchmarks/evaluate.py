@@ -29,7 +29,7 @@ from rollout_env import TURNS
 from rollout_peers import VERIFIERS_VERSION, verifiers
 
 from roll_flash.config.tree import Config, load_config
-from roll_flash.evaluate.evaluation import eval_sampling, evaluate
+from roll_flash.evaluation.evaluation import eval_sampling, evaluate
 from roll_flash.processes.background import first_failure
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.worker import ChatEndpoint

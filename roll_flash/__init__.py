@@ -1,6 +1,7 @@
 """ROLL Flash: asynchronous reinforcement learning for language-model agents.
 
-Public names are imported lazily, on first use, so that `import roll_flash.config.tree` stays light.
+`load_config`, `train`, `evaluate` and `Run` do what the command line does. Public names are imported lazily, on first
+use, so that `import roll_flash` stays light.
 """
 
 from __future__ import annotations
@@ -17,13 +18,24 @@ if TYPE_CHECKING:
     from roll_flash.envs.shipped.move_env import TextSpace
     from roll_flash.envs.tools.functions import tool
     from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
+    from roll_flash.errors import ConfigError, RollFlashError
+    from roll_flash.evaluation.result import EvalResult
+    from roll_flash.evaluator import evaluate
+    from roll_flash.run.results import Run
     from roll_flash.sandboxes import ExecResult, SandboxSpec, open_sandbox
+    from roll_flash.trainer import train
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "Config": "roll_flash.config.tree",
     "load_config": "roll_flash.config.tree",
+    "train": "roll_flash.trainer",
+    "evaluate": "roll_flash.evaluator",
+    "EvalResult": "roll_flash.evaluation.result",
+    "Run": "roll_flash.run.results",
+    "ConfigError": "roll_flash.errors",
+    "RollFlashError": "roll_flash.errors",
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
     "SandboxToolEnv": "roll_flash.envs.tools.tool_env",
@@ -42,21 +54,27 @@ _HOMES = {
 
 __all__ = [
     "Config",
+    "ConfigError",
     "Env",
+    "EvalResult",
     "ExecResult",
     "Judge",
+    "RollFlashError",
     "Rubric",
+    "Run",
     "SandboxEnv",
     "SandboxSpec",
     "SandboxToolEnv",
     "TextSpace",
     "ToolEnv",
+    "evaluate",
     "load_config",
     "make_env",
     "open_sandbox",
     "register_env",
     "reward",
     "tool",
+    "train",
 ]
 
 
@@ -64,3 +82,7 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'roll_flash' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

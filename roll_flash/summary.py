@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.config.tree import load_config
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.monitor.metrics import NOT_FINITE, STEP_S, TOKENS_PER_S, read_metrics
 from roll_flash.monitor.plot import plot_run
 from roll_flash.monitor.progress import duration
+from roll_flash.run.run_dir import SUMMARY
 
 
 def summarize(
@@ -25,7 +27,7 @@ def summarize(
     books: Mapping[str, int],
     notes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Summarize a finished run from its folder, and draw its plot.
+    """Summarize a finished run from its folder; draw its plot, and write `summary.json`.
 
     `books` counts trajectories (`produced`, `trained`, `dropped_REASON`, `waiting`) and episodes without a trajectory
     (`failed_CAUSE`). `notes` are facts that a reader must know, such as a fallback.
@@ -36,7 +38,7 @@ def summarize(
     seconds = sum(row[STEP_S] for row in steps)
     tokens = sum((row.get(TOKENS_PER_S) or 0.0) * row[STEP_S] for row in steps)
     model = run_folder / "model"
-    return {
+    summary = {
         "name": config.name,
         "env_id": config.envs[0].id,
         "steps": max((row["step"] for row in rows), default=0),
@@ -53,6 +55,8 @@ def summarize(
         "model_folder": str(model) if (model / "config.json").is_file() else None,
         "notes": [*notes, *_of_evaluations(after), *_not_finite(rows)],
     }
+    (run_folder / SUMMARY).write_text(json.dumps(summary, indent=2, default=str))
+    return summary
 
 
 def disk_use(run_folder: Path) -> dict[str, int]:

@@ -18,8 +18,8 @@ from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.errors import CheckpointError
-from roll_flash.evaluate.in_training import EvaluationsBesideTraining, evaluate_version
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.inference.open import open_engine
 from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import next_group_number

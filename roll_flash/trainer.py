@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
@@ -17,19 +17,22 @@ from typing import Any
 from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.errors import RunError
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.learner.open import open_learner
+from roll_flash.monitor.metrics import flatten
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord
-from roll_flash.processes.background import first_failure
+from roll_flash.processes.background import call_in_thread, first_failure
 from roll_flash.processes.deadlines import HungError, LearnedDeadline
-from roll_flash.processes.interrupt import Interrupts
+from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.run.run_dir import RunDir
 from roll_flash.scheduling.policy import has_signal
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
+from roll_flash.terminal_logs import make_logs_printable
 from roll_flash.types import Group, Trajectory
 from roll_flash.weight_sync.publication import Publication
 
@@ -37,37 +40,49 @@ LEARNER_FLOOR_S = 300.0
 """Minimum timeout in seconds of the learner's work; otherwise ten times the slowest recent time for as many tokens."""
 
 
-def train(config: Config, *, resume: bool = False) -> dict[str, Any]:
-    """Run a training job to its end and return its summary.
+OnStep = Callable[[int, Mapping[str, float]], object]
+"""Called with a step (from 1) and its metrics, by the names of `metrics.jsonl`."""
+
+
+def train(config: Config, *, resume: bool = False, on_step: OnStep | None = None) -> dict[str, Any]:
+    """Run a training job to its end and return its summary, as `roll-flash train --json` prints it.
+
+    `resume` continues the run of this name from its newest checkpoint. `on_step` is called after the report of each
+    step, in a thread, while episodes go on; the next step waits for it. An error in it ends the run. Works also where
+    an event loop runs already, as in a notebook.
 
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
+    make_logs_printable()
     # Report problems before a run folder of this name exists.
     checked = check_parts(config)
-    asyncio.run(check_sandboxes(config, checked.sandboxes))
+    run_to_end(check_sandboxes(config, checked.sandboxes))
     with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
         start = Start.of(config, run_dir, checked, resume=resume)
         start.announce(progress)
         # Not on the event loop: its imports take seconds, during which Ctrl-C must be answered.
         learner = open_learner(config, model_folder=start.model_folder)
-        return asyncio.run(_train(start, learner, progress))
+        return run_to_end(_train(start, learner, progress, on_step))
 
 
-async def _train(start: Start, learner: LearnerEngine, progress: Progress) -> dict[str, Any]:
+async def _train(
+    start: Start, learner: LearnerEngine, progress: Progress, on_step: OnStep | None = None
+) -> dict[str, Any]:
     with first_failure() as failure:
         async with (
             Interrupts(progress.note) as interrupts,
             open_system(start, learner, progress, failure) as system,
         ):
-            trainer = Trainer(system, progress)
+            trainer = Trainer(system, progress, on_step)
             return await interrupts.run_until_stopped(trainer.run(), failure=failure, save=trainer.stop_early)
 
 
 class Trainer:
     """The loop over steps; it drives the components of `System`."""
 
-    def __init__(self, system: System, progress: Progress) -> None:
+    def __init__(self, system: System, progress: Progress, on_step: OnStep | None = None) -> None:
         self._system = system
+        self._on_step = on_step
         self._config = system.config
         self._progress = progress
         self._evaluated: set[str] = set()
@@ -152,10 +167,21 @@ class Trainer:
         publication = await self._settle()
         with record.learner_works():
             await self._system.publisher.begin()
-        self._report(record, publication, await self._system.usage_metrics())
+        metrics = self._report(record, publication, await self._system.usage_metrics())
+        await self._call_on_step(result.version, metrics)
         if self._schedule.is_due(result.version, time.monotonic()):
             await self._begin_checkpoint()
         return True
+
+    async def _call_on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if (on_step := self._on_step) is None:
+            return
+        try:
+            await call_in_thread(lambda: on_step(step, flatten(metrics)))
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:  # code of the user may raise anything, also SystemExit
+            raise RunError(f"on_step failed after step {step}: {type(error).__name__}: {error}") from error
 
     async def _count_what_was_cut_short(self) -> StepRecord | None:
         """Count a step that ended between the learner's update and its report: its weights exist."""
@@ -209,7 +235,10 @@ class Trainer:
                 "held out; the environment gives the same tasks for other seeds"
             )
 
-    def _report(self, record: StepRecord, publication: Publication | None, usage: dict[str, float]) -> None:
+    def _report(
+        self, record: StepRecord, publication: Publication | None, usage: dict[str, float]
+    ) -> Mapping[str, Any]:
+        """Log a step and print its line; return its metrics."""
         record.is_reported = True
         rollout, version = self._system.rollout, self._system.learner.version
         metrics = {
@@ -220,13 +249,15 @@ class Trainer:
             **{f"stream/{name}": value for name, value in self._system.stream.metrics().items()},
             **usage,
             **self._system.checkpoints.metrics(),
+            **rollout.metrics(),
         }
-        self._system.metrics.log(version, metrics | rollout.metrics())
+        self._system.metrics.log(version, metrics)
         self._progress.step(version, metrics)
         if (decision := rollout.adapt(metrics)) is not None:
             self._system.run_dir.log_decision({"step": version, **asdict(decision)})
             if decision.changed:
                 self._progress.note(f"async_ratio is {decision.async_ratio} from now on: {decision.reason}")
+        return metrics
 
 
 def _computed_tokens(groups: Iterable[Group]) -> int:

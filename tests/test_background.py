@@ -9,10 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import Mock
 
 import pytest
@@ -26,11 +27,13 @@ from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, Run
 from roll_flash.processes import ray_watch
 from roll_flash.processes.background import cancel_on_failure, first_failure, in_thread, start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
-from roll_flash.processes.interrupt import Interrupts
+from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.ray_watch import RayDiedError, RayProcess, watching_ray
 from roll_flash.stream import TrajectoryStream, learner_consumer
 from roll_flash.types import Group
 from tests.learner.samples import make_group
+
+T = TypeVar("T")
 
 
 async def fails(error: BaseException) -> None:
@@ -292,6 +295,86 @@ def test_ctrl_c_that_cannot_be_saved_says_so() -> None:
 
     with pytest.raises(CheckpointError, match="full"):
         Ended().run(work, save_error=CheckpointError("full"))
+
+
+# In a notebook: an event loop runs already
+
+
+def in_a_cell(call: Callable[[], T]) -> T:
+    """Call it where an event loop runs, as a cell of a notebook is; like IPython, keep Ctrl-C from that loop."""
+
+    async def cell() -> tuple[list[T], KeyboardInterrupt | None]:
+        try:
+            return [call()], None
+        except KeyboardInterrupt as error:
+            return [], error
+
+    found, interrupt = asyncio.run(cell())
+    if interrupt is not None:
+        raise interrupt
+    return found[0]
+
+
+def test_work_runs_to_its_end_with_and_without_a_running_event_loop() -> None:
+    async def work() -> str:
+        await asyncio.sleep(0)
+        return "done"
+
+    assert run_to_end(work()) == "done"
+    assert in_a_cell(lambda: run_to_end(work())) == "done"
+
+
+def test_an_error_of_work_in_a_notebook_is_raised_in_the_cell() -> None:
+    with pytest.raises(RunError, match="no server"):
+        in_a_cell(lambda: run_to_end(fails(RunError("no server"))))
+
+
+def test_ctrl_c_in_a_notebook_stops_and_saves() -> None:
+    said: list[str] = []
+    saved: list[BaseException] = []
+
+    async def work() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        await for_ever()
+
+    async def save(reason: BaseException) -> None:
+        saved.append(reason)
+
+    async def run() -> None:
+        with first_failure() as failure:
+            async with Interrupts(said.append) as interrupts:
+                await interrupts.run_until_stopped(work(), failure=failure, save=save)
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        in_a_cell(lambda: run_to_end(run()))
+    assert [type(reason) for reason in saved] == [KeyboardInterrupt]
+    assert [text.partition(":")[0] for text in said] == ["stopping (Ctrl-C)"]
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_ctrl_c_in_a_notebook_ends_work_that_handles_no_signals() -> None:
+    closed: list[str] = []
+
+    async def work() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            await for_ever()
+        finally:
+            closed.append("closed in order")
+
+    with pytest.raises(KeyboardInterrupt):
+        in_a_cell(lambda: run_to_end(work()))
+    assert closed == ["closed in order"]
+
+
+def test_in_a_thread_of_the_user_no_signal_is_handled_and_nothing_fails() -> None:
+    async def work() -> str:
+        async with Interrupts(lambda text: None):
+            return "done"
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(lambda: run_to_end(work())).result(20) == "done"
 
 
 def due(config: CheckpointConfig, minutes_per_step: float, steps: int, *, has_one: bool = False) -> list[int]:

@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
+from roll_flash import __version__
 from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, RunError
-from roll_flash.evaluate.result import score
+from roll_flash.evaluation.result import score
 from roll_flash.run.run_dir import RunDir
 
 TREE: dict[str, Any] = {"name": "maze", "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
@@ -80,8 +81,7 @@ def roll_flash(*arguments: str, **options: Any) -> subprocess.CompletedProcess[s
 
 def test_help_answers_in_half_a_second_and_imports_nothing_heavy() -> None:
     code = (
-        "import sys\nfrom roll_flash.cli.main import main\n"
-        "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+        "import sys\nfrom roll_flash.cli.main import main\nmain(['--help'])\n"
         "heavy = ('torch', 'ray', 'vllm', 'transformers', 'gymnasium', 'pydantic', 'numpy')\n"
         "print([name for name in heavy if name in sys.modules], file=sys.stderr)"
     )
@@ -97,23 +97,21 @@ def test_help_answers_in_half_a_second_and_imports_nothing_heavy() -> None:
 def test_help_lists_what_exists() -> None:
     done = roll_flash("--help")
     assert done.returncode == 0
-    listed = [line.split()[0] for line in done.stdout.splitlines() if line.startswith("    ") and line[4] != " "]
-    assert listed == ["train", "eval", "eval-diff", "envs", "sandbox", "serve-gateway", "export", "doctor"]
+    listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines()]
+    assert listed == ["train", "eval", "eval-diff", "serve-gateway", "export", "doctor", "envs", "sandbox"]
+    assert done.stdout.isascii()  # no boxes in pipes
 
 
 @pytest.mark.parametrize(
     "command", [["train"], ["eval"], ["eval-diff"], ["envs", "list"], ["sandbox", "ls"], ["export"], ["doctor"]]
 )
 def test_each_command_has_help_and_json(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main([*command, "--help"])
-    assert ended.value.code == 0
+    assert main([*command, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
 
 
 def test_the_help_of_train_says_where_every_key_is(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["train", "--help"])
+    assert main(["train", "--help"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "docs/config.md" in said
     assert "python -m roll_flash.config.reference" in said
@@ -125,30 +123,34 @@ def test_the_help_of_train_says_where_every_key_is(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["frobnicate"], "one of: train, eval, eval-diff, envs, sandbox, serve-gateway, export, doctor"),
-        ([], "required: COMMAND"),
-        (["train", "--resum", "maze.yaml"], "unknown argument --resum; did you mean --resume?"),
-        (["eval", "--modle=x"], "did you mean --model?"),
-        (["train", "--name", "foo", "maze.yaml"], "unknown argument --name; write it as name=foo (see"),
+        (["trian"], "roll-flash: No such command 'trian'. Did you mean 'train'? (see roll-flash --help)"),
+        (["frobnicate"], "No such command 'frobnicate' (see roll-flash --help)"),
+        ([], "Missing command"),
+        (["--nonsense"], "No such option: --nonsense"),
+        (["train", "--resum", "maze.yaml"], "No such option: --resum (Possible options: --resume)"),
+        (["eval", "--modle=x"], "(Possible options: --model)"),
+        (["train", "-x"], "No such option: -x"),
+        (["train", "--name", "foo", "maze.yaml"], "No such option: --name; write it as name=foo (see"),
         (["train", "maze.yaml", "--learner.learning_rate=1e-5"], "write it as learner.learning_rate=1e-5"),
         (["train", "maze.yaml", "--max-new-tokens", "9"], "write it as rollout.max_new_tokens=9"),
         (["train", "maze.yaml", "--lr", "-1"], "write it as learner.learning_rate=-1"),
         (["train", "maze.yaml", "--steps"], "write it as steps=VALUE"),
+        (["train", "--steps", "--json"], "write it as steps=VALUE"),
         (["eval", "--max_turns", "2", "--env", "Maze-v0"], "write it as envs.0.max_turns=2"),
-        (["serve-gateway", "--engine=vllm"], "unknown argument --engine=vllm"),
-        (["envs", "check", "Maze-v0", "--steps", "2"], "unknown argument --steps"),
-        (["envs", "lst"], "unknown action 'lst'; did you mean list?"),
-        (["export", "maze"], "required: DIR"),
-        (["eval", "-n", "many"], "argument -n/--tasks: invalid int value: 'many'"),
+        (["serve-gateway", "--engine=vllm"], "No such option: --engine"),
+        (["envs", "check", "Maze-v0", "--steps", "2"], "No such option: --steps"),
+        (["envs", "lst"], "Did you mean 'list'? (see roll-flash envs --help)"),
+        (["export", "maze"], "Missing argument 'DIR'"),
+        (["export", "maze", "a", "b"], "unexpected extra argument(s) (b)"),
+        (["eval", "-n", "many"], "Invalid value for '-n' / '--tasks': Input should be a valid integer"),
+        (["eval", "--model"], "requires an argument"),
+        (["sandbox", "check", "--userns", "none"], "'none' is not one of 'engine', 'required', 'host'"),
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(
     arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(arguments)
-    assert ended.value.code == 2
+    assert main(arguments) == 2
     captured = capsys.readouterr()
     assert words in captured.err
     assert len(captured.err.splitlines()) == 1
@@ -181,6 +183,33 @@ def test_a_mistake_is_one_line_on_standard_error_and_exit_code_2(
     assert captured.err.startswith("roll-flash: ")
     assert len(captured.err.splitlines()) == 1
     assert "Traceback" not in captured.err
+
+
+def test_a_word_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--\x1b[2J\n"]) == 2
+    err = capsys.readouterr().err
+    assert "\x1b" not in err
+    assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("roll-flash tr", ["train"]),
+        ("roll-flash envs ", ["list", "check", "new"]),
+        ("roll-flash eval --en", ["--env", "--endpoint"]),
+    ],
+)
+def test_a_shell_completes_commands_and_options(typed: str, offered: list[str]) -> None:
+    place = typed.count(" ")
+    asked = {"_ROLL_FLASH_COMPLETE": "complete_bash", "COMP_WORDS": typed, "COMP_CWORD": str(place)}
+    done = roll_flash(env={**os.environ, **asked})
+    assert (done.returncode, done.stdout.split()) == (0, offered)
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"roll-flash {__version__}\n"
 
 
 def test_several_mistakes_are_shown_at_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -302,6 +331,15 @@ def test_a_traceback_is_shown_with_debug_only(
     assert err.splitlines()[-1] == "roll-flash: broken"
 
 
+def test_a_wrong_command_line_has_no_traceback_and_a_wrong_config_has_one_with_debug(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--debug", "trian"]) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["train", "nothing.yaml", "--debug"]) == 2
+    assert "Traceback" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("shell", "number"),
     [('exec "$@"', signal.SIGINT), ('exec "$@"', signal.SIGTERM), ('trap "" INT; exec "$@"', signal.SIGTERM)],
@@ -406,7 +444,7 @@ def test_eval_prints_its_table_and_fails_only_when_nothing_could_be_scored(
 
         return run_evaluation
 
-    command = "roll_flash.evaluation.run_evaluation"
+    command = "roll_flash.evaluator.run_evaluation"
     monkeypatch.setattr(command, evaluation({**episode, "task_id": "a", "success": True}))
     assert main(["eval", "--env", "Echo-v0", "--model", "m", "-n", "5", "-k", "2", "seed=3", "--out", "o"]) == 0
     assert "success" in capsys.readouterr().out

@@ -29,8 +29,8 @@ from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_t
 from roll_flash.envs.tools.functions import WrongArguments, make_tool
 from roll_flash.envs.tools.tool_env import ToolEnv
 from roll_flash.errors import InferenceError
-from roll_flash.evaluate.pages.page import document
-from roll_flash.evaluate.pages.transcript import episode_for_page
+from roll_flash.evaluation.pages.page import document
+from roll_flash.evaluation.pages.transcript import episode_for_page
 from roll_flash.gateway import model_call
 from roll_flash.gateway.apis import answer_text, anthropic_messages, chat_completions, responses_api
 from roll_flash.gateway.apis.api_error import ApiError

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from roll_flash.cli.main import build_parser
+from tests.command_line import parse
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -18,7 +18,7 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_environment_of_the_readme_can_be_trained_on(tmp_path: Path) -> None:
-    (source,) = blocks("python")
+    source, _ = blocks("python")
     (tmp_path / "guess.py").write_text(source)
     arguments = ["train", str(ROOT / "configs/ci.yaml"), "name=guess", "envs.0.id=guess:Guess-v0", "--dry-run"]
     command = [sys.executable, "-m", "roll_flash", *arguments]
@@ -27,7 +27,7 @@ def test_the_environment_of_the_readme_can_be_trained_on(tmp_path: Path) -> None
 
 
 def test_the_environment_of_the_readme_takes_about_twenty_lines() -> None:
-    (source,) = blocks("python")
+    source, _ = blocks("python")
     assert sum(bool(line.strip()) for line in source.splitlines()) <= 22
 
 
@@ -36,4 +36,4 @@ def test_every_command_of_the_readme_is_one_the_parser_takes() -> None:
     commands = [words[1:] for words in lines if words and words[0] == "roll-flash"]
     assert len(commands) >= 6
     for words in commands:
-        build_parser().parse_args(words)
+        parse(words)

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from roll_flash import evaluation as command
-from roll_flash import trainer
+from roll_flash import evaluator, trainer
 from roll_flash.cli.main import main
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ModelError
@@ -35,7 +34,7 @@ def nothing_slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(trainer, "open_system", refuse)
     monkeypatch.setattr(trainer, "open_learner", refuse)
-    monkeypatch.setattr(command, "_open_runner", refuse)
+    monkeypatch.setattr(evaluator, "_open_runner", refuse)
 
 
 @pytest.fixture
@@ -147,13 +146,13 @@ def test_a_model_whose_new_weights_vllm_on_a_cpu_does_not_take_is_refused_for_tr
 
 @pytest.mark.docker
 def test_an_image_that_no_engine_has_is_known_before_anything_starts() -> None:
-    missing = config("sandbox.provider=docker", "sandbox.image=nobody/has-this:1", env={"id": "ShellMath-v0"})
+    missing = config("sandbox.provider=docker", "sandbox.image=nobody/has-this:1", envs=[{"id": "ShellMath-v0"}])
     with pytest.raises(SandboxImageMissing, match="nobody/has-this:1"):
         asyncio.run(check_sandboxes(missing, check_parts(missing).sandboxes))
 
 
 def test_a_sandbox_that_no_provider_can_give_is_known_before_anything_starts(require_bubblewrap: None) -> None:
-    wrong = config("sandbox.provider=local", "sandbox.image=debian:12", env={"id": "ShellMath-v0"})
+    wrong = config("sandbox.provider=local", "sandbox.image=debian:12", envs=[{"id": "ShellMath-v0"}])
     with pytest.raises(SandboxError, match="local sandbox has no images"):
         asyncio.run(check_sandboxes(wrong, check_parts(wrong).sandboxes))
 

@@ -2,87 +2,68 @@
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import json
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+import typer
+
+from roll_flash.cli.options import Json, ModelName, Text, Words, argument, option, split_words
 from roll_flash.errors import ConfigError
 from roll_flash.terminal import say
 
 if TYPE_CHECKING:
-    from roll_flash.serving import RunningGateway
-
-Handler = Callable[[argparse.Namespace], int]
-Command = Callable[[str, Handler, str, str], argparse.ArgumentParser]
+    from roll_flash.serving import GatewayRequest, RunningGateway
 
 
-def add_gateway(command: Command) -> None:
-    """`command` makes a command's parser from its name, handler, help line and usage."""
-    text = "an OpenAI- and Anthropic-compatible endpoint that records tokens and takes rewards"
-    usage = (
-        "roll-flash serve-gateway (--model FOLDER|NAME|RUN | --endpoint URL --model NAME) [--port N] [--out DIR] "
-        "[a.b=c ...] [options]"
-    )
-    parser = command("serve-gateway", _serve_gateway, text, usage)
-    parser.set_defaults(sets_config=True)
-    parser.add_argument("words", nargs="*", metavar="a.b=c", help="keys to set, as inference.engine=transformers")
-    parser.add_argument("--model", metavar="M", help="a model folder, a model's name, or RUN[@step]")
-    parser.add_argument("--endpoint", metavar="URL", help="pass through to an endpoint; records messages, not tokens")
-    parser.add_argument("--endpoint-key-env", metavar="NAME", help="environment variable with that endpoint's key")
-    parser.add_argument("--name", metavar="NAME", help="the model's name for agents")
-    parser.add_argument("--host", default="127.0.0.1", metavar="HOST", help="address to listen on")
-    parser.add_argument("--port", type=int, default=8321, metavar="N", help="0 lets the system choose")
-    parser.add_argument("--url", metavar="URL", help="address that sessions are told, if not that of their opening")
-    text = "environment variable with the key that opens sessions; without it one is made and printed"
-    parser.add_argument("--api-key-env", metavar="NAME", help=text)
-    parser.add_argument("--out", default="runs/gateway", metavar="DIR", help="where finished episodes are written")
-    parser.add_argument("--verifier", metavar="FILE:FUNCTION", help="scores sessions whose reward is asked for")
-    parser.add_argument("--idle-s", type=float, default=3600.0, metavar="S", help="give up sessions unused for so long")
+def serve_gateway(
+    context: typer.Context,
+    words: Annotated[Words, argument("key=value", "Keys to set, as inference.engine=transformers.")] = None,
+    model: ModelName = None,
+    endpoint: Annotated[Text, option("URL", "Pass through to an endpoint; records messages, not tokens.")] = None,
+    endpoint_key_env: Annotated[Text, option("NAME", "Environment variable with that endpoint's key.")] = None,
+    name: Annotated[Text, option("NAME", "The model's name for agents.")] = None,
+    host: Annotated[str, option("HOST", "Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, option("N", "0 lets the system choose.")] = 8321,
+    url: Annotated[Text, option("URL", "Address that sessions are told, if not that of their opening.")] = None,
+    api_key_env: Annotated[Text, option("NAME", "Variable with the key that opens sessions; else one is made.")] = None,
+    out: Annotated[str, option("DIR", "Where finished episodes are written.")] = "runs/gateway",
+    verifier: Annotated[Text, option("FILE:FUNCTION", "Scores sessions whose reward is asked for.")] = None,
+    idle_s: Annotated[float, option("S", "Give up sessions unused for so long.")] = 3600.0,
+    as_json: Json = False,
+) -> int:
+    """Serve an OpenAI and Anthropic API that records tokens.
+
+    Give --model FOLDER, NAME or RUN to serve a model, or --endpoint URL and --model NAME to pass through to one.
+    """
+    from roll_flash.serving import GatewayRequest
+
+    source, overrides = split_words(words)
+    if source is not None:
+        raise ConfigError(f"{source!r}: an override is written key=value; a model is given with --model")
+    options = {name: value for name, value in context.params.items() if name not in ("words", "as_json")}
+    request = GatewayRequest(**options, overrides=overrides)
+    if idle_s <= 0:
+        raise ConfigError(f"--idle-s {idle_s:g}: must be more than 0")
+    return _serve(request, as_json)
 
 
-def _serve_gateway(arguments: argparse.Namespace) -> int:
-    import asyncio
+def _serve(request: GatewayRequest, as_json: bool) -> int:
+    from roll_flash.serving import serve
 
-    from roll_flash.serving import GatewayRequest, serve
-
-    request = GatewayRequest(
-        model=arguments.model,
-        endpoint=arguments.endpoint,
-        endpoint_key_env=arguments.endpoint_key_env,
-        name=arguments.name,
-        host=arguments.host,
-        port=arguments.port,
-        api_key_env=arguments.api_key_env,
-        url=arguments.url,
-        out=arguments.out,
-        verifier=arguments.verifier,
-        idle_s=arguments.idle_s,
-        overrides=tuple(_only_overrides(arguments.words)),
-    )
-    if request.idle_s <= 0:
-        raise ConfigError(f"--idle-s {request.idle_s:g}: must be more than 0")
     serving: list[RunningGateway] = []
 
     def announce(found: RunningGateway) -> None:
         serving.append(found)
-        _announce(found, arguments.json, request.api_key_env is None)
+        _announce(found, as_json, request.api_key_env is None)
 
     try:
         asyncio.run(serve(request, announce, _note))
     finally:
         for found in serving:
-            _note(
-                f"{found.routes.scored} episodes were scored, {found.routes.failed} not; they are in {found.episodes}"
-            )
+            counts = f"{found.routes.scored} episodes were scored, {found.routes.failed} not"
+            _note(f"{counts}; they are in {found.episodes}")
     return 0
-
-
-def _only_overrides(words: Sequence[str]) -> Sequence[str]:
-    for word in words:
-        if "=" not in word:
-            raise ConfigError(f"{word!r}: an override is written key=value; a model is given with --model")
-    return words
 
 
 def _announce(serving: RunningGateway, as_json: bool, is_made: bool) -> None:

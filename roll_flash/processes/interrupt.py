@@ -1,27 +1,108 @@
 """Early end of a run: by Ctrl-C, SIGTERM, a closed terminal, or a background error.
 
 The first signal stops the work and saves the state. Then everything closes in order; each further signal skips the
-current wait.
+current wait. Where an event loop runs already, as in a notebook, the work has a loop and a thread of its own, and
+Ctrl-C is passed on to it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Coroutine
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from types import TracebackType
 from typing import Any, TypeVar
 
-from roll_flash.processes.background import FirstFailure
+from roll_flash.processes.background import DaemonThread, FirstFailure
 
 T = TypeVar("T")
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
+class _CtrlC:
+    """Passes Ctrl-C on to work in another thread: to its newest listener, which is called in that thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._listeners: list[tuple[asyncio.AbstractEventLoop, Callable[[], Any]]] = []
+
+    def listen(self, listener: Callable[[], Any]) -> None:
+        self._listeners.append((asyncio.get_running_loop(), listener))
+
+    def forget(self) -> None:
+        """Remove the newest listener."""
+        self._listeners.pop()
+
+    def press(self) -> None:
+        self.count += 1
+        with suppress(IndexError, RuntimeError):  # the work has not begun, or has just ended
+            loop, listener = self._listeners[-1]
+            loop.call_soon_threadsafe(listener)
+
+
+_CTRL_C: ContextVar[_CtrlC | None] = ContextVar("_CTRL_C", default=None)
+"""Set in work that runs in another thread than Ctrl-C arrives in."""
+
+
+def run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Like `asyncio.run`, also where an event loop runs already: there in a thread of its own, while the caller waits.
+
+    Raises KeyboardInterrupt after Ctrl-C, when the work has ended.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    thread, ctrl_c = DaemonThread(), _CtrlC()
+    token = _CTRL_C.set(ctrl_c)
+    try:
+        with _pressed_by_signal(ctrl_c):
+            result: T = thread.submit(asyncio.run, _cancelled_by(ctrl_c, work)).result()
+            return result
+    finally:
+        _CTRL_C.reset(token)
+        thread.shutdown()
+
+
+@contextmanager
+def _pressed_by_signal(ctrl_c: _CtrlC) -> Iterator[None]:
+    """Signals arrive in the main thread, whose event loop may have a handler that waits for its caller."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, lambda *_: ctrl_c.press())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+async def _cancelled_by(ctrl_c: _CtrlC, work: Coroutine[Any, Any, T]) -> T:
+    task = asyncio.current_task()
+    assert task is not None
+    ctrl_c.listen(task.cancel)
+    if ctrl_c.count:  # pressed before this had begun
+        task.cancel()
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if ctrl_c.count:
+            raise KeyboardInterrupt from None
+        raise
+    finally:
+        ctrl_c.forget()
+
+
 class Interrupts:
     """Handle signals while the block runs. A signal cancels the block, which then raises KeyboardInterrupt; within
-    `run_until_stopped` the work is first stopped and saved. `say` gets a message for the user at once."""
+    `run_until_stopped` the work is first stopped and saved. `say` gets a message for the user at once.
+
+    In another thread than the main one only Ctrl-C is handled, and only if `run_to_end` has started that thread.
+    """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
@@ -33,9 +114,12 @@ class Interrupts:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         self._task = task
-        # Under nohup SIGHUP stays ignored.
-        ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
-        self._numbers = [number for number in SIGNALS if number not in ignored]
+        if (ctrl_c := _CTRL_C.get()) is not None:
+            ctrl_c.listen(lambda: self._signalled(signal.SIGINT))
+        elif threading.current_thread() is threading.main_thread():
+            # Under nohup SIGHUP stays ignored.
+            ignored = [signal.SIGHUP] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else []
+            self._numbers = [number for number in SIGNALS if number not in ignored]
         for number in self._numbers:
             loop.add_signal_handler(number, self._signalled, number)
         return self
@@ -44,6 +128,8 @@ class Interrupts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         loop = asyncio.get_running_loop()
+        if (ctrl_c := _CTRL_C.get()) is not None:
+            ctrl_c.forget()
         for number in self._numbers:
             loop.remove_signal_handler(number)
         if kind is not None and issubclass(kind, asyncio.CancelledError) and self._count:

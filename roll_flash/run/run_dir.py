@@ -28,6 +28,8 @@ __all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes
 
 FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
+SUMMARY = "summary.json"
+"""Written at the end of a run."""
 PRIVATE = 0o700
 """Folder mode: only the user may read a run's folder, with its model and task texts and logs."""
 MIN_FREE_BYTES = 1 << 30
@@ -92,6 +94,7 @@ class RunDir:
         for name in FOLDERS:
             (self.folder / name).mkdir(exist_ok=True)
         self._save_config(config)
+        (self.folder / SUMMARY).unlink(missing_ok=True)  # of the end before `--resume`
         self._repair_checkpoints()
 
     @property

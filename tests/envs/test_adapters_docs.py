@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import yaml
 
-from roll_flash.cli.main import build_parser
 from roll_flash.envs.registration import ADAPTERS, make_env
+from tests.command_line import parse
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "adapters.md").read_text()
@@ -45,4 +45,4 @@ def test_its_commands_are_commands() -> None:
     lines = [line for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S) for line in block.splitlines()]
     assert lines
     for line in lines:
-        build_parser().parse_args(line.split()[1:])
+        parse(line.split()[1:])

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.cli.main import build_parser
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.registration import SHIPPED
 from roll_flash.envs.tools.calls import ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import make_tool
+from tests.command_line import parse
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 
@@ -106,7 +106,7 @@ def test_its_commands_lead_from_nothing_to_a_trained_step(folder: Path) -> None:
     ran = commands()
     assert [words[1] for words in ran] == ["envs", "train"]
     for words in ran:
-        build_parser().parse_args(words[1:])
+        parse(words[1:])
         command = [sys.executable, "-m", "roll_flash", *words[1:]]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, env=dict(os.environ))
         assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import gymnasium
 import pytest
 
-from roll_flash.cli.catalog import list_environments
+from roll_flash.cli.environments import list_environments
 from roll_flash.envs import Env, registration
 from roll_flash.envs.registration import load_plugins, make_env, register_env
 from roll_flash.errors import ConfigError

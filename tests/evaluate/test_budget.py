@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from scripted_runner import ScriptedRunner, trajectory_of
 
 from roll_flash.config.tree import EnvConfig, EvalConfig
-from roll_flash.evaluate.attempts import RETRIED_CAUSES, Attempts
-from roll_flash.evaluate.budget import Budget, Prices
-from roll_flash.evaluate.evaluation import evaluate
-from roll_flash.evaluate.result import EvalResult
-from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
+from roll_flash.evaluation.attempts import RETRIED_CAUSES, Attempts
+from roll_flash.evaluation.budget import Budget, Prices
+from roll_flash.evaluation.evaluation import evaluate
+from roll_flash.evaluation.result import EvalResult
+from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams
 
 ENV = EnvConfig(id="Maze-v0", max_turns=2)

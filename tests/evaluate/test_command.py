@@ -17,9 +17,9 @@ from scripted_runner import ScriptedRunner
 
 from roll_flash.config.tree import Config, EnvConfig, EvalConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.evaluate.journal import transcript_name
-from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
-from roll_flash.evaluation import EvalRequest, plan_evaluation, run_evaluation
+from roll_flash.evaluation.journal import transcript_name
+from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
+from roll_flash.evaluator import EvalRequest, plan_evaluation, run_evaluation
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.processes.background import beside
@@ -252,7 +252,7 @@ def test_each_environment_of_a_config_is_evaluated_into_a_folder_of_its_own(monk
     async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
         yield runner
 
-    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
     request = EvalRequest(config="two.yaml", tasks=2, out="results")
     result, folder = asyncio.run(run_evaluation(request))
     assert result.success is not None
@@ -291,7 +291,7 @@ def test_an_evaluation_of_a_run_knows_what_it_was_trained_on(monkeypatch: pytest
     async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
         yield NamedTasks(lambda spec: True)
 
-    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
     run = finished_run(3).run_folder
     shutil.copytree(resolve_model("tiny"), run / "checkpoints" / "step_3" / "hf", dirs_exist_ok=True)
     request = EvalRequest(model="maze", env="TextFrozenLake-v0", tasks=2)
@@ -312,7 +312,7 @@ def test_one_budget_is_for_all_environments_of_a_config(monkeypatch: pytest.Monk
     async def open_runner(*_: Any) -> AsyncIterator[ScriptedRunner]:
         yield runner
 
-    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
     request = EvalRequest(config="two.yaml", tasks=5, max_concurrent=1, out="results", max_tokens_total=5 * 13 + 20)
     result, _ = asyncio.run(run_evaluation(request))
     other = result.others["env_1"]
@@ -341,7 +341,7 @@ def test_background_work_that_dies_ends_the_evaluation_at_once_with_its_cause(mo
         async with beside(dies(), "the supervision of a server"):
             yield NeverEnds()
 
-    monkeypatch.setattr("roll_flash.evaluation._open_runner", open_runner)
+    monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
     Path("counting.yaml").write_text(json.dumps({**TREE, "envs": [{"id": "TextFrozenLake-v0"}]}))
 
     async def evaluated() -> None:

@@ -12,9 +12,9 @@ from scripted_runner import Script, ScriptedRunner
 
 from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.evaluation import evaluate, is_complete
-from roll_flash.evaluate.result import EvalResult
-from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
+from roll_flash.evaluation.evaluation import evaluate, is_complete
+from roll_flash.evaluation.result import EvalResult
+from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.types import EpisodeSpec, SamplingParams
 
 ENV = EnvConfig(id="Maze-v0", kwargs={"size": 3}, max_turns=5)

@@ -14,7 +14,7 @@ import yaml
 
 from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
-from roll_flash.evaluate.attempts import RETRIED_CAUSES
+from roll_flash.evaluation.attempts import RETRIED_CAUSES
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.types import FailureCause
 

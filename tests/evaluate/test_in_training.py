@@ -17,7 +17,7 @@ from scripted_runner import ScriptedRunner, trajectory_of
 from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import RunError
-from roll_flash.evaluate.in_training import EvaluationsBesideTraining, evaluate_version
+from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Trajectory
 
 

@@ -16,12 +16,12 @@ from scripted_runner import ScriptedRunner, trajectory_of
 from roll_flash.cli.main import main
 from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.comparison import compare_folders, estimate_difference
-from roll_flash.evaluate.evaluation import evaluate
-from roll_flash.evaluate.pages import transcript as page_transcript
-from roll_flash.evaluate.pages.comparison import write_comparison
-from roll_flash.evaluate.pages.transcript import _assistant_parts, episode_for_page
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.comparison import compare_folders, estimate_difference
+from roll_flash.evaluation.evaluation import evaluate
+from roll_flash.evaluation.pages import transcript as page_transcript
+from roll_flash.evaluation.pages.comparison import write_comparison
+from roll_flash.evaluation.pages.transcript import _assistant_parts, episode_for_page
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 

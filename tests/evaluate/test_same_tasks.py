@@ -11,8 +11,8 @@ import pytest
 from scripted_runner import ScriptedRunner
 
 from roll_flash.config.tree import EnvConfig, EvalConfig
-from roll_flash.evaluate.evaluation import evaluate
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.evaluation import evaluate
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
 from roll_flash.summary import check_counts, closing_text
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from roll_flash.evaluate.statistics import (
+from roll_flash.evaluation.statistics import (
     bootstrap_interval,
     estimate_mean,
     estimate_pass_at_k,

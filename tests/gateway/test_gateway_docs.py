@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.cli.main import build_parser
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.episode import Deadlines
@@ -18,6 +17,7 @@ from roll_flash.rollout.worker import Worker, WorkerSettings
 from roll_flash.scheduling.tasks import make_task
 from roll_flash.serving import GatewayRequest, open_gateway
 from roll_flash.types import EpisodeSpec, SamplingParams, Trajectory
+from tests.command_line import parse
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gateway.md").read_text()
 SCRIPTS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
@@ -29,7 +29,7 @@ def test_its_commands_are_understood() -> None:
     for command in COMMANDS:
         program, *arguments = command.split()
         assert program == "roll-flash"
-        build_parser().parse_args(arguments)
+        parse(arguments)
 
 
 def test_its_errors_are_those_that_are_answered() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from roll_flash.cli.main import build_parser
 from roll_flash.config.tree import load_config
-from roll_flash.evaluate.result import EvalResult, score
+from roll_flash.evaluation.result import EvalResult, score
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.run.run_dir import RunDir
 from roll_flash.summary import check_counts, closing_text, command_name, disk_use, next_commands, summarize
+from tests.command_line import parse
 
 BOOKS = {
     **{"produced": 100, "trained": 80, "waiting": 4, "dropped_stale": 15, "dropped_too_few_trajectories": 1},
@@ -87,8 +87,7 @@ def test_the_three_commands_are_accepted_by_the_command_line_as_printed(
     for command in commands:
         words = shlex.split(command)
         assert words[: len(shlex.split(command_name()))] == shlex.split(command_name())
-        arguments = build_parser().parse_args(words[len(shlex.split(command_name())) :])
-        assert callable(arguments.handler)
+        parse(words[len(shlex.split(command_name())) :])
 
 
 def test_commands_name_the_program_by_its_file_when_it_is_not_on_the_path(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ Real rollout, stream and trainer; learner, servers and files are stand-ins.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +15,11 @@ from test_rollout import Log, ThisProcess, plays, tasks_of
 
 from roll_flash.config.tree import load_config
 from roll_flash.engines.learner import StepResult
+from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import STEP_S
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer
-from roll_flash.trainer import Trainer
+from roll_flash.trainer import OnStep, Trainer
 from roll_flash.types import Group
 
 
@@ -91,7 +92,7 @@ class Kept:
         return {}
 
 
-async def cut_short(where: str) -> tuple[Kept, Rollout]:
+async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Rollout]:
     """Two steps, the second one cut at `where`, as Ctrl-C does it."""
     config = load_config(
         {
@@ -126,7 +127,7 @@ async def cut_short(where: str) -> tuple[Kept, Rollout]:
             usage_metrics=usage,
         )
         said = SimpleNamespace(note=lambda text: None, status=lambda text: None, step=lambda step, metrics: None)
-        trainer = Trainer(system, said)  # type: ignore[arg-type]
+        trainer = Trainer(system, said, on_step)  # type: ignore[arg-type]
 
         async def steps() -> None:
             while await trainer._step():
@@ -153,3 +154,24 @@ def test_it_is_in_the_metrics_and_its_tasks_are_not_played_again(where: str) -> 
     waiting = {task["task_id"] for task in state["unfinished"]}
     assert waiting
     assert not waiting & set().union(*kept.trained.values())
+
+
+def test_a_callback_is_given_each_step_after_its_report_with_the_metrics_of_its_row() -> None:
+    seen: list[dict[str, float]] = []
+
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        seen.append({"step": step, **metrics})
+
+    kept, _ = asyncio.run(asyncio.wait_for(cut_short("publication", on_step), 60))
+    assert seen == [row for row in kept.rows if STEP_S in row][:1], "the second step was cut short"
+    assert {"reward", "loss", "async_ratio"} <= seen[0].keys()
+
+
+@pytest.mark.parametrize("error", [ValueError("no space"), SystemExit("no space")])
+def test_an_error_in_a_callback_ends_the_run_and_is_its_cause(error: BaseException) -> None:
+    def on_step(step: int, metrics: Mapping[str, float]) -> None:
+        raise error
+
+    with pytest.raises(RunError, match=rf"on_step failed after step 1: {type(error).__name__}: no space") as ended:
+        asyncio.run(asyncio.wait_for(cut_short("update", on_step), 60))
+    assert ended.value.__cause__ is error

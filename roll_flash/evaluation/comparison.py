@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.journal import EPISODES_FILE, PLAN_FILE, read_plan, read_records
-from roll_flash.evaluate.statistics import Estimate, bootstrap_interval
+from roll_flash.evaluation.journal import EPISODES_FILE, PLAN_FILE, read_plan, read_records
+from roll_flash.evaluation.statistics import Estimate, bootstrap_interval
 
 Record = Mapping[str, Any]
 SOLVED_FROM = 0.5

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll_flash.config.tree import Config, EnvConfig, EvalConfig
-from roll_flash.evaluate.attempts import Attempts
-from roll_flash.evaluate.budget import Budget
-from roll_flash.evaluate.journal import Journal
-from roll_flash.evaluate.pages.report import write_report
-from roll_flash.evaluate.result import EvalResult, Usage, score
-from roll_flash.evaluate.tasks import build_episodes, held_out_tasks
+from roll_flash.evaluation.attempts import Attempts
+from roll_flash.evaluation.budget import Budget
+from roll_flash.evaluation.journal import Journal
+from roll_flash.evaluation.pages.report import write_report
+from roll_flash.evaluation.result import EvalResult, Usage, score
+from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.monitor.episodes import Outcome
 from roll_flash.types import EpisodeSpec, SamplingParams
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.envs.adapters.task_folders.format import FolderOptions, find_tasks, longest_limits
-from roll_flash.evaluate.tasks import TASK_FOLDER_ENV
+from roll_flash.evaluation.tasks import TASK_FOLDER_ENV
 from roll_flash.models.prepare import resolve_model
 
 MAX_LENGTH = 16_384

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.comparison import Comparison, TaskPair
-from roll_flash.evaluate.pages.page import card, document, interval_picture, table
-from roll_flash.evaluate.pages.report import outcome_mark
-from roll_flash.evaluate.pages.transcript import PageTranscripts, ending
+from roll_flash.evaluation.comparison import Comparison, TaskPair
+from roll_flash.evaluation.pages.page import card, document, interval_picture, table
+from roll_flash.evaluation.pages.report import outcome_mark
+from roll_flash.evaluation.pages.transcript import PageTranscripts, ending
 
 PAGE_FILE = "eval-diff.html"
 

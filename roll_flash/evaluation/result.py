@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from roll_flash.evaluate.statistics import (
+from roll_flash.evaluation.statistics import (
     Estimate,
     estimate_mean,
     estimate_pass_at_k,

@@ -1,11 +1,11 @@
-"""`roll-flash eval`: resolve a user's arguments into a config, a model and an evaluation."""
+"""`roll-flash eval` and `roll_flash.evaluate`: resolve a user's arguments into a config, a model and an evaluation."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,22 +15,23 @@ from roll_flash.chat.openai_client import api_key_from
 from roll_flash.config.files import read_yaml
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.endpoint_check import check_endpoint, require_isolation
-from roll_flash.evaluate.evaluation import (
+from roll_flash.evaluation.endpoint_check import check_endpoint, require_isolation
+from roll_flash.evaluation.evaluation import (
     EpisodeRunner,
     Status,
     eval_sampling,
-    evaluate,
     evaluation_plan,
     is_complete,
 )
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.evaluation import evaluate as evaluate_environment
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
-from roll_flash.processes.interrupt import Interrupts
+from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.terminal import say
+from roll_flash.terminal_logs import make_logs_printable
 
 EVAL_OPTIONS = (
     "tasks",
@@ -50,8 +51,8 @@ EVAL_OPTIONS = (
 class EvalRequest:
     """Arguments of `roll-flash eval`; None if the user did not set one."""
 
-    config: str | None = None
-    """A YAML file, or a folder of task folders."""
+    config: str | Config | None = None
+    """A YAML file, a folder of task folders, or a loaded config."""
     env: str | None = None
     model: str | None = None
     """A model folder, `smollm2-135m`, `tiny`, a run (`NAME`, `NAME@step`, its folder), or with `endpoint` the model's
@@ -87,6 +88,43 @@ class EvalPlan:
     about: Mapping[str, Any]
     trained: Collection[str] = ()
     """Hashes of the tasks that the model was trained on, if it comes from a run."""
+
+
+def evaluate(
+    config: str | Path | Config | None = None,
+    *,
+    env: str | None = None,
+    model: str | Path | None = None,
+    tasks: int | None = None,
+    attempts: int | None = None,
+    pass_at: Sequence[int] = (),
+    endpoint: str | None = None,
+    api_key_env: str | None = None,
+    temperature: float | None = None,
+    max_concurrent: int | None = None,
+    max_tokens_total: int | None = None,
+    max_cost: float | None = None,
+    max_minutes: float | None = None,
+    price_prompt: float | None = None,
+    price_completion: float | None = None,
+    out: str | Path | None = None,
+    allow_weak: bool = False,
+    overrides: Sequence[str] = (),
+) -> EvalResult:
+    """Evaluate a model on held-out tasks and return the scores, as `roll-flash eval` with the same options.
+
+    `config` is a YAML file, a folder of task folders or a loaded config; with `model` a run, it may be left out. The
+    same call again resumes. Works also where an event loop runs already, as in a notebook.
+
+    Raises RollFlashError, or KeyboardInterrupt after Ctrl-C; the attempts that had ended are kept.
+    """
+    given = dict(locals())
+    make_logs_printable()
+    texts = {name: str(given[name]) for name in ("model", "out") if given[name] is not None}
+    source = str(config) if isinstance(config, Path) else config
+    ks = ",".join(str(k) for k in pass_at) or None
+    request = EvalRequest(**{**given, **texts, "config": source, "pass_at": ks, "overrides": tuple(overrides)})
+    return run_to_end(run_evaluation(request))[0]
 
 
 async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
@@ -125,7 +163,7 @@ async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status |
     results: list[EvalResult] = []
     for index, env in enumerate(plan.config.envs):
         results.append(
-            await evaluate(
+            await evaluate_environment(
                 runner,
                 env=env,
                 eval=plan.config.eval,
@@ -235,9 +273,11 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
     """Load CONFIG, or only --env, or the config of the model's run; then apply the options."""
     overrides = [*request.overrides, *_options(request)]
     source: str | Path | dict[str, Any]
-    if request.config is not None and Path(request.config).expanduser().is_dir():
-        return load_config(_task_folders(request, model), overrides)
-    if request.config is not None:
+    if isinstance(request.config, Config):
+        source = request.config.model_dump(mode="json")
+    elif request.config is not None and Path(request.config).expanduser().is_dir():
+        return load_config(_task_folders(request, request.config, model), overrides)
+    elif request.config is not None:
         source = request.config
         if request.env is not None and "envs" not in read_yaml(Path(source)):
             overrides.insert(0, f"envs={json.dumps([{'id': request.env}])}")
@@ -249,7 +289,7 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
         raise ConfigError("nothing to evaluate: --env needs --model FOLDER, NAME or RUN")
     else:
         source = {"name": "eval", "model": {"path": model}, "envs": [{"id": request.env}]}
-    if model is not None and not isinstance(source, dict):
+    if model is not None:
         overrides.append(f"model.path={json.dumps(model)}")
     config = load_config(source, overrides)
     return config if request.env is None else _with_one_environment(config, request.env)
@@ -265,15 +305,14 @@ def _with_one_environment(config: Config, env_id: str) -> Config:
     return config.model_copy(update={"envs": (next((env for env in config.envs if env.id == env_id), first),)})
 
 
-def _task_folders(request: EvalRequest, model: str | None) -> dict[str, Any]:
-    from roll_flash.evaluate.task_folder_config import task_folder_config
+def _task_folders(request: EvalRequest, folder: str, model: str | None) -> dict[str, Any]:
+    from roll_flash.evaluation.task_folder_config import task_folder_config
 
-    assert request.config is not None
     if request.env is not None:
-        raise ConfigError(f"{request.config} is a folder of tasks and --env an environment; give one of them")
+        raise ConfigError(f"{folder} is a folder of tasks and --env an environment; give one of them")
     if model is None:
         raise ConfigError("nothing to evaluate: a folder of tasks needs --model FOLDER, NAME or RUN")
-    return task_folder_config(request.config, model, at_endpoint=request.endpoint is not None)
+    return task_folder_config(folder, model, at_endpoint=request.endpoint is not None)
 
 
 def _options(request: EvalRequest) -> list[str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from roll_flash.config.evaluation import EvalConfig
-from roll_flash.evaluate.budget import Budget
+from roll_flash.evaluation.budget import Budget
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
 
 RETRIED_CAUSES: frozenset[FailureCause] = frozenset(

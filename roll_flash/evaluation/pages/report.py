@@ -7,10 +7,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from roll_flash.evaluate.journal import REPORT_FILE, TRANSCRIPTS
-from roll_flash.evaluate.pages.page import card, document, interval_picture, table
-from roll_flash.evaluate.pages.transcript import PageTranscripts, attempts_of, ending
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.journal import REPORT_FILE, TRANSCRIPTS
+from roll_flash.evaluation.pages.page import card, document, interval_picture, table
+from roll_flash.evaluation.pages.transcript import PageTranscripts, attempts_of, ending
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.monitor.progress import duration
 
 Records = Sequence[Mapping[str, Any]]

@@ -16,7 +16,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from roll_flash.evaluate.statistics import Estimate
+from roll_flash.evaluation.statistics import Estimate
 
 SCALE_WIDTH = 160
 
@@ -84,7 +84,7 @@ def interval_picture(estimate: Estimate, low: float = 0.0, high: float = 1.0) ->
 
 @cache
 def _resource(name: str) -> str:
-    return (files("roll_flash.evaluate.pages") / name).read_text(encoding="utf-8")
+    return (files("roll_flash.evaluation.pages") / name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

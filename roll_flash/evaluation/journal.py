@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from roll_flash.errors import ConfigError
-from roll_flash.evaluate.budget import Budget
+from roll_flash.evaluation.budget import Budget
 from roll_flash.monitor.episodes import Outcome, episode_record, transcript
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
 from roll_flash.run.run_dir import PRIVATE

@@ -15,8 +15,8 @@ from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.errors import RollFlashError
-from roll_flash.evaluate.evaluation import EpisodeRunner, eval_sampling, evaluate
-from roll_flash.evaluate.result import EvalResult
+from roll_flash.evaluation.evaluation import EpisodeRunner, eval_sampling, evaluate
+from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import start_background
 
 SHARE_BESIDE_TRAINING = 4

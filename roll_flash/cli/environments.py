@@ -1,0 +1,118 @@
+"""`roll-flash envs list | check | new`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from roll_flash.cli.options import Json, Provider, Words, argument, flag, option, show, standard_output_for_json
+
+if TYPE_CHECKING:
+    from gymnasium.envs.registration import EnvSpec
+
+app = typer.Typer()
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentEntry:
+    """A registered environment, with the first line of its documentation."""
+
+    id: str
+    entry_point: str
+    about: str
+
+
+@app.command("list")
+def list_(
+    everything: Annotated[bool, flag("--all", "Gymnasium's own environments too.")] = False, as_json: Json = False
+) -> int:
+    """List ids that `envs` of a config takes."""
+    found = list_environments(everything=everything)
+    width = max((len(env.id) for env in found), default=0)
+    lines = [f"{env.id:<{width}}  {env.about}" for env in found]
+    show([dataclasses.asdict(env) for env in found], "\n".join(lines), as_json=as_json)
+    return 0
+
+
+@app.command()
+def check(
+    env_id: Annotated[str, argument("ID", "A registered id, module:ID or path/to/file.py:ID.")],
+    settings: Annotated[Words, argument("key=value", "Arguments of the environment.")] = None,
+    seeds: Annotated[int, option("N", "Tasks that each agent plays.")] = 4,
+    provider: Provider = "auto",
+    as_json: Json = False,
+) -> int:
+    """Play an environment to find out if it is fit to train on."""
+    from roll_flash.config.files import apply_override
+    from roll_flash.envs.check.checks import check_environment
+
+    kwargs: dict[str, Any] = {}
+    for word in settings or ():
+        kwargs = apply_override(kwargs, word)
+    with standard_output_for_json(as_json):
+        found = check_environment(env_id, kwargs, provider=provider, seeds=seeds)
+    show({**dataclasses.asdict(found), "ok": found.ok}, found.as_table(), as_json=as_json)
+    return 0 if found.ok else 1
+
+
+@app.command()
+def new(
+    name: Annotated[str, argument("NAME", "Such as word-count; the folder must not exist.")], as_json: Json = False
+) -> int:
+    """Write a project with an environment, its test and a config."""
+    from roll_flash.envs.check.new_project import write_project
+
+    project = write_project(name)
+    value = {"folder": str(project.folder), "files": list(project.files), "env_id": project.env_id}
+    text = f"{project.folder}: {', '.join(project.files)}\ntry it:  cd {project.folder} && "
+    show(value, f"{text}roll-flash envs check {project.source}:{project.env_id}", as_json=as_json)
+    return 0
+
+
+def list_environments(*, everything: bool) -> list[EnvironmentEntry]:
+    """Environments of this package and of plug-ins, by id; with `everything` also those of gymnasium."""
+    import gymnasium
+
+    from roll_flash.envs.registration import load_plugins
+
+    load_plugins()  # plug-ins that fail to load are logged as warnings
+    specs = [spec for spec in gymnasium.registry.values() if everything or not _is_gymnasiums_own(spec)]
+    return [
+        EnvironmentEntry(spec.id, _entry_point(spec), "" if _is_gymnasiums_own(spec) else _about(spec))
+        for spec in sorted(specs, key=lambda spec: spec.id)
+    ]
+
+
+def _entry_point(spec: EnvSpec) -> str:
+    target: Any = spec.entry_point if spec.entry_point is not None else spec.vector_entry_point
+    if callable(target):
+        return f"{target.__module__}:{getattr(target, '__qualname__', type(target).__name__)}"
+    return str(target)
+
+
+def _is_gymnasiums_own(spec: EnvSpec) -> bool:
+    """True for environments registered by `import gymnasium`; some of them need packages that the user must install."""
+    return _entry_point(spec).partition(".")[0] in ("gymnasium", "shimmy") or spec.namespace in ("phys2d", "tabular")
+
+
+def _about(spec: EnvSpec) -> str:
+    from gymnasium.envs.registration import load_env_creator
+
+    if spec.entry_point is None:
+        return ""
+    try:
+        creator = spec.entry_point if callable(spec.entry_point) else load_env_creator(spec.entry_point)
+    except (ImportError, AttributeError) as error:
+        return f"(cannot be imported: {error})"
+    return _first_line(creator, spec.id)
+
+
+def _first_line(creator: Any, env_id: str) -> str:
+    """First line of the module's docstring if that introduces the environment (`Maze-v0: ...`), else of the class's."""
+    module = inspect.getdoc(inspect.getmodule(creator)) or ""
+    text = module.removeprefix(f"{env_id}:") if module.startswith(f"{env_id}:") else inspect.getdoc(creator) or ""
+    return text.strip().partition("\n")[0]

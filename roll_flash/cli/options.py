@@ -1,0 +1,52 @@
+"""What the commands have in common: options, words `key=value`, and results as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from typing import Annotated, Any
+
+import typer
+
+from roll_flash.errors import ConfigError
+from roll_flash.terminal import say
+
+
+def option(metavar: str, about: str, *names: str) -> Any:
+    """An option that takes a value, for `Annotated`; without `names` it is called like its parameter."""
+    return typer.Option(*names, metavar=metavar, help=about)
+
+
+def flag(name: str, about: str) -> Any:
+    return typer.Option(name, help=about)
+
+
+def argument(metavar: str, about: str) -> Any:
+    return typer.Argument(metavar=metavar, help=about)
+
+
+Text = str | None
+Words = list[str] | None
+Json = Annotated[bool, flag("--json", "Print one JSON object or list for scripts.")]
+ModelName = Annotated[Text, option("M", "A model folder, a model's name, or RUN[@step].")]
+Provider = Annotated[str, option("NAME", "Of sandboxes: docker, local, a plug-in's name, or auto.")]
+
+
+def split_words(words: Sequence[str] | None) -> tuple[str | None, tuple[str, ...]]:
+    """Split `CONFIG key=value ...`, in any order."""
+    files = [word for word in words or () if "=" not in word]
+    if len(files) > 1:
+        raise ConfigError(f"{files[1]!r}: one CONFIG is enough; an override is written key=value")
+    return (files[0] if files else None), tuple(word for word in words or () if "=" in word)
+
+
+def show(value: Any, text: str, *, as_json: bool) -> None:
+    """Print a result: `value` for scripts, or `text` for users."""
+    say(json.dumps(value, indent=2, default=str) if as_json else text)
+
+
+def standard_output_for_json(wanted: bool) -> AbstractContextManager[Any]:
+    """With `--json` standard output carries only the one object; progress goes to standard error."""
+    return redirect_stdout(sys.stderr) if wanted else nullcontext()

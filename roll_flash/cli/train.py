@@ -1,0 +1,78 @@
+"""`roll-flash train` and `roll-flash export`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+from roll_flash.cli.options import Json, Words, argument, flag, show, split_words, standard_output_for_json
+from roll_flash.errors import ConfigError, RollFlashError
+
+if TYPE_CHECKING:
+    from roll_flash.config.tree import Config
+
+Resume = Annotated[bool, flag("--resume", "Continue the run of this name from its newest checkpoint.")]
+DryRun = Annotated[bool, flag("--dry-run", "Check everything that can be checked, and stop.")]
+
+
+def train(
+    words: Annotated[Words, argument("CONFIG key=value", "A YAML file; keys to set, such as steps=5.")] = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> int:
+    """Run a training job; Ctrl-C stops it with a checkpoint."""
+    from roll_flash.config.tree import load_config
+
+    source, overrides = split_words(words)
+    if source is None:
+        raise ConfigError("train needs a CONFIG file, for example: roll-flash train configs/quickstart.yaml")
+    config = load_config(source, overrides)
+    if dry_run:
+        return _dry_run(config, resume, as_json)
+    from roll_flash.summary import closing_text
+    from roll_flash.trainer import train as run
+
+    try:
+        with standard_output_for_json(as_json):
+            summary = run(config, resume=resume)
+    except (KeyboardInterrupt, RollFlashError) as error:
+        _say_how_to_go_on(error, config)
+        raise
+    show(summary, closing_text(summary), as_json=as_json)
+    return 0
+
+
+def _dry_run(config: Config, resume: bool, as_json: bool) -> int:
+    """Print the resolved config, which can be run as is, with the passed checks as comments."""
+    from roll_flash.cli.dry_run import dry_run
+
+    with standard_output_for_json(as_json):
+        checks = dry_run(config, resume=resume)
+    text = "\n".join([*(f"# {check}" for check in checks), config.to_yaml().rstrip()])
+    show({"checks": checks, "config": config.model_dump(mode="json")}, text, as_json=as_json)
+    return 0
+
+
+def _say_how_to_go_on(error: KeyboardInterrupt | RollFlashError, config: Config) -> None:
+    from roll_flash.run.run_dir import list_checkpoints
+
+    folder, found = config.run_folder, list_checkpoints(config.run_folder)
+    if isinstance(error, KeyboardInterrupt) and not found:
+        error.add_note(f"no checkpoint was written yet; the run folder is {folder}")
+    elif found and not isinstance(error, ConfigError):
+        step = found[-1].step
+        error.add_note(f"a checkpoint of step {step} is in {folder}; go on with the same command and --resume")
+
+
+def export(
+    run: Annotated[str, argument("RUN[@step]", "A run's name or folder; without @step its newest checkpoint.")],
+    folder: Annotated[str, argument("DIR", "A folder that does not exist or is empty.")],
+    as_json: Json = False,
+) -> int:
+    """Write a checkpoint as a Hugging Face model folder."""
+    from roll_flash.run.run_dir import export_checkpoint
+
+    checkpoint, written = export_checkpoint(run, folder)
+    value = {"folder": str(written), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)}
+    show(value, f"{written}: model of step {checkpoint.step}", as_json=as_json)
+    return 0
