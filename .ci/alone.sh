@@ -1,10 +1,15 @@
 #!/usr/bin/env bash
 # Runs alone what failed in the last pytest session of this folder: bash .ci/alone.sh PYTHON
 # A test that fails beside others and passes alone is a defect, mostly of the test. It is named (FLAKY) and must be mended,
-# but does not hide whether the rest holds. More than two failures, or a failure again, and this fails too.
+# but does not hide whether the rest holds. More than two failures, a failure again, or something that the session left
+# behind, and this fails too.
 set -euo pipefail
 
 python=$1
+if grep -qs '"' .pytest_cache/v/roll_flash/leaks; then
+    echo "the session left something behind; none is run again" >&2
+    exit 1
+fi
 mapfile -t failed < <("$python" -c '
 import json
 from pathlib import Path

@@ -76,7 +76,7 @@ def test_a_long_move_holds_up_no_worker(long: str) -> None:
     env.reset(seed=1)
     began = time.process_time()
     env.step(long)
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 1
     assert env.step(f"{long} so: [3]")[1] == 1.0
 
 

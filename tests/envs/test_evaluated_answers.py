@@ -360,7 +360,7 @@ def test_what_is_let_through_is_evaluated_quickly() -> None:
     for answer in ("9**99 * 9**99 * 9**99 * 9**99", "(x + 1)**9 * (y + 1)**9", "sin(99) + exp(9)", "2.5**-99"):
         assert evaluated_answers._bits(evaluated_answers._parsed(answer)) <= evaluated_answers.MOST_BITS  # type: ignore[arg-type]
         sympy.parse_expr(answer)
-    assert time.process_time() - began < 15
+    assert time.process_time() - began < 5
 
 
 def test_a_program_as_an_answer_earns_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

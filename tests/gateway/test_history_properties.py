@@ -60,7 +60,7 @@ def test_an_agent_that_begins_anew_again_and_again_with_a_long_history_stalls_no
         began = time.process_time()
         history.add(CallRecord(None, key, key + b"a", messages, [], None, answer, 1, 1, 0.0, 0.0))
         spent += time.process_time() - began
-    assert spent < 4.0
+    assert spent < 1.0
     assert (history.forks, history.rewrites) == (100, 99)
     history.discard(history.records[0])
     history.discard(history.records[0])
