@@ -135,7 +135,7 @@ def check_ray() -> Check:
 
 def check_docker() -> Check:
     """Check the Docker engine. It is required only if the weaker `local` sandbox does not work either."""
-    import docker
+    import docker.errors
 
     required = not check_bubblewrap().ok
     try:
@@ -163,7 +163,7 @@ def _explain_engine(error: Exception) -> tuple[str, str]:
 
 
 def check_image() -> Check:
-    import docker
+    import docker.errors
 
     from roll_flash.config.tree import SandboxConfig
 

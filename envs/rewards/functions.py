@@ -103,8 +103,9 @@ def _options_of(function: Any) -> RewardOptions | None:
 
 async def _ask(function: Callable[..., Any], env: Any, timeout_s: float) -> float:
     name = function.__name__
+    scope = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as scope:
+        async with scope:
             if inspect.iscoroutinefunction(function):
                 value = await function(env)
             else:

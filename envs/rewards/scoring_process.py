@@ -171,7 +171,8 @@ def _serve(connection: socket.socket) -> None:
     with open("/proc/self/statm") as usage:
         used = int(usage.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_AS, (used + (MEMORY_MB << 20),) * 2)
+    limit = used + (MEMORY_MB << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     connection.sendall(_within(work, seconds))
 
 

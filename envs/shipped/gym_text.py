@@ -100,7 +100,7 @@ class GymText(MoveEnv):
         return float("inf") if transitions_of(self._env) is None else self._best(self._start)[1]
 
     @property
-    def oracle(self) -> Callable[[], str]:
+    def oracle(self) -> Callable[[], str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Available only if the environment exposes its transitions."""
         if transitions_of(self._env) is None:
             raise AttributeError("oracle: this environment does not tell its transitions")

@@ -244,8 +244,9 @@ class ToolEnv(Env):
         limit = min(tool.options.timeout_s, self.tools_left_s)
         if limit <= 0:
             raise _ToolFailed(self._not_run_message(), timed_out=True)
+        scope = asyncio.timeout(limit)
         try:
-            async with asyncio.timeout(limit) as scope:
+            async with scope:
                 if inspect.iscoroutinefunction(tool.function):
                     return render_result(await function(), tool.options.max_characters)
                 return await call_in_thread(lambda: render_result(function(), tool.options.max_characters))

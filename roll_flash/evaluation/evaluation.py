@@ -90,8 +90,9 @@ class Evaluation:
         """Run the attempts missing in the folder. Each ended episode is on disk before the next is awaited, so that
         Ctrl-C or `kill -9` loses only running ones."""
         minutes = self._eval.max_minutes
+        scope = asyncio.timeout(None if minutes is None else minutes * 60 - self._seconds_before)
         try:
-            async with asyncio.timeout(None if minutes is None else minutes * 60 - self._seconds_before) as scope:
+            async with scope:
                 # Repeat for attempts that could start only after others ended: retries, the end of a budget.
                 while self._attempts.may_start():
                     outcomes = runner.run(self._attempts.take(), max_concurrent=max_concurrent)

@@ -155,7 +155,7 @@ def _write_smollm2(folder: Path) -> None:
     except ImportError as error:
         raise ModelError(f"smollm2-135m: {str(error).splitlines()[0]}; pip install accelerate gguf") from None
     if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+        del model.config.quantization_config  # pyright: ignore[reportAttributeAccessIssue]
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -84,7 +84,7 @@ def _plain_floats(array: np.ndarray[Any, Any], bad: list[int]) -> list[float | N
     numbers = np.zeros(array.shape, np.float64)
     shown = np.flatnonzero(finite & (array != 0))
     numbers[shown] = array[shown].astype("S32").astype(np.float64)
-    plain: list[float | None] = numbers.tolist()
+    plain: list[float | None] = [*numbers.tolist()]
     for place in np.flatnonzero(~finite):
         bad[0] += 1
         plain[place] = None

@@ -28,6 +28,7 @@ class EpisodePlan:
 class Load(Protocol):
     def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:
         """Return the plan of one episode; the same arguments give the same plan."""
+        ...
 
 
 NO_TIME = Constant(0.0)

@@ -58,8 +58,9 @@ class LearnedDeadline:
     async def bound(self, work: Awaitable[T], what: str, size: float = 1.0) -> T:
         """Await `work` within the timeout, and learn from its duration. Raises HungError if the time is over."""
         started, limit_s = time.monotonic(), self.limit_s(size)
+        scope = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as scope:
+            async with scope:
                 result = await work
         except TimeoutError:
             if not scope.expired():

@@ -42,7 +42,7 @@ class EpisodeFailed(Exception):
 
     def __init__(self, cause: FailureCause, message: str) -> None:
         super().__init__(message)
-        self.cause = cause
+        self.cause: FailureCause = cause
 
 
 @dataclass(slots=True)
@@ -85,6 +85,7 @@ async def run_episode(
 ) -> Trajectory | EpisodeFailure:
     """Play `spec` and return its trajectory or failure. Raises only on cancellation."""
     progress.ends_at = time.monotonic() + deadlines.episode_s
+    cause: FailureCause
     try:
         async with asyncio.timeout(deadlines.episode_s):
             return await _play(spec, open_env, policy, deadlines, progress, play_agent)
@@ -262,8 +263,9 @@ async def environment_errors(timeout_s: float, what: str) -> AsyncIterator[None]
 
     This includes errors that are no Exception: SystemExit would stop the worker and all its episodes.
     """
+    scope = asyncio.timeout(timeout_s)
     try:
-        async with asyncio.timeout(timeout_s) as scope:
+        async with scope:
             yield
     except TimeoutError as error:
         if not scope.expired():

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.config.tree import WeightsConfig
-from roll_flash.engines.inference import InferenceEngine, StagedWeights
+from roll_flash.engines.inference import InferenceEngine, InFlight, StagedWeights
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
 from roll_flash.processes.background import start_background
@@ -67,7 +67,7 @@ class Publisher:
         self._learner = learner
         self._engine = engine
         self._timeout_s = config.publish_timeout_s
-        self._in_flight = config.in_flight
+        self._in_flight: InFlight = config.in_flight
         self._probe = probe
         self._threshold = threshold
         self._on_published = on_published

@@ -123,7 +123,7 @@ async def _build_on_registry_image(engine: EngineApi, image: str, report: Report
         try:
             with scratch_folder("build") as context:
                 shutil.copy(Path(__file__).with_name("Dockerfile"), context)
-                client.images.build(path=context, tag=image, rm=True, forcerm=True)
+                client.images.build(path=str(context), tag=image, rm=True, forcerm=True)
         except DockerException as error:
             raise SandboxImageError(f"building {image} failed: {str(error)[:300]}") from None
         finally:

@@ -165,8 +165,9 @@ class _Server:
         await self.ask(first, START_TIMEOUT_S)
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> Any:
+        scope = asyncio.timeout(timeout_s)
         try:
-            async with asyncio.timeout(timeout_s) as scope:
+            async with scope:
                 await self._stream.send(json.dumps(request) + "\n")
                 return json.loads(await self._read_line())
         except TimeoutError:

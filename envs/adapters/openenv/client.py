@@ -57,7 +57,7 @@ class OpenEnv(Env):
         self._observation_field = observation_field
         self._max_turns = max_turns
         self._success_reward = success_reward
-        self._tool_format = known_format(tool_format, NAME)
+        self._tool_format: ToolFormat = known_format(tool_format, NAME)
         self._actions: TextActions | JsonActions | None = None
         self._tools: dict[str, ToolDescription] = {}
         self._turns = 0

@@ -152,8 +152,9 @@ class TaskFolder(SandboxToolEnv):
     async def _tests_in_time(self) -> AsyncIterator[None]:
         """Limit the tests and their copying, which the model's files may also slow down. Raises NoVerdictError."""
         limit_s = self.task.test_timeout_s + MARGIN_S
+        scope = asyncio.timeout(limit_s)
         try:
-            async with asyncio.timeout(limit_s) as scope:
+            async with scope:
                 yield
         except TimeoutError:
             if not scope.expired():

@@ -104,8 +104,9 @@ def with_deadline(call_tool: Callable[..., Any]) -> Callable[..., Any]:
         left_s = calls_end_at.get() - time.monotonic()
         if left_s <= 0:
             raise CallOutOfTimeError("not run: the calls of this turn have taken all of its time")
+        scope = asyncio.timeout(left_s if left_s < math.inf else None)
         try:
-            async with asyncio.timeout(left_s if left_s < math.inf else None) as scope:
+            async with scope:
                 return await call_tool(*args, **kwargs)
         except TimeoutError:
             if not scope.expired():

@@ -52,7 +52,7 @@ class Verifiers(Env):
     ) -> None:
         if split not in ("auto", "train", "eval"):
             raise ConfigError(f"{NAME}: split must be auto, train or eval, not {split!r}")
-        self._tool_format = known_format(tool_format, NAME)
+        self._tool_format: ToolFormat = known_format(tool_format, NAME)
         self._env = load(env, env_args or {})
         self._split = split
         self._package = importlib.import_module("verifiers")

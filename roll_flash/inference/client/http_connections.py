@@ -156,9 +156,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)  # uvloop's transports do not inherit from it
 
-    def connection_lost(self, error: Exception | None) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self.is_open = False
-        self.fail(ConnectionLostError(f"connection lost: {error}" if error else "the server closed the connection"))
+        self.fail(ConnectionLostError(f"connection lost: {exc}" if exc else "the server closed the connection"))
 
     def data_received(self, data: bytes) -> None:
         if self._answer is None or self._answer.done():

@@ -46,7 +46,7 @@ class PolicyModel(nn.Module):
         """Use FlexAttention (GPU only; see `flex_tree.unsupported_reason`)."""
         self.offload_activations = False
         """Keep activations saved by checkpointing in host memory until the backward pass (GPU only)."""
-        self._own_attention = model.config._attn_implementation
+        self._own_attention: Any = model.config._attn_implementation
         for module in model.modules():
             _without_dropout(module)
 
@@ -95,7 +95,7 @@ class PolicyModel(nn.Module):
 
     @property
     def head(self) -> Tensor:
-        weight = self.model.get_output_embeddings().weight
+        weight = getattr(self.model.get_output_embeddings(), "weight", None)
         assert isinstance(weight, Tensor)
         return weight
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
+import ray.exceptions
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
@@ -69,7 +69,7 @@ class FsdpLearner:
         self._temperature = temperature
         self._run = run
         self._num_cpus = num_cpus
-        self._transfer = transfer
+        self._transfer: WeightTransfer = transfer
         self._ranks: list[ActorHandle[Any]] = []
         self._forms: Forms = {}
         self._left_busy = False

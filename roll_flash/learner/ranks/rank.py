@@ -118,7 +118,7 @@ class LearnerRank:
         ranks = self._config.ranks
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
         # Background collectives use a separate group, so that they cannot mix with those of FSDP.
-        self._background = dist.new_group(backend="gloo", timeout=self._timeout)
+        self._background: Any = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
         policy = self._loaded or load_policy_model(self._folder, self._temperature, forms[self._folder])
         self._loaded = None
