@@ -27,11 +27,11 @@ from roll_flash.evaluation.evaluation import evaluate as evaluate_environment
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts, run_to_end
+from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.terminal import say
-from roll_flash.terminal_logs import make_logs_printable
 
 EVAL_OPTIONS = (
     "tasks",

@@ -14,7 +14,6 @@ from contextlib import aclosing
 from dataclasses import asdict
 from typing import Any
 
-from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
@@ -26,13 +25,14 @@ from roll_flash.monitor.step_record import StepRecord
 from roll_flash.processes.background import call_in_thread, first_failure
 from roll_flash.processes.deadlines import HungError, LearnedDeadline
 from roll_flash.processes.interrupt import Interrupts, run_to_end
+from roll_flash.processes.terminal_logs import make_logs_printable
+from roll_flash.run.checkpoint_writer import CheckpointSchedule
 from roll_flash.run.run_dir import RunDir
 from roll_flash.scheduling.policy import has_signal
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
-from roll_flash.terminal_logs import make_logs_printable
 from roll_flash.types import Group, Trajectory
 from roll_flash.weight_sync.publication import Publication
 

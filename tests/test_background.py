@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_flash import system, trainer
-from roll_flash.checkpoint_writer import CheckpointSchedule
 from roll_flash.config.tree import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, RunError
 from roll_flash.processes import ray_watch
@@ -29,6 +28,7 @@ from roll_flash.processes.background import cancel_on_failure, first_failure, in
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.ray_watch import RayDiedError, RayProcess, watching_ray
+from roll_flash.run.checkpoint_writer import CheckpointSchedule
 from roll_flash.stream import TrajectoryStream, learner_consumer
 from roll_flash.types import Group
 from tests.learner.samples import make_group

@@ -18,8 +18,8 @@ import roll_flash
 from roll_flash.cli.main import main
 from roll_flash.envs.tools.results import limit_prints
 from roll_flash.monitor.progress import Progress
+from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.terminal import one_line, printable
-from roll_flash.terminal_logs import make_logs_printable
 
 EVIL = "\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"
 HARMLESS = r"\x1b[2J\x1b]0;title\x07\x9b31m\r\x08\u202eabc\u2066\u2028\x00\x7f\ud800"

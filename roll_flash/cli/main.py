@@ -22,8 +22,8 @@ from roll_flash import __version__
 from roll_flash.cli import environments, evaluate, gateway, sandbox, train
 from roll_flash.cli.options import Json
 from roll_flash.errors import RollFlashError
+from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.terminal import one_line, progress_bars_on_terminals_only, say
-from roll_flash.terminal_logs import make_logs_printable
 
 PROGRAM = "roll-flash"
 USAGE_ERROR, INTERRUPTED = 2, 130

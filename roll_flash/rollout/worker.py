@@ -24,13 +24,13 @@ from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMa
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.monitor.json_lines import plain
 from roll_flash.processes.background import first_failure
+from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.rollout.conversation import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.loop_watch import LoopWatch
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
-from roll_flash.terminal_logs import make_logs_printable
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
 
 if TYPE_CHECKING:
