@@ -368,6 +368,16 @@ def test_ctrl_c_in_a_notebook_ends_work_that_handles_no_signals() -> None:
     assert closed == ["closed in order"]
 
 
+@pytest.mark.timeout(60)
+def test_ctrl_c_in_a_notebook_is_seen_even_if_it_does_not_wake_the_waiting_thread() -> None:
+    async def work() -> None:
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # like one that came just before the wait began
+        await for_ever()
+
+    with pytest.raises(KeyboardInterrupt):
+        in_a_cell(lambda: run_to_end(work()))
+
+
 def test_in_a_thread_of_the_user_no_signal_is_handled_and_nothing_fails() -> None:
     async def work() -> str:
         async with Interrupts(lambda text: None):

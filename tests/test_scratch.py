@@ -71,6 +71,6 @@ def test_servers_and_ray_have_folders_with_an_owner(tmp_path: Path, monkeypatch:
         if "mkdtemp(" in line or "TemporaryDirectory(" in line or "mkstemp(" in line
     ]
     assert [entry.partition(":")[0] for entry in made] == [
-        "roll_flash/models/__init__.py",
+        "roll_flash/models/prepare.py",
         *["sandboxes/scratch.py"] * 3,
     ], made

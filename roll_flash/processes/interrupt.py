@@ -11,6 +11,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from types import TracebackType
@@ -20,6 +21,8 @@ from roll_flash.processes.background import DaemonThread, FirstFailure
 
 T = TypeVar("T")
 
+SIGNAL_POLL_S = 0.2
+"""Python runs signal handlers between waits: a signal that arrives just as an endless wait begins does not end it."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -61,7 +64,10 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     token = _CTRL_C.set(ctrl_c)
     try:
         with _pressed_by_signal(ctrl_c):
-            result: T = thread.submit(asyncio.run, _cancelled_by(ctrl_c, work)).result()
+            future = thread.submit(asyncio.run, _cancelled_by(ctrl_c, work))
+            while not future.done():
+                wait([future], timeout=SIGNAL_POLL_S)
+            result: T = future.result()
             return result
     finally:
         _CTRL_C.reset(token)
