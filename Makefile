@@ -56,7 +56,7 @@ $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 benchmarks: agents-image model ## regenerate all of benchmarks/results and mark what changed (hours, on a quiet machine)
 	@$(BIN)/python benchmarks/all.py
 
-lint: setup ## ruff, mypy --strict, and which room may import which
+lint: setup ## ruff, mypy --strict, and the layers of the packages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
