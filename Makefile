@@ -29,7 +29,7 @@ engine: setup ## make sure a Docker engine can be used (as root with apt: instal
 image: engine ## build the sandbox image
 	@$(BIN)/python docker/ensure_image.py
 
-agents-image: image ## build the image of agents that others wrote (about a minute, once)
+agents-image: image ## build the image of the third-party agents (about a minute, once)
 	@$(BIN)/python docker/agents_image.py
 
 model: setup ## prepare SmolLM2-135M-Instruct in the model cache folder

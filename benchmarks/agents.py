@@ -1,4 +1,4 @@
-"""Agents that others wrote, evaluated and trained in one run: `python benchmarks/agents.py [--quick] [--json]`.
+"""Third-party agents, evaluated and trained in one run: `python benchmarks/agents.py [--quick] [--json]`.
 
 The three of configs/agents/, in one config: `roll-flash eval` (greedy, held-out tasks), then `roll-flash train`, with a
 real vLLM server, real sandboxes and SmolLM2-135M (`--quick`: the tiny random model and the in-process engine). Needs
