@@ -29,7 +29,7 @@ engine: setup ## make sure a Docker engine can be used (as root with apt: instal
 image: engine ## build the sandbox image
 	@$(BIN)/python docker/ensure_image.py
 
-agents-image: image ## build the image of agents that others wrote (about a minute, once)
+agents-image: image ## build the image of the third-party agents (about a minute, once)
 	@$(BIN)/python docker/agents_image.py
 
 model: setup ## prepare SmolLM2-135M-Instruct in the model cache folder
@@ -56,7 +56,7 @@ $(ADAPTERS)/installed: $(ADAPTERS_PINS) | $(STAMP)
 benchmarks: agents-image model ## regenerate all of benchmarks/results and mark what changed (hours, on a quiet machine)
 	@$(BIN)/python benchmarks/all.py
 
-lint: setup ## ruff, mypy --strict, and which room may import which
+lint: setup ## ruff, mypy --strict, and the layers of the packages
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy

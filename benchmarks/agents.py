@@ -1,8 +1,8 @@
-"""Agents that others wrote, evaluated and trained in one run: `python benchmarks/agents.py [--quick] [--json]`.
+"""Third-party agents, evaluated and trained in one run: `python benchmarks/agents.py [--quick] [--json]`.
 
 The three of configs/agents/, in one config: `roll-flash eval` (greedy, held-out tasks), then `roll-flash train`, with a
-real vLLM server, real sandboxes and SmolLM2-135M (`--quick`: the tiny random model and the in-process engine). Needs
-`make agents-image`. It shows that they run, are recorded and are trained; in a few steps a model learns nothing.
+real vLLM server, real sandboxes and SmolLM2-135M (`--quick`: the tiny random model and the engine `transformers`).
+Needs `make agents-image`. It shows that they run, are recorded and are trained; in a few steps a model learns nothing.
 """
 
 from __future__ import annotations

@@ -2,14 +2,14 @@
 
     python benchmarks/end_to_end.py [--steps 8] [--seeds 0 1 2 3 4]
 
-Real vLLM, real sandboxes, real FSDP learner, the tiny model; an environment whose steps take N(10, 10) s at 1:20, 2 %
-of the environments ten times as long (benchmarks/slow_env.py). Both columns are `roll-flash train` with the same
-config, steps, slots and seeds but for these settings:
+Both columns are `roll-flash train` with real vLLM, real sandboxes, the real FSDP learner and the tiny model.
+Environment steps take N(10, 10) s at 1:20; 2 % of the environments take ten times as long (benchmarks/slow_env.py).
+Config, steps, slots and seeds are the same except for these settings:
 
     synchronous batch    scheduler.async_ratio=0 scheduler.mode=batch
     asynchronous queue   scheduler.async_ratio=2 (scheduler.on_stale=evict, the default)
 
-The training part is the sum of the steps, start and end of the run apart. Results go to
+The training part is the sum of the steps, without start and end of the run. Results go to
 `benchmarks/results/end_to_end.{json,md,png}` after each seed.
 """
 

@@ -122,8 +122,8 @@ def as_markdown(columns: dict[str, list[Measured]]) -> str:
         "",
         f"Made by `python benchmarks/evaluate.py` on {machine()}, "
         f"{versions}. Episodes of {TURNS} turns against a mock chat endpoint that answers "
-        f"after {LATENCY_S * 1e3:g} ms; one worker. `load` is the machine's when a row was done, what is measured "
-        "included: above the number of cores, something else slowed the row.",
+        f"after {LATENCY_S * 1e3:g} ms; one worker. `load` is the load of the machine at the end of a row, "
+        "including the benchmark itself: if it is above the number of cores, other work slowed the row.",
         "",
         "| figure | measured | target | reached |",
         "|---|---|---|---|",
@@ -147,7 +147,7 @@ def as_markdown(columns: dict[str, list[Measured]]) -> str:
 
 
 NOTES = (
-    "CPU is that of driver and workers; Ray's own processes and the mock are apart (in the JSON file). `ours` writes "
+    "CPU is that of driver and workers; Ray's processes and the mock are separate (in the JSON file). `ours` writes "
     "every episode and its transcript to disk while it runs, and scores and renders the report at the end, all "
     "inside the measured time. verifiers uses its OpenAI-compatible client and is measured inside its process, after a "
     "first evaluation that warms it up; it writes nothing.",

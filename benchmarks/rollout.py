@@ -105,8 +105,8 @@ def as_markdown(columns: dict[str, list[Measured]]) -> str:
         "",
         f"Made by `python benchmarks/rollout.py` on {machine()}, "
         f"{versions}. Episodes of {TURNS} turns, one worker; token servers are "
-        f"mocks that answer after {LATENCY_S * 1e3:g} ms. `load` is the machine's when a row was done, what is "
-        "measured included: above the number of cores, something else slowed the row.",
+        f"mocks that answer after {LATENCY_S * 1e3:g} ms. `load` is the load of the machine at the end of "
+        "a row, including the benchmark itself: if it is above the number of cores, other work slowed the row.",
         "",
         "| figure | measured | target | reached |",
         "|---|---|---|---|",
@@ -138,11 +138,11 @@ def _details(columns: dict[str, list[Measured]]) -> list[str]:
 
 NOTES = (
     "`ours` is the path of a training run: scheduler, Ray, client, conversation with SmolLM2's tokenizer, log of "
-    "episodes; only the learner takes no time. CPU per turn is that of driver and workers; Ray's own processes and the "
-    "mock are apart. Memory counts pages that several of our processes share once.",
+    "episodes; only the learner takes no time. CPU per turn is that of driver and workers; the columns of Ray's "
+    "processes and of the mock are separate. Memory counts pages that several of our processes share once.",
     "",
     "The bare loop sends token ids and reads the answer with aiohttp: no environment, tokenizer, staleness, deadline "
-    "or books. verifiers uses its OpenAI-compatible client and keeps neither token ids nor logprobs.",
+    "or counts. verifiers uses its OpenAI-compatible client and keeps neither token ids nor logprobs.",
 )
 
 

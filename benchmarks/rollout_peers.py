@@ -2,7 +2,7 @@
 
 Both play the same episodes against the same mock servers: the same four turns, the same texts. verifiers uses its
 OpenAI-compatible client and asks for no logprobs, which is in its favour; it keeps no token ids. The bare loop sends
-token ids with aiohttp, reads the answer, and does nothing else: no environment, no tokenizer, no books.
+token ids with aiohttp, reads the answer, and does nothing else: no environment, no tokenizer, no counts.
 """
 
 from __future__ import annotations

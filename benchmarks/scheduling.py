@@ -49,9 +49,9 @@ def as_markdown(results: list[Result]) -> str:
     lines = [
         "# Scheduling, in virtual time",
         "",
-        "Made by `python benchmarks/scheduling.py`: the scheduler that trains, under a simulated clock. Figures are",
-        f"means over {results[0].seeds} seeds, with the smallest and the largest of them in brackets. A target is met",
-        "if every seed reached it.",
+        "Made by `python benchmarks/scheduling.py`, which runs the scheduler of a real run under a simulated clock.",
+        f"Figures are means over {results[0].seeds} seeds, with the smallest and the largest of them in brackets. A",
+        "target is met if every seed reached it.",
         "",
         "| claim | measured | target | met |",
         "|---|---|---|---|",
@@ -63,7 +63,7 @@ def as_markdown(results: list[Result]) -> str:
         lines += ["", f"## {one.name[0].upper()}{one.name[1:]}", "", f"{one.setting}.", "", *_table(one.rows)]
         lines += ["", one.note]
     if all(one.name != SPEED for one in results):
-        lines += ["", "How fast the simulation itself is was not measured (`--without-speed`)."]
+        lines += ["", "The speed of the simulation itself was not measured (`--without-speed`)."]
     return "\n".join(lines) + "\n"
 
 

@@ -121,8 +121,8 @@ def queue_note(rows: list[Row]) -> str:
     return (
         "The paper reports 125 -> 37 s (3.4x). The figure is that of the first row, over the faster of two batch "
         "rollouts: with the same 16 extra prompts, and without any. Where all prompts have signal, batch rollout is "
-        f"faster without the extra ones. The smallest mean of the rows is {least:.2f}x. The gain is the tail that "
-        "nobody waits for, so it follows the tail's weight."
+        f"faster without the extra ones. The smallest mean of the rows is {least:.2f}x. The gain comes from "
+        "the tail that no step waits for, so it depends on the weight of the tail."
     )
 
 
@@ -150,10 +150,10 @@ def replication(seed: int, quick: bool) -> Measured:
 def replication_note(rows: list[Row]) -> str:
     gains = [row["speed-up"] for row in rows]
     return (
-        "The paper reports 162 -> 83 s (1.95x) and not its servers. These four settings are ours, and the figure is "
+        "The paper reports 162 -> 83 s (1.95x) but not its servers. These four settings are ours, and the figure is "
         f"their geometric mean: {min(gains):.2f}x in the worst of them, {max(gains):.2f}x in the best. "
         "Without replication at most 16 servers can work, and the one with the longest prompt holds 64 of the longest "
-        "sequences; where a batch hardly slows a server down, little is gained."
+        "sequences; where a batch hardly slows a server down, the gain is small."
     )
 
 
@@ -190,9 +190,9 @@ def environment_note(rows: list[Row]) -> str:
         if row["speed-up"] < 2.46
     )
     return (
-        "The paper reports 892 -> 362 s (2.46x). Lockstep pays the largest of 256 latencies, about 38 s, each turn; "
-        "the mean is 10.8 s if negative ones count as 0 and 12.9 s if drawn again. What asynchrony leaves is the "
-        "slowest sum of all turns, as a synchronous step waits for all 256: it evens out with more turns. "
+        "The paper reports 892 -> 362 s (2.46x). Lockstep waits for the largest of 256 latencies, about 38 s, in each "
+        "turn; the mean is 10.8 s if negative ones count as 0 and 12.9 s if drawn again. With asynchrony a synchronous "
+        "step still waits for the slowest of 256 sums over all turns; more turns even it out. "
         f"Not reached: {below or 'nowhere'}."
     )
 
@@ -224,12 +224,12 @@ def redundancy_note(rows: list[Row]) -> str:
     row_of = {(row["fail-slow"], row["environments"]): row for row in rows}
     return (
         "The paper's 243 -> 45 s (5.4x) is reached only with environments that fail slow: without them redundancy "
-        f"gains {row_of['0%', '36 x 9']['speed-up']:.2f}x, as the slowest of 256 normal latencies is not far from the "
-        "mean. The paper finds that more groups help more than larger groups; here it is the other way round "
+        f"gains {row_of['0%', '36 x 9']['speed-up']:.2f}x, because the slowest of 256 normal latencies is close to the "
+        "mean. In the paper more groups help more than larger groups; here it is the opposite "
         f"({row_of['2%', '36 x 8']['step (s)']:.0f} s against {row_of['2%', '32 x 9']['step (s)']:.0f} s). At 2 % slow "
-        "episodes, more than 4 of 36 groups of 8 hold one in 64 % of the steps, but some group of 9 holds two in only "
-        "34 %: a spare replica helps its own group whatever happens in the others. The "
-        "price is in the column before the last: slow episodes are hardly trained."
+        "episodes, more than 4 of 36 groups of 8 contain one in 64 % of the steps, but some group of 9 contains two in "
+        "only 34 %: a spare replica helps its group whatever happens in the others. The cost is in the column before "
+        "the last: slow episodes are hardly trained."
     )
 
 
@@ -276,8 +276,8 @@ def knee(rows: list[Row]) -> Row:
 def ratio_note(rows: list[Row]) -> str:
     return (
         "The knee, the smallest alpha with 90 % of the largest throughput, is alpha = "
-        f"{knee(rows)['alpha']}. Fractions are left out: versions are whole numbers, so 1.5 allows the ages that 1 "
-        "allows."
+        f"{knee(rows)['alpha']}. The table has no fractions: versions are whole numbers, so 1.5 allows the same "
+        "staleness as 1."
     )
 
 
@@ -322,13 +322,13 @@ def reasoning_note(rows: list[Row]) -> str:
     gains = [row["speed-up"] for row in rows]
     share = max(row["share that trains, of the best"] for row in rows)
     return (
-        "The paper reports up to 2.24x on RLVR (single answers with verifiable rewards) with the same GPUs. It is not "
-        "reproduced here, and cannot be: the paper does not publish its answers' lengths, its servers' rates or how "
-        "long its training took, and these decide. With generation 70 % of a synchronous step, as the paper says of "
+        "The paper reports up to 2.24x on RLVR (single answers with verifiable rewards) with the same GPUs. This "
+        "benchmark cannot reproduce it: the paper does not publish its answers' lengths, its servers' rates or its "
+        "training time, and these decide. With generation 70 % of a synchronous step, as the paper says of "
         f"such runs, the gain cannot exceed the share of machines that trains over 0.3: {share:.2f} / 0.3 = "
-        f"{share / 0.3:.2f}x for the largest share tried. That is what all settings reach ({min(gains):.2f}x to "
-        f"{max(gains):.2f}x): the tail is hidden completely, and with the paper's machines whatever else costs time "
-        "would decide."
+        f"{share / 0.3:.2f}x for the largest share tried. All settings reach that ({min(gains):.2f}x to "
+        f"{max(gains):.2f}x): asynchrony hides the tail completely, and on the paper's machines other costs would "
+        "decide."
     )
 
 
@@ -379,7 +379,7 @@ def bound_note(rows: list[Row]) -> str:
         f"{sum(row['settings above the bound'] for row in rows):.2g} of 60. The "
         "achievable bound is what no schedule can beat: all work on "
         "K workers without a pause, and every alpha + 1 steps at least as long as the longest sample trained at their "
-        "end. What is lost: workers without work at the end of a step (alpha 0), steps that wait for a group in its "
+        "end. The losses: workers without work at the end of a step (alpha 0), steps that wait for a group in its "
         "last step, and evicted work."
     )
 
@@ -452,7 +452,7 @@ def stragglers_note(rows: list[Row]) -> str:
     return (
         "The figure is the smallest of the first four rows, over the faster of the two ways to wait. Where each of "
         f"five steps is lognormal, sums even out, there are hardly any stragglers, and the gain is small ({others}). "
-        "The bias is the price: slow episodes are trained less."
+        "The cost is bias: slow episodes are trained less."
     )
 
 

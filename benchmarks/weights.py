@@ -284,10 +284,10 @@ def markdown(rows: list[Row], model: str, copy_s: float, mib: float, load: float
         lines.append(f"| {name} | {' | '.join(shape.format(row) for row in rows)} | {target} |")
     lines += [
         "",
-        f"A learner step is small here, so that its share of waiting is high: {rows[0].step_s:.3g} s.",
-        "Medians over the updates; the difference is the largest. Paused: from asking for the pause to the answer to",
-        "resume. Live: when the server has the weights and the parity probe has agreed. While weights are made ready,",
-        "server and learner share the cores with that, as in a run.",
+        f"The learner's share of waiting is high because a step is small here: {rows[0].step_s:.3g} s.",
+        "Figures are medians over the updates; the difference is the largest. Paused: from the request to pause to the",
+        "answer to resume. Live: when the server has the weights and the parity probe has agreed. While weights are",
+        "loaded beside those in use, server and learner share the cores with that work, as in a run.",
     ]
     return "\n".join(lines) + "\n"
 

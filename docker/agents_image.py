@@ -1,4 +1,4 @@
-"""Build the image of agents that others wrote: `make agents-image`, or `python docker/agents_image.py`.
+"""Build the image of the third-party agents: `make agents-image`, or `python docker/agents_image.py`.
 
 On top of the sandbox image: the whole standard library of its Python, and the wheels of requirements/agents.txt as they
 were published. Everything is fetched on this machine, by its own pip and apt; where this machine's apt does not fit the

@@ -1,7 +1,7 @@
 """Immutable data passed between components: tasks, turns, trajectories, groups.
 
 This module has no logic. Arrays are numpy, so that a trajectory crosses process borders without extra copies. `version`
-always means the number of optimizer steps behind a set of weights.
+always means the number of training steps behind a published set of weights.
 """
 
 from __future__ import annotations

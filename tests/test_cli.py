@@ -391,6 +391,7 @@ def test_the_environments_that_ship_are_listed_with_what_they_are_about(capsys: 
     assert main(["envs", "list", "--json"]) == 0
     found = {entry["id"]: entry for entry in json.loads(capsys.readouterr().out)}
     assert "tool-use" in found["ShellMath-v0"]["about"]
+    assert not [name for name, entry in found.items() if entry["about"].startswith("Arguments")]
     assert "CartPole-v1" not in found
     assert main(["envs", "list", "--all"]) == 0
     assert "CartPole-v1" in capsys.readouterr().out

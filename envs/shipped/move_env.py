@@ -142,7 +142,11 @@ LONGEST_SAMPLE = 200
 
 
 class TextFrozenLake(MoveEnv):
-    """Arguments: `size` of the map, `frozen` (share of safe cells), `slippery`, `max_turns`, `moves_per_turn`."""
+    """Cross a frozen lake without falling into a hole: gymnasium's FrozenLake, on maps that can be crossed.
+
+    Arguments: `size` of the map, `frozen` (share of safe cells), `slippery`, `max_turns`, `moves_per_turn`. The reward
+    is 1 for reaching the goal.
+    """
 
     words = ("left", "down", "right", "up")  # the order of gymnasium's actions
 

@@ -138,8 +138,11 @@ def _before(floor: frozenset[Cell], state: State) -> Iterator[State]:
 
 
 class TextSokoban(MoveEnv):
-    """Arguments: `size` (walls included), `boxes`, `least_moves` and `most_moves` of the shortest solution,
-    `max_turns`, `moves_per_turn`."""
+    """Push every box onto a goal, in levels that can be solved.
+
+    Arguments: `size` (walls included), `boxes`, `least_moves` and `most_moves` of the shortest solution, `max_turns`,
+    `moves_per_turn`. The reward is 1 for the solved level.
+    """
 
     words = ("up", "down", "left", "right")
 

@@ -24,7 +24,7 @@ class SchedulerConfig(Section):
     max_requeues: NonNegativeInt = 3
     """Maximum replays of one task by `on_stale: requeue`; after that it is dropped and counted."""
     groups_per_step: PositiveInt = 8
-    """Groups (tasks) per optimizer step."""
+    """Groups (tasks) per training step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Replicas of one task, each a separate episode."""
     extra_groups: NonNegativeInt = 0

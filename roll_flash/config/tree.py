@@ -189,7 +189,7 @@ class StreamConfig(Section):
 
 class InferenceConfig(Section):
     engine: str = "vllm"
-    """`vllm`, `transformers` (in-process, tiny models), or a plug-in of `roll_flash.inference_engines`."""
+    """`vllm`, `transformers` (small servers for tiny models), or a plug-in of `roll_flash.inference_engines`."""
     servers: PositiveInt = 1
     """Number of servers; each holds the whole model."""
     threads: PositiveInt = 1

@@ -47,7 +47,7 @@ def plot_run(run_dir: Path) -> Path:
         panel.grid(alpha=0.25)
         panel.spines["top"].set_visible(False)
     learning.spines["right"].set_visible(False)
-    speed.set_xlabel("optimizer step")
+    speed.set_xlabel("training step")
     speed.xaxis.get_major_locator().set_params(integer=True)
     path = run_dir / "plots" / "reward.png"
     path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The staleness rule: pure arithmetic over versions. A version is a number of optimizer steps.
+"""The staleness rule: pure arithmetic over versions. A version is a number of training steps.
 
 A trajectory may be trained at learner version v only if all its policy tokens were sampled at a version >= v - alpha.
 

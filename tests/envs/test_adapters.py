@@ -1,4 +1,4 @@
-"""Adapters to what others wrote: played with the real package where it is installed; where not, they say what to do."""
+"""Adapters: played with the real package where it is installed; where not, they say what to do."""
 
 from __future__ import annotations
 

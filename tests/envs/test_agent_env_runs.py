@@ -1,4 +1,4 @@
-"""Agents that others wrote, evaluated and trained by the commands and configs that users have, with the tiny model."""
+"""Third-party agents, evaluated and trained by the commands and configs that users have, with the tiny model."""
 
 from __future__ import annotations
 

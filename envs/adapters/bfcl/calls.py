@@ -1,6 +1,6 @@
 """Converts the calls that a model writes for BFCL's functions to Python source that is safe to run.
 
-A model writes `[f(a=1), g(b="x")]`, as BFCL's prompt asks, or calls in a native format (`tools/calls.py`), read as
+A model writes `[f(a=1), g(b="x")]`, as BFCL's prompt asks, or calls in a native format (`envs/tools/calls.py`), read as
 in bfcl-eval (a bare name is a string, a call with keywords may be an argument), but positional arguments, which it
 drops, are kept. The source contains only known functions and literals.
 """

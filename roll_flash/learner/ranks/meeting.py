@@ -1,8 +1,8 @@
 """Opens the rendezvous of the learner's ranks: a torch.distributed store, which has no authentication.
 
-On one machine it is an in-memory file without a name in any file system, as for staged weights (`weights/staged.py`):
-only processes of the same user can open it, and the kernel frees it when the first rank ends, even after a crash. Ranks
-on several machines use a port of the first one.
+On one machine it is an in-memory file without a name in any file system, as for staged weights
+(`learner/weights/staged.py`): only processes of the same user can open it, and the kernel frees it when the first rank
+ends, even after a crash. Ranks on several machines use a port of the first one.
 """
 
 from __future__ import annotations
