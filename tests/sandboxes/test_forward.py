@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -12,6 +13,8 @@ import pytest
 from abuse import within
 
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, SandboxStartError
+from roll_flash.sandboxes.client.frames import Frame
+from roll_flash.sandboxes.network.relay import RelayedConnection
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 INSIDE = 8099
@@ -140,6 +143,44 @@ print("served")
             assert await python(sandbox, code) == "served"
             assert taken < LARGE  # what nobody reads is not taken from the server
             assert forward.accepted == 21
+
+    within(provider, run)
+
+
+def test_bytes_sent_one_by_one_come_in_few_frames_and_whole(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of one byte takes the controller as long as a full one: a sandbox could hold up all others."""
+    frames = arrived = 0
+    receive = RelayedConnection.receive
+
+    async def counted(self: RelayedConnection, frame: Frame) -> None:
+        nonlocal frames
+        frames += 1
+        await receive(self, frame)
+
+    async def sink(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal arrived
+        while piece := await reader.read(1 << 16):
+            arrived += len(piece)
+
+    monkeypatch.setattr(RelayedConnection, "receive", counted)
+    code = """
+all = [connect() for _ in range(40)]
+for one in all:
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for _ in range(1000):
+    for one in all:
+        one.send(b"x")
+for one in all:
+    one.shutdown(socket.SHUT_WR)
+print(sum(len(everything(one)) for one in all))
+"""
+
+    async def run(sandbox: Sandbox) -> None:
+        async with serving(sink) as port, sandbox.forward(INSIDE, port):
+            began = time.monotonic()
+            assert await python(sandbox, code) == "0"
+            assert arrived == 40_000
+            assert frames < 300 + 2_200 * (time.monotonic() - began)
 
     within(provider, run)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from abuse import within
 
@@ -27,5 +29,19 @@ def test_head_and_tail_are_exact(provider: str, size: int) -> None:
             notice, _, tail = rest.partition(b" ...]\n")
             assert (head, tail) == (content[: cap // 2], content[size - (cap - cap // 2) :])
             assert notice == f"{size - cap} bytes left out".encode()
+
+    within(provider, read)
+
+
+def test_output_byte_by_byte_comes_in_few_pieces_and_whole(provider: str) -> None:
+    """A piece of one byte takes the controller as long as a full one: a sandbox could hold up all others."""
+    size = 300_000
+
+    async def read(sandbox: Sandbox) -> None:
+        began = time.monotonic()
+        async with sandbox.stream(f"dd if=/dev/zero bs=1 count={size} 2>&-", timeout=60) as stream:
+            pieces = [len(chunk.data) async for chunk in stream]
+        assert sum(pieces) == size
+        assert len(pieces) < 300 + 4_400 * (time.monotonic() - began)
 
     within(provider, read)
