@@ -163,7 +163,7 @@ class LocalProvider:
 
     async def sweep(self) -> int:
         """Remove control groups of dead controllers, with sandboxes kept alive by a controller's child process."""
-        return await asyncio.to_thread(sweep_cgroups) if self.limited else 0
+        return len(await asyncio.to_thread(sweep_cgroups)) if self.limited else 0
 
     async def close(self) -> None:
         """Do nothing: the provider holds no resources."""
