@@ -42,6 +42,8 @@ EVICT_AT_ONCE = MAX_CONNECTIONS // 4
 PIECE = CHUNK - HEADER.size
 START_TIMEOUT_S = 10.0
 RESTART_S = 0.5
+FLUSH_TIMEOUT_S = 30.0
+"""Maximum seconds to deliver the last data of a connection. It counts as a connection of the relay until then."""
 MAX_COMPLAINT = 300
 
 _log = logging.getLogger("roll_flash.sandboxes")
@@ -298,7 +300,7 @@ def _moved_at(connection: RelayedConnection) -> float:
 
 
 async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy in both directions until both have ended or one side is gone."""
+    """Copy in both directions until both have ended or one side is gone. The connection outside is closed on return."""
     upward = asyncio.ensure_future(_copy_out(connection, writer))
     downward = asyncio.ensure_future(_copy_in(reader, connection))
     connection.on_break(downward.cancel)
@@ -307,11 +309,19 @@ async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writ
         for copy in done:
             if not copy.cancelled():
                 copy.result()
+        await _flush(writer)
     finally:
         for copy in (upward, downward):
             copy.cancel()
+        writer.transport.abort()  # a server that does not read would keep a closed connection open for ever
         await asyncio.gather(upward, downward, return_exceptions=True)
-        writer.close()
+
+
+async def _flush(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):  # the server is gone, or has not read for FLUSH_TIMEOUT_S (TimeoutError)
+        async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            await writer.wait_closed()
 
 
 async def _copy_out(connection: RelayedConnection, writer: asyncio.StreamWriter) -> None:

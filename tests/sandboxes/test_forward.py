@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from abuse import within
@@ -216,6 +217,35 @@ print(everything(quick).decode())
                 done.set()
 
     within(provider, run)
+
+
+def test_connections_to_a_server_that_reads_nothing_end_with_the_block(provider: str) -> None:
+    code = """
+for _ in range(3):
+    one = connect(1)
+    try:
+        while True:
+            one.sendall(b"x" * 65536)
+    except TimeoutError:
+        one.close()
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts
+        port = server.getsockname()[1]
+
+        async def run(sandbox: Sandbox) -> None:
+            async with sandbox.forward(INSIDE, port) as forward:
+                assert await python(sandbox, code) == ""
+                assert (forward.accepted, connections_to(port)) == (3, 3)
+            await asyncio.sleep(0.1)
+            assert connections_to(port) == 0
+
+        within(provider, run)
+
+
+def connections_to(port: int) -> int:
+    """Number of connections of this machine to one of its ports that a process still holds."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2] == f"0100007F:{port:04X}" and row[9] != "0" for row in rows)
 
 
 def test_each_side_sees_that_the_other_closed(provider: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -45,3 +46,15 @@ def test_output_byte_by_byte_comes_in_few_pieces_and_whole(provider: str) -> Non
         assert len(pieces) < 300 + 4_400 * (time.monotonic() - began)
 
     within(provider, read)
+
+
+def test_what_is_still_being_sent_to_a_command_is_given_up_with_it(provider: str) -> None:
+    async def send(sandbox: Sandbox) -> None:
+        async with sandbox.stream("sleep 60", stdin=True, timeout=60) as stream:
+            sending = asyncio.ensure_future(stream.send(b"x" * 1_000_000))
+            await asyncio.wait({sending}, timeout=0.5)
+            assert not sending.done()
+        async with asyncio.timeout(5):
+            await sending
+
+    within(provider, send)
