@@ -12,8 +12,10 @@
 #include <stddef.h>
 #include <stdio.h>
 #include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/shm.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -91,6 +93,21 @@ static void refuse_with(int call, int argument, uint32_t value) {
     if_equal(value, 1);
     give(fail_with(EPERM));
     load(offsetof(struct seccomp_data, nr));
+}
+
+static void refuse_with_any_of(int call, int argument, uint32_t bits) {
+    if_equal((uint32_t)call, 4);
+    load(offsetof(struct seccomp_data, args[argument]));
+    rule(BPF_JMP | BPF_JSET | BPF_K, bits, 0, 1);
+    give(fail_with(EPERM));
+    load(offsetof(struct seccomp_data, nr));
+}
+
+/* The machine's reserve of huge pages, which no memory limit covers. */
+static void refuse_huge_pages(void) {
+    refuse_with_any_of(SYS_mmap, 3, MAP_HUGETLB);
+    refuse_with_any_of(SYS_memfd_create, 1, MFD_HUGETLB);
+    refuse_with_any_of(SYS_shmget, 2, SHM_HUGETLB);
 }
 
 /* Refuses `call` if the argument and the next one have these values. */
@@ -212,6 +229,7 @@ void confine(void) {
     for (size_t i = 0; i < sizeof socket_programs / sizeof *socket_programs; i++)
         refuse_with_both(SYS_setsockopt, 1, SOL_SOCKET, (uint32_t)socket_programs[i]);
     if (is_host_root()) refuse_inotify();
+    refuse_huge_pages();
     limit_sockets(SYS_socket);
     limit_sockets(SYS_socketpair);
     refuse_namespaces();

@@ -112,6 +112,12 @@ def test_the_kernel_is_never_asked_for_a_module(provider: str, words: tuple[str,
     assert attempt(provider, *words).stdout == refused + b"\n"
 
 
+@pytest.mark.parametrize("kind", ["map", "file", "segment"])
+def test_huge_pages_of_the_machine_are_refused(provider: str, kind: str) -> None:
+    """They are reserved for the machine's own programs, and no memory limit counts them."""
+    assert attempt(provider, f"huge-{kind}").stdout == b"Operation not permitted\n"
+
+
 def test_usual_kinds_of_sockets_are_allowed(provider: str) -> None:
     code = """
 import socket as s
