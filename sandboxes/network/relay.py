@@ -39,6 +39,9 @@ MAX_CONNECTIONS = 128
 EVICT_S = 0.1
 EVICT_AT_ONCE = MAX_CONNECTIONS // 4
 """Maximum number of the longest idle connections closed every EVICT_S seconds at the connection limit."""
+FRAMES_AT_ONCE, FRAMES_PAUSE_S = 64, 0.015
+"""After this number of frames from inside the relay pauses, so that no sandbox takes more than a share of the loop. The
+program inside sends fewer by itself (`agent/relay.c`), but code inside may try to write in its place."""
 PIECE = CHUNK - HEADER.size
 START_TIMEOUT_S = 10.0
 RESTART_S = 0.5
@@ -224,7 +227,7 @@ class Relay:
         return f"a sandbox cannot listen on its port {self._port}: {said or otherwise}"
 
     async def _run_once(self) -> None:
-        decoder = FrameDecoder()
+        decoder, taken = FrameDecoder(), 0
         self._stream = self._start(relay_command(self._port))
         try:
             async with self._stream as stream:
@@ -234,6 +237,9 @@ class Relay:
                         continue
                     for frame in decoder.feed(chunk.data):
                         await self._take(frame)
+                        taken += 1
+                        if taken % FRAMES_AT_ONCE == 0:
+                            await asyncio.sleep(FRAMES_PAUSE_S)
         finally:
             lost, self._connections = self._connections, {}
             for connection in lost.values():

@@ -9,13 +9,16 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import cast
 
 import pytest
 from abuse import within
 
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, SandboxStartError
-from roll_flash.sandboxes.client.frames import Frame
-from roll_flash.sandboxes.network.relay import RelayedConnection
+from roll_flash.sandboxes.client.commands import CommandStream
+from roll_flash.sandboxes.client.frames import Frame, Reply, Request, encode
+from roll_flash.sandboxes.network.relay import Relay, RelayedConnection
+from roll_flash.sandboxes.result import OutputChunk
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 INSIDE = 8099
@@ -184,6 +187,43 @@ print(sum(len(everything(one)) for one in all))
             assert frames < 300 + 2_200 * (time.monotonic() - began)
 
     within(provider, run)
+
+
+class FloodingStream:
+    """Plays a relay that code inside has replaced: a frame of no use, again and again."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+    async def __aenter__(self) -> FloodingStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
+        yield OutputChunk("stdout", encode(Reply.READY, 0))
+        flood = encode(Request.END, 7) * 100
+        for _ in range(2000):
+            self.frames += 100
+            yield OutputChunk("stdout", flood)
+
+
+def test_a_flood_of_frames_from_inside_takes_a_share_of_the_loop() -> None:
+    async def run() -> None:
+        async def serve(_: RelayedConnection) -> None:
+            pytest.fail("there is no connection")
+
+        flooding = FloodingStream()
+        relay = Relay(lambda _: cast(CommandStream, flooding), INSIDE, serve, evict_after_s=1)
+        began = time.monotonic()
+        async with asyncio.timeout(10):
+            await relay.start()
+            await asyncio.sleep(0.5)
+        await relay.close()
+        assert 100 < flooding.frames < 200 + 64 / 0.015 * (time.monotonic() - began)
+
+    asyncio.run(run())
 
 
 def test_a_server_here_that_sleeps_holds_up_nobody(provider: str) -> None:
