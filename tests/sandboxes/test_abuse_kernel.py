@@ -118,6 +118,12 @@ def test_huge_pages_of_the_machine_are_refused(provider: str, kind: str) -> None
     assert attempt(provider, f"huge-{kind}").stdout == b"Operation not permitted\n"
 
 
+def test_code_inside_cannot_read_the_agent_program(provider: str) -> None:
+    """So the kernel protects a relay from its first instruction on: else code inside opened its output before that."""
+    result = shell(provider, "cat /.roll-flash/agent")
+    assert (result.stdout, result.exit_code) == (b"", 1)
+
+
 def test_usual_kinds_of_sockets_are_allowed(provider: str) -> None:
     code = """
 import socket as s
