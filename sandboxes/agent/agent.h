@@ -56,6 +56,8 @@ void send_error(uint32_t channel, int error, const char *what);
 void send_done(uint32_t channel, uint64_t value);
 void die(const char *what) __attribute__((noreturn));
 int64_t now_us(void);
+bool pace_allows(int64_t due_us);
+void pace_count(int64_t *due_us, int64_t cost_us);
 
 /* command.c: the running commands. */
 void commands_prepare(void);

@@ -15,6 +15,7 @@
 
 enum { KILL_ALL_US = 5000000 };
 enum { DEATH_US = 2000000, DEATH_POLL_US = 2000 }; /* maximum wait for the death of killed processes */
+enum { PIECE_COST_US = 250 }; /* at most 4,000 pieces of streamed output per second and command, see pace_count */
 enum { BIRTH_US = 100000, MANY_ESCAPES = 16 };      /* a process started over BIRTH_US after the kill has escaped */
 
 struct command {
@@ -22,7 +23,7 @@ struct command {
     uint32_t channel, cap, flags, ended, escapes;
     pid_t pid;
     struct output output[2];
-    int64_t credit, started_us, deadline_us, grace_us, kill_us, dead_by_us, killed_us;
+    int64_t credit, piece_due_us, started_us, deadline_us, grace_us, kill_us, dead_by_us, killed_us;
     int input;
     unsigned char *pending;
     size_t pending_used;
@@ -225,13 +226,18 @@ bool command_signal(uint32_t channel, int number) {
     return true;
 }
 
+/* True if a streamed piece may be sent once `piece_due_us` has come. */
+static bool may_stream(const struct command *command) {
+    return command->credit > 0 && wire_backlog() <= OUTPUT_SOFT_LIMIT;
+}
+
 /* Returns false if there is nothing more to read for now. */
 static bool read_output(struct command *command, int which) {
     struct output *output = &command->output[which];
     size_t wanted = sizeof scratch;
     if (output->left >= 0 && (size_t)output->left < wanted) wanted = (size_t)output->left;
     if (!command->cap) {
-        if (command->credit <= 0 || wire_backlog() > OUTPUT_SOFT_LIMIT) return false;
+        if (!may_stream(command) || !pace_allows(command->piece_due_us)) return false;
         if ((int64_t)wanted > command->credit) wanted = (size_t)command->credit;
         if (wanted > CHUNK) wanted = CHUNK;
     }
@@ -252,6 +258,7 @@ static bool read_output(struct command *command, int which) {
     } else {
         output->total += (uint64_t)got;
         command->credit -= got;
+        pace_count(&command->piece_due_us, PIECE_COST_US);
         wire_send(which ? ERR : OUT, command->channel, scratch, (size_t)got);
     }
     return true;
@@ -372,12 +379,16 @@ void commands_tick(void) {
     finish_all();
 }
 
+/* Returns the earlier of two times, of which 0 is none. */
+static int64_t earlier(int64_t one, int64_t other) { return !one || (other && other < one) ? other : one; }
+
 int64_t commands_deadline(void) {
     int64_t nearest = 0;
     for (struct command *at = commands; at; at = at->next) {
+        int64_t piece_due = !at->cap && may_stream(at) && !pace_allows(at->piece_due_us) ? at->piece_due_us : 0;
+        nearest = earlier(nearest, piece_due);
         if (at->exited && !at->dead_by_us) continue;
-        int64_t due = at->exited ? now_us() + DEATH_POLL_US : at->kill_us ? at->kill_us : at->deadline_us;
-        if (due && (!nearest || due < nearest)) nearest = due;
+        nearest = earlier(nearest, at->exited ? now_us() + DEATH_POLL_US : at->kill_us ? at->kill_us : at->deadline_us);
     }
     return nearest;
 }
@@ -385,7 +396,7 @@ int64_t commands_deadline(void) {
 size_t commands_poll(struct pollfd *entries, size_t capacity) {
     size_t count = 0;
     for (struct command *at = commands; at && count + 3 <= capacity; at = at->next) {
-        bool may_read = at->cap || (at->credit > 0 && wire_backlog() <= OUTPUT_SOFT_LIMIT);
+        bool may_read = at->cap || (may_stream(at) && pace_allows(at->piece_due_us));
         for (int i = 0; i < 2 && may_read; i++)
             if (at->output[i].fd >= 0) entries[count++] = (struct pollfd){at->output[i].fd, POLLIN, 0};
         if (at->input >= 0 && at->pending_used) entries[count++] = (struct pollfd){at->input, POLLOUT, 0};

@@ -6,12 +6,16 @@
 #include <linux/audit.h>
 #include <linux/filter.h>
 #include <linux/seccomp.h>
+#include <linux/sockios.h>
 #include <netinet/in.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/shm.h>
 #include <sys/socket.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -50,10 +54,18 @@ static const int of_process[] = {
 
 enum { IOPRIO_PROCESS = 1, IOPRIO_GROUP, IOPRIO_USER };
 
-static const int families[] = {AF_UNIX, AF_INET, AF_INET6};
+/* For each other kind of socket the kernel starts a program of the machine, as root and outside of the sandbox's limits
+ * (modprobe): to load protocols that are rarely used and often vulnerable, or to find that there is no such protocol. */
+static const struct { uint8_t family, type, protocol; } sockets[] = {
+    {AF_INET, SOCK_STREAM, 0}, {AF_INET, SOCK_STREAM, IPPROTO_TCP},
+    {AF_INET, SOCK_DGRAM, 0}, {AF_INET, SOCK_DGRAM, IPPROTO_UDP}, {AF_INET, SOCK_DGRAM, IPPROTO_ICMP},
+    {AF_INET6, SOCK_STREAM, 0}, {AF_INET6, SOCK_STREAM, IPPROTO_TCP},
+    {AF_INET6, SOCK_DGRAM, 0}, {AF_INET6, SOCK_DGRAM, IPPROTO_UDP}, {AF_INET6, SOCK_DGRAM, IPPROTO_ICMPV6},
+};
 
-/* Rarely used, often vulnerable, and loaded into the kernel on request of any user. */
-static const int protocols[] = {IPPROTO_SCTP, IPPROTO_DCCP, IPPROTO_UDPLITE, 115 /* L2TP */, 256 /* SMC */, 262 /* MPTCP */};
+/* Other calls for which it does so: line disciplines of a terminal, bridges, VLANs, DLCI devices. */
+static const int loading_ioctls[] = {TIOCSETD, SIOCGIFBR, SIOCSIFBR, SIOCBRADDBR, SIOCBRDELBR, SIOCGIFVLAN, SIOCSIFVLAN,
+                                     0x8980 /* SIOCADDDLCI */, 0x8981 /* SIOCDELDLCI */};
 
 /* Programs on sockets. They use the memory for compiled filters, which the whole machine shares. If it is exhausted, no
  * filter like this one can be installed, so no command can start in any sandbox. */
@@ -75,15 +87,28 @@ static void if_equal(uint32_t value, unsigned char skip_otherwise) { rule(BPF_JM
 
 static uint32_t fail_with(int error) { return SECCOMP_RET_ERRNO | (uint32_t)error; }
 
-static void fail_if(int call, int argument, uint32_t value, int error) {
+static void refuse_with(int call, int argument, uint32_t value) {
     if_equal((uint32_t)call, 4);
     load(offsetof(struct seccomp_data, args[argument]));
     if_equal(value, 1);
-    give(fail_with(error));
+    give(fail_with(EPERM));
     load(offsetof(struct seccomp_data, nr));
 }
 
-static void refuse_with(int call, int argument, uint32_t value) { fail_if(call, argument, value, EPERM); }
+static void refuse_with_any_of(int call, int argument, uint32_t bits) {
+    if_equal((uint32_t)call, 4);
+    load(offsetof(struct seccomp_data, args[argument]));
+    rule(BPF_JMP | BPF_JSET | BPF_K, bits, 0, 1);
+    give(fail_with(EPERM));
+    load(offsetof(struct seccomp_data, nr));
+}
+
+/* The machine's reserve of huge pages, which no memory limit covers. */
+static void refuse_huge_pages(void) {
+    refuse_with_any_of(SYS_mmap, 3, MAP_HUGETLB);
+    refuse_with_any_of(SYS_memfd_create, 1, MFD_HUGETLB);
+    refuse_with_any_of(SYS_shmget, 2, SHM_HUGETLB);
+}
 
 /* Refuses `call` if the argument and the next one have these values. */
 static void refuse_with_both(int call, int argument, uint32_t first, uint32_t second) {
@@ -107,19 +132,43 @@ static void refuse_foreign_calls(void) {
 #endif
 }
 
-static void allow_families(void) {
-    const unsigned char count = sizeof families / sizeof *families;
-    const int calls[] = {SYS_socket, SYS_socketpair};
-    for (int call = 0; call < 2; call++) {
-        if_equal((uint32_t)calls[call], (unsigned char)(2 * count + 3));
-        load(offsetof(struct seccomp_data, args[0]));
-        for (unsigned char i = 0; i < count; i++) {
-            if_equal((uint32_t)families[i], 1);
-            give(SECCOMP_RET_ALLOW);
-        }
-        give(fail_with(EAFNOSUPPORT));
-        load(offsetof(struct seccomp_data, nr));
+/* The rules up to end_if apply if the loaded value equals this one. */
+static unsigned short begin_if(uint32_t value) {
+    if_equal(value, 0);
+    return rule_count;
+}
+
+static void end_if(unsigned short begin) { rules[begin - 1].jf = (unsigned char)(rule_count - begin); }
+
+/* Compares type (without its flags) and protocol as one word. */
+static void allow_sockets_of(uint8_t family) {
+    unsigned short begin = begin_if(family);
+    load(offsetof(struct seccomp_data, args[1]));
+    rule(BPF_ALU | BPF_AND | BPF_K, 0xf, 0, 0);
+    rule(BPF_ALU | BPF_LSH | BPF_K, 8, 0, 0);
+    rule(BPF_MISC | BPF_TAX, 0, 0, 0);
+    load(offsetof(struct seccomp_data, args[2]));
+    rule(BPF_JMP | BPF_JGT | BPF_K, 0xff, 0, 1);
+    give(fail_with(EPROTONOSUPPORT));
+    rule(BPF_ALU | BPF_OR | BPF_X, 0, 0, 0);
+    for (size_t i = 0; i < sizeof sockets / sizeof *sockets; i++) {
+        if (sockets[i].family != family) continue;
+        if_equal((uint32_t)sockets[i].type << 8 | sockets[i].protocol, 1);
+        give(SECCOMP_RET_ALLOW);
     }
+    give(fail_with(EPROTONOSUPPORT));
+    end_if(begin);
+}
+
+static void limit_sockets(int call) {
+    unsigned short begin = begin_if((uint32_t)call);
+    load(offsetof(struct seccomp_data, args[0]));
+    if_equal(AF_UNIX, 1);
+    give(SECCOMP_RET_ALLOW);
+    allow_sockets_of(AF_INET);
+    allow_sockets_of(AF_INET6);
+    give(fail_with(EAFNOSUPPORT));
+    end_if(begin);
 }
 
 /* Refuses new namespaces. The flags of clone3 are in memory, out of reach of a filter: ENOSYS makes the C library fall
@@ -176,11 +225,13 @@ void confine(void) {
     refuse_with(SYS_fcntl, 1, SET_DELEGATION);
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGCONT); /* a socket could send it to a stopped process: see members.c */
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGKILL);
-    for (size_t i = 0; i < sizeof protocols / sizeof *protocols; i++) fail_if(SYS_socket, 2, (uint32_t)protocols[i], EPROTONOSUPPORT);
+    for (size_t i = 0; i < sizeof loading_ioctls / sizeof *loading_ioctls; i++) refuse_with(SYS_ioctl, 1, (uint32_t)loading_ioctls[i]);
     for (size_t i = 0; i < sizeof socket_programs / sizeof *socket_programs; i++)
         refuse_with_both(SYS_setsockopt, 1, SOL_SOCKET, (uint32_t)socket_programs[i]);
     if (is_host_root()) refuse_inotify();
-    allow_families();
+    refuse_huge_pages();
+    limit_sockets(SYS_socket);
+    limit_sockets(SYS_socketpair);
     refuse_namespaces();
     give(SECCOMP_RET_ALLOW);
     struct sock_fprog program = {rule_count, rules};

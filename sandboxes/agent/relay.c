@@ -18,6 +18,8 @@
 #include <unistd.h>
 
 enum { MOST = 128, ACCEPTED = 1 };
+/* At most 2,000 pieces per second, or 250 connections, each with its frames and its task in the controller. */
+enum { PIECE_COST_US = 500, CONNECTION_COST_US = 4000 };
 
 struct joined {
     int fd;
@@ -30,6 +32,8 @@ struct joined {
 
 static struct joined joined[MOST];
 static size_t count;
+static size_t first; /* the connection that is read first: each has its turn when there are more pieces than may be sent */
+static int64_t due_us;
 
 static void drop(size_t index) {
     if (!joined[index].read_ended) wire_send(END, joined[index].channel, NULL, 0);
@@ -56,6 +60,7 @@ static void take(int listener) {
     int fd = accept4(listener, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC);
     if (fd < 0) return;
     joined[count++] = (struct joined){.fd = fd, .channel = ++last, .credit = WINDOW};
+    pace_count(&due_us, CONNECTION_COST_US);
     wire_send(ACCEPTED, last, NULL, 0);
 }
 
@@ -85,11 +90,13 @@ static void write_pending(struct joined *one) {
 
 static void read_some(struct joined *one) {
     static unsigned char scratch[CHUNK];
+    if (!pace_allows(due_us)) return;
     size_t wanted = one->credit < CHUNK ? (size_t)one->credit : CHUNK;
     ssize_t got = read(one->fd, scratch, wanted);
     if (got < 0 && (errno == EAGAIN || errno == EINTR)) return;
     if (got > 0) {
         one->credit -= got;
+        pace_count(&due_us, PIECE_COST_US);
         wire_send(DATA, one->channel, scratch, (size_t)got);
         return;
     }
@@ -120,27 +127,30 @@ static void receive(uint8_t type, uint32_t channel, struct reader *payload) {
 }
 
 static void serve(const struct pollfd *entries, size_t polled) {
-    for (size_t i = polled; i-- > 0;) {
-        struct joined *one = &joined[i];
-        short seen = entries[i].revents;
-        if (one->used && seen & (POLLOUT | POLLHUP | POLLERR)) write_pending(one);
-        if (entries[i].events & POLLIN && seen & (POLLIN | POLLHUP | POLLERR)) read_some(one);
-        if (over(one)) drop(i);
+    for (size_t i = 0; i < polled; i++) {
+        size_t index = (first + i) % polled;
+        short seen = entries[index].revents;
+        if (joined[index].used && seen & (POLLOUT | POLLHUP | POLLERR)) write_pending(&joined[index]);
+        if (entries[index].events & POLLIN && seen & (POLLIN | POLLHUP | POLLERR)) read_some(&joined[index]);
     }
+    first++;
+    for (size_t i = polled; i-- > 0;)
+        if (over(&joined[i])) drop(i);
 }
 
 static size_t poll_all(int listener, struct pollfd *entries) {
-    bool may_read = wire_backlog() <= OUTPUT_SOFT_LIMIT;
+    int64_t wait_us = due_us - now_us();
+    bool may_read = wire_backlog() <= OUTPUT_SOFT_LIMIT && wait_us <= 0;
     entries[0] = (struct pollfd){0, POLLIN, 0};
     entries[1] = (struct pollfd){wire_backlog() ? 1 : -1, POLLOUT, 0};
-    entries[2] = (struct pollfd){count < MOST ? listener : -1, POLLIN, 0};
+    entries[2] = (struct pollfd){count < MOST && wait_us <= 0 ? listener : -1, POLLIN, 0};
     for (size_t i = 0; i < count; i++) {
         bool reads = may_read && !joined[i].read_ended && joined[i].credit > 0;
         short wanted = (short)((reads ? POLLIN : 0) | (joined[i].used ? POLLOUT : 0));
         entries[3 + i] = (struct pollfd){wanted ? joined[i].fd : -1, wanted, 0};
     }
     size_t polled = count;
-    if (poll(entries, 3 + polled, -1) < 0 && errno != EINTR) die("poll failed");
+    if (poll(entries, 3 + polled, wait_us > 0 ? (int)(wait_us / 1000) + 1 : -1) < 0 && errno != EINTR) die("poll failed");
     return polled;
 }
 

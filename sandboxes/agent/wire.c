@@ -20,6 +20,17 @@ int64_t now_us(void) {
     return (int64_t)now.tv_sec * 1000000 + now.tv_nsec / 1000;
 }
 
+/* Pace of output. The controller's loop serves all sandboxes, and a piece of one byte takes as long there as a full
+ * one. A sender may be PACE_AHEAD_US ahead of its costs; what comes before `due_us` is collected and sent as one piece. */
+enum { PACE_AHEAD_US = 64000 };
+
+bool pace_allows(int64_t due_us) { return due_us <= now_us(); }
+
+void pace_count(int64_t *due_us, int64_t cost_us) {
+    int64_t earliest = now_us() - PACE_AHEAD_US;
+    *due_us = (*due_us > earliest ? *due_us : earliest) + cost_us;
+}
+
 void die(const char *what) {
     dprintf(2, "roll-flash agent: %s\n", what);
     _exit(70);

@@ -146,8 +146,9 @@ class AgentConnection:
             raise self.error
 
     def abandon(self, number: int) -> None:
-        """Cancel a running request and discard its replies; does nothing if it has ended."""
+        """Cancel a running request, fail what waits for it, and discard its replies; does nothing if it has ended."""
         if self.error is None and number in self._channels:
+            self._channels[number].fail(SandboxError(f"sandbox {self.name}: the request was given up"))
             self._channels[number] = AbandonedChannel()
             self.send(Request.CANCEL, number)
 

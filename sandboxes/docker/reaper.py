@@ -25,6 +25,7 @@ from roll_flash.sandboxes.identity import (
     Owner,
 )
 from roll_flash.sandboxes.images.kept import SNAPSHOTS, list_images, prune_builds, remove_image
+from roll_flash.sandboxes.local.cgroup import LeakedCgroup, leaked_cgroups, sweep_cgroups
 from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_folders
 
 Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]
@@ -47,16 +48,19 @@ class SandboxEntry:
     """With `network="internal"`: the sandbox that owns its network."""
     engine: str = ""
     kind: str = "container"
-    """`container`, `snapshot` (an image), `build` (an image; only in results of `reap`) or `folder`."""
+    """`container`, `snapshot` (an image), `build` (an image; only in results of `reap`), `folder` or `local` (a leaked
+    sandbox of the local provider)."""
 
 
 def list_sandboxes(*hosts: str) -> list[SandboxEntry]:
-    """List every labelled container and snapshot of the engines, and this user's scratch folders on this machine.
+    """List every labelled container and snapshot of the engines, and on this machine this user's scratch folders and
+    the leaked sandboxes of the local provider.
 
     Default engine: DOCKER_HOST, skipped if it does not answer. Raises SandboxUnavailable if an engine in `hosts` does
     not answer.
     """
-    return [*asyncio.run(_with_engines(hosts, list_entries)), *map(_folder_entry, scratch_folders())]
+    entries = asyncio.run(_with_engines(hosts, list_entries))
+    return [*entries, *map(_folder_entry, scratch_folders()), *map(_local_entry, leaked_cgroups())]
 
 
 def reap(*hosts: str) -> list[SandboxEntry]:
@@ -64,7 +68,8 @@ def reap(*hosts: str) -> list[SandboxEntry]:
 
     Raises SandboxUnavailable like `list_sandboxes`.
     """
-    return [*asyncio.run(_with_engines(hosts, sweep)), *map(_folder_entry, sweep_folders())]
+    entries = asyncio.run(_with_engines(hosts, sweep))
+    return [*entries, *map(_folder_entry, sweep_folders()), *map(_local_entry, sweep_cgroups())]
 
 
 async def _with_engines(hosts: Sequence[str], action: Action) -> list[SandboxEntry]:
@@ -161,6 +166,10 @@ def _entry(item: dict[str, Any], engine: str, image: str | None = None) -> Sandb
 def _folder_entry(folder: ScratchFolder) -> SandboxEntry:
     age_s = round(folder.age_s, 1)
     return SandboxEntry(str(folder.path), "", folder.owner, age_s, "folder", folder.leaked, kind="folder")
+
+
+def _local_entry(group: LeakedCgroup) -> SandboxEntry:
+    return SandboxEntry(group.sandbox, "", str(group.owner), round(group.age_s, 1), "local", True, kind="local")
 
 
 def _is_leaked(marks: dict[str, str], age_s: float) -> bool:

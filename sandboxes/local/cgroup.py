@@ -131,22 +131,52 @@ def _limited(folder: Path, settings: dict[str, str]) -> Path:
     return folder
 
 
-def sweep_cgroups() -> int:
-    """Remove the groups of dead owners and kill their processes; return the number of removed folders.
+@dataclass(frozen=True, slots=True)
+class LeakedCgroup:
+    """Control groups of a local sandbox whose owner is dead."""
+
+    sandbox: str
+    owner: Owner
+    age_s: float
+    folders: tuple[Path, ...]
+
+
+def leaked_cgroups() -> list[LeakedCgroup]:
+    """Return the groups of dead owners.
 
     A sandbox ends with its controller, unless a forked child of the controller holds the connection open. Groups of
-    owners in other process namespaces (containers that share the machine's groups) stay, because nothing is known of
-    these owners.
+    owners in other process namespaces (containers that share the machine's groups) are not leaked, because nothing is
+    known of these owners.
     """
-    removed = 0
-    boot = boot_id()
+    found: dict[str, list[Path]] = {}
     for parent in (ROOT / FOLDER, *(ROOT / controller / FOLDER for controller in CONTROLLERS_V1)):
         for folder in parent.glob(f"{short_boot_id()}-*-*-roll-flash-*"):
-            _, pid, started, _ = folder.name.split("-", 3)
-            if Owner(boot, int(pid), int(started)).lives() is False:
-                _kill_members(folder)
-                Cgroup((folder,), 0).remove()
-                removed += not folder.exists()
+            found.setdefault(folder.name, []).append(folder)
+    leaked, boot = [], boot_id()
+    for leaf, folders in found.items():
+        _, pid, started, sandbox = leaf.split("-", 3)
+        owner = Owner(boot, int(pid), int(started))
+        if owner.lives() is False:
+            leaked.append(LeakedCgroup(sandbox, owner, _age_s(folders[0]), tuple(folders)))
+    return leaked
+
+
+def _age_s(folder: Path) -> float:
+    try:
+        return max(0.0, time.time() - folder.stat().st_mtime)
+    except FileNotFoundError:  # another process has just removed it
+        return 0.0
+
+
+def sweep_cgroups() -> list[LeakedCgroup]:
+    """Kill the processes in the groups of dead owners, and return the groups that were removed."""
+    removed = []
+    for leaked in leaked_cgroups():
+        for folder in leaked.folders:
+            _kill_members(folder)
+        Cgroup(leaked.folders, 0).remove()
+        if not any(folder.exists() for folder in leaked.folders):
+            removed.append(leaked)
     return removed
 
 

@@ -163,7 +163,7 @@ class LocalProvider:
 
     async def sweep(self) -> int:
         """Remove control groups of dead controllers, with sandboxes kept alive by a controller's child process."""
-        return await asyncio.to_thread(sweep_cgroups) if self.limited else 0
+        return len(await asyncio.to_thread(sweep_cgroups)) if self.limited else 0
 
     async def close(self) -> None:
         """Do nothing: the provider holds no resources."""
@@ -271,7 +271,7 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
             command += ["--ro-bind", path, path]
     command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
     command += ["--perms", "0750", "--size", size, "--tmpfs", spec.workdir]
-    command += ["--perms", "0555", "--ro-bind-data", str(files[0]), f"{FOLDER}/agent"]
+    command += ["--perms", "0111", "--ro-bind-data", str(files[0]), f"{FOLDER}/agent"]
     command += ["--perms", "0444", "--ro-bind-data", str(files[1]), "/etc/passwd"]
     command += ["--perms", "0444", "--ro-bind-data", str(files[2]), "/etc/group"]
     command += ["--remount-ro", "/", "--chdir", spec.workdir]

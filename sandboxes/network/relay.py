@@ -39,9 +39,14 @@ MAX_CONNECTIONS = 128
 EVICT_S = 0.1
 EVICT_AT_ONCE = MAX_CONNECTIONS // 4
 """Maximum number of the longest idle connections closed every EVICT_S seconds at the connection limit."""
+FRAMES_AT_ONCE, FRAMES_PAUSE_S = 64, 0.015
+"""After this number of frames from inside the relay pauses, so that no sandbox takes more than a share of the loop. The
+program inside sends fewer by itself (`agent/relay.c`), but code inside may try to write in its place."""
 PIECE = CHUNK - HEADER.size
 START_TIMEOUT_S = 10.0
 RESTART_S = 0.5
+FLUSH_TIMEOUT_S = 30.0
+"""Maximum seconds to deliver the last data of a connection. It counts as a connection of the relay until then."""
 MAX_COMPLAINT = 300
 
 _log = logging.getLogger("roll_flash.sandboxes")
@@ -222,7 +227,7 @@ class Relay:
         return f"a sandbox cannot listen on its port {self._port}: {said or otherwise}"
 
     async def _run_once(self) -> None:
-        decoder = FrameDecoder()
+        decoder, taken = FrameDecoder(), 0
         self._stream = self._start(relay_command(self._port))
         try:
             async with self._stream as stream:
@@ -232,6 +237,9 @@ class Relay:
                         continue
                     for frame in decoder.feed(chunk.data):
                         await self._take(frame)
+                        taken += 1
+                        if taken % FRAMES_AT_ONCE == 0:
+                            await asyncio.sleep(FRAMES_PAUSE_S)
         finally:
             lost, self._connections = self._connections, {}
             for connection in lost.values():
@@ -298,7 +306,7 @@ def _moved_at(connection: RelayedConnection) -> float:
 
 
 async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Copy in both directions until both have ended or one side is gone."""
+    """Copy in both directions until both have ended or one side is gone. The connection outside is closed on return."""
     upward = asyncio.ensure_future(_copy_out(connection, writer))
     downward = asyncio.ensure_future(_copy_in(reader, connection))
     connection.on_break(downward.cancel)
@@ -307,11 +315,19 @@ async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writ
         for copy in done:
             if not copy.cancelled():
                 copy.result()
+        await _flush(writer)
     finally:
         for copy in (upward, downward):
             copy.cancel()
+        writer.transport.abort()  # a server that does not read would keep a closed connection open for ever
         await asyncio.gather(upward, downward, return_exceptions=True)
-        writer.close()
+
+
+async def _flush(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(OSError):  # the server is gone, or has not read for FLUSH_TIMEOUT_S (TimeoutError)
+        async with asyncio.timeout(FLUSH_TIMEOUT_S):
+            await writer.wait_closed()
 
 
 async def _copy_out(connection: RelayedConnection, writer: asyncio.StreamWriter) -> None:

@@ -14,10 +14,13 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/inotify.h>
+#include <sys/ioctl.h>
+#include <sys/mman.h>
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/ptrace.h>
 #include <sys/resource.h>
+#include <sys/shm.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -286,6 +289,12 @@ int main(int count, char **words) {
     if (!strcmp(what, "socket")) return told(socket((int)number, SOCK_DGRAM, 0));
     if (!strcmp(what, "stream-socket")) return told(socket((int)number, SOCK_STREAM, 0));
     if (!strcmp(what, "protocol")) return told(socket(AF_INET, SOCK_STREAM, (int)number) & socket(AF_INET, SOCK_DGRAM, (int)number));
+    if (!strcmp(what, "huge-map")) return told(syscall(SYS_mmap, NULL, 2 << 20, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_NORESERVE, -1, 0));
+    if (!strcmp(what, "huge-file")) return told(memfd_create("huge", MFD_HUGETLB));
+    if (!strcmp(what, "huge-segment")) return told(shmget(IPC_PRIVATE, 2 << 20, SHM_HUGETLB | IPC_CREAT | 0600));
+    if (!strcmp(what, "socket-type")) return told(socket(AF_INET, (int)number, 0) & socket(AF_INET6, (int)number, 0));
+    if (!strcmp(what, "ioctl")) return told(ioctl(posix_openpt(O_RDWR | O_NOCTTY), strtoul(words[2], NULL, 0), &(int){0}));
+    if (!strcmp(what, "socket-ioctl")) return told(ioctl(socket(AF_INET, SOCK_DGRAM, 0), strtoul(words[2], NULL, 0), calloc(1, 4096)));
     if (!strcmp(what, "socket-program")) return told(attach_program((int)number));
     if (!strcmp(what, "filter")) return told(syscall(SYS_seccomp, SECCOMP_SET_MODE_FILTER, 0, &allow_all));
     if (!strcmp(what, "filter-by-prctl")) return told(prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &allow_all));

@@ -93,6 +93,55 @@ def test_a_protocol_that_the_kernel_would_load_or_that_few_ask_for_is_refused(
     assert_refused(attempt(provider, "protocol", str(number)).stdout)
 
 
+@pytest.mark.parametrize(
+    ("words", "refused"),
+    [
+        (("protocol", "77"), b"Protocol not supported"),
+        (("socket-type", "4"), b"Protocol not supported"),
+        (("socket-type", "5"), b"Protocol not supported"),
+        (("socket-type", "3"), b"Protocol not supported"),
+        (("ioctl", "0x5423"), b"Operation not permitted"),
+        (("socket-ioctl", "0x8940"), b"Operation not permitted"),
+        (("socket-ioctl", "0x89a0"), b"Operation not permitted"),
+        (("socket-ioctl", "0x8982"), b"Operation not permitted"),
+    ],
+    ids=["protocol", "rdm", "seqpacket", "raw", "line discipline", "bridge", "new bridge", "vlan"],
+)
+def test_the_kernel_is_never_asked_for_a_module(provider: str, words: tuple[str, ...], refused: bytes) -> None:
+    """It would start modprobe on the machine each time, as root, which no limit of the sandbox covers."""
+    assert attempt(provider, *words).stdout == refused + b"\n"
+
+
+@pytest.mark.parametrize("kind", ["map", "file", "segment"])
+def test_huge_pages_of_the_machine_are_refused(provider: str, kind: str) -> None:
+    """They are reserved for the machine's own programs, and no memory limit counts them."""
+    assert attempt(provider, f"huge-{kind}").stdout == b"Operation not permitted\n"
+
+
+def test_code_inside_cannot_read_the_agent_program(provider: str) -> None:
+    """So the kernel protects a relay from its first instruction on: else code inside opened its output before that."""
+    result = shell(provider, "cat /.roll-flash/agent")
+    assert (result.stdout, result.exit_code) == (b"", 1)
+
+
+def test_usual_kinds_of_sockets_are_allowed(provider: str) -> None:
+    code = """
+import socket as s
+for family in (s.AF_INET, s.AF_INET6):
+    for kind, protocols in ((s.SOCK_STREAM, (0, s.IPPROTO_TCP)), (s.SOCK_DGRAM, (0, s.IPPROTO_UDP))):
+        for protocol in protocols:
+            s.socket(family, kind | s.SOCK_NONBLOCK, protocol).close()
+for kind in (s.SOCK_STREAM, s.SOCK_DGRAM, s.SOCK_SEQPACKET):
+    s.socketpair(s.AF_UNIX, kind)
+"""
+
+    async def run(sandbox: Sandbox) -> None:
+        result = await sandbox.exec(["python3", "-c", code])
+        assert (result.exit_code, result.stderr) == (0, b"")
+
+    within(provider, run)
+
+
 @pytest.mark.parametrize("family", [1, 2, 10], ids=["unix", "ipv4", "ipv6"])
 def test_a_socket_of_a_harmless_family_is_allowed(provider: str, family: int) -> None:
     assert attempt(provider, "stream-socket", str(family)).stdout == b"0\n"

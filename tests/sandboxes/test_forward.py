@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import cast
 
 import pytest
 from abuse import within
 
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxSpec, SandboxStartError
+from roll_flash.sandboxes.client.commands import CommandStream
+from roll_flash.sandboxes.client.frames import Frame, Reply, Request, encode
+from roll_flash.sandboxes.network.relay import Relay, RelayedConnection
+from roll_flash.sandboxes.result import OutputChunk
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 INSIDE = 8099
@@ -144,6 +151,81 @@ print("served")
     within(provider, run)
 
 
+def test_bytes_sent_one_by_one_come_in_few_frames_and_whole(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of one byte takes the controller as long as a full one: a sandbox could hold up all others."""
+    frames = arrived = 0
+    receive = RelayedConnection.receive
+
+    async def counted(self: RelayedConnection, frame: Frame) -> None:
+        nonlocal frames
+        frames += 1
+        await receive(self, frame)
+
+    async def sink(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal arrived
+        while piece := await reader.read(1 << 16):
+            arrived += len(piece)
+
+    monkeypatch.setattr(RelayedConnection, "receive", counted)
+    code = """
+all = [connect() for _ in range(40)]
+for one in all:
+    one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+for _ in range(1000):
+    for one in all:
+        one.send(b"x")
+for one in all:
+    one.shutdown(socket.SHUT_WR)
+print(sum(len(everything(one)) for one in all))
+"""
+
+    async def run(sandbox: Sandbox) -> None:
+        async with serving(sink) as port, sandbox.forward(INSIDE, port):
+            began = time.monotonic()
+            assert await python(sandbox, code) == "0"
+            assert arrived == 40_000
+            assert frames < 300 + 2_200 * (time.monotonic() - began)
+
+    within(provider, run)
+
+
+class FloodingStream:
+    """Plays a relay that code inside has replaced: a frame of no use, again and again."""
+
+    def __init__(self) -> None:
+        self.frames = 0
+
+    async def __aenter__(self) -> FloodingStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
+        yield OutputChunk("stdout", encode(Reply.READY, 0))
+        flood = encode(Request.END, 7) * 100
+        for _ in range(2000):
+            self.frames += 100
+            yield OutputChunk("stdout", flood)
+
+
+def test_a_flood_of_frames_from_inside_takes_a_share_of_the_loop() -> None:
+    async def run() -> None:
+        async def serve(_: RelayedConnection) -> None:
+            pytest.fail("there is no connection")
+
+        flooding = FloodingStream()
+        relay = Relay(lambda _: cast(CommandStream, flooding), INSIDE, serve, evict_after_s=1)
+        began = time.monotonic()
+        async with asyncio.timeout(10):
+            await relay.start()
+            await asyncio.sleep(0.5)
+        await relay.close()
+        assert 100 < flooding.frames < 200 + 64 / 0.015 * (time.monotonic() - began)
+
+    asyncio.run(run())
+
+
 def test_a_server_here_that_sleeps_holds_up_nobody(provider: str) -> None:
     done = asyncio.Event()
 
@@ -175,6 +257,35 @@ print(everything(quick).decode())
                 done.set()
 
     within(provider, run)
+
+
+def test_connections_to_a_server_that_reads_nothing_end_with_the_block(provider: str) -> None:
+    code = """
+for _ in range(3):
+    one = connect(1)
+    try:
+        while True:
+            one.sendall(b"x" * 65536)
+    except TimeoutError:
+        one.close()
+"""
+    with socket.create_server(("127.0.0.1", 0)) as server:  # the kernel accepts
+        port = server.getsockname()[1]
+
+        async def run(sandbox: Sandbox) -> None:
+            async with sandbox.forward(INSIDE, port) as forward:
+                assert await python(sandbox, code) == ""
+                assert (forward.accepted, connections_to(port)) == (3, 3)
+            await asyncio.sleep(0.1)
+            assert connections_to(port) == 0
+
+        within(provider, run)
+
+
+def connections_to(port: int) -> int:
+    """Number of connections of this machine to one of its ports that a process still holds."""
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return sum(row[2] == f"0100007F:{port:04X}" and row[9] != "0" for row in rows)
 
 
 def test_each_side_sees_that_the_other_closed(provider: str) -> None:

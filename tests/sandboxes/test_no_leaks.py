@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from roll_flash.sandboxes import SandboxPool, list_sandboxes
-from roll_flash.sandboxes.local.cgroup import can_limit, sweep_cgroups
+from roll_flash.sandboxes import SandboxPool, list_sandboxes, reap
+from roll_flash.sandboxes.local.cgroup import can_limit
 
 GONE_WITHIN_S = 30.0
 """The benchmark holds it to 2 s; here the machine may be busy."""
@@ -170,7 +170,7 @@ asyncio.run(main())
 
 
 @pytest.mark.skipif(not can_limit(), reason="this user can make no control groups")
-def test_a_sandbox_whose_connection_a_forked_child_of_a_killed_controller_holds_is_swept() -> None:
+def test_a_sandbox_whose_connection_a_forked_child_of_a_killed_controller_holds_is_reaped() -> None:
     with controller(FORKED) as process:
         assert process.stdout is not None
         child = int(process.stdout.readline())
@@ -179,8 +179,11 @@ def test_a_sandbox_whose_connection_a_forked_child_of_a_killed_controller_holds_
         process.wait(timeout=10)
         try:
             assert sandbox
-            sweep_cgroups()
+            owner = f":{process.pid}:"
+            assert [entry.kind for entry in list_sandboxes() if owner in entry.owner and entry.leaked] == ["local"]
+            assert [entry.kind for entry in reap() if owner in entry.owner] == ["local"]
             assert_gone("local", "", sandbox, GONE_WITHIN_S)
+            assert not [entry for entry in list_sandboxes() if owner in entry.owner]
         finally:
             os.kill(child, 9)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 import pytest
 from abuse import within
 
@@ -29,3 +32,29 @@ def test_head_and_tail_are_exact(provider: str, size: int) -> None:
             assert notice == f"{size - cap} bytes left out".encode()
 
     within(provider, read)
+
+
+def test_output_byte_by_byte_comes_in_few_pieces_and_whole(provider: str) -> None:
+    """A piece of one byte takes the controller as long as a full one: a sandbox could hold up all others."""
+    size = 300_000
+
+    async def read(sandbox: Sandbox) -> None:
+        began = time.monotonic()
+        async with sandbox.stream(f"dd if=/dev/zero bs=1 count={size} 2>&-", timeout=60) as stream:
+            pieces = [len(chunk.data) async for chunk in stream]
+        assert sum(pieces) == size
+        assert len(pieces) < 300 + 4_400 * (time.monotonic() - began)
+
+    within(provider, read)
+
+
+def test_what_is_still_being_sent_to_a_command_is_given_up_with_it(provider: str) -> None:
+    async def send(sandbox: Sandbox) -> None:
+        async with sandbox.stream("sleep 60", stdin=True, timeout=60) as stream:
+            sending = asyncio.ensure_future(stream.send(b"x" * 1_000_000))
+            await asyncio.wait({sending}, timeout=0.5)
+            assert not sending.done()
+        async with asyncio.timeout(5):
+            await sending
+
+    within(provider, send)
