@@ -21,6 +21,7 @@ CHECK_ENVIRONMENT = {
     # Same effect as `python3 -I`, for every Python that the check starts.
     "PYTHONSAFEPATH": "1",
     "PYTHONNOUSERSITE": "1",
+    "PYTHONPYCACHEPREFIX": "/nonexistent",  # a planted __pycache__ may stand for any source
     **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV"), ""),
 }
 """Environment of a check: its programs read no settings and import no modules from paths that an agent could write."""

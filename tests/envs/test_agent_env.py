@@ -22,7 +22,7 @@ from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs import make_env
 from roll_flash.envs.agents.agent_env import AgentEnv
 from roll_flash.envs.agents.presets import AGENTS_IMAGE
-from roll_flash.envs.agents.verifier import _said_reward
+from roll_flash.envs.agents.verifier import CommandVerifier, _said_reward
 from roll_flash.envs.held_out import draw_problem
 from roll_flash.envs.shipped.repair_bugs import draw_bug, make_repair
 from roll_flash.errors import ConfigError, EnvError
@@ -316,6 +316,26 @@ def test_a_path_of_the_image_that_an_agent_can_write_is_not_searched_by_the_chec
 def test_an_agent_that_stands_in_the_way_of_its_check_earns_nothing_and_is_a_sample(code: str) -> None:
     env = python(ASK + code, verifier="false", verifier_files={"given/wanted": "1", "/tmp/wanted": "x" * 9999})
     assert run(env)[0] == 0.0
+
+
+PLANT = """
+import importlib._bootstrap_external as imports, os
+os.mkdir('__pycache__')
+code = compile('VALUE = 1', 'wanted.py', 'exec')
+open(imports.cache_from_source('wanted.py'), 'wb').write(imports._code_to_hash_pyc(code, bytes(8), False))
+"""
+"""Python does not compare such a file with the source that it stands for."""
+
+
+def test_a_check_imports_its_own_files_and_not_what_an_agent_compiled_for_them() -> None:
+    check = "python3 -c 'import sys; sys.path.insert(0, \"\"); import wanted; print(wanted.VALUE)'"
+
+    async def play() -> tuple[float, dict[str, Any]]:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            assert (await sandbox.exec(["python3", "-c", PLANT])).ok
+            return await CommandVerifier(check, {"wanted.py": "VALUE = 0"}, 10.0)(sandbox, {})
+
+    assert asyncio.run(play())[0] == 0.0
 
 
 @pytest.mark.parametrize(
