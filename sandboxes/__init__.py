@@ -5,6 +5,7 @@ from roll_flash.sandboxes.client.shell import Shell
 from roll_flash.sandboxes.conformance import CheckReport, check_provider
 from roll_flash.sandboxes.docker.reaper import SandboxEntry, list_sandboxes, reap
 from roll_flash.sandboxes.errors import (
+    SandboxBusy,
     SandboxDied,
     SandboxDiskFull,
     SandboxError,
@@ -34,6 +35,7 @@ __all__ = [
     "PoolStats",
     "Provider",
     "Sandbox",
+    "SandboxBusy",
     "SandboxDied",
     "SandboxDiskFull",
     "SandboxEntry",

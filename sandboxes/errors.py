@@ -68,3 +68,8 @@ class SandboxFileError(SandboxError):
 
     def __reduce__(self) -> tuple[type[SandboxFileError], tuple[str, int]]:
         return type(self), (str(self), self.errno)
+
+
+class SandboxBusy(SandboxFileError):
+    """What runs inside was killed and does not end in time, because of what it did before: the exception to the rule
+    above. Score it 0, or a model could avoid a certain 0."""

@@ -106,8 +106,8 @@ class Sandbox(Protocol):
     async def kill_all(self) -> None:
         """Kill every process inside and return when none is left. Running calls return the result of a killed command.
 
-        Starts no process, so it works with a full process table or a replaced shell. Raises SandboxFileError if a
-        process does not die within 5 s.
+        Starts no process, so it works with a full process table or a replaced shell. Raises SandboxBusy if a process
+        does not die within 5 s: gigabytes of mapped memory take long to free.
         """
         ...
 

@@ -54,7 +54,12 @@ def sh(command: str) -> str:
     return command
 
 
-TOOLS = {tool.name: tool for tool in map(make_tool, (add, sh))}
+def mean(values: list[int | float | None]) -> float:
+    """Mean."""
+    return 0.0
+
+
+TOOLS = {tool.name: tool for tool in map(make_tool, (add, sh, mean))}
 UNSEEN = type("Unseen", (), {"__module__": "nowhere"})()
 """A scorer whose source cannot be read."""
 JUDGE = Judge("http://localhost:1/v1", "judge")
@@ -162,6 +167,7 @@ SHAPES: Sequence[tuple[str, str, str]] = [
     ('<tool_call>{"name": "add", "arguments": {"a": ', "[", ""),
     ('<tool_call>{"name": "add", "arguments": {"a": ', "9", "}}"),
     ('<tool_call>{"name": "', "x", '"}</tool_call>'),
+    *[('<tool_call>{"name": "mean", "arguments": {"values": [', f"{one}, ", "1]}}") for one in ("{}", '"x"', "[[]]")],
     ('<tool_call>{"name": "add", "arguments": {"', '\\"', '": 1}}'),
     ("", "[TOOL_CALLS]add[ARGS]{}", ""),
     ("", "[TOOL_CALLS]x ", ""),
@@ -240,6 +246,22 @@ def test_of_a_text_full_of_calls_the_first_are_read_and_the_model_is_told() -> N
         assert found[0].name == "sh"
         assert isinstance(found[-1], BadCall)
         assert "first 256 calls" in found[-1].message
+
+
+@pytest.mark.parametrize("value", [{}, "x"])
+def test_thousands_of_wrong_values_in_a_call_do_not_hold_up_the_other_episodes(value: Any) -> None:
+    """Describing each of them took a worker's event loop most of a second for 100 KB of text, 7 s for 1 MB."""
+    wrong = {"name": "mean", "arguments": {"values": [value] * 19_000}}
+    (call,) = parse_tool_calls(f"<tool_call>{json.dumps(wrong)}</tool_call>", TOOLS)
+    assert isinstance(call, ToolCall)
+    began = time.process_time()
+    with pytest.raises(WrongArguments, match=r"mean: [0-9]+ of the values in its arguments are of the wrong type"):
+        TOOLS["mean"].check(call.arguments)
+    assert time.process_time() - began < 0.4
+    wrong["arguments"] = {"values": [value] * 21_000}
+    (call,) = parse_tool_calls(f"<tool_call>{json.dumps(wrong)}</tool_call>", TOOLS)
+    assert isinstance(call, BadCall)
+    assert "more than 20000 values" in call.message
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from roll_flash.envs.base import Observation, SandboxEnv
 from roll_flash.envs.registration import make_env
 from roll_flash.envs.tools.tool_env import OUT_OF_MEMORY
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.sandboxes import ExecResult, SandboxDied, SandboxSpec
+from roll_flash.sandboxes import ExecResult, SandboxBusy, SandboxDied, SandboxSpec
 from roll_flash.types import Message
 
 GATEWAY_PORT = 8011
@@ -181,7 +182,8 @@ class AgentEnv(SandboxEnv):
         async with self.sandbox.forward(GATEWAY_PORT, gateway.port) as forward:
             try:
                 result = await self._run(instruction, gateway)
-                await self.sandbox.kill_all()  # processes that it left running must not affect the check
+                with suppress(SandboxBusy):  # they are ending; if they still are at the check, the reward is 0
+                    await self.sandbox.kill_all()  # processes that it left running must not affect the check
             except SandboxDied as error:
                 if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
                     raise
@@ -208,10 +210,12 @@ class AgentEnv(SandboxEnv):
 
     async def score(self) -> tuple[float, dict[str, Any]]:
         """Return the reward of the agent's final state and info on its end. The agent may leave so little memory that
-        the sandbox dies during the check; the reward is then 0."""
+        the sandbox dies during the check, or processes that do not end; the reward is then 0."""
         try:
             if self._info.get("agent_ended") != ENDED_OUT_OF_MEMORY:
                 return await self._score()
+        except SandboxBusy as error:
+            return 0.0, {**self._info, "verifier_error": str(error), "success": False}
         except SandboxDied as error:
             if error.reason != OUT_OF_MEMORY:
                 raise

@@ -21,6 +21,7 @@ CHECK_ENVIRONMENT = {
     # Same effect as `python3 -I`, for every Python that the check starts.
     "PYTHONSAFEPATH": "1",
     "PYTHONNOUSERSITE": "1",
+    "PYTHONPYCACHEPREFIX": "/nonexistent",  # a planted __pycache__ may stand for any source
     **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "BASH_ENV", "ENV"), ""),
 }
 """Environment of a check: its programs read no settings and import no modules from paths that an agent could write."""
@@ -37,11 +38,11 @@ WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 @dataclass(frozen=True, slots=True)
 class CommandVerifier:
     """A command run by `/bin/sh` in the sandbox, alone. With exit status 0 the last line of its output is the reward
-    if it is a number from 0 to 1, else the reward is 1.0.
+    if it is a number from 0 to 1; a number below 0 gives 0.0, anything else 1.0.
 
     Any other exit status gives 0.0, whatever was printed: the last line of an aborted check may be an agent's text. A
-    timeout also gives 0.0, because the checked code may never end, and so does a file that cannot be written, because
-    only an agent can block its path. docs/agents.md lists what a check may trust.
+    timeout also gives 0.0, because the checked code may never end; so do processes of the agent that do not end, and a
+    file that cannot be written, because only an agent can block its path. docs/agents.md lists what a check may trust.
     """
 
     command: str
@@ -59,8 +60,8 @@ class CommandVerifier:
     async def __call__(
         self, sandbox: Sandbox, env: Mapping[str, str], more_files: Mapping[str, bytes] | None = None
     ) -> tuple[float, dict[str, Any]]:
-        await sandbox.kill_all()
         try:
+            await sandbox.kill_all()
             files: dict[str, str | bytes] = {**self.files, **(more_files or {})}
             for path, content in files.items():
                 await sandbox.remove(path)
@@ -80,7 +81,8 @@ class CommandVerifier:
 
 
 def _said_reward(output: str) -> float:
-    """Return the reward of a check that exited with 0. A non-finite mean, as of an empty file, gives 0.0.
+    """Return the reward of a check that exited with 0. A non-finite mean, as of an empty file, gives 0.0, and so does a
+    number below 0, such as 1 minus the error of a very wrong answer.
 
     A line ends with a newline only: `head -n 1` and `read` treat Python's other line separators as part of the line, so
     an agent could use one to end a line of the check and start its own.
@@ -88,8 +90,8 @@ def _said_reward(output: str) -> float:
     word = output.rstrip().rpartition("\n")[2].strip(" \t\r")
     if _NOT_FINITE.fullmatch(word):
         return 0.0
-    value = float(word) if _NUMBER.fullmatch(word) else 1.0
-    return value if 0.0 <= value <= 1.0 else 1.0
+    value = max(0.0, float(word)) if _NUMBER.fullmatch(word) else 1.0
+    return min(value, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.chat.model_text import MOST_CALLS, MOST_DEPTH, after_blanks, is_deeper, parse_python, unescaped
+from roll_flash.chat.model_text import (
+    MOST_CALLS,
+    MOST_DEPTH,
+    MOST_VALUES,
+    after_blanks,
+    has_more_values,
+    is_deeper,
+    parse_python,
+    unescaped,
+)
 from roll_flash.envs.tools.functions import ToolDescription
 
 UNKNOWN = "(unknown)"
@@ -83,15 +92,20 @@ def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[To
 
 
 def _bounded(calls: list[ToolCall | BadCall]) -> list[ToolCall | BadCall]:
-    kept = [
-        BadCall(f"{call.name}: its arguments are nested more than {MOST_DEPTH} deep", call.name)
-        if isinstance(call, ToolCall) and is_deeper(call.arguments, MOST_DEPTH)
-        else call
-        for call in calls[:MOST_CALLS]
-    ]
+    kept = [_bounded_call(call) for call in calls[:MOST_CALLS]]
     if len(calls) <= MOST_CALLS:
         return kept
     return [*kept, BadCall(f"Only the first {MOST_CALLS} calls were read")]
+
+
+def _bounded_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
+    if isinstance(call, BadCall):
+        return call
+    if has_more_values(call.arguments, MOST_VALUES):
+        return BadCall(f"{call.name}: its arguments have more than {MOST_VALUES} values", call.name)
+    if is_deeper(call.arguments, MOST_DEPTH):
+        return BadCall(f"{call.name}: its arguments are nested more than {MOST_DEPTH} deep", call.name)
+    return call
 
 
 def looks_native(text: str) -> bool:

@@ -20,6 +20,8 @@ from roll_flash.errors import EnvError
 
 TOOL_TIMEOUT_S = 30.0
 TOOL_OUTPUT_CHARACTERS = 4000
+MOST_ERRORS = 1000
+"""Maximum number of wrong values that are described, as describing more takes seconds."""
 _MARK = "__roll_flash_tool__"
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -173,6 +175,8 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _say(error: pydantic.ValidationError) -> str:
+    if (count := error.error_count()) > MOST_ERRORS:
+        return f"{count} of the values in its arguments are of the wrong type"
     said = []
     for problem in error.errors()[:3]:
         where = ".".join(map(str, problem["loc"]))

@@ -35,7 +35,7 @@ from roll_flash.envs.tools.prompt import (
 from roll_flash.envs.tools.results import cut_middle, limit_prints, render_result
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
-from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError
+from roll_flash.sandboxes.errors import SandboxBusy, SandboxDied, SandboxError, SandboxFileError
 from roll_flash.types import Message
 
 logger = logging.getLogger("roll_flash.envs")
@@ -278,14 +278,20 @@ class ToolEnv(Env):
         return {TOOL_SCHEMAS: [tool.schema() for tool in tools]} if tools and self.tool_format == "native" else {}
 
 
+def is_caused_by_code(error: SandboxError) -> bool:
+    """True for errors that only code in the sandbox can cause, so that the episode is scored."""
+    return isinstance(error, SandboxBusy) or (isinstance(error, SandboxDied) and error.reason == OUT_OF_MEMORY)
+
+
 class SandboxToolEnv(ToolEnv, SandboxEnv):
-    """A `ToolEnv` whose tools and rewards have `self.sandbox`. If the model fills its memory, the reward is 0."""
+    """A `ToolEnv` whose tools and rewards have `self.sandbox`. If the model fills its memory, or what it left running
+    does not end, the reward is 0."""
 
     async def step(self, action: str) -> StepResult:
         try:
             return await super().step(action)
-        except SandboxDied as error:
-            if error.reason != OUT_OF_MEMORY:
+        except (SandboxBusy, SandboxDied) as error:
+            if not is_caused_by_code(error):
                 raise
         final, info = await self.conclude()
         return "", final, True, False, info
@@ -293,10 +299,11 @@ class SandboxToolEnv(ToolEnv, SandboxEnv):
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         try:
             return await super().conclude()
-        except SandboxDied as error:
-            if error.reason != OUT_OF_MEMORY:
+        except (SandboxBusy, SandboxDied) as error:
+            if not is_caused_by_code(error):
                 raise
-            return 0.0, {**self._tool_info(), "rewards": {}, "success": False, "sandbox_died": error.reason}
+            why = {"sandbox_died": error.reason} if isinstance(error, SandboxDied) else {"sandbox_busy": True}
+            return 0.0, {**self._tool_info(), "rewards": {}, "success": False, **why}
 
 
 class _ToolFailed(Exception):

@@ -77,6 +77,8 @@ uint32_t commands_alive(void);
 bool commands_wait(void);
 
 /* members.c: the processes of each command. */
+void members_prepare(void);
+int members_open(const char *path, int flags);
 bool members_mark(uint64_t command);
 bool members_is_stopped(pid_t pid);
 void members_signal(uint64_t command, int number);

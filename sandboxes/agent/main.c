@@ -82,6 +82,7 @@ static int prepare(void) {
     setrlimit(RLIMIT_CORE, &none);
     umask(022);
     if (prctl(PR_SET_DUMPABLE, 0) < 0) die("the agent cannot be protected from being traced");
+    members_prepare();
     confine();
     wire_start();
     commands_prepare();

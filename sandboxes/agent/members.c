@@ -16,6 +16,7 @@
 #include <string.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <time.h>
 #include <unistd.h>
@@ -24,7 +25,7 @@
 #define UP_TO_THREADS " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %ld"
 #define AFTER_NAME " %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %*s %llu"
 
-enum { STILL_US = 300000 };
+enum { STILL_US = 300000, MOST_UNLOCKS = 200 };
 
 struct pids {
     pid_t *at;
@@ -71,10 +72,26 @@ bool members_mark(uint64_t command) {
     return prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) == 0;
 }
 
+static int processes = -1; /* /proc, opened before code inside could lock it, or the root above it */
+
+void members_prepare(void) {
+    processes = open("/proc", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (processes < 0) die("/proc cannot be read");
+}
+
+/* Opens a path below /proc. Root inside owns that folder and may take away its permissions, also again and again;
+ * without them no process can be told from another. */
+int members_open(const char *path, int flags) {
+    int fd = openat(processes, path, flags | O_CLOEXEC);
+    for (int tries = 0; fd < 0 && errno == EACCES && tries < MOST_UNLOCKS && fchmod(processes, 0555) == 0; tries++)
+        fd = openat(processes, path, flags | O_CLOEXEC);
+    return fd;
+}
+
 static bool read_entry(pid_t pid, const char *name, char *text, size_t size) {
     char path[48];
-    snprintf(path, sizeof path, "/proc/%d/%s", pid, name);
-    int fd = open(path, O_RDONLY | O_CLOEXEC);
+    snprintf(path, sizeof path, "%d/%s", pid, name);
+    int fd = members_open(path, O_RDONLY);
     if (fd < 0) return false;
     ssize_t got = read(fd, text, size - 1);
     close(fd);
@@ -126,8 +143,10 @@ static bool holds(const struct pids *pids, pid_t pid) {
 
 /* Lists all processes but this one, or only the stopped ones. */
 static void list_processes(struct pids *found, bool only_stopped) {
-    DIR *directory = opendir("/proc");
+    int copy = fcntl(processes, F_DUPFD_CLOEXEC, 0); /* readable whatever the folder's permissions are now */
+    DIR *directory = copy < 0 ? NULL : fdopendir(copy);
     if (!directory) die("/proc cannot be read");
+    rewinddir(directory);
     found->count = 0;
     for (struct dirent *entry; (entry = readdir(directory));) {
         pid_t pid = isdigit((unsigned char)entry->d_name[0]) ? atoi(entry->d_name) : 0;
@@ -167,8 +186,9 @@ static void continue_all(void) {
 /* Checks all threads: one may still be inside a system call when the first one has stopped. */
 static bool stands_still(pid_t pid) {
     char path[48], text[1024];
-    snprintf(path, sizeof path, "/proc/%d/task", pid);
-    DIR *directory = opendir(path);
+    snprintf(path, sizeof path, "%d/task", pid);
+    int fd = members_open(path, O_RDONLY | O_DIRECTORY);
+    DIR *directory = fd < 0 ? NULL : fdopendir(fd);
     bool still = true;
     for (struct dirent *entry; directory && still && (entry = readdir(directory));) {
         snprintf(path, sizeof path, "task/%.11s/stat", entry->d_name);
@@ -184,8 +204,9 @@ static bool stands_still(pid_t pid) {
 static bool has_alarm_clock(pid_t pid) {
     char path[48], line[128];
     int number = 0;
-    snprintf(path, sizeof path, "/proc/%d/timers", pid);
-    FILE *timers = fopen(path, "re");
+    snprintf(path, sizeof path, "%d/timers", pid);
+    int fd = members_open(path, O_RDONLY);
+    FILE *timers = fd < 0 ? NULL : fdopen(fd, "r");
     while (timers && number != SIGCONT && number != SIGKILL && fgets(line, sizeof line, timers)) sscanf(line, "signal: %d/", &number);
     if (timers) fclose(timers);
     return number == SIGCONT || number == SIGKILL;

@@ -104,7 +104,7 @@ static int become(const struct request *request, const int fds[3], uint64_t numb
     if (!members_mark(number)) return errno;
     for (int fd = 0; fd < 3; fd++)
         if (dup2(fds[fd], fd) < 0) return errno;
-    int score = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
+    int score = members_open("self/oom_score_adj", O_WRONLY);
     if (score >= 0) {
         if (write(score, "500", 3) < 0) close(score);
         else close(score);

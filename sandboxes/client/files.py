@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -11,6 +12,7 @@ from roll_flash.sandboxes.client.channels import FileChannel
 from roll_flash.sandboxes.client.commands import send_data
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import WINDOW, Entry, Request
+from roll_flash.sandboxes.errors import SandboxBusy, SandboxFileError
 
 FILE_TIMEOUT_S = 300.0
 
@@ -62,8 +64,13 @@ async def list_tree(connection: AgentConnection, path: str, max_entries: int) ->
 
 
 async def kill_all(connection: AgentConnection) -> None:
-    """Kill every process but the agent, and wait until all are dead."""
-    await _simple(connection, Request.KILL_ALL, b"", "kill")
+    """Kill every process but the agent, and wait until all are dead. Raises SandboxBusy."""
+    try:
+        await _simple(connection, Request.KILL_ALL, b"", "kill")
+    except SandboxFileError as error:
+        if error.errno != errno.EBUSY:
+            raise
+        raise SandboxBusy(f"sandbox {connection.name}: what runs in it does not end", error.errno) from None
 
 
 @asynccontextmanager

@@ -22,7 +22,7 @@ from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs import make_env
 from roll_flash.envs.agents.agent_env import AgentEnv
 from roll_flash.envs.agents.presets import AGENTS_IMAGE
-from roll_flash.envs.agents.verifier import _said_reward
+from roll_flash.envs.agents.verifier import CommandVerifier, _said_reward
 from roll_flash.envs.held_out import draw_problem
 from roll_flash.envs.shipped.repair_bugs import draw_bug, make_repair
 from roll_flash.errors import ConfigError, EnvError
@@ -318,10 +318,31 @@ def test_an_agent_that_stands_in_the_way_of_its_check_earns_nothing_and_is_a_sam
     assert run(env)[0] == 0.0
 
 
+PLANT = """
+import importlib._bootstrap_external as imports, os
+os.mkdir('__pycache__')
+code = compile('VALUE = 1', 'wanted.py', 'exec')
+open(imports.cache_from_source('wanted.py'), 'wb').write(imports._code_to_hash_pyc(code, bytes(8), False))
+"""
+"""Python does not compare such a file with the source that it stands for."""
+
+
+def test_a_check_imports_its_own_files_and_not_what_an_agent_compiled_for_them() -> None:
+    check = "python3 -c 'import sys; sys.path.insert(0, \"\"); import wanted; print(wanted.VALUE)'"
+
+    async def play() -> tuple[float, dict[str, Any]]:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            assert (await sandbox.exec(["python3", "-c", PLANT])).ok
+            return await CommandVerifier(check, {"wanted.py": "VALUE = 0"}, 10.0)(sandbox, {})
+
+    assert asyncio.run(play())[0] == 0.0
+
+
 @pytest.mark.parametrize(
     ("said", "worth"),
     [
         *[("nan", 0.0), ("inf", 0.0), ("0.5", 0.5), ("7", 1.0), ("", 1.0), ("0\n", 0.0), ("a\n0.5\r\n\n", 0.5)],
+        *[("-0.3", 0.0), ("-1e999", 0.0), ("-0", 0.0), ("score -0.3", 1.0)],
         *[("0_0", 1.0), ("\u0660.5", 1.0), ("0.\u0665", 1.0), ("0x0", 1.0), ("9" * 5000, 1.0)],
         *[(f"it said 5{mark}0.5", 1.0) for mark in "\r\v\f\x1c\x85\u2028"],
     ],

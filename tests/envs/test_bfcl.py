@@ -247,6 +247,32 @@ def test_calls_on_which_the_checker_comes_to_no_verdict_are_wrong_and_no_failure
 
 
 @pytest.mark.docker
+def test_calls_that_a_new_server_cannot_repeat_end_the_calls_and_are_no_failure() -> None:
+    """All results together took more memory than one after the other: the model's own calls made it no sample."""
+    item = load_items("multi_turn_base")[0]
+
+    async def run(pool: SandboxPool) -> tuple[str, list[Any]]:
+        env = BFCL(index=0)
+        lease = LazySandbox(pool, backend_spec())
+        env.sandbox = cast(Sandbox, lease)
+        try:
+            await env.reset(seed=0)
+            await env.step("[pwd()]")
+            assert env._backend is not None
+            await env._backend.close()  # as after a call that hangs
+            env._backend._done = ["touch(file_name='x')", "echo(content='a' * 4 * 10**8, file_name='x')"]
+            said = await env.step("[ls(), ls()]")
+            return str(said[0]), [await env.step("ok") for _ in item.question][-1][1:]
+        finally:
+            await env.close()
+            await lease.close()
+
+    said, (earned, terminated, _, info) = in_sandboxes(run)[0]
+    assert "ls was not run: when the calls before it were repeated, the server ended" in said
+    assert (earned, terminated, info["success"]) == (0.0, True, False)
+
+
+@pytest.mark.docker
 def test_the_calls_of_an_episode_share_a_time_so_that_they_can_be_made_again() -> None:
     hanging = f"logarithm(value=2.0, base=3.0, precision={10**7})"
     (_, step) = in_sandboxes(

@@ -166,6 +166,23 @@ def test_a_sandbox_that_the_model_broke_earns_nothing_and_is_a_sample(tmp_path: 
     assert (earned, info["success"]) == (0.0, False)
 
 
+LOCKED = {
+    "processes": "chmod 0 /proc; sleep 60",
+    "root": "chmod 0 /; while :; do :; done",
+    "again and again": "while :; do chmod 0 /proc; done & while :; do chmod 0 /proc; done",
+}
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("how", LOCKED)
+def test_a_command_that_locks_the_list_of_processes_ends_in_time_and_is_a_sample(tmp_path: Path, how: str) -> None:
+    """Root owns /proc: without permissions the resident agent could not search it at the time-out, and died."""
+    task = harbor_task(tmp_path / "task", tests=GIVE_ZERO)
+    said, earned, _ = play(task, f"<sh>{LOCKED[how]}</sh>", "<answer>done</answer>", command_timeout_s=1.0)
+    assert "(timed out)" in said[0]
+    assert earned == 0.0
+
+
 @pytest.mark.docker
 def test_work_that_never_ends_earns_nothing_and_tests_that_never_end_are_no_sample(tmp_path: Path) -> None:
     tests = "#!/bin/sh\nsh /app/work\necho 1 >/logs/verifier/reward.txt\n"

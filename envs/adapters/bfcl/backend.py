@@ -81,8 +81,9 @@ class BfclBackend:
         self._server: _Server | None = None
 
     async def start(self) -> None:
-        """Start the server if it is not running, as the first call does. Raises SandboxError, EnvError."""
-        await self._running()
+        """Start the server if it is not running and calls are left, as the next call does. Raises as `run`."""
+        if self._left_s > 0:
+            await self._running()
 
     async def run(self, source: str) -> str:
         """Return the result of one call, as text. Raises ServerEndedError for a call that hangs or ends the server,
@@ -104,11 +105,11 @@ class BfclBackend:
     async def check(self, turns: Sequence[Sequence[Sequence[str]]]) -> Verdict:
         """Return the verdict on all calls of the model, by turn and step. Without a verdict the calls are wrong if the
         checker has a verdict on the ground truth; else raises EnvError."""
+        self._done = []  # the checker makes all calls itself
         try:
             return await self._ask_checker(turns)
         except ServerEndedError as error:
             why = f"bfcl-eval's checker {error}"
-        self._done = []
         try:
             await self._ask_checker([[calls] for calls in self._item.ground_truth])
         except ServerEndedError as error:
@@ -142,12 +143,22 @@ class BfclBackend:
             self._server = server = _Server()
             try:
                 await server.start(self._sandbox, first)
-                if self._done:
-                    await server.ask({"again": self._done}, START_TIMEOUT_S)
             except ServerEndedError as error:
                 await self.close()
                 raise EnvError(f"{ENVIRONMENT}: the tool classes do not start in the sandbox: it {error}") from None
+            if self._done:
+                await self._repeat_calls(server)
         return self._server
+
+    async def _repeat_calls(self, server: _Server) -> None:
+        """Repeat the successful calls on a new server. If it ends because of them, no further call of the episode can
+        be run; that is the model's doing. Raises ServerEndedError."""
+        try:
+            await server.ask({"again": self._done}, START_TIMEOUT_S)
+        except ServerEndedError as error:
+            self._left_s = 0.0
+            await self.close()
+            raise ServerEndedError(f"was not run: when the calls before it were repeated, the server {error}") from None
 
 
 class _Server:

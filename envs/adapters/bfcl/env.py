@@ -157,9 +157,10 @@ class BFCL(SandboxEnv):
             use.errors += 1
             return call.trouble, FAILING_CALL
         backend = self._running_backend()
-        await backend.start()
         started = time.monotonic()
         try:
+            await backend.start()
+            started = time.monotonic()
             result = await backend.run(call.source)
         except ServerEndedError as error:
             use.errors += 1

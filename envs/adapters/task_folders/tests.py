@@ -109,8 +109,11 @@ async def run_tests(sandbox: Sandbox, task: FolderTask, reward_key: str) -> Verd
         max_output=1 << 20,
         merge_stderr=True,
     )
-    await sandbox.kill_all()
     output = cut_middle(result.stdout_text, SHOWN_CHARACTERS)
+    try:
+        await sandbox.kill_all()
+    except SandboxFileError as error:
+        raise NoVerdictError(f"what its tests started does not end: {error}", output) from None
     if result.timed_out:
         raise NoVerdictError(f"its tests took longer than {task.test_timeout_s:g} s", output, timed_out=True)
     try:
