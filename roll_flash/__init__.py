@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll_flash.chat.judge import Judge
     from roll_flash.config.tree import Config, load_config
     from roll_flash.envs.base import Env, SandboxEnv
     from roll_flash.envs.registration import make_env, register_env
     from roll_flash.envs.rewards.functions import Rubric, reward
-    from roll_flash.envs.rewards.judge import Judge
     from roll_flash.envs.shipped.move_env import TextSpace
     from roll_flash.envs.tools.functions import tool
     from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
@@ -41,7 +41,7 @@ _HOMES = {
     "SandboxToolEnv": "roll_flash.envs.tools.tool_env",
     "TextSpace": "roll_flash.envs.shipped.move_env",
     "ToolEnv": "roll_flash.envs.tools.tool_env",
-    "Judge": "roll_flash.envs.rewards.judge",
+    "Judge": "roll_flash.chat.judge",
     "Rubric": "roll_flash.envs.rewards.functions",
     "make_env": "roll_flash.envs.registration",
     "register_env": "roll_flash.envs.registration",

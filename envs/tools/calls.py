@@ -20,7 +20,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.chat.model_text import MOST_CALLS, MOST_DEPTH, after_blanks, is_deeper, parse_python, unescaped
+from roll_flash.chat.model_text import (
+    MOST_CALLS,
+    MOST_DEPTH,
+    after_blanks,
+    is_deeper,
+    parse_python,
+    unescaped,
+    without_thinking,
+)
 from roll_flash.envs.tools.functions import ToolDescription
 
 UNKNOWN = "(unknown)"
@@ -28,7 +36,6 @@ UNKNOWN = "(unknown)"
 
 ANSWER_TAG = "answer"
 
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
 _MISTRAL = "[TOOL_CALLS]"
 _LIST_START = re.compile(r'\s*+(?=\[\s*+\{\s*+"(?:name|type|function)")')
@@ -57,11 +64,6 @@ class BadCall:
     name: str = UNKNOWN
     wanted: str = ""
     """The name that the model called, if no tool has that name."""
-
-
-def without_thinking(text: str) -> str:
-    """Return the text without `<think>...</think>`; an unclosed `<think>` reaches to the end of the text."""
-    return _THINKING.sub("", text)
 
 
 def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:

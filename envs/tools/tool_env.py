@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from roll_flash.chat.model_text import tagged
+from roll_flash.chat.model_text import cut_middle, tagged, without_thinking
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.rewards.functions import Rubric
-from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls, without_thinking
+from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
 from roll_flash.envs.tools.prompt import (
     TOOL_FORMATS,
@@ -32,7 +32,7 @@ from roll_flash.envs.tools.prompt import (
     show_results,
     with_system_text,
 )
-from roll_flash.envs.tools.results import cut_middle, limit_prints, render_result
+from roll_flash.envs.tools.results import limit_prints, render_result
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes.errors import SandboxDied, SandboxError, SandboxFileError
