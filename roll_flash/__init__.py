@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from roll_flash.evaluator import evaluate
     from roll_flash.run.results import Run
     from roll_flash.sandboxes import ExecResult, SandboxSpec, open_sandbox
+    from roll_flash.scheduling.tasks import RowTasks, ShuffledTasks, TaskSource
     from roll_flash.trainer import train
+    from roll_flash.types import Task
 
 __version__ = "0.1.0"
 
@@ -47,6 +49,10 @@ _HOMES = {
     "register_env": "roll_flash.envs.registration",
     "reward": "roll_flash.envs.rewards.functions",
     "tool": "roll_flash.envs.tools.functions",
+    "RowTasks": "roll_flash.scheduling.tasks",
+    "ShuffledTasks": "roll_flash.scheduling.tasks",
+    "Task": "roll_flash.types",
+    "TaskSource": "roll_flash.scheduling.tasks",
     "ExecResult": "roll_flash.sandboxes",
     "SandboxSpec": "roll_flash.sandboxes",
     "open_sandbox": "roll_flash.sandboxes",
@@ -60,11 +66,15 @@ __all__ = [
     "ExecResult",
     "Judge",
     "RollFlashError",
+    "RowTasks",
     "Rubric",
     "Run",
     "SandboxEnv",
     "SandboxSpec",
     "SandboxToolEnv",
+    "ShuffledTasks",
+    "Task",
+    "TaskSource",
     "TextSpace",
     "ToolEnv",
     "evaluate",

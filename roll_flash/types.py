@@ -59,6 +59,9 @@ class Task:
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     max_turns: int | None = None
     """Maximum model calls; None is the run's default."""
+    level: str = ""
+    """Name shared by tasks that differ only in their seed or row, for curricula and metrics; empty: that of `env_id`
+    and `kwargs`."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; `Task(**tree)` restores it."""
@@ -68,6 +71,7 @@ class Task:
             "seed": self.seed,
             "kwargs": dict(self.kwargs),
             "max_turns": self.max_turns,
+            "level": self.level,
         }
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
-from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, open_tasks
+from roll_flash.scheduling.open_tasks import open_tasks
+from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
 
 
 def source(name: str, **kwargs: int) -> SeedTasks:
