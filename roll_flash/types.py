@@ -60,8 +60,10 @@ class Task:
     max_turns: int | None = None
     """Maximum model calls; None is the run's default."""
     level: str = ""
-    """Name shared by tasks that differ only in their seed or row, for curricula and metrics; empty: that of `env_id`
-    and `kwargs`."""
+    """Name in the metrics, shared by tasks that differ only in seed or row; empty: that of `env_id` and `kwargs`."""
+    source: str = ""
+    """Which part of a mixture or curriculum drew it: an index, or indices joined by `/`; only that part learns its
+    score."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; `Task(**tree)` restores it."""
@@ -72,6 +74,7 @@ class Task:
             "kwargs": dict(self.kwargs),
             "max_turns": self.max_turns,
             "level": self.level,
+            "source": self.source,
         }
 
 

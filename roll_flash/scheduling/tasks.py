@@ -12,6 +12,7 @@ import random
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -242,12 +243,13 @@ class MixedTasks(TaskSource):
                 continue
             credits[chosen] -= sum(self._weights)
             self._credits = credits
-            return task
+            return _drawn_from(chosen, task)
         raise StopIteration
 
     def report(self, task: Task, score: float) -> None:
-        for source in self._sources:
-            source.report(task, score)
+        if (drawn := _source_of(task)) is not None:
+            index, inner = drawn
+            self._sources[index].report(inner, score)
 
     def state(self) -> dict[str, Any]:
         return {"credits": list(self._credits), "sources": [source.state() for source in self._sources]}
@@ -295,7 +297,6 @@ class CurriculumTasks(TaskSource):
         self._exploration = exploration
         self._memory = memory
         self._draws = 0
-        self._level_of: dict[str, int] = {}
         self._scores = [0.5] * len(levels)
         self._counts = [1.0] * len(levels)
 
@@ -322,14 +323,14 @@ class CurriculumTasks(TaskSource):
             except StopIteration:  # the other levels continue
                 shares[level] = 0.0
                 continue
-            self._level_of[_kind(task)] = level
-            return task
+            return _drawn_from(level, task)
         raise StopIteration
 
     def report(self, task: Task, score: float) -> None:
-        level = self._level_of.get(_kind(task))
-        if level is None:  # the task is from another source
+        if (drawn := _source_of(task)) is None:
             return
+        level, inner = drawn
+        self._levels[level].report(inner, score)
         keep = 1 - 1 / self._memory
         self._scores[level] = self._scores[level] * keep + min(1.0, max(0.0, score))
         self._counts[level] = self._counts[level] * keep + 1
@@ -350,7 +351,6 @@ class CurriculumTasks(TaskSource):
             "draws": self._draws,
             "scores": list(self._scores),
             "counts": list(self._counts),
-            "level_of": dict(self._level_of),
             "sources": [level.state() for level in self._levels],
         }
 
@@ -359,7 +359,6 @@ class CurriculumTasks(TaskSource):
         self._draws = int(state["draws"])
         self._scores = [float(score) for score in state["scores"]]
         self._counts = [float(count) for count in state["counts"]]
-        self._level_of = {str(kind): int(level) for kind, level in state["level_of"].items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the success rate and the draw probability of each level."""
@@ -367,9 +366,15 @@ class CurriculumTasks(TaskSource):
         return found | {f"level_{index}_share": share for index, share in enumerate(self.probabilities())}
 
 
-def _kind(task: Task) -> str:
-    """Return the key of a task's level: tasks of one level differ only in their seed or row."""
-    return task.level or f"{task.env_id} {sorted(task.kwargs.items())!r}"
+def _drawn_from(index: int, task: Task) -> Task:
+    """Note which of several sources gave the task, so that only that one learns its score."""
+    return replace(task, source=f"{index}/{task.source}" if task.source else str(index))
+
+
+def _source_of(task: Task) -> tuple[int, Task] | None:
+    """Undo `_drawn_from`; None for a task in a checkpoint of a version that did not note the source."""
+    index, _, inner = task.source.partition("/")
+    return (int(index), replace(task, source=inner)) if index else None
 
 
 def _total_size(sources: Sequence[TaskSource]) -> int | None:
