@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.planner.distributions import (
+from planner.distributions import (
     ClampedNormal,
     Constant,
     Distribution,
@@ -24,11 +24,12 @@ from roll_flash.planner.distributions import (
     Truncated,
     fail_slow,
 )
-from roll_flash.planner.load import Load, SyntheticLoad
-from roll_flash.planner.result import SimulationResult
-from roll_flash.planner.servers import ServerSpec
-from roll_flash.planner.settings import LearnerSpec, SimulationSettings
-from roll_flash.planner.simulate import Simulation
+from planner.load import Load, SyntheticLoad
+from planner.result import SimulationResult
+from planner.servers import ServerSpec
+from planner.settings import LearnerSpec, SimulationSettings
+from planner.simulate import Simulation
+
 from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
 from roll_flash.scheduling.staleness import StalenessRule
 

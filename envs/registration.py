@@ -17,8 +17,8 @@ from typing import Any
 import gymnasium
 
 from roll_flash.envs.base import Env
-from roll_flash.envs.check.source_files import import_module, load_file
 from roll_flash.errors import ConfigError
+from roll_flash.user_code import load_module
 
 ENTRY_POINT_GROUP = "roll_flash.envs"
 SHIPPED = {
@@ -80,7 +80,7 @@ def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
         if not _is_registered(name):
             raise ConfigError(f"{env_id!r} is not registered{_near(name)}; {_HOW_TO_NAME_ONE}")
         return _make(name, kwargs)
-    module = load_file(source) if source.endswith(".py") else import_module(source)
+    module = load_module(source)
     if _is_registered(name):
         return _make(name, kwargs)
     found = getattr(module, name, None)

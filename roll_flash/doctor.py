@@ -6,9 +6,7 @@ Heavy packages are looked up in their metadata, never imported.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import os
 import platform
 import shutil
@@ -18,8 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from roll_flash.terminal import say
+from roll_flash.errors import ConfigError
 
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_MEMORY_GIB = 8.0
@@ -49,7 +48,9 @@ class Check:
 
 
 def check_machine(only: Sequence[str] = ()) -> list[Check]:
-    """Run all checks, or only the named ones. Raises KeyError for an unknown name."""
+    """Run all checks, or only the named ones. Raises ConfigError for an unknown name."""
+    if unknown := [name for name in only if name not in CHECKS]:
+        raise ConfigError(f"no check is called {', '.join(unknown)}; there are: {', '.join(CHECKS)}")
     return [CHECKS[name]() for name in (only or CHECKS)]
 
 
@@ -70,8 +71,9 @@ def report(checks: Sequence[Check]) -> str:
     return "\n".join(lines)
 
 
-def as_json(checks: Sequence[Check]) -> str:
-    return json.dumps({"ok": is_usable(checks), "checks": [asdict(check) for check in checks]}, indent=2)
+def as_tree(checks: Sequence[Check]) -> dict[str, Any]:
+    """Return plain data for JSON."""
+    return {"ok": is_usable(checks), "checks": [asdict(check) for check in checks]}
 
 
 def _version(package: str) -> str | None:
@@ -292,21 +294,3 @@ CHECKS: dict[str, Callable[[], Check]] = {
     "disk": check_disk,
     "/dev/shm": check_shm,
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; exit status 1 if a required check failed."""
-    parser = argparse.ArgumentParser(prog="python -m roll_flash.doctor", description="Check this machine.")
-    parser.add_argument("--only", default="", help=f"comma-separated, of: {', '.join(CHECKS)}")
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args(arguments)
-    only = [name for name in options.only.split(",") if name]
-    if unknown := [name for name in only if name not in CHECKS]:
-        parser.error(f"no check is called {', '.join(unknown)}; there are: {', '.join(CHECKS)}")
-    checks = check_machine(only)
-    say(as_json(checks) if options.json else report(checks))
-    return 0 if is_usable(checks) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -301,7 +301,7 @@ def _has_environment(config: Config, env_id: str) -> bool:
 
 def _with_one_environment(config: Config, env_id: str) -> Config:
     """Keep the environment `env_id` of the config; if it has none, its first one with another id."""
-    first = config.envs[0].model_copy(update={"id": env_id})
+    first = config.envs[0].model_copy(update={"id": env_id, "task_source": None})
     return config.model_copy(update={"envs": (next((env for env in config.envs if env.id == env_id), first),)})
 
 

@@ -9,11 +9,13 @@ from pathlib import Path
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
+from roll_flash.evaluation.tasks import held_out_tasks
 from roll_flash.inference.open import check_engine
 from roll_flash.learner.open import check_learner
 from roll_flash.learner.warm_start import check_demonstrations
 from roll_flash.models.prepare import check_model_folder, resolve_model
 from roll_flash.sandboxes import SandboxSpec
+from roll_flash.scheduling.open_tasks import first_tasks
 from roll_flash.stages.reward_stage import check_stages
 
 
@@ -35,7 +37,12 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     folder = resolve_model(config.model.path) if serves else None
     if folder is not None:
         check_engine(config.inference, folder, trains=trains)
-    in_sandboxes = check_environments(config.envs, config.rollout)
+    in_sandboxes = check_environments(first_tasks(config), config.rollout)
+    if not trains or config.eval.before_and_after or config.eval.every:
+        for env in config.envs:
+            (first, *_) = held_out_tasks(env, config.eval)
+            if env.task_source is not None:
+                check_environments([first], config.rollout)
     specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
         check_stages(config)

@@ -35,7 +35,7 @@ from roll_flash.run.checkpoint_writer import CheckpointWriter
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes.scratch import sweep_folders
-from roll_flash.scheduling.tasks import open_tasks
+from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer, load_stream
@@ -207,7 +207,7 @@ async def open_rollout(
     `failure` ends the start."""
     async with AsyncExitStack() as stack:
         async with cancel_on_failure(failure):
-            needs_sandbox = await call_in_thread(lambda: bool(check_environments(config.envs, config.rollout)))
+            in_sandboxes = await call_in_thread(lambda: check_environments(first_tasks(config), config.rollout))
             await _start_ray(stack, config)
             model: Any = endpoint
             if model is None:
@@ -215,7 +215,7 @@ async def open_rollout(
                 engine = _open_engine(stack, config, model_folder, logs)
                 await engine.start()
                 model = engine.client_spec()
-            settings = worker_settings(config, model, model_folder, needs_sandbox)
+            settings = worker_settings(config, model, model_folder, bool(in_sandboxes))
             fleet = await _start_workers(stack, config, settings)
         yield fleet
 

@@ -59,6 +59,11 @@ class Task:
     kwargs: Mapping[str, Any] = field(default_factory=dict, hash=False)
     max_turns: int | None = None
     """Maximum model calls; None is the run's default."""
+    level: str = ""
+    """Name in the metrics, shared by tasks that differ only in seed or row; empty: that of `env_id` and `kwargs`."""
+    source: str = ""
+    """Which part of a mixture or curriculum drew it: an index, or indices joined by `/`; only that part learns its
+    score."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; `Task(**tree)` restores it."""
@@ -68,6 +73,8 @@ class Task:
             "seed": self.seed,
             "kwargs": dict(self.kwargs),
             "max_turns": self.max_turns,
+            "level": self.level,
+            "source": self.source,
         }
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 LABEL = "roll-flash.sandbox"
 LABEL_RUN = "roll-flash.run"
 LABEL_OWNER = "roll-flash.owner"
-LABEL_DEADLINE = "roll-flash.deadline"
 LABEL_CREATED = "roll-flash.created"
 LABEL_NETWORK = "roll-flash.network"
 
@@ -90,13 +89,12 @@ def process_started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[_STARTED_FIELD])
 
 
-def labels(run: str, deadline: float | None, network: str = "") -> dict[str, str]:
-    """Return container labels. `deadline`: seconds since 1970 or None. `network`: sandbox that owns its network."""
+def labels(run: str, network: str = "") -> dict[str, str]:
+    """Return container labels. `network`: sandbox that owns its network."""
     return {
         LABEL: "1",
         LABEL_RUN: run,
         LABEL_OWNER: str(Owner.current()),
-        LABEL_DEADLINE: "" if deadline is None else f"{deadline:.0f}",
         LABEL_CREATED: f"{time.time():.0f}",
         LABEL_NETWORK: network,
     }

@@ -21,12 +21,22 @@ Isolation = Literal["strong", "weak"]
 
 @runtime_checkable
 class Sandbox(Protocol):
-    """One sandbox. After its end every method but `close` raises `SandboxDied`. Relative paths start at `workdir`."""
+    """One sandbox. After its end every method but `close` raises `SandboxDied`. Relative paths start at `workdir`.
 
-    name: str
-    provider: str
-    isolation: Isolation
-    spec: SandboxSpec
+    `stream`, `shell`, `forward` and `fresh` are used with `async with`.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def provider(self) -> str: ...
+
+    @property
+    def isolation(self) -> Isolation: ...
+
+    @property
+    def spec(self) -> SandboxSpec: ...
 
     @property
     def alive(self) -> bool:
@@ -63,15 +73,15 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         merge_stderr: bool = False,
         grace: float = 0.2,
-    ) -> CommandStream:
+    ) -> AbstractAsyncContextManager[CommandStream]:
         """Run a command and read its output while it runs: `async with sandbox.stream(...) as stream`."""
         ...
 
-    def shell(self, program: str = "/bin/sh") -> Shell:
+    def shell(self, program: str = "/bin/sh") -> AbstractAsyncContextManager[Shell]:
         """Open a shell that keeps its state: `async with sandbox.shell() as shell: await shell.run("cd x")`."""
         ...
 
-    def forward(self, port: int, host_port: int) -> Forward:
+    def forward(self, port: int, host_port: int) -> AbstractAsyncContextManager[Forward]:
         """Forward one host port into the sandbox: `async with sandbox.forward(8000, 54321):`.
 
         Inside the block, 127.0.0.1:`port` in the sandbox leads to 127.0.0.1:`host_port` on the host and nowhere else;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -384,7 +385,7 @@ def test_a_dry_run_prints_a_tree_that_can_be_run(capsys: pytest.CaptureFixture[s
 def test_a_dry_run_finds_an_environment_that_breaks(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["envs.0.id=users_environments:Echo-v0", "envs.0.kwargs.broken=true"]
     assert main(["train", config_file(), "--dry-run", *words]) == 1
-    assert "reset(seed=0) raised OSError: no maze today" in capsys.readouterr().err
+    assert re.search(r"reset\(seed=\d+\) raised OSError: no maze today", capsys.readouterr().err)
 
 
 def test_the_environments_that_ship_are_listed_with_what_they_are_about(capsys: pytest.CaptureFixture[str]) -> None:

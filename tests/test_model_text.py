@@ -15,6 +15,8 @@ import msgspec
 import pytest
 
 from roll_flash.chat import model_text
+from roll_flash.chat.judge import Judge
+from roll_flash.chat.model_text import without_thinking
 from roll_flash.chat.openai_client import _error_text, _json, _reply
 from roll_flash.envs.adapters.bfcl import calls as bfcl_calls
 from roll_flash.envs.adapters.openenv import actions as openenv_actions
@@ -23,9 +25,8 @@ from roll_flash.envs.adapters.task_folders.tests import pytest_verdict, reward_o
 from roll_flash.envs.adapters.textarena import opponents as textarena_opponents
 from roll_flash.envs.agents.verifier import _said_reward
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
-from roll_flash.envs.rewards.judge import Judge
 from roll_flash.envs.shipped import move_env, shell_math
-from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
+from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls
 from roll_flash.envs.tools.functions import WrongArguments, make_tool
 from roll_flash.envs.tools.tool_env import ToolEnv
 from roll_flash.errors import InferenceError

@@ -121,10 +121,13 @@ def test_doctor_says_whether_the_quickstarts_model_is_prepared(monkeypatch: pyte
 
 
 def test_doctor_prints_json_for_scripts() -> None:
-    said = run(sys.executable, "-m", "roll_flash.doctor", "--only", "python,memory", "--json")
+    said = run(sys.executable, "-m", "roll_flash", "doctor", "--only", "python,memory", "--json")
     answer = json.loads(said.stdout)
     assert [check["name"] for check in answer["checks"]] == ["python", "memory"]
     assert answer["ok"] is (said.returncode == 0)
+    said = run(sys.executable, "-m", "roll_flash", "doctor", "--only", "pyhton")
+    assert said.returncode == 2
+    assert "no check is called pyhton; there are: python, packages" in said.stderr
 
 
 def test_a_dead_engine_means_the_local_sandbox_and_one_line_says_why(require_bubblewrap: None) -> None:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from roll_flash.envs.agents.presets import AGENTS_IMAGE, PRESETS, AgentPreset
+from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.agents.verifier import (
     AgentTask,
     CommandVerifier,
@@ -43,23 +44,6 @@ SHOWN_LINES = 3
 EXIT_NOT_STARTED = (126, 127)
 ENDED_OUT_OF_MEMORY = "out_of_memory"
 """End status of an agent whose sandbox died because the agent filled its memory."""
-
-
-class Gateway(Protocol):
-    """Argument of `play`: one model session on this machine's loopback address."""
-
-    @property
-    def port(self) -> int: ...
-
-    @property
-    def api_key(self) -> str: ...
-
-    @property
-    def model(self) -> str: ...
-
-    def answers(self) -> list[Message]:
-        """Return the answers of the model so far, as the gateway recorded them."""
-        ...
 
 
 class AgentEnv(SandboxEnv):
@@ -172,7 +156,7 @@ class AgentEnv(SandboxEnv):
         observation, info = await self._task.reset(seed=self._seed)
         return observation, info
 
-    async def play(self, gateway: Gateway) -> None:
+    async def play(self, gateway: AgentGateway) -> None:
         """Run the program until it ends or reaches its time limit. Raises EnvError if it never called the model."""
         instruction = await self._set_task_up()
         began = time.monotonic()
@@ -198,7 +182,7 @@ class AgentEnv(SandboxEnv):
         if forward.accepted == 0:
             raise EnvError(self._why_no_call(result))
 
-    async def _run(self, instruction: str, gateway: Gateway) -> ExecResult:
+    async def _run(self, instruction: str, gateway: AgentGateway) -> ExecResult:
         return await self.sandbox.exec(
             self._filled_command(instruction, gateway.model),
             timeout=self._time_limit_s,
@@ -284,7 +268,7 @@ class AgentEnv(SandboxEnv):
             )
         return [fill(word) for word in self._command]
 
-    def _variables(self, gateway: Gateway) -> dict[str, str]:
+    def _variables(self, gateway: AgentGateway) -> dict[str, str]:
         host = f"http://127.0.0.1:{GATEWAY_PORT}"
         return {
             "OPENAI_BASE_URL": f"{host}/v1",

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from roll_flash.envs.check import agents as agents
+from roll_flash.envs.check import agents
 from roll_flash.envs.check.contract import contract_broken
 from roll_flash.envs.check.leftovers import Snapshot, own_temporary_folder, wait_until_nothing_new
 from roll_flash.envs.check.play import Agent, PlayedEpisode, Player

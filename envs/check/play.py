@@ -7,12 +7,12 @@ import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from roll_flash.envs.base import SandboxEnv
 from roll_flash.envs.registration import make_env
 from roll_flash.processes.background import DaemonThreads, call_in_thread
-from roll_flash.sandboxes import Sandbox, SandboxError, SandboxPool, SandboxSpec
+from roll_flash.sandboxes import SandboxError, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.types import Message
 
@@ -69,7 +69,7 @@ class Player:
         if not isinstance(inner, SandboxEnv):
             return env, None
         lease = LazySandbox(self._pool, lambda: inner.sandbox_spec or SandboxSpec())
-        inner.sandbox = cast(Sandbox, lease)
+        inner.sandbox = lease
         return env, lease
 
     async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> PlayedEpisode:

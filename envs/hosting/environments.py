@@ -17,7 +17,7 @@ from typing import Any, cast
 import gymnasium
 
 from roll_flash.chat.model_text import encodable
-from roll_flash.config.tree import EnvConfig, RolloutConfig
+from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, SandboxEnv
 from roll_flash.envs.registration import make_env
@@ -69,9 +69,9 @@ def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
             )
 
 
-def check_environments(envs: Iterable[EnvConfig], rollout: RolloutConfig | None = None) -> list[SandboxEnv]:
-    """Make each environment once per level; return those that need a sandbox. Raises ConfigError."""
-    made = [check_environment(env.id, kwargs, rollout) for env in envs for kwargs in env.variants]
+def check_environments(tasks: Iterable[Task], rollout: RolloutConfig | None = None) -> list[SandboxEnv]:
+    """Make the environment of each task once; return those that need a sandbox. Raises ConfigError."""
+    made = [check_environment(task.env_id, task.kwargs, rollout) for task in tasks]
     return [env for env in made if env is not None]
 
 

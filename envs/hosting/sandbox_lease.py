@@ -7,15 +7,17 @@ sandboxes serve many concurrent episodes, and an episode that never uses its san
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from pathlib import Path
 
 from roll_flash.config.tree import SandboxConfig
-from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec
+from roll_flash.sandboxes import ExecResult, Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, SandboxStats
 from roll_flash.sandboxes.client.commands import CommandStream
 from roll_flash.sandboxes.client.forward import Forward
 from roll_flash.sandboxes.client.shell import Shell
+from roll_flash.sandboxes.files.trees import TreeReport
+from roll_flash.sandboxes.protocol import Isolation
 
 
 def default_spec(config: SandboxConfig) -> SandboxSpec:
@@ -35,11 +37,11 @@ def open_pool(config: SandboxConfig, run: str) -> SandboxPool:
     )
 
 
-class LazySandbox:
-    """Has every method of `Sandbox`; the first use leases the real one. `stream`, `shell`, `forward` and `fresh`
-    need `async with`.
+class LazySandbox(Sandbox):
+    """A sandbox of a pool, leased at the first call of a method and given back by `close`.
 
     `spec` may be a function that is called at the lease: an environment may choose its image only after its task.
+    `name`, `provider` and `isolation` are those of the leased sandbox; before the lease they raise SandboxError.
     """
 
     def __init__(self, pool: SandboxPool, spec: SandboxSpec | Callable[[], SandboxSpec]) -> None:
@@ -48,19 +50,71 @@ class LazySandbox:
         self._stack = AsyncExitStack()
         self._leased: Sandbox | None = None
         self._lock = asyncio.Lock()
+        self._close_reason: str | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
+    @property
+    def name(self) -> str:
+        return self._known("name").name
 
-        async def call(*args: Any, **kwargs: Any) -> Any:
-            return await getattr(await self._lease(), name)(*args, **kwargs)
+    @property
+    def provider(self) -> str:
+        return self._known("provider").provider
 
-        return call
+    @property
+    def isolation(self) -> Isolation:
+        return self._known("isolation").isolation
+
+    @property
+    def spec(self) -> SandboxSpec:
+        """The spec of the sandbox; before the lease, that of the sandbox that would be leased now."""
+        if self._leased is not None:
+            return self._leased.spec
+        return self._spec() if callable(self._spec) else self._spec
+
+    @property
+    def alive(self) -> bool:
+        return self._close_reason is None and (self._leased is None or self._leased.alive)
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = 60.0,
+        stdin: bytes | str | None = None,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        max_output: int = 1 << 17,
+        merge_stderr: bool = False,
+        grace: float = 0.2,
+    ) -> ExecResult:
+        leased = await self._lease()
+        return await leased.exec(
+            command,
+            timeout=timeout,
+            stdin=stdin,
+            cwd=cwd,
+            env=env,
+            max_output=max_output,
+            merge_stderr=merge_stderr,
+            grace=grace,
+        )
 
     @asynccontextmanager
-    async def stream(self, *args: Any, **kwargs: Any) -> AsyncIterator[CommandStream]:
-        async with (await self._lease()).stream(*args, **kwargs) as stream:
+    async def stream(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout: float | None = 3600.0,
+        stdin: bool = False,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        merge_stderr: bool = False,
+        grace: float = 0.2,
+    ) -> AsyncIterator[CommandStream]:
+        leased = await self._lease()
+        async with leased.stream(
+            command, timeout=timeout, stdin=stdin, cwd=cwd, env=env, merge_stderr=merge_stderr, grace=grace
+        ) as stream:
             yield stream
 
     @asynccontextmanager
@@ -73,18 +127,67 @@ class LazySandbox:
         async with (await self._lease()).forward(port, host_port) as forward:
             yield forward
 
+    async def read(self, path: str, *, max_bytes: int = 64 << 20) -> bytes:
+        return await (await self._lease()).read(path, max_bytes=max_bytes)
+
+    async def write(self, path: str, data: bytes | str, *, mode: int = 0o644) -> None:
+        await (await self._lease()).write(path, data, mode=mode)
+
+    async def put_tree(
+        self, source: str | Path | bytes, path: str = ".", *, max_bytes: int = 1 << 28, max_entries: int = 20_000
+    ) -> TreeReport:
+        return await (await self._lease()).put_tree(source, path, max_bytes=max_bytes, max_entries=max_entries)
+
+    async def get_tree(
+        self, path: str, destination: str | Path, *, max_bytes: int = 1 << 28, max_entries: int = 20_000
+    ) -> TreeReport:
+        return await (await self._lease()).get_tree(path, destination, max_bytes=max_bytes, max_entries=max_entries)
+
+    async def remove(self, path: str) -> None:
+        await (await self._lease()).remove(path)
+
+    async def kill_all(self) -> None:
+        await (await self._lease()).kill_all()
+
+    async def snapshot(self) -> SandboxSpec:
+        return await (await self._lease()).snapshot()
+
+    async def beside(self, spec: SandboxSpec | None = None) -> Sandbox:
+        return await (await self._lease()).beside(spec)
+
     @asynccontextmanager
     async def fresh(self) -> AsyncIterator[Sandbox]:
         spec = (await self._lease()).spec
         async with self._pool.lease(spec) as untouched:
             yield untouched
 
+    async def stats(self) -> SandboxStats:
+        return await (await self._lease()).stats()
+
+    async def reset(self) -> bool:
+        return await (await self._lease()).reset()
+
+    async def ping(self, *, timeout: float = 10.0) -> None:
+        await (await self._lease()).ping(timeout=timeout)
+
     async def close(self, *, reason: str = "closed") -> None:
-        await self._stack.aclose()
+        """Give the sandbox back to the pool, after a lease that is under way."""
+        self._close_reason = self._close_reason or reason
+        async with self._lock:
+            await self._stack.aclose()
+
+    def _known(self, attribute: str) -> Sandbox:
+        if self._leased is None:
+            raise SandboxError(
+                f"no sandbox is leased yet, so its {attribute} is not known; the first command leases one"
+            )
+        return self._leased
 
     async def _lease(self) -> Sandbox:
         async with self._lock:
-            if self._leased is None:
-                spec = self._spec() if callable(self._spec) else self._spec
-                self._leased = await self._stack.enter_async_context(self._pool.lease(spec))
-            return self._leased
+            if self._close_reason is None and self._leased is None:
+                self._leased = await self._stack.enter_async_context(self._pool.lease(self.spec))
+        if self._close_reason is not None:  # a pool may have leased the same sandbox to another episode since
+            raise SandboxDied(f"the sandbox was given back ({self._close_reason})", self._close_reason)
+        assert self._leased is not None
+        return self._leased

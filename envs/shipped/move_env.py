@@ -11,9 +11,8 @@ from typing import Any
 import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
-from roll_flash.chat.model_text import tagged
+from roll_flash.chat.model_text import tagged, without_thinking
 from roll_flash.envs.held_out import HELD_OUT_SEEDS, draw_problem
-from roll_flash.envs.tools.calls import without_thinking
 
 _BETWEEN = re.compile(r"[\s,;|]+|->|\.(?=\s|$)")
 

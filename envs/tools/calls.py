@@ -29,6 +29,7 @@ from roll_flash.chat.model_text import (
     is_deeper,
     parse_python,
     unescaped,
+    without_thinking,
 )
 from roll_flash.envs.tools.functions import ToolDescription
 
@@ -37,7 +38,6 @@ UNKNOWN = "(unknown)"
 
 ANSWER_TAG = "answer"
 
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
 _MISTRAL = "[TOOL_CALLS]"
 _LIST_START = re.compile(r'\s*+(?=\[\s*+\{\s*+"(?:name|type|function)")')
@@ -66,11 +66,6 @@ class BadCall:
     name: str = UNKNOWN
     wanted: str = ""
     """The name that the model called, if no tool has that name."""
-
-
-def without_thinking(text: str) -> str:
-    """Return the text without `<think>...</think>`; an unclosed `<think>` reaches to the end of the text."""
-    return _THINKING.sub("", text)
 
 
 def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:

@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
+from roll_flash.chat.model_text import cut_middle
 from roll_flash.sandboxes.result import ExecResult
 from roll_flash.terminal import printable
 
@@ -25,14 +26,6 @@ def render_result(value: Any, max_characters: int) -> str:
     if not isinstance(value, str):
         value = json.dumps(value, default=str, ensure_ascii=False)
     return cut_middle(value, max_characters) or "(no output)"
-
-
-def cut_middle(text: str, max_characters: int) -> str:
-    """Cut to about `max_characters`: head, tail, and between them a note of the length left out."""
-    if len(text) <= max_characters:
-        return text
-    half = max_characters // 2
-    return f"{text[:half]}\n[... {len(text) - 2 * half} of {len(text)} characters left out ...]\n{text[-half:]}"
 
 
 def _command_output(result: ExecResult, max_characters: int) -> str:

@@ -19,20 +19,20 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-from roll_flash.chat.model_text import tagged
+from roll_flash.chat.model_text import cut_middle, tagged, without_thinking
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.rewards.functions import Rubric
-from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls, without_thinking
+from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
 from roll_flash.envs.tools.prompt import (
     TOOL_FORMATS,
-    TOOL_SCHEMAS,
     ToolFormat,
     describe_tools,
     show_results,
+    tool_info,
     with_system_text,
 )
-from roll_flash.envs.tools.results import cut_middle, limit_prints, render_result
+from roll_flash.envs.tools.results import limit_prints, render_result
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes.errors import SandboxBusy, SandboxDied, SandboxError, SandboxFileError
@@ -173,7 +173,7 @@ class ToolEnv(Env):
         self.success, self.final_answer, self.last_calls = None, None, ()
         task = await self.begin(random.randrange(1 << 30) if seed is None else seed)
         messages: list[Message] = [{"role": "user", "content": task}] if isinstance(task, str) else list(task)
-        return self._with_system(messages), self._schemas()
+        return self._with_system(messages), tool_info(list(_tools_of(type(self)).values()), self.tool_format)
 
     async def step(self, action: str) -> StepResult:
         self._episode.turn += 1
@@ -272,10 +272,6 @@ class ToolEnv(Env):
         about = describe_tools(list(_tools_of(type(self)).values()), self.tool_format)
         text = "\n\n".join(part for part in (self.instructions, *(str(m["content"]) for m in own), about) if part)
         return with_system_text(messages[len(own) :], text)
-
-    def _schemas(self) -> dict[str, Any]:
-        tools = _tools_of(type(self)).values()
-        return {TOOL_SCHEMAS: [tool.schema() for tool in tools]} if tools and self.tool_format == "native" else {}
 
 
 def is_caused_by_code(error: SandboxError) -> bool:

@@ -22,12 +22,18 @@ MOST_DEPTH = 64
 MOST_VALUES = 20_000
 """Maximum number of values in the arguments of one call: checking each against several types takes 10 microseconds."""
 _BLANKS = re.compile(r"\s*+")
+_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def after_blanks(text: str, position: int) -> int:
     """Return the end position of the white space at `position`."""
     found = _BLANKS.match(text, position)
     return found.end() if found else position
+
+
+def without_thinking(text: str) -> str:
+    """Return the text without `<think>...</think>`; an unclosed `<think>` reaches to the end of the text."""
+    return _THINKING.sub("", text)
 
 
 def tagged(text: str, *names: str, ignore_case: bool = False) -> list[str]:
@@ -40,6 +46,14 @@ def tagged(text: str, *names: str, ignore_case: bool = False) -> list[str]:
         found.append(text[start.end() : end.start()])
         position = end.end()
     return found
+
+
+def cut_middle(text: str, max_characters: int) -> str:
+    """Cut to about `max_characters`: head, tail, and between them a note of the length left out."""
+    if len(text) <= max_characters:
+        return text
+    half = max_characters // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} of {len(text)} characters left out ...]\n{text[-half:]}"
 
 
 def unescaped(text: str) -> str:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 
-from roll_flash.config.tree import Config, EnvConfig
+from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, open_environment
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.errors import EnvError, RollFlashError
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.run.run_dir import check_run_folder
-from roll_flash.scheduling.tasks import make_task
+from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
 from roll_flash.start_checks import check_parts
+from roll_flash.types import Task
 
 
 def dry_run(config: Config, *, resume: bool = False) -> list[str]:
@@ -21,35 +22,35 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     """
     check_run_folder(config, resume=resume)
     checked = check_parts(config)
-    tried = [line for env in config.envs for line in asyncio.run(_try_environment(config, env))]
-    return [f"model: {checked.model_folder}", *tried, f"run folder: {config.run_folder}"]
+    tried = [line for task in first_tasks(config) for line in asyncio.run(_try_environment(config, task))]
+    size = open_tasks(config).size
+    tasks = "tasks: " + ("as many as their source gives" if size is None else f"{size:,} to train on")
+    return [f"model: {checked.model_folder}", tasks, *tried, f"run folder: {config.run_folder}"]
 
 
-async def _try_environment(config: Config, tried: EnvConfig) -> list[str]:
-    seed = tried.train_seeds[0]
-    task = make_task(tried.id, seed, tried.kwargs)
+async def _try_environment(config: Config, task: Task) -> list[str]:
     env = await open_environment(task, DaemonThreads())
     try:
         if env.sandbox_env is None:
-            return [await _reset(config, tried.id, env, seed)]
+            return [await _reset(config, task, env)]
         spec = env.sandbox_env.sandbox_spec or default_spec(config.sandbox)
         async with open_pool(config.sandbox, config.name) as pool, pool.lease(spec) as sandbox:
             env.sandbox_env.sandbox = sandbox
             started = f"sandbox: {sandbox.provider} started one ({spec.image})"
-            return [started, await _reset(config, tried.id, env, seed)]
+            return [started, await _reset(config, task, env)]
     finally:
         await env.close()
 
 
-async def _reset(config: Config, env_id: str, env: AsyncEnvironment, seed: int) -> str:
+async def _reset(config: Config, task: Task, env: AsyncEnvironment) -> str:
     try:
         async with asyncio.timeout(config.rollout.step_timeout_s):
-            messages, _ = await env.reset(seed)
+            messages, _ = await env.reset(task.seed)
     except TimeoutError:
         limit = config.rollout.step_timeout_s
-        raise EnvError(f"{env_id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
+        raise EnvError(f"{task.env_id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
     except RollFlashError:
         raise
     except Exception as error:  # user code may raise anything
-        raise EnvError(f"{env_id}: reset(seed={seed}) raised {type(error).__name__}: {error}") from error
-    return f"environment: {env_id} resets with {len(messages)} messages"
+        raise EnvError(f"{task.env_id}: reset(seed={task.seed}) raised {type(error).__name__}: {error}") from error
+    return f"environment: {task.env_id} resets with {len(messages)} messages"

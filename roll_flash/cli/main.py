@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from roll_flash import __version__
 from roll_flash.cli import environments, evaluate, gateway, sandbox, train
-from roll_flash.cli.options import Json
+from roll_flash.cli.options import Json, option, show
 from roll_flash.errors import RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.terminal import one_line, progress_bars_on_terminals_only, say
@@ -42,13 +42,14 @@ app.command("export")(train.export)
 
 
 @app.command()
-def doctor(as_json: Json = False) -> int:
+def doctor(
+    only: Annotated[str, option("CHECKS", "Only these checks, separated by commas.")] = "", as_json: Json = False
+) -> int:
     """Check this machine: engine, Docker, Ray, GPUs, memory."""
-    from roll_flash.doctor import as_json as to_json
-    from roll_flash.doctor import check_machine, is_usable, report
+    from roll_flash.doctor import as_tree, check_machine, is_usable, report
 
-    checks = check_machine()
-    say(to_json(checks) if as_json else report(checks))
+    checks = check_machine([name for name in only.split(",") if name])
+    show(as_tree(checks), report(checks), as_json=as_json)
     return 0 if is_usable(checks) else 1
 
 

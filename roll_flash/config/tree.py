@@ -51,6 +51,7 @@ __all__ = [
     "SandboxConfig",
     "SchedulerConfig",
     "Section",
+    "TaskSourceConfig",
     "WarmStartConfig",
     "WeightsConfig",
     "load_config",
@@ -62,12 +63,22 @@ STALL_MARGIN_S = 60.0
 HIGHEST_PORT = 65535
 """Highest TCP port."""
 
+ALL_TRAIN_SEEDS = (0, 1_000_000)
+
 
 class ModelConfig(Section):
     path: LocalPath
     """A Hugging Face model folder on this machine, or a name that `make model` knows (`smollm2-135m`, `tiny`)."""
     max_length: PositiveInt = 1024
     """Maximum tokens of an episode, prompts and observations included."""
+
+
+class TaskSourceConfig(Section):
+    entry_point: str
+    """`file.py:NAME` or `module:NAME`: a class or a function that is called with the entry of `envs` and `kwargs`, and
+    gives a `roll_flash.TaskSource`."""
+    kwargs: KeywordArguments = Field(default_factory=dict)
+    """Keyword arguments of the task source."""
 
 
 class EnvConfig(Section):
@@ -77,8 +88,10 @@ class EnvConfig(Section):
     """Keyword arguments for `gymnasium.make`."""
     max_turns: PositiveInt = 8
     """Maximum model calls per episode."""
-    train_seeds: tuple[NonNegativeInt, NonNegativeInt] = (0, 1_000_000)
+    train_seeds: tuple[NonNegativeInt, NonNegativeInt] = ALL_TRAIN_SEEDS
     """Half-open range of seeds for training tasks."""
+    task_source: TaskSourceConfig | None = None
+    """Training and held-out tasks of your own, such as the rows of a data set, instead of seeds."""
     weight: PositiveFloat = 1.0
     """Share of the training tasks, relative to the weights of the other environments."""
     levels: tuple[KeywordArguments, ...] = ()
@@ -89,6 +102,8 @@ class EnvConfig(Section):
     def _seeds(self) -> EnvConfig:
         if self.train_seeds[0] >= self.train_seeds[1]:
             raise ValueError("train_seeds must be [first, end) with first < end")
+        if self.task_source is not None and self.train_seeds != ALL_TRAIN_SEEDS:
+            raise ValueError("train_seeds have no effect beside a task_source, which chooses the tasks; remove one")
         return self
 
     @model_validator(mode="after")
@@ -331,6 +346,8 @@ class Config(Section):
     @model_validator(mode="after")
     def _held_out(self) -> Config:
         for env in self.envs:
+            if env.task_source is not None:
+                continue
             first, end = env.train_seeds
             if first < self.eval.seeds_from + self.eval.tasks and self.eval.seeds_from < end:
                 raise ValueError(

@@ -220,6 +220,7 @@ def evaluation_plan(
         "env_kwargs": env.kwargs,
         "max_turns": env.max_turns,
         "seeds_from": eval.seeds_from,
+        **({} if env.task_source is None else {"task_source": env.task_source.model_dump()}),
         "sampling": asdict(sampling),
         "about": dict(about),
     }

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.envs.adapters.task_folders.format import FolderOptions, find_tasks, longest_limits
-from roll_flash.evaluation.tasks import TASK_FOLDER_ENV
 from roll_flash.models.prepare import resolve_model
 
 MAX_LENGTH = 16_384
@@ -29,7 +28,7 @@ def task_folder_config(folder: str, model: str, *, at_endpoint: bool) -> dict[st
     return {
         "name": "eval",
         "model": {"path": model, "max_length": length},
-        "envs": [{"id": TASK_FOLDER_ENV, "kwargs": {"folder": folder}, "max_turns": MAX_TURNS}],
+        "envs": [{"id": "TaskFolder-v0", "kwargs": {"folder": folder}, "max_turns": MAX_TURNS}],
         "eval": {"tasks": len(tasks)},
         "rollout": {
             "max_new_tokens": min(MAX_NEW_TOKENS, length - 1),

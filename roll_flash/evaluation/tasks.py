@@ -1,4 +1,4 @@
-"""Tasks of an evaluation: held-out seeds of an environment, or its task folders."""
+"""Tasks of an evaluation: the held-out tasks of an environment's task source."""
 
 from __future__ import annotations
 
@@ -6,36 +6,21 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.errors import ConfigError
+from roll_flash.scheduling.open_tasks import open_source
 from roll_flash.types import EpisodeSpec, SamplingParams, Task
 
-TASK_FOLDER_ENV = "TaskFolder-v0"
 
-
-def held_out_tasks(env: EnvConfig, eval: EvalConfig) -> list[Task]:
-    """One task per held-out seed, or per task folder (the first `eval.tasks`)."""
-    if env.id == TASK_FOLDER_ENV and "folder" in env.kwargs:
-        return folder_tasks(env)[: eval.tasks]
-    seeds = range(eval.seeds_from, eval.seeds_from + eval.tasks)
-    return [Task(f"{env.id}:{seed}", env.id, seed, env.kwargs) for seed in seeds]
-
-
-def folder_tasks(env: EnvConfig) -> list[Task]:
-    """One task per task folder below `env.kwargs["folder"]`, named by its relative path.
-
-    Raises ConfigError if there is none.
-    """
-    from roll_flash.envs.adapters.task_folders.format import find_tasks
-
-    root = Path(env.kwargs["folder"]).expanduser()
-    found = find_tasks(root)
-    names = [str(path.relative_to(root)) if path != root else path.resolve().name for path in found]
-    return [
-        Task(f"{env.id}:{name}", env.id, 0, {**env.kwargs, "folder": str(path)})
-        for name, path in zip(names, found, strict=True)
-    ]
+def held_out_tasks(env: EnvConfig, eval: EvalConfig) -> Sequence[Task]:
+    """Return the first `eval.tasks` held-out tasks. Raises ConfigError if there is none."""
+    if not (tasks := open_source(env, eval.seeds_from).held_out(eval.tasks)):
+        raise ConfigError(
+            f"envs: the task source of {env.id} has no held-out tasks; give it some, or train without evaluation "
+            "(eval.before_and_after=false, eval.every=0)"
+        )
+    return tasks
 
 
 def build_episodes(

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from roll_flash.chat.model_text import MOST_DEPTH, is_deeper
-from roll_flash.envs.tools.calls import without_thinking
+from roll_flash.chat.model_text import MOST_DEPTH, is_deeper, without_thinking
 from roll_flash.types import FinishReason, Message
 
 Key = bytes

@@ -68,8 +68,11 @@ def load_demonstrations(config: WarmStartConfig, model_folder: Path, max_length:
     check_demonstrations(config)
     source = Path(config.demonstrations)
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    found = _from_episodes(source, config, tokenizer) if source.is_dir() else _from_messages(source, tokenizer)
-    fitting = [trajectory for trajectory in found if len(trajectory.token_ids) <= max_length]
+    if source.is_dir():
+        fitting = _from_episodes(source, config, tokenizer, max_length)
+    else:
+        found = _from_messages(source, tokenizer)
+        fitting = [trajectory for trajectory in found if len(trajectory.token_ids) <= max_length]
     if not fitting:
         wanted = "" if config.min_reward is None else f" with a reward of at least {config.min_reward:g}"
         raise ConfigError(
@@ -78,13 +81,14 @@ def load_demonstrations(config: WarmStartConfig, model_folder: Path, max_length:
     return fitting[: config.best]
 
 
-def _from_episodes(folder: Path, config: WarmStartConfig, tokenizer: Any) -> list[Trajectory]:
+def _from_episodes(folder: Path, config: WarmStartConfig, tokenizer: Any, max_length: int) -> list[Trajectory]:
     episodes = folder / "episodes" if (folder / "episodes").is_dir() else folder
     records = [record for record in read_episodes(episodes) if record["kind"] == "trajectory"]
     floor = -np.inf if config.min_reward is None else config.min_reward
-    usable = [record for record in records if record["reward"] is not None and record["reward"] >= floor]
+    rewarded = [record for record in records if record["reward"] is not None and record["reward"] >= floor]
+    usable = [r for r in rewarded if len(r["token_ids"]) <= max_length and any(r["policy_mask"])]
     best = sorted(usable, key=lambda record: -record["reward"])[: config.best]
-    return [_trajectory_of(record, folder, tokenizer) for record in best if any(record["policy_mask"])]
+    return [_trajectory_of(record, folder, tokenizer) for record in best]
 
 
 def _trajectory_of(record: Mapping[str, Any], folder: Path, tokenizer: Any) -> Trajectory:

@@ -218,7 +218,7 @@ class DaemonThreads(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         call, future = _prepared(fn, args, kwargs)
-        threading.Thread(target=call, name="environment", daemon=True).start()
+        threading.Thread(target=call, name=getattr(fn, "__qualname__", "call"), daemon=True).start()
         return future
 
 

@@ -341,6 +341,7 @@ def _check_same_run(config: Config, folder: Path) -> None:
         ("envs.0.id", saved.envs[0].id, config.envs[0].id),
         ("envs.0.kwargs", saved.envs[0].kwargs, config.envs[0].kwargs),
         ("envs.0.levels", saved.envs[0].levels, config.envs[0].levels),
+        ("envs.0.task_source", saved.envs[0].task_source, config.envs[0].task_source),
         ("envs after the first", saved.envs[1:], config.envs[1:]),
         ("learner.engine", saved.learner.engine, config.learner.engine),
         ("learner.advantage", saved.learner.advantage, config.learner.advantage),
@@ -390,17 +391,18 @@ def _replace_folder(new: Path, final: Path) -> None:
         final.rename(old)
     new.rename(final)
     shutil.rmtree(old, ignore_errors=True)
-    _sync(final.parent)
+    sync(final.parent)
 
 
 def _sync_tree(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
         for name in names:
-            _sync(Path(parent) / name)
-        _sync(Path(parent))
+            sync(Path(parent) / name)
+        sync(Path(parent))
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Write a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

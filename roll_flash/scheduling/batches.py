@@ -38,7 +38,3 @@ class Waves:
     def forget(self, group: OpenGroup) -> None:
         """Remove a dropped group from the held-back groups."""
         self._held_back = [held for held in self._held_back if held is not group]
-
-    @property
-    def held_back(self) -> list[OpenGroup]:
-        return self._held_back

@@ -37,10 +37,6 @@ class StalenessRule:
         """Return the last learner version whose step may train tokens from `oldest_version`."""
         return oldest_version + self.max_staleness
 
-    def is_fresh(self, oldest_version: int, learner_version: int) -> bool:
-        """True if the step that starts from `learner_version` may train tokens from `oldest_version`."""
-        return oldest_version >= learner_version - self.async_ratio
-
     def capacity(self, server_version: int, learner_version: int) -> int:
         """Maximum number of admitted groups (drawn and queued) that are not yet part of a finished step.
 

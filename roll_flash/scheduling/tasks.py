@@ -1,32 +1,71 @@
-"""Task sources. A source depends only on its saved state: a resumed run draws the same tasks as without a stop."""
+"""Task sources: which tasks a run trains on, in which order, and on which it is evaluated.
+
+Seeds of an environment, rows of a data set, a curriculum over levels, and a mixture are task sources.
+`open_tasks.py` makes them from a config.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
 
-from roll_flash.config.tree import Config, EnvConfig
+from roll_flash.config.tree import EnvConfig
+from roll_flash.errors import ConfigError
 from roll_flash.types import Task
 
+FIRST_HELD_OUT_SEED = 1_000_000_000
 
-class TaskSource(Protocol):
+
+class TaskSource(ABC):
+    """Training tasks, one after another, and held-out tasks of the same kind.
+
+    A resumed run must draw what it would have drawn without a stop: `next` depends only on the constructor's
+    arguments, `shuffle`, the calls of `next` and `report`, or on the `state` that stands for them. A task has a
+    `task_id` of its own, and its `kwargs` are JSON. Only the driver calls a source, from one thread.
+    """
+
+    @abstractmethod
     def next(self) -> Task:
-        """Return the next task. Raises StopIteration at the end: the run then trains the rest and stops."""
+        """Return the next training task. Raises StopIteration at the end: the run then trains the rest and stops."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Return the position for a checkpoint, as JSON."""
+
+    @abstractmethod
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from `state`. Raises ValueError or KeyError if it belongs to other sources."""
+
+    def shuffle(self, seed: int) -> None:
+        """Order the training tasks by the run's seed; called once, before `next` and `restore`. Default: fixed order.
+
+        The held-out tasks must not depend on it: a model is also evaluated under other seeds.
+        """
+        return
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        """Return the first `count` held-out tasks, always the same; all of them if there are fewer. Default: none."""
+        return ()
+
+    @property
+    def size(self) -> int | None:
+        """Number of different training tasks; None: unknown or without end."""
+        return None
 
     def report(self, task: Task, score: float) -> None:
-        """Record that a replica of `task` ended with `score`, from 0 (failure) to 1 (success)."""
-
-    def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON."""
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from `state`. Raises ValueError or KeyError if it belongs to other sources."""
+        """Record that a replica of `task` ended with `score`, from 0 (failure) to 1 (success). Default: nothing."""
+        return
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics that the run logs after each step; may be empty."""
+        """Return the metrics that the run logs after each step, as `tasks/NAME`."""
+        return {}
 
 
 def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any], max_turns: int | None = None) -> Task:
@@ -34,57 +73,52 @@ def make_task(env_id: str, seed: int, kwargs: Mapping[str, Any], max_turns: int 
 
 
 def level_name(task: Task) -> str:
-    """Name of a task's level (everything except the seed), usable in metric names, such as `Maze-v0[size=3]`."""
-    kwargs = ",".join(f"{name}={value}" for name, value in sorted(task.kwargs.items()))
-    return re.sub(r"[^\w.=,\[\]:-]", "_", f"{task.env_id}[{kwargs}]" if kwargs else task.env_id)[:80]
+    """Name of a task's level (everything except seed or row), usable in metric names, such as `Maze-v0[size=3]`."""
+    return re.sub(r"[^\w.=,\[\]:-]", "_", task.level or _described(task.env_id, task.kwargs))[:80]
 
 
-class SeedTasks:
-    """Tasks from the seeds of one environment: each seed of the range once, in an order shuffled by `seed`; repeats.
+def _described(env_id: str, kwargs: Mapping[str, Any]) -> str:
+    text = ",".join(f"{name}={value}" for name, value in sorted(kwargs.items()))
+    return f"{env_id}[{text}]" if text else env_id
+
+
+class ShuffledTasks(TaskSource):
+    """Tasks numbered from 0 to `size` - 1: each once, in an order shuffled by the run's seed; then again.
 
     The order is a permutation computed per index (a linear congruence over the range), so nothing is stored.
     """
 
-    def __init__(
-        self,
-        env_id: str,
-        kwargs: Mapping[str, Any],
-        seeds: tuple[int, int],
-        seed: int,
-        *,
-        max_turns: int | None = None,
-    ) -> None:
-        self._env_id = env_id
-        self._kwargs = dict(kwargs)
-        self._max_turns = max_turns
-        self._first, end = seeds
-        self._count = end - self._first
-        generator = random.Random(seed)
-        self._offset = generator.randrange(self._count)
-        self._stride = _coprime(self._count, generator)
+    def __init__(self, size: int, seed: int = 0) -> None:
+        if size < 1:
+            raise ValueError("a task source needs at least one training task")
+        self._size = size
         self.cursor = 0
         """Number of tasks drawn; set it to move the source."""
+        self.shuffle(seed)
+
+    @abstractmethod
+    def task(self, index: int) -> Task:
+        """Return the training task `index`; the cursor does not move."""
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+    def shuffle(self, seed: int) -> None:
+        generator = random.Random(seed)
+        self._offset = generator.randrange(self._size)
+        self._stride = _coprime(self._size, generator)
 
     def next(self) -> Task:
-        index = (self._offset + self.cursor * self._stride) % self._count
+        index = (self._offset + self.cursor * self._stride) % self._size
         self.cursor += 1
-        return self.task_of(self._first + index)
-
-    def report(self, task: Task, score: float) -> None:
-        """Do nothing: scores do not change the order of seeds."""
+        return self.task(index)
 
     def state(self) -> dict[str, Any]:
         return {"cursor": self.cursor}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.cursor = int(state["cursor"])
-
-    def metrics(self) -> dict[str, float]:
-        return {}
-
-    def task_of(self, seed: int) -> Task:
-        """Return the task of `seed`; the cursor does not move."""
-        return make_task(self._env_id, seed, self._kwargs, self._max_turns)
 
 
 def _coprime(count: int, generator: random.Random) -> int:
@@ -95,20 +129,83 @@ def _coprime(count: int, generator: random.Random) -> int:
             return stride
 
 
-def open_tasks(config: Config) -> TaskSource:
-    """Return the task source of a run: seeds of one environment, its levels by success, or environments by weight."""
-    sources = [_tasks_of(env, config.seed) for env in config.envs]
-    if len(sources) == 1:
-        return sources[0]
-    return MixedTasks(sources, [env.weight for env in config.envs])
+class SeedTasks(ShuffledTasks):
+    """Seeds of one environment, from the first up to the end of `seeds`; those from `held_out_from` on are held out."""
+
+    def __init__(
+        self,
+        env_id: str,
+        kwargs: Mapping[str, Any],
+        seeds: tuple[int, int],
+        seed: int = 0,
+        *,
+        max_turns: int | None = None,
+        held_out_from: int = FIRST_HELD_OUT_SEED,
+    ) -> None:
+        self._env_id = env_id
+        self._kwargs = dict(kwargs)
+        self._max_turns = max_turns
+        self._held_out_from = held_out_from
+        self._first, end = seeds
+        super().__init__(end - self._first, seed)
+
+    def task(self, index: int) -> Task:
+        return self._task_of(self._first + index)
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        return [self._task_of(self._held_out_from + index) for index in range(count)]
+
+    def _task_of(self, seed: int) -> Task:
+        return make_task(self._env_id, seed, self._kwargs, self._max_turns)
 
 
-def _tasks_of(env: EnvConfig, seed: int) -> TaskSource:
-    levels = [SeedTasks(env.id, kwargs, env.train_seeds, seed, max_turns=env.max_turns) for kwargs in env.variants]
-    return levels[0] if len(levels) == 1 else CurriculumTasks(levels, seed=seed)
+class RowTasks(ShuffledTasks):
+    """Rows of a data set. Each row is merged over the `kwargs` of `env` and makes one environment.
+
+    Raises ConfigError if a held-out row is also a training row, or if a row is not JSON.
+    """
+
+    def __init__(
+        self, env: EnvConfig, train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        if not train:
+            raise ConfigError(f"{env.id}: there is no row to train on")
+        self._env = env
+        self._train = train
+        self._held_out = held_out
+        self._level = _described(env.id, env.kwargs)
+        _require_different_rows(env.id, train, held_out)
+        super().__init__(len(train))
+
+    def task(self, index: int) -> Task:
+        return self._task_of("train", index, self._train[index])
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        return [self._task_of("held_out", index, row) for index, row in enumerate(self._held_out[:count])]
+
+    def _task_of(self, split: str, index: int, row: Mapping[str, Any]) -> Task:
+        env = self._env
+        task_id = f"{env.id}:{split}/{index}"
+        return Task(task_id, env.id, index, {**env.kwargs, **row}, env.max_turns, level=self._level)
 
 
-class MixedTasks:
+def _require_different_rows(
+    env_id: str, train: Sequence[Mapping[str, Any]], held_out: Sequence[Mapping[str, Any]]
+) -> None:
+    held_out_at = {_content(env_id, row): index for index, row in enumerate(held_out)}
+    for index, row in enumerate(train):
+        if (same := held_out_at.get(_content(env_id, row))) is not None:
+            raise ConfigError(f"{env_id}: held-out row {same} is also training row {index}; rows count from 0")
+
+
+def _content(env_id: str, row: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(row, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{env_id}: no checkpoint can hold the row {str(row)[:200]}: {error}") from None
+
+
+class MixedTasks(TaskSource):
     """Interleaves sources in proportion to their weights.
 
     Smooth weighted round robin, without randomness: after any number of draws each source is within one task of its
@@ -124,6 +221,17 @@ class MixedTasks:
         self._weights = [weight / sum(weights) for weight in weights]
         self._credits = [0.0] * len(weights)
 
+    @property
+    def size(self) -> int | None:
+        return _total_size(self._sources)
+
+    def shuffle(self, seed: int) -> None:
+        for source in self._sources:
+            source.shuffle(seed)
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        return _held_out_in_turn(self._sources, count)
+
     def next(self) -> Task:
         while any(self._weights):
             credits = [credit + weight for credit, weight in zip(self._credits, self._weights, strict=True)]
@@ -135,12 +243,13 @@ class MixedTasks:
                 continue
             credits[chosen] -= sum(self._weights)
             self._credits = credits
-            return task
+            return _drawn_from(chosen, task)
         raise StopIteration
 
     def report(self, task: Task, score: float) -> None:
-        for source in self._sources:
-            source.report(task, score)
+        if (drawn := _source_of(task)) is not None:
+            index, inner = drawn
+            self._sources[index].report(inner, score)
 
     def state(self) -> dict[str, Any]:
         return {"credits": list(self._credits), "sources": [source.state() for source in self._sources]}
@@ -156,7 +265,7 @@ class MixedTasks:
         return found
 
 
-class CurriculumTasks:
+class CurriculumTasks(TaskSource):
     """Draws levels in proportion to their learning signal.
 
     A group gives a learning signal only if its rewards differ. With success rate p the variance of a reward is p(1-p):
@@ -166,21 +275,42 @@ class CurriculumTasks:
     """
 
     def __init__(
-        self, levels: Sequence[TaskSource], *, seed: int, exploration: float = 0.1, memory: float = 200.0
+        self,
+        levels: Sequence[TaskSource],
+        *,
+        seed: int = 0,
+        exploration: float = 0.1,
+        memory: float = 200.0,
+        evaluated: TaskSource | None = None,
     ) -> None:
-        """`memory`: number of replicas over which the success rate of a level is averaged."""
+        """`memory`: number of replicas over which the success rate of a level is averaged.
+
+        `evaluated`: source of the held-out tasks; None: those of the levels, in turn.
+        """
         if not levels:
             raise ValueError("a curriculum needs at least one level")
         if not 0 < exploration <= 1 or memory < 1:
             raise ValueError("exploration must be in (0, 1] and memory >= 1, or a level could be lost for good")
         self._levels = list(levels)
+        self._evaluated = [evaluated] if evaluated is not None else self._levels
         self._seed = seed
         self._exploration = exploration
         self._memory = memory
         self._draws = 0
-        self._level_of: dict[str, int] = {}
         self._scores = [0.5] * len(levels)
         self._counts = [1.0] * len(levels)
+
+    @property
+    def size(self) -> int | None:
+        return _total_size(self._levels)
+
+    def shuffle(self, seed: int) -> None:
+        self._seed = seed
+        for level in self._levels:
+            level.shuffle(seed)
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        return _held_out_in_turn(self._evaluated, count)
 
     def next(self) -> Task:
         generator = random.Random(f"{self._seed}:{self._draws}")
@@ -193,14 +323,14 @@ class CurriculumTasks:
             except StopIteration:  # the other levels continue
                 shares[level] = 0.0
                 continue
-            self._level_of[_kind(task)] = level
-            return task
+            return _drawn_from(level, task)
         raise StopIteration
 
     def report(self, task: Task, score: float) -> None:
-        level = self._level_of.get(_kind(task))
-        if level is None:  # the task is from another source
+        if (drawn := _source_of(task)) is None:
             return
+        level, inner = drawn
+        self._levels[level].report(inner, score)
         keep = 1 - 1 / self._memory
         self._scores[level] = self._scores[level] * keep + min(1.0, max(0.0, score))
         self._counts[level] = self._counts[level] * keep + 1
@@ -221,7 +351,6 @@ class CurriculumTasks:
             "draws": self._draws,
             "scores": list(self._scores),
             "counts": list(self._counts),
-            "level_of": dict(self._level_of),
             "sources": [level.state() for level in self._levels],
         }
 
@@ -230,7 +359,6 @@ class CurriculumTasks:
         self._draws = int(state["draws"])
         self._scores = [float(score) for score in state["scores"]]
         self._counts = [float(count) for count in state["counts"]]
-        self._level_of = {str(kind): int(level) for kind, level in state["level_of"].items()}
 
     def metrics(self) -> dict[str, float]:
         """Return the success rate and the draw probability of each level."""
@@ -238,9 +366,25 @@ class CurriculumTasks:
         return found | {f"level_{index}_share": share for index, share in enumerate(self.probabilities())}
 
 
-def _kind(task: Task) -> str:
-    """Return the key of a task's level: tasks of one level differ only in their seed."""
-    return f"{task.env_id} {sorted(task.kwargs.items())!r}"
+def _drawn_from(index: int, task: Task) -> Task:
+    """Note which of several sources gave the task, so that only that one learns its score."""
+    return replace(task, source=f"{index}/{task.source}" if task.source else str(index))
+
+
+def _source_of(task: Task) -> tuple[int, Task] | None:
+    """Undo `_drawn_from`; None for a task in a checkpoint of a version that did not note the source."""
+    index, _, inner = task.source.partition("/")
+    return (int(index), replace(task, source=inner)) if index else None
+
+
+def _total_size(sources: Sequence[TaskSource]) -> int | None:
+    sizes = [source.size for source in sources]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def _held_out_in_turn(sources: Sequence[TaskSource], count: int) -> list[Task]:
+    rounds = zip_longest(*(source.held_out(count) for source in sources))
+    return [task for tasks in rounds for task in tasks if task is not None][:count]
 
 
 def _restore_all(sources: Sequence[TaskSource], states: Sequence[Mapping[str, Any]]) -> None:

@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from roll_flash.chat.judge import Judge
 from roll_flash.config.stages import StageConfig
 from roll_flash.config.tree import Config
-from roll_flash.envs.check.source_files import import_module, load_file
-from roll_flash.envs.rewards.judge import Judge
 from roll_flash.errors import ConfigError, ModelError, RollFlashError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, Trajectory
+from roll_flash.user_code import load_module
 
 BUILT_IN = {
     "judge": "roll_flash.stages.reward_stage:JudgeStage",
@@ -65,7 +65,7 @@ def _bound(stage: StageConfig) -> Any:
 
 def _module(stage: StageConfig, source: str) -> Any:
     try:
-        return load_file(source) if source.endswith(".py") else import_module(source)
+        return load_module(source)
     except ConfigError as error:
         raise ConfigError(f"stage {stage.name}: {error}") from None
 
@@ -83,7 +83,7 @@ class JudgeStage:
     """LLM judge; scores from 0 to 1. `judged`: the model's last message, or everything after the task.
 
     `reference`: key of the episode's `info` that holds the right answer. The other arguments go to
-    `roll_flash.envs.rewards.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s,
+    `roll_flash.chat.judge.Judge`: criteria, best, api_key_env, max_concurrent, attempts, timeout_s,
     max_new_tokens.
     """
 

@@ -51,6 +51,7 @@ static void describe(const char *path) {
     int fd = open_folder(path);
     if (fd < 0 || fstat(fd, &status) < 0) {
         printf("%s\n", strerror(errno));
+        if (fd >= 0) close(fd);
         return;
     }
     printf("%o %ld %u:%u", status.st_mode & 07777, flags_of(fd), status.st_uid, status.st_gid);

@@ -47,8 +47,8 @@ static void send_entry(struct walk *walk, int folder, const char *name, const st
 static void visit(struct walk *walk, int folder, size_t prefix, int depth) {
     DIR *directory = fdopendir(folder);
     if (!directory) {
-        close(folder);
         walk->error = errno;
+        close(folder);
         return;
     }
     size_t end = strlen(walk->path);
@@ -98,8 +98,11 @@ static int remove_at(int parent, const char *name, int depth) {
         folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
     if (folder < 0) return errno;
     DIR *directory = fdopendir(folder);
-    if (!directory) return errno;
-    int error = 0;
+    int error = directory ? 0 : errno;
+    if (!directory) {
+        close(folder);
+        return error;
+    }
     for (struct dirent *entry; !error && (entry = readdir(directory));)
         if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) error = remove_at(folder, entry->d_name, depth + 1);
     closedir(directory);
@@ -120,6 +123,7 @@ void file_remove(uint32_t channel, struct reader *payload) {
         for (struct dirent *entry; directory && !error && (entry = readdir(directory));)
             if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) error = remove_at(folder, entry->d_name, 0);
         if (directory) closedir(directory);
+        else if (folder >= 0) close(folder);
     } else {
         error = remove_at(AT_FDCWD, path, 0);
     }

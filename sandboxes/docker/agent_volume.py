@@ -36,7 +36,7 @@ def filler_config(image: str, volume: str) -> dict[str, object]:
     """Return the config of a container that never runs and gives read and write access to the volume."""
     mount = {"Type": "volume", "Source": volume, "Target": FOLDER, "VolumeOptions": {"NoCopy": True}}
     host = {"Mounts": [mount], "NetworkMode": "none"}
-    return {"Image": image, "Cmd": ["/none"], "Labels": labels("agent", None), "HostConfig": host}
+    return {"Image": image, "Cmd": ["/none"], "Labels": labels("agent"), "HostConfig": host}
 
 
 async def fill(engine: EngineApi, filler: str, agent: AgentProgram) -> bool:

@@ -35,19 +35,15 @@ class EngineEvents:
         self._oom_s: OrderedDict[str, float] = OrderedDict()
         """Time in seconds at which each container last ran out of memory, on the engine's clock."""
         self._news = asyncio.Event()
-        self.connected = asyncio.Event()
-        self.ooms = 0
 
     async def watch(self) -> None:
         filters = json.dumps({"type": ["container"], "event": ["die", "oom"], "label": [self._label]})
         while True:
             try:
                 events = self._engine.stream("GET", "/events", query={"filters": filters}, idle_timeout_s=None)
-                self.connected.set()
                 async for event in events:
                     self._take(event)
             except (httpx.HTTPError, SandboxError, ValueError):
-                self.connected.clear()
                 await asyncio.sleep(RECONNECT_S)
 
     def forget(self, name: str) -> None:
@@ -60,7 +56,6 @@ class EngineEvents:
         marks = actor.get("Attributes", {}) if isinstance(actor, dict) else {}
         name = str(marks.get("name", ""))
         if event.get("Action") == "oom":
-            self.ooms += 1
             self._oom_s[name] = _event_time_s(event)
         else:
             self._codes[name] = int(marks.get("exitCode", -1))

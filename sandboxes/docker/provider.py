@@ -162,7 +162,7 @@ class DockerProvider:
                 reusable=not volumes and not user.startswith("0:"),
             )
             network = (joins or name) if spec.network == "internal" else ""
-            marks = labels(run, None, network)
+            marks = labels(run, network)
             with self._passwd(spec, image, number) as passwd:
                 body = container_config(spec, image, agent, marks, joins, user=user, volumes=volumes, passwd=passwd)
                 await self._start(sandbox, connection, body, timeout_s)
@@ -255,7 +255,7 @@ class DockerProvider:
         image = f"{SNAPSHOTS}:{name}-{uuid.uuid4().hex[:8]}"
         repository, _, tag = image.partition(":")
         query = {"container": name, "repo": repository, "tag": tag}
-        body = {"Labels": labels(run, None)}
+        body = {"Labels": labels(run)}
         with self._asking(image):
             await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
         self._snapshots.append(image)

@@ -18,7 +18,6 @@ from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.sandboxes.identity import (
     LABEL,
     LABEL_CREATED,
-    LABEL_DEADLINE,
     LABEL_NETWORK,
     LABEL_OWNER,
     LABEL_RUN,
@@ -30,7 +29,7 @@ from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_f
 
 Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]
 FOREIGN_AGE_S = 86400.0
-"""Age in seconds at which a sandbox of another machine, without a deadline, counts as leaked."""
+"""Age in seconds at which a sandbox of another machine counts as leaked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ class SandboxEntry:
     age_s: float
     state: str
     leaked: bool
-    """True if its owner is dead or its deadline has passed."""
+    """True if its owner is dead, or unknown and old."""
     network: str = ""
     """With `network="internal"`: the sandbox that owns its network."""
     engine: str = ""
@@ -173,11 +172,8 @@ def _local_entry(group: LeakedCgroup) -> SandboxEntry:
 
 
 def _is_leaked(marks: dict[str, str], age_s: float) -> bool:
-    deadline = marks.get(LABEL_DEADLINE)
-    if deadline and time.time() > float(deadline):
-        return True
     try:
         lives = Owner.parse(marks.get(LABEL_OWNER, "")).lives()
     except ValueError:
         return False
-    return not lives if lives is not None else (not deadline and age_s > FOREIGN_AGE_S)
+    return not lives if lives is not None else age_s > FOREIGN_AGE_S

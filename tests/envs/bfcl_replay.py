@@ -11,12 +11,12 @@ import itertools
 import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from roll_flash.envs.adapters.bfcl.env import BFCL
 from roll_flash.envs.adapters.bfcl.items import BfclItem, load_items
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
-from roll_flash.sandboxes import Sandbox, SandboxPool
+from roll_flash.sandboxes import SandboxPool
 
 Calls = list[list[list[str]]]
 """By user turn and by step, as Python source."""
@@ -39,7 +39,7 @@ async def replay(
     env = BFCL(category, index=index, call_format=call_format, call_timeout_s=30.0)
     assert env.sandbox_spec is not None
     lease = LazySandbox(pool, env.sandbox_spec)
-    env.sandbox = cast(Sandbox, lease)
+    env.sandbox = lease
     try:
         async with asyncio.timeout(EPISODE_TIMEOUT_S):
             await env.reset(seed=0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from bfcl_replay import Outcome, corrupted_case, official, oracle, replay, scripted
@@ -21,7 +21,7 @@ from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.envs.tools.calls import parse_tool_calls
 from roll_flash.envs.tools.prompt import TOOL_SCHEMAS
 from roll_flash.errors import ConfigError
-from roll_flash.sandboxes import Sandbox, SandboxPool
+from roll_flash.sandboxes import SandboxPool
 
 SAMPLE = (0, 63, 112, 171)
 """One item of each of the worlds: files, vehicles, trading, travel."""
@@ -51,7 +51,7 @@ def in_sandboxes(*plays: Callable[[SandboxPool], Awaitable[Any]]) -> list[Any]:
 async def play(pool: SandboxPool, *actions: str, **arguments: Any) -> list[Any]:
     env = BFCL(**{"index": 0, **arguments})
     lease = LazySandbox(pool, backend_spec())
-    env.sandbox = cast(Sandbox, lease)
+    env.sandbox = lease
     try:
         first = await env.reset(seed=0)
         return [first, *[await env.step(action) for action in actions]]
@@ -254,7 +254,7 @@ def test_calls_that_a_new_server_cannot_repeat_end_the_calls_and_are_no_failure(
     async def run(pool: SandboxPool) -> tuple[str, list[Any]]:
         env = BFCL(index=0)
         lease = LazySandbox(pool, backend_spec())
-        env.sandbox = cast(Sandbox, lease)
+        env.sandbox = lease
         try:
             await env.reset(seed=0)
             await env.step("[pwd()]")

@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from roll_flash.cli.main import main
+from roll_flash.config.tree import load_config
 from roll_flash.envs.check.checks import check_environment
-from roll_flash.envs.registration import SHIPPED
+from roll_flash.envs.registration import SHIPPED, make_env
 from roll_flash.envs.tools.calls import ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import make_tool
+from roll_flash.evaluation.tasks import held_out_tasks
+from roll_flash.scheduling.open_tasks import open_tasks
 from tests.command_line import parse
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
@@ -47,7 +51,16 @@ def commands() -> list[list[str]]:
 
 
 def test_the_page_saves_the_files_that_it_talks_about() -> None:
-    assert set(SAVED) == {"shop.py", "shop.yaml", "guess.py", "parity.py", "errand.py"}
+    assert set(SAVED) == {
+        "shop.py",
+        "shop.yaml",
+        "guess.py",
+        "parity.py",
+        "riddles.py",
+        "riddles.yaml",
+        "hardest.py",
+        "errand.py",
+    }
 
 
 def test_the_first_environment_takes_less_than_thirty_lines() -> None:
@@ -58,6 +71,28 @@ def test_the_first_environment_takes_less_than_thirty_lines() -> None:
 def test_its_environments_are_fit_to_train_on(folder: Path, env_id: str) -> None:
     report = check_environment(env_id, seeds=3)
     assert report.ok, report.as_table()
+
+
+def test_its_data_set_is_ready_to_train_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "riddles.yaml", "--dry-run"]) == 0
+    assert "tasks: 90 to train on" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entry_point", ["riddles.py:riddles", "hardest.py:Hardest"])
+def test_its_task_sources_go_on_after_a_resume_and_hold_tasks_out(folder: Path, entry_point: str) -> None:
+    overrides = ["envs.0.task_source.kwargs={}", f"envs.0.task_source.entry_point={entry_point}"]
+    config = load_config("riddles.yaml", overrides)
+    source, resumed = open_tasks(config), open_tasks(config)
+    for draw in range(150):
+        source.report(source.next(), float(draw % 3 > 0))
+    resumed.restore(json.loads(json.dumps(source.state())))
+    drawn = [source.next() for _ in range(100)]
+    assert [resumed.next() for _ in range(100)] == drawn
+    held_out = held_out_tasks(config.envs[0], config.eval)
+    assert 20 <= len(held_out) == len({task.task_id for task in held_out})
+    assert not {task.task_id for task in drawn} & {task.task_id for task in held_out}
+    for task in (drawn[0], held_out[0]):
+        assert make_env(task.env_id, **task.kwargs).unwrapped.answer == task.kwargs["answer"]
 
 
 @pytest.mark.docker

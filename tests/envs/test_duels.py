@@ -71,7 +71,7 @@ def test_a_game_that_is_not_over_in_time_earns_nothing() -> None:
 def test_wrong_arguments_and_opponents_that_cannot_play_are_one_line() -> None:
     for kwargs, reason in (
         ({"opponent": "nobody"}, "must be self, random, module:function"),
-        ({"opponent": "roll_flash.types:nobody"}, "has no function 'nobody'"),
+        ({"opponent": "roll_flash.types:nobody"}, "has no 'nobody'"),
         ({"opponent": {"url": "http://localhost:1/v1"}}, "takes url, model"),
         ({"seat": 2}, "seat must be"),
         ({"game": "GuessTheNumber-v0"}, "number of players has to be 1"),

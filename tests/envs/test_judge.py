@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from roll_flash.envs.rewards.judge import Judge
+from roll_flash.chat.judge import Judge
 from roll_flash.errors import ConfigError, EnvError
 
 

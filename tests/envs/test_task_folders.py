@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -16,7 +16,7 @@ from roll_flash.envs.adapters.task_folders.tests import reward_of_json, reward_o
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.errors import ConfigError, EnvError
-from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
+from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxPool, SandboxSpec, open_sandbox
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 ON_OUR_IMAGE = "FROM roll-flash-sandbox:latest\nUSER root\nWORKDIR /app\n"
@@ -49,7 +49,7 @@ def play(folder: Path, *actions: str, seed: int = 0, **kwargs: Any) -> tuple[lis
         assert messages[-1]["content"]
         async with SandboxPool(provider="docker", size=1, run="task-folders") as pool:
             lease = LazySandbox(pool, lambda: env.sandbox_spec or SandboxSpec())
-            env.sandbox = cast(Sandbox, lease)
+            env.sandbox = lease
             try:
                 for turn in range(len(actions) or 9):
                     action = actions[turn] if actions else await env.oracle()

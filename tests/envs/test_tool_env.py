@@ -10,8 +10,8 @@ from typing import Any, cast
 import pytest
 
 import roll_flash
+from roll_flash.chat.judge import Judge
 from roll_flash.envs import Rubric, SandboxToolEnv, ToolEnv, reward, tool
-from roll_flash.envs.rewards.judge import Judge
 from roll_flash.errors import EnvError
 from roll_flash.sandboxes import SandboxDied, SandboxFileError, SandboxSpec, open_sandbox
 

@@ -142,6 +142,17 @@ def test_the_same_command_resumes_and_a_different_one_gets_a_folder_of_its_own()
     assert first != plan_evaluation(EvalRequest(env="Maze-v0", model=str(folder), temperature=0.5)).folder
 
 
+def test_another_environment_than_that_of_the_config_has_its_own_tasks() -> None:
+    env = {"id": "Riddle-v0", "task_source": {"entry_point": "riddles.py:riddles"}}
+    config = load_config({"model": {"path": "tiny"}, "envs": [env]})
+    kept, other = (plan_evaluation(EvalRequest(config=config, env=id)) for id in ("Riddle-v0", "Maze-v0"))
+    assert kept.config.envs == config.envs
+    assert [task.task_id for task in held_out_tasks(other.config.envs[0], EvalConfig(tasks=1, seeds_from=5))] == [
+        "Maze-v0:5"
+    ]
+    assert kept.folder != plan_evaluation(EvalRequest(env="Riddle-v0", model="tiny")).folder
+
+
 def test_results_of_weights_that_were_replaced_are_not_reused() -> None:
     folder = model_folder(Path("my-model"))
     request = EvalRequest(env="Maze-v0", model=str(folder))

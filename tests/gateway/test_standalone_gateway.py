@@ -447,7 +447,7 @@ def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path:
         (["--model", "tiny", "--api-key-env", "NOT_SET_ANYWHERE"], "NOT_SET_ANYWHERE is not set"),
         (["--endpoint", "localhost:8000", "--model", "m"], "must look like http://host:port/v1"),
         (["--model", "tiny", "--port", "80000"], "from 0 to 65535"),
-        (["--model", "tiny", "--verifier", "judge"], "module:function"),
+        (["--model", "tiny", "--verifier", "judge"], "module:NAME"),
         (["--model", "tiny", "--verifier", "nowhere.py:f"], "no such file"),
         (["tiny"], "a model is given with --model"),
         (["--model", "tiny", "--idle-s", "0"], "must be more than 0"),

@@ -24,11 +24,12 @@ class PreparingServer:
     is_running = True
     version = 0
 
-    def __init__(self, prepare_s: float = PREPARE_S, fails: bool = False) -> None:
+    def __init__(self, prepare_s: float = PREPARE_S, fails: bool = False, cannot_end: bool = False) -> None:
         self.asked: list[str] = []
         self.timeouts_s: dict[str, float] = {}
         self._prepare_s = prepare_s
         self._fails = fails
+        self._cannot_end = cannot_end
         self._preparing: list[asyncio.Task[None]] = []
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = 600) -> Any:
@@ -40,6 +41,8 @@ class PreparingServer:
             self._preparing.append(asyncio.create_task(self._prepare(os.open(info["hold"], os.O_WRONLY))))
         elif path == "/update_weights" and self._fails:
             raise InferenceError("the weights do not fit the model")
+        elif path == "/finish_weight_update" and self._cannot_end:
+            raise InferenceError("no answer")
         return {"success": True}
 
     async def _prepare(self, hold: int) -> None:
@@ -79,3 +82,8 @@ def test_an_update_that_is_given_up_is_ended_so_that_the_next_one_can_begin() ->
         update(server, give_up_after_s=0.3)
     assert server.asked == ["/start_weight_update", "prepare", "/finish_weight_update"]
     assert server.timeouts_s["/finish_weight_update"] <= 10, "the end of a run does not wait for a server that hangs"
+
+
+def test_an_update_that_is_cancelled_stays_cancelled_when_its_server_does_not_answer() -> None:
+    with pytest.raises(TimeoutError):
+        update(PreparingServer(prepare_s=20, cannot_end=True), give_up_after_s=0.3)

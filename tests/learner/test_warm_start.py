@@ -69,6 +69,12 @@ def test_the_best_episodes_of_a_run_are_taken_with_the_tokens_that_were_sampled(
     np.testing.assert_array_equal(found[0].policy_mask, expected.policy_mask)
 
 
+def test_episodes_that_are_too_long_take_no_place_of_the_best(tiny: Path, tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", tiny, {"long " * 40: 1.0, "good": 0.9, "fair": 0.5})
+    found = load_demonstrations(config(run, best=2), tiny, 100)
+    assert [trajectory.episode_id for trajectory in found] == ["episode-good", "episode-fair"]
+
+
 def test_of_conversations_the_assistants_turns_and_their_ends_are_imitated(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "talks.jsonl"
     file.write_text(json.dumps({"messages": TALK}) + "\n\n")

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner.distributions import Constant, LogNormal, Normal
+from benchmarks.planner.load import Load, RecordedLoad, SyntheticLoad
+from benchmarks.planner.result import SimulationResult
+from benchmarks.planner.servers import Request, ServerSpec, SimulatedServer
+from benchmarks.planner.settings import LearnerSpec, SimulationSettings
+from benchmarks.planner.simulate import Simulation
 from roll_flash.errors import RunError
-from roll_flash.planner.distributions import Constant, LogNormal, Normal
-from roll_flash.planner.load import Load, RecordedLoad, SyntheticLoad
-from roll_flash.planner.result import SimulationResult
-from roll_flash.planner.servers import ServerSpec
-from roll_flash.planner.settings import LearnerSpec, SimulationSettings
-from roll_flash.planner.simulate import Simulation
 from roll_flash.scheduling.policy import SchedulingPolicy
 from roll_flash.scheduling.staleness import StalenessRule
 
@@ -92,6 +92,16 @@ def test_tokens_carry_the_version_they_were_sampled_with_across_an_update() -> N
     result = simulate(load, alpha=4, groups=1, slots=3, steps=12, learner=LearnerSpec(publish_s=0.5))
     assert len(result.staleness) > 1
     assert result.staleness.total() == result.trained_tokens
+
+
+def test_tokens_of_a_request_that_lives_through_many_updates_carry_each_version() -> None:
+    server = SimulatedServer(0, ServerSpec(1, 8, 1.0))
+    request = Request(None, tokens=30)
+    server.add(request)
+    for version in range(1, 30):
+        server.advance(float(version))
+        server.load_version(version)
+    assert server.versions_of(request) == [(version, 1) for version in range(30)]
 
 
 def test_the_books_of_a_run_with_failures_and_stragglers_balance() -> None:

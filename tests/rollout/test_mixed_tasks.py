@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
-from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, open_tasks
+from roll_flash.scheduling.open_tasks import open_tasks
+from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
 
 
 def source(name: str, **kwargs: int) -> SeedTasks:
@@ -68,6 +69,33 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(draws: int, seed: int) -> 
         assert resumed.next() == expected
         tasks.report(expected, float(draw % 2))
         resumed.report(expected, float(draw % 2))
+
+
+def test_each_source_of_a_mixture_learns_from_its_own_tasks_only() -> None:
+    """Also where two have a level in common, and in a mixture of mixtures."""
+    levels = [[source("Maze-v0", size=2), source("Maze-v0", size=size)] for size in (4, 8)]
+    curricula = [CurriculumTasks(each, seed=1) for each in levels]
+    inner = MixedTasks([source("Other-v0"), curricula[1]], [1, 1])
+    tasks = MixedTasks([curricula[0], inner], [1, 1])
+    for _ in range(200):
+        task = tasks.next()
+        tasks.report(task, float(task.source.startswith("0")))
+    first, second = (curriculum.success_rates() for curriculum in curricula)
+    assert min(first) > 0.7
+    assert max(second) < 0.3
+
+
+def test_a_config_draws_the_tasks_that_it_always_drew() -> None:
+    """Runs can be repeated: the order belongs to config and seed."""
+    tasks = open_tasks(load_config(config(seed=7)))
+    assert [(task.env_id, task.seed, dict(task.kwargs)) for task in (tasks.next() for _ in range(6))] == [
+        ("A-v0", 339563, {"size": 3, "hard": True}),
+        ("A-v0", 333472, {"size": 3, "hard": True}),
+        ("B-v0", 339563, {}),
+        ("A-v0", 339563, {"size": 4}),
+        ("A-v0", 327381, {"size": 3, "hard": True}),
+        ("A-v0", 333472, {"size": 4}),
+    ]
 
 
 def test_the_state_of_another_mixture_is_refused() -> None:

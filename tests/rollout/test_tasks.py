@@ -1,11 +1,30 @@
-"""Task sources: every seed once, the same order after a resume."""
+"""Task sources: every task once, the same order after a resume, and held-out tasks that are never trained on."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.scheduling.tasks import SeedTasks
+from roll_flash.config.tree import Config, EnvConfig, load_config
+from roll_flash.errors import ConfigError
+from roll_flash.evaluation.tasks import held_out_tasks
+from roll_flash.scheduling.open_tasks import open_tasks
+from roll_flash.scheduling.tasks import (
+    CurriculumTasks,
+    MixedTasks,
+    RowTasks,
+    SeedTasks,
+    ShuffledTasks,
+    TaskSource,
+    level_name,
+)
+from roll_flash.start_checks import check_parts
 
 
 @given(st.integers(0, 1000), st.integers(1, 200), st.integers(0, 10**9))
@@ -22,3 +41,156 @@ def test_a_source_goes_on_where_its_cursor_stands(seed: int, cursor: int) -> Non
     resumed = SeedTasks("Env-v0", {"a": 1}, (0, 97), seed)
     resumed.cursor = cursor
     assert [resumed.next() for _ in range(5)] == drawn[cursor:]
+
+
+ENV = EnvConfig(id="Riddle-v0", kwargs={"hints": 1}, max_turns=3)
+
+
+def rows(count: int, first: int = 0) -> list[dict[str, Any]]:
+    return [{"question": str(number)} for number in range(first, first + count)]
+
+
+def all_kinds() -> list[TaskSource]:
+    def seeds(name: str) -> SeedTasks:
+        return SeedTasks(name, {}, (0, 10), held_out_from=50)
+
+    def data(size: int) -> RowTasks:
+        env = ENV.model_copy(update={"kwargs": {"hints": size}})
+        return RowTasks(env, rows(size), rows(4, first=1000))
+
+    return [
+        seeds("A-v0"),
+        data(7),
+        CurriculumTasks([data(5), data(6)], seed=1),
+        MixedTasks([seeds("A-v0"), CurriculumTasks([seeds("B-v0"), data(9)]), data(3)], [2, 1, 1]),
+    ]
+
+
+@pytest.mark.parametrize("kind", range(4))
+@given(draws=st.integers(0, 40), seed=st.integers(0, 10**6))
+def test_every_kind_of_source_goes_on_as_without_a_stop(kind: int, draws: int, seed: int) -> None:
+    source, resumed = all_kinds()[kind], all_kinds()[kind]
+    for each in (source, resumed):
+        each.shuffle(seed)
+    for draw in range(draws):
+        source.report(source.next(), float(draw % 3 == 0))
+    resumed.restore(json.loads(json.dumps(source.state())))
+    for draw in range(20):
+        task = source.next()
+        assert resumed.next() == task
+        for each in (source, resumed):
+            each.report(task, float(draw % 2))
+
+
+@pytest.mark.parametrize("kind", range(4))
+def test_every_kind_of_source_knows_its_size_and_holds_tasks_out(kind: int) -> None:
+    source = all_kinds()[kind]
+    assert source.size == (10, 7, 11, 32)[kind]
+    drawn = {source.next().task_id for _ in range(200)}
+    held_out = [task.task_id for task in source.held_out(6)]
+    assert len(held_out) == len(set(held_out)) or kind > 1  # the levels' rows have the same names
+    assert len(held_out) == (6, 4, 6, 6)[kind]
+    assert not drawn & set(held_out)
+    source.shuffle(99)
+    assert [task.task_id for task in source.held_out(6)] == held_out
+
+
+def test_each_row_is_trained_on_once_before_any_comes_again() -> None:
+    source = RowTasks(ENV, rows(50), rows(5, first=50))
+    source.shuffle(3)
+    drawn = [source.next() for _ in range(50)]
+    assert sorted(int(task.kwargs["question"]) for task in drawn) == list(range(50))
+    assert [task.kwargs["question"] for task in drawn] != [str(number) for number in range(50)]
+    assert {(task.kwargs["hints"], task.max_turns) for task in drawn} == {(1, 3)}
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out", "says"),
+    [
+        (rows(3), [{"question": "9"}, {"question": "1"}], "held-out row 1 is also training row 1"),
+        ([{"day": object()}], [], "no checkpoint can hold the row"),
+        ([], rows(3), "no row to train on"),
+    ],
+)
+def test_rows_that_cannot_be_used_are_one_line(train: list[Any], held_out: list[Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        RowTasks(ENV, train, held_out)
+
+
+def test_a_curriculum_over_data_sets_learns_which_one_teaches_and_stays_small() -> None:
+    levels = [RowTasks(ENV.model_copy(update={"kwargs": {"hard": hard}}), rows(1000)) for hard in (0, 1)]
+    source = CurriculumTasks(levels, seed=2)
+    for draw in range(600):
+        task = source.next()
+        source.report(task, float(draw % 2) if task.kwargs["hard"] else 1.0)
+    assert source.probabilities()[1] > 0.8
+    assert len(json.dumps(source.state())) < 1000
+
+
+def test_rows_of_a_data_set_share_one_line_of_the_metrics() -> None:
+    source = RowTasks(ENV, rows(100))
+    assert {level_name(source.next()) for _ in range(100)} == {"Riddle-v0[hints=1]"}
+
+
+class Endless(TaskSource):
+    """Has no held-out tasks."""
+
+    def __init__(self, env: EnvConfig, start: int = 0) -> None:
+        self._env, self._drawn = env, start
+
+    def next(self) -> Any:
+        self._drawn += 1
+        return ShuffledTasks.next(SeedTasks(self._env.id, {}, (self._drawn, self._drawn + 1)))
+
+    def state(self) -> dict[str, Any]:
+        return {"drawn": self._drawn}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self._drawn = state["drawn"]
+
+
+def config(**more: Any) -> Config:
+    env = {"id": "counting:Counting-v0", "task_source": {"entry_point": f"{__name__}:Endless"}}
+    tree = {"model": {"path": "tiny"}, "inference": {"engine": "transformers"}, "envs": [{**env, **more}]}
+    return load_config(tree, ["eval.before_and_after=false"])
+
+
+def test_a_source_named_in_the_config_is_drawn_from() -> None:
+    source = open_tasks(config(task_source={"entry_point": f"{__name__}:Endless", "kwargs": {"start": 4}}))
+    assert [source.next().seed for _ in range(3)] == [5, 6, 7]
+    assert source.size is None
+
+
+def test_a_run_without_held_out_tasks_cannot_evaluate() -> None:
+    chosen = config()
+    assert check_parts(chosen).sandboxes == ()
+    with pytest.raises(ConfigError, match="no held-out tasks; give it some, or train without evaluation"):
+        held_out_tasks(chosen.envs[0], chosen.eval)
+    evaluated = chosen.model_copy(update={"eval": chosen.eval.model_copy(update={"every": 1})})
+    with pytest.raises(ConfigError, match="no held-out tasks"):
+        check_parts(evaluated)
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"entry_point": "nowhere.py:rows"}, "envs: task_source: nowhere.py: no such file"),
+        ({"entry_point": "Rows"}, "must be module:NAME"),
+        ({"entry_point": f"{__name__}:rows", "kwargs": {"count": 3}}, "raised TypeError"),
+        ({"entry_point": f"{__name__}:level_name"}, "raised AttributeError"),
+        ({"entry_point": f"{__name__}:EnvConfig", "kwargs": {}}, "task_source: .*raised"),
+        ({"entry_point": f"{__name__}:Path", "kwargs": {}}, "raised TypeError"),
+        ({"entry_point": "builtins:repr"}, "gave a str, not a roll_flash.TaskSource"),
+    ],
+)
+def test_a_source_that_cannot_be_made_is_one_line(source: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        open_tasks(config(task_source=source))
+
+
+def test_seeds_beside_a_source_are_refused_and_the_saved_config_runs_again(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="train_seeds have no effect"):
+        config(train_seeds=[3, 9])
+    file = tmp_path / "config.yaml"
+    file.write_text(config().to_yaml())
+    assert load_config(file) == config()

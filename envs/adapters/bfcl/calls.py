@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.chat.model_text import parse_python
-from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls, without_thinking
+from roll_flash.chat.model_text import parse_python, without_thinking
+from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls
 from roll_flash.envs.tools.functions import ToolDescription
 
 FAILING_CALL = "no_such_function()"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from roll_flash.chat.model_text import without_thinking
 from roll_flash.envs.adapters.openenv.connection import NAME, WrongAction
-from roll_flash.envs.tools.calls import without_thinking
 from roll_flash.errors import ConfigError
 
 SCALARS = ("string", "integer", "number", "boolean")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from roll_flash.chat.model_text import cut_middle
 from roll_flash.envs.adapters.task_folders.format import FolderTask
-from roll_flash.envs.tools.results import cut_middle
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import Sandbox

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from roll_flash.chat.model_text import without_thinking
 from roll_flash.envs.adapters.textarena.opponents import SELF, Opponent, make_opponent
 from roll_flash.envs.adapters.textarena.table import GameRaisedError, Table
 from roll_flash.envs.base import Env, StepResult
-from roll_flash.envs.tools.calls import without_thinking
 from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message

@@ -11,9 +11,9 @@ from typing import Any
 
 import gymnasium
 
+from roll_flash.chat.model_text import without_thinking
 from roll_flash.envs.adapters.textarena.table import GameRaisedError, Table
 from roll_flash.envs.shipped.move_env import TextSpace
-from roll_flash.envs.tools.calls import without_thinking
 
 
 class TextArena(gymnasium.Env[str, str]):

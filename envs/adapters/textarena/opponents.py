@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from roll_flash.envs.check.source_files import import_module, load_file
-from roll_flash.envs.tools.calls import without_thinking
+from roll_flash.chat.model_text import without_thinking
 from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, SamplingParams
+from roll_flash.user_code import load_object
 
 SELF = "self"
 _LISTED = re.compile(r"(?:available|valid|legal|possible)\s+(?:moves|actions)[^\n]*", re.IGNORECASE)
@@ -97,16 +97,17 @@ def make_opponent(named: str | Mapping[str, Any] | Callable[..., Any], seed: int
         return _model_opponent(dict(named))
     if named == "random":
         return RandomOpponent(seed)
-    source, _, name = named.rpartition(":")
-    if not source:
+    if ":" not in named:
         raise ConfigError(
             f"TextArenaDuel-v0: opponent {named!r} must be self, random, module:function, path/to/file.py:function, or "
             "{url: ..., model: ...}"
         )
-    module = load_file(source) if source.endswith(".py") else import_module(source)
-    function = getattr(module, name, None)
+    try:
+        function = load_object(named)
+    except ConfigError as error:
+        raise ConfigError(f"TextArenaDuel-v0: opponent: {error}") from None
     if not callable(function):
-        raise ConfigError(f"TextArenaDuel-v0: opponent {named!r}: {source} has no function {name!r}")
+        raise ConfigError(f"TextArenaDuel-v0: opponent {named!r} is no function")
     return ScriptedOpponent(function)
 
 

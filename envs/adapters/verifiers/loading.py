@@ -18,8 +18,8 @@ from typing import Any
 
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.adapters.verifiers.faults import record_faults, with_deadline
-from roll_flash.envs.check.source_files import load_file
 from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.user_code import load_file
 
 NAME = "Verifiers-v0"
 

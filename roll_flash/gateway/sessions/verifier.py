@@ -12,9 +12,9 @@ import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from roll_flash.envs.check.source_files import import_module, load_file
 from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.types import Trajectory, as_reward
+from roll_flash.user_code import load_object
 
 TIMEOUT_S = 600.0
 
@@ -51,12 +51,10 @@ class Verifier:
 
 
 def _load(reference: str) -> Callable[[Trajectory], Any]:
-    place, _, name = reference.rpartition(":")
-    if not place or not name:
-        raise ConfigError(f"--verifier {reference}: write it as module:function or path/to/file.py:function")
-    module = load_file(place) if place.endswith(".py") else import_module(place)
-    function = getattr(module, name, None)
+    try:
+        function: Callable[[Trajectory], Any] = load_object(reference)
+    except ConfigError as error:
+        raise ConfigError(f"--verifier: {error}") from None
     if not callable(function):
-        raise ConfigError(f"--verifier {reference}: {place} has no function {name!r}")
-    found: Callable[[Trajectory], Any] = function
-    return found
+        raise ConfigError(f"--verifier: {reference} is no function")
+    return function

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -81,7 +82,7 @@ class PartialTurn:
         sampling = self._sampling
         if sampling.seed is not None:
             # The same seed would draw the same random numbers again.
-            sampling = _with_seed(sampling, sampling.seed + self._kept)
+            sampling = replace(sampling, seed=sampling.seed + self._kept)
         return encode_request(
             [*self._prompt, *self._token_ids],
             sampling,
@@ -178,14 +179,3 @@ class PartialTurn:
 
     def _forget_after(self, length: int) -> None:
         del self._token_ids[length:], self._logprobs[length:], self._versions[length:]
-
-
-def _with_seed(sampling: SamplingParams, seed: int) -> SamplingParams:
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        max_new_tokens=sampling.max_new_tokens,
-        stop=sampling.stop,
-        seed=seed,
-    )

@@ -100,9 +100,9 @@ async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
     try:
         await _until_closed(reading)
     except BaseException as error:
-        # End this update on the server before the next one begins.
+        # End this update on the server before the next one begins; a server that cannot is found when it is used next.
         ended = server.post("/finish_weight_update", timeout_s=GIVE_UP_TIMEOUT_S)
-        await asyncio.shield(asyncio.ensure_future(ended))
+        await asyncio.shield(asyncio.gather(ended, return_exceptions=True))
         if isinstance(error, TimeoutError):
             raise InferenceError(f"{server.endpoint}: no new weights after {CONTROL_TIMEOUT_S:g} s") from None
         raise

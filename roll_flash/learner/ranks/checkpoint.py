@@ -11,7 +11,6 @@ import asyncio
 import hashlib
 import io
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
@@ -34,6 +33,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from roll_flash.errors import CheckpointError
 from roll_flash.processes.background import begin_in_background, in_thread
+from roll_flash.run.run_dir import sync
 
 _MANIFEST = "learner.json"
 _FORMAT = 1
@@ -55,11 +55,11 @@ def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
         partial.mkdir(parents=True)
         yield partial
         for path in (*partial.rglob("*"), partial):
-            _fsync(path)
+            sync(path)
         if folder.exists():
             shutil.rmtree(folder)
         partial.rename(folder)
-        _fsync(folder.parent)
+        sync(folder.parent)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be written: {error}") from error
     finally:
@@ -151,14 +151,6 @@ def read_state(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer,
 def _last_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[-1] if text else type(error).__name__
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 _POLL_S = 0.1

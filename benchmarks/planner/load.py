@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll_flash.monitor.episodes import read_episodes
-from roll_flash.planner.distributions import Constant, Distribution, LogNormal
+
+from .distributions import Constant, Distribution, LogNormal
 
 
 @dataclass(frozen=True, slots=True)

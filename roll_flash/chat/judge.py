@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+from roll_flash.chat.model_text import cut_middle
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.envs.tools.results import cut_middle
 from roll_flash.errors import EnvError, InferenceError
 from roll_flash.types import Message, SamplingParams
 

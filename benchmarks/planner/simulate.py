@@ -19,13 +19,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.errors import RunError
-from roll_flash.planner.load import EpisodePlan, Load
-from roll_flash.planner.result import Activity, EpisodeSpan, Fate, SimulationResult, Timeline
-from roll_flash.planner.servers import LeastLoaded, Request, SimulatedServer
-from roll_flash.planner.settings import SimulationSettings
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory
+
+from .load import EpisodePlan, Load
+from .result import Activity, EpisodeSpan, Fate, SimulationResult, Timeline
+from .servers import LeastLoaded, Request, SimulatedServer
+from .settings import SimulationSettings
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Loading of user modules and files, with errors that give file, line and reason in one line."""
+"""Loading of users' modules, files and objects, with errors that give file, line and reason in one line."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import threading
 import traceback
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from roll_flash.errors import ConfigError
 
@@ -17,11 +18,27 @@ _loading = threading.RLock()
 """Many threads make environments, and a module is in `sys.modules` before it is complete."""
 
 
-def load_file(path: str) -> ModuleType:
-    """Run a Python file as a module, once per process; its folder is importable from then on, as for a script.
+def load_object(reference: str) -> Any:
+    """Return what `package.module:NAME` or `path/to/file.py:NAME` names. Raises ConfigError as `load_module` does."""
+    place, _, name = reference.rpartition(":")
+    if not place or not name:
+        raise ConfigError(f"{reference!r} must be module:NAME or path/to/file.py:NAME")
+    module = load_module(place)
+    if not hasattr(module, name):
+        raise ConfigError(f"{place} has no {name!r}")
+    return getattr(module, name)
 
-    Raises ConfigError if the file is missing, has a syntax error, or its code raises.
+
+def load_module(place: str) -> ModuleType:
+    """Return the module `package.module`, or that of the file `path/to/file.py`.
+
+    Raises ConfigError if it is missing, has a syntax error, or its code raises.
     """
+    return load_file(place) if place.endswith(".py") else import_module(place)
+
+
+def load_file(path: str) -> ModuleType:
+    """Run a Python file as a module, once per process; its folder is importable from then on, as for a script."""
     file = Path(path).expanduser().resolve()
     name = f"roll_flash_env_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}_{file.stem}"
     with _loading:
@@ -49,7 +66,6 @@ def _run(file: Path, name: str, path: str) -> ModuleType:
 
 
 def import_module(name: str) -> ModuleType:
-    """Import a module by name. Raises ConfigError as `load_file` does."""
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -6,9 +6,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from roll_flash.planner.servers import ServerSpec
 from roll_flash.scheduling.policy import SchedulingPolicy
 from roll_flash.scheduling.staleness import StalenessRule
+
+from .servers import ServerSpec
 
 
 @dataclass(frozen=True, slots=True)

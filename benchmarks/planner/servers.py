@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -107,19 +108,17 @@ class SimulatedServer:
         """Sample with `version` from now on; requests in flight continue."""
         self.version = version
         self._versions.append((self.progress, version))
-        del self._versions[:-16]
 
     def versions_of(self, request: Request) -> Sequence[tuple[int, int]]:
         """Return the (version, tokens) spans of a finished request, oldest first."""
         assert request.begun_at is not None
         spans, start, version = [], 0, request.begun_version
-        for changed_at, newer in self._versions:
-            if changed_at >= request.begun_at:
-                end = min(request.tokens, math.ceil(changed_at - request.begun_at))
-                if end > start:
-                    spans.append((version, end - start))
-                    start = end
-                version = newer
+        for changed_at, newer in self._versions[bisect_left(self._versions, (request.begun_at,)) :]:
+            end = min(request.tokens, math.ceil(changed_at - request.begun_at))
+            if end > start:
+                spans.append((version, end - start))
+                start = end
+            version = newer
         return [*spans, (version, request.tokens - start)] if start < request.tokens else spans
 
     def _admit(self) -> None:

@@ -1,0 +1,72 @@
+"""The task sources of a config: an entry of `envs` gives seeds, its levels a curriculum, several entries a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from roll_flash.config.tree import Config, EnvConfig
+from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, TaskSource
+from roll_flash.types import Task
+from roll_flash.user_code import load_object
+
+OWN_SOURCES = {"TaskFolder-v0": "roll_flash.envs.adapters.task_folders.source:FolderTasks"}
+"""Environments whose tasks are not seeds, and their task sources."""
+
+
+def open_tasks(config: Config) -> TaskSource:
+    """Return the task source of a run, in the order of its seed. Raises ConfigError."""
+    sources = [open_source(env, config.eval.seeds_from) for env in config.envs]
+    source = sources[0] if len(sources) == 1 else MixedTasks(sources, [env.weight for env in config.envs])
+    source.shuffle(config.seed)
+    return source
+
+
+def open_source(env: EnvConfig, held_out_from: int) -> TaskSource:
+    """Return the tasks of one entry of `envs`. `held_out_from`: its first held-out seed. Raises ConfigError."""
+    evaluated = _open_level(env, env.kwargs, held_out_from)
+    if not env.levels:
+        return evaluated
+    levels = [_open_level(env, kwargs, held_out_from) for kwargs in env.variants]
+    return CurriculumTasks(levels, evaluated=evaluated)
+
+
+def first_tasks(config: Config) -> list[Task]:
+    """Return the first training task of each level of each environment. Raises ConfigError."""
+    found = []
+    for env in config.envs:
+        for kwargs in env.variants:
+            source = _open_level(env, kwargs, config.eval.seeds_from)
+            source.shuffle(config.seed)
+            try:
+                found.append(source.next())
+            except StopIteration:
+                raise ConfigError(f"envs: the task source of {env.id} has no training task") from None
+    return found
+
+
+def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int) -> TaskSource:
+    if env.task_source is not None:
+        return _call(env.task_source.entry_point, _at_level(env, kwargs), env.task_source.kwargs)
+    if env.id in OWN_SOURCES:
+        return _call(OWN_SOURCES[env.id], _at_level(env, kwargs), {})
+    return SeedTasks(env.id, kwargs, env.train_seeds, max_turns=env.max_turns, held_out_from=held_out_from)
+
+
+def _at_level(env: EnvConfig, kwargs: Mapping[str, Any]) -> EnvConfig:
+    return env.model_copy(update={"kwargs": dict(kwargs), "levels": ()})
+
+
+def _call(entry_point: str, env: EnvConfig, kwargs: Mapping[str, Any]) -> TaskSource:
+    try:
+        source = load_object(entry_point)(env, **kwargs)
+    except RollFlashError as error:
+        raise ConfigError(f"envs: task_source: {error}") from None
+    except Exception as error:  # user code may raise anything
+        raise ConfigError(f"envs: task_source: {entry_point} raised {type(error).__name__}: {error}") from error
+    if not isinstance(source, TaskSource):
+        raise ConfigError(
+            f"envs: task_source: {entry_point} gave a {type(source).__name__}, not a roll_flash.TaskSource"
+        )
+    return source
