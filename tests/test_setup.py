@@ -93,7 +93,7 @@ def test_this_environment_is_what_the_cpu_pins_say() -> None:
 
 
 def test_every_module_that_a_command_runs_can_be_run() -> None:
-    """`make model` ran a package that had lost its `__main__.py`: nobody notices where the model is prepared already."""
+    """`make model` ran a package without `__main__.py`: nobody notices where the model is prepared already."""
     files = [ROOT / "Makefile", *ROOT.glob("requirements/*.sh"), *ROOT.glob("docker/*"), *ROOT.glob(".ci/*")]
     files += [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("roll_flash/**/*.py")]
     named = {module for file in files if file.is_file() for module in MODULE_TO_RUN.findall(file.read_text())}
