@@ -33,7 +33,7 @@ agents-image: image ## build the image of the third-party agents (about a minute
 	@$(BIN)/python docker/agents_image.py
 
 model: setup ## prepare SmolLM2-135M-Instruct in the model cache folder
-	@$(BIN)/python -m roll_flash.models smollm2-135m
+	@$(BIN)/python -m roll_flash.models.prepare smollm2-135m
 
 quickstart: image model ## set everything up, train, show the result
 	@$(BIN)/roll-flash train configs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)

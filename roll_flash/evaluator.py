@@ -28,7 +28,7 @@ from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
-from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_owned_by_user
+from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.terminal import say
@@ -244,10 +244,8 @@ def _model(request: EvalRequest) -> tuple[str | None, dict[str, Any], Path | Non
     if (folder / "config.json").is_file():
         return str(folder), {"model": str(folder), **_weights(folder)}, None
     if _names_a_run(request.model):
-        checkpoint = find_checkpoint(request.model)
+        checkpoint = find_model(request.model)
         run = checkpoint.folder.parent.parent
-        if not (checkpoint.hf / "config.json").is_file():
-            raise ConfigError(f"{checkpoint.folder}: the checkpoint has no model folder hf/; evaluate another step")
         about = {"model": f"{run.name}@{checkpoint.step}", **_weights(checkpoint.hf)}
         return str(checkpoint.hf), about, run / "config.yaml"
     return request.model, {"model": request.model}, None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import secrets
 from collections.abc import AsyncIterator, Callable
@@ -22,7 +23,7 @@ from roll_flash.models.prepare import RECIPES, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
 from roll_flash.processes.background import beside, first_failure
 from roll_flash.processes.interrupt import Interrupts
-from roll_flash.run.run_dir import find_checkpoint, make_own_folder
+from roll_flash.run.run_dir import find_model, make_own_folder
 
 DEFAULT_PORT = 8321
 
@@ -148,13 +149,13 @@ def _config(request: GatewayRequest) -> Config:
     if (folder / "config.json").is_file() or request.model in RECIPES:
         return load_config(_tree(str(request.model)), request.overrides)
     try:
-        checkpoint = find_checkpoint(request.model)
+        checkpoint = find_model(request.model)
     except ConfigError as error:
         known = ", ".join(RECIPES)
         message = f"--model {request.model}: no model folder and none of {known}; as a run, {error}"
         raise ConfigError(message) from None
     run_config = checkpoint.folder.parent.parent / "config.yaml"
-    return load_config(run_config, [f"model.path={checkpoint.hf}", *request.overrides])
+    return load_config(run_config, [f"model.path={json.dumps(str(checkpoint.hf))}", *request.overrides])
 
 
 def _tree(model: str) -> dict[str, object]:

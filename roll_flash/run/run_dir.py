@@ -302,6 +302,14 @@ def find_checkpoint(reference: str, runs: str = "runs") -> Checkpoint:
     raise ConfigError(f"{reference}: no complete checkpoint of that step; {folder} has: {steps}")
 
 
+def find_model(reference: str) -> Checkpoint:
+    """Checkpoint as by `find_checkpoint`, with a model folder. Raises CheckpointError if it has none."""
+    checkpoint = find_checkpoint(reference)
+    if not (checkpoint.hf / "config.json").is_file():
+        raise CheckpointError(f"{checkpoint.folder}: holds no model folder hf/; take another step")
+    return checkpoint
+
+
 def _make_new(folder: Path) -> None:
     try:
         folder.mkdir(PRIVATE, parents=True)
@@ -415,12 +423,10 @@ def export_checkpoint(reference: str, target: str) -> tuple[Checkpoint, Path]:
 
     Raises ConfigError for an unknown run or a non-empty folder, CheckpointError for a checkpoint without a model.
     """
-    checkpoint = find_checkpoint(reference)
+    checkpoint = find_model(reference)
     folder = Path(target).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
-    if not (checkpoint.hf / "config.json").is_file():
-        raise CheckpointError(f"{checkpoint.folder}: holds no model folder hf/; export another step")
     partial = folder.with_name(f"{folder.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)

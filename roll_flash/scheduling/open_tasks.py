@@ -8,6 +8,7 @@ from typing import Any
 from roll_flash.config.tree import Config, EnvConfig
 from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, TaskSource
+from roll_flash.scheduling.users_source import UsersSource
 from roll_flash.types import Task
 from roll_flash.user_code import load_object
 
@@ -48,7 +49,8 @@ def first_tasks(config: Config) -> list[Task]:
 
 def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int) -> TaskSource:
     if env.task_source is not None:
-        return _call(env.task_source.entry_point, _at_level(env, kwargs), env.task_source.kwargs)
+        entry_point = env.task_source.entry_point
+        return UsersSource(_call(entry_point, _at_level(env, kwargs), env.task_source.kwargs), entry_point)
     if env.id in OWN_SOURCES:
         return _call(OWN_SOURCES[env.id], _at_level(env, kwargs), {})
     return SeedTasks(env.id, kwargs, env.train_seeds, max_turns=env.max_turns, held_out_from=held_out_from)

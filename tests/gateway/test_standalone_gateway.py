@@ -463,6 +463,25 @@ def test_a_command_that_cannot_be_run_is_one_clear_line(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_run_is_served_wherever_its_folder_is_and_one_without_a_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tree = {"name": "try", "runs": str(tmp_path), "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
+    folder = tmp_path / "try #2"
+    hf = folder / "checkpoints" / "step_3" / "hf"
+    hf.mkdir(parents=True)
+    (hf.parent / "COMPLETE").touch()
+    (folder / "config.yaml").write_text(json.dumps(tree))
+    command = ["serve-gateway", "--model", str(folder), "--out", str(tmp_path / "out")]
+    assert main(command) == 1
+    assert "holds no model folder hf/; take another step" in capsys.readouterr().err
+    (hf / "config.json").write_text("{}")
+    seen: list[str] = []
+    monkeypatch.setattr("roll_flash.serving.resolve_model", lambda path: seen.append(path) or Path("/no/such"))
+    assert main(command) != 0
+    assert seen == [str(hf)]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user")
 def test_episodes_are_not_written_where_another_user_could_read_and_change_them(
     capsys: pytest.CaptureFixture[str], tmp_path: Path

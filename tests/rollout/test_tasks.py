@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from roll_flash.config.tree import Config, EnvConfig, load_config
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, RunError
 from roll_flash.evaluation.tasks import held_out_tasks
 from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.scheduling.tasks import (
@@ -25,6 +26,7 @@ from roll_flash.scheduling.tasks import (
     level_name,
 )
 from roll_flash.start_checks import check_parts
+from roll_flash.types import Task
 
 
 @given(st.integers(0, 1000), st.integers(1, 200), st.integers(0, 10**9))
@@ -186,6 +188,58 @@ def test_a_run_without_held_out_tasks_cannot_evaluate() -> None:
 def test_a_source_that_cannot_be_made_is_one_line(source: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         open_tasks(config(task_source=source))
+
+
+class Faulty(Endless):
+    """Makes the mistake of its name."""
+
+    def __init__(self, env: EnvConfig, mistake: str) -> None:
+        super().__init__(env)
+        self._mistake = mistake
+
+    def next(self) -> Any:
+        task = super().next()
+        match self._mistake:
+            case "raises":
+                raise KeyError("row")
+            case "no task":
+                return task.to_dict()
+            case "kwargs":
+                return replace(task, kwargs={"day": object()})
+        return task
+
+    def state(self) -> dict[str, Any]:
+        return {"seen": {1, 2}}
+
+    def report(self, task: Task, score: float) -> None:
+        raise ZeroDivisionError("no scores")
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        raise RuntimeError("not mine")
+
+
+@pytest.mark.parametrize(
+    ("mistake", "says"),
+    [
+        ("raises", "Faulty: next raised KeyError: 'row'"),
+        ("no task", "Faulty: gave a dict, not a roll_flash.Task"),
+        ("kwargs", "Faulty: no checkpoint can hold the kwargs of task counting:Counting-v0:1: Object of type object"),
+    ],
+)
+def test_a_source_that_goes_wrong_ends_the_run_with_one_line_that_names_it(mistake: str, says: str) -> None:
+    source = open_tasks(config(task_source={"entry_point": f"{__name__}:Faulty", "kwargs": {"mistake": mistake}}))
+    with pytest.raises(RunError, match=says):
+        source.next()
+
+
+def test_a_source_whose_state_or_scores_go_wrong_is_named() -> None:
+    source = open_tasks(config(task_source={"entry_point": f"{__name__}:Faulty", "kwargs": {"mistake": ""}}))
+    with pytest.raises(RunError, match="Faulty: report raised ZeroDivisionError: no scores"):
+        source.report(source.next(), 1.0)
+    with pytest.raises(RunError, match="Faulty: no checkpoint can hold its state: Object of type set"):
+        source.state()
+    with pytest.raises(ValueError, match="Faulty: restore raised RuntimeError: not mine"):
+        source.restore({})
 
 
 def test_seeds_beside_a_source_are_refused_and_the_saved_config_runs_again(tmp_path: Path) -> None:
