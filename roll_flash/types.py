@@ -200,6 +200,77 @@ class Group:
         return sum(trajectory.policy_tokens for trajectory in self.trajectories)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredTrajectory:
+    """Place of a trajectory in Ray's object store: item `index` of two lists, by their object references."""
+
+    tokens: Any
+    """Arrays, for the learner."""
+    texts: Any
+    """All the rest, for stages and evaluations."""
+    index: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedEpisode:
+    """What the controller knows of a trajectory: its metadata, and where its data is."""
+
+    episode_id: str
+    group_id: str
+    task: Task
+    reward: float
+    success: bool | None
+    started_s: float
+    """Unix time."""
+    finished_s: float
+    prompt_length: int
+    versions: tuple[tuple[int, int], ...]
+    """Pairs of (version, number of policy tokens sampled with it) over all samples, oldest first."""
+    tokens: int = 0
+    """Number of tokens of all samples together."""
+    packed_tokens: int = 0
+    """Number of tokens that are computed when shared prefixes of its samples are computed once."""
+    trained_tokens: int = 0
+    """Number of policy tokens with a log-probability from the sampler."""
+    samples: int = 1
+    turns: int = 0
+    """Number of turns of all samples together."""
+    own_turns: tuple[tuple[int, float, int], ...] = ()
+    """(policy tokens, reward, hash of the state in which it began) of each turn of the first sample."""
+    fault: str | None = None
+    """Reason why it cannot be trained on."""
+    task_hash: str = ""
+    """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
+    data: Trajectory | StoredTrajectory | None = None
+    """None in simulations."""
+
+    @property
+    def policy_tokens(self) -> int:
+        return sum(count for _, count in self.versions)
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest policy token in any sample, used for the staleness bound."""
+        return self.versions[0][0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedGroup:
+    """Like `Group`, as the controller knows it."""
+
+    group_id: str
+    task: Task
+    trajectories: tuple[FinishedEpisode, ...]
+    failures: tuple[EpisodeFailure, ...] = ()
+
+    @property
+    def packed_tokens(self) -> int:
+        """Number of tokens that are computed for all trajectories in one row: the common prompt is computed once."""
+        prompts = sum(trajectory.prompt_length for trajectory in self.trajectories)
+        longest = max(trajectory.prompt_length for trajectory in self.trajectories)
+        return sum(trajectory.packed_tokens for trajectory in self.trajectories) - prompts + longest
+
+
 MOST_REWARD = 1e6
 """Maximum absolute reward. Advantages need squares of rewards, whose sums must stay exact enough in float32."""
 

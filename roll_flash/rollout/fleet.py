@@ -26,7 +26,8 @@ from roll_flash.processes.deadlines import RecentCount
 from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.sandboxes.pool.stats import PoolStats
-from roll_flash.types import EpisodeFailure, EpisodeSpec
+from roll_flash.stream import finished_episode
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ MAX_WORKER_DEATHS = 20
 DEATH_WINDOW_S = 1800.0
 """Window in seconds for MAX_WORKER_DEATHS; more deaths in it stop the run. One death per day does not."""
 
-Receiver = Callable[[Outcome], None]
+Ended = FinishedEpisode | EpisodeFailure
+Receiver = Callable[[Ended], None]
 
 
 class NoAnswerError(RunError):
@@ -126,7 +128,7 @@ class WorkerFleet:
 
         Takes the next item of `episodes` only when it can start, so the caller can end the iterator at any time.
         """
-        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        outcomes: asyncio.Queue[Ended] = asyncio.Queue()
         waiting = iter(episodes)
         running: set[str] = set()
         try:
@@ -136,7 +138,7 @@ class WorkerFleet:
                     await self.submit(batch, outcomes.put_nowait)
                 for outcome in await self._next_outcomes(outcomes):
                     running.discard(outcome.episode_id)
-                    yield outcome
+                    yield _whole(outcome)
         finally:
             await self.cancel(running)
 
@@ -286,9 +288,9 @@ class WorkerFleet:
     def _deliver(self, outcome: Outcome) -> None:
         receiver = self._receivers.pop(outcome.episode_id, None)
         if receiver is not None:
-            receiver(outcome)
+            receiver(finished_episode(outcome) if isinstance(outcome, Trajectory) else outcome)
 
-    async def _next_outcomes(self, outcomes: asyncio.Queue[Outcome]) -> list[Outcome]:
+    async def _next_outcomes(self, outcomes: asyncio.Queue[Ended]) -> list[Ended]:
         """Return at least one outcome; the deadlines of the episodes bound the wait. Raises the fleet's error."""
         while outcomes.empty():
             self._raise_error()
@@ -327,6 +329,13 @@ async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
         if isinstance(error.cause, RollFlashError):
             raise error.cause from None
         raise
+
+
+def _whole(outcome: Ended) -> Outcome:
+    if isinstance(outcome, EpisodeFailure):
+        return outcome
+    assert isinstance(outcome.data, Trajectory)
+    return outcome.data
 
 
 def _worker_died(spec: EpisodeSpec, message: str) -> EpisodeFailure:

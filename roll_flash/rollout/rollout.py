@@ -1,7 +1,8 @@
 """Connects the pure scheduler to the worker fleet: reports outcomes to it and carries out its decisions.
 
-Episodes keep running while the learner trains. The learner reads the groups of its step in batches
-(`groups_for_step`) and reports each new version (`version_advanced`, `published`).
+A trajectory goes into the stream when its episode ends, and leaves it when the scheduler drops its group. Episodes keep
+running while the learner trains. The learner reads the groups of its step in batches (`groups_for_step`) and reports
+each new version (`version_advanced`, `published`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.scheduling.tasks import TaskSource
-from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
+from roll_flash.stream import REWARD, TrajectoryStream
+from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams, Task
 
 
 class EpisodeLog(Protocol):
@@ -45,6 +47,7 @@ class Rollout:
         fleet: WorkerFleet,
         tasks: TaskSource,
         log: EpisodeLog,
+        stream: TrajectoryStream,
         *,
         version: int = 0,
         restored: Mapping[str, Any] | None = None,
@@ -54,6 +57,8 @@ class Rollout:
         self._fleet = fleet
         self._tasks = tasks
         self._log = log
+        self._stream = stream
+        self._has_stages = bool(config.stages)
         self._max_concurrent = rollout.max_concurrent
         self._max_failures_in_a_row = scheduler.max_failures_in_a_row
         self._stall_timeout_s = config.stall_timeout_s
@@ -94,9 +99,11 @@ class Rollout:
         assert self._background is not None
         self._background.cancel()
         await asyncio.gather(self._background, return_exceptions=True)
-        self._log_dropped()
+        self._end_dropped()
 
-    async def groups_for_step(self, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[list[Group]]:
+    async def groups_for_step(
+        self, report: Callable[[str], None] = lambda _: None
+    ) -> AsyncIterator[list[FinishedGroup]]:
         """Yield the groups of the current step as they become ready, until the step is full.
 
         After the task source ends, the last step may get fewer groups or none: then the run `is_over`.
@@ -218,7 +225,7 @@ class Rollout:
                 self._note_idleness()
                 if self._tasks_ended:
                     self._group_ready.set()  # the caller that waits for a group checks if the run is over
-                self._log_dropped()
+                self._end_dropped()
                 await self._changed.wait()
         except Exception as error:
             self.fail(error)
@@ -232,10 +239,11 @@ class Rollout:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    def _log_dropped(self) -> None:
+    def _end_dropped(self) -> None:
         for group in self.scheduler.take_dropped():
             record = {**asdict(group), "task": group.task.task_id}
             self._log.write_dropped(self.scheduler.learner_version, record)
+            self._stream.drop_group(group.group_id, group.reason)
 
     def _admit(self) -> None:
         while self.scheduler.room() and (self.scheduler.admit_requeued() is not None or self._admit_next()):
@@ -254,8 +262,10 @@ class Rollout:
             return False
         return True
 
-    def _receive(self, outcome: Outcome) -> None:
-        self._log.write(self.scheduler.learner_version, outcome)
+    def _receive(self, outcome: FinishedEpisode | EpisodeFailure) -> None:
+        ended = outcome if isinstance(outcome, EpisodeFailure) else outcome.data
+        assert isinstance(ended, Outcome)
+        self._log.write(self.scheduler.learner_version, ended)
         self._last_progress = self.scheduler.now_s = time.monotonic()
         if isinstance(outcome, EpisodeFailure):
             self._failures_in_a_row += 1
@@ -266,7 +276,11 @@ class Rollout:
             self._last_causes.clear()
             score = outcome.reward if outcome.success is None else float(outcome.success)
             self._tasks.report(outcome.task, score)
-        self.scheduler.finished(outcome)
+        if self.scheduler.finished(outcome) and isinstance(outcome, FinishedEpisode):
+            columns = {} if self._has_stages else {REWARD: outcome.reward}
+            self._stream.put(outcome.episode_id, outcome.group_id, outcome, columns)
+        for group_id in self.scheduler.take_completed():
+            self._stream.complete(group_id)
         self._changed.set()
         self._group_ready.set()
 

@@ -12,10 +12,8 @@ from numpy.typing import NDArray
 from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, token_advantages
 from roll_flash.learner.packing.rows import TrainSequence
+from roll_flash.stream.episodes import trained_mask
 from roll_flash.types import MOST_REWARD, Branch, Group, Trajectory
-
-NO_LOGPROB = -9999.0
-"""Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +147,7 @@ def invalid_reason(trajectory: Trajectory) -> str | None:
             return "no_prompt"
         if not np.isfinite(sample.logprobs[sample.policy_mask]).all():
             return "logprobs_not_finite"
-        if not _trained_mask(sample).any():
+        if not trained_mask(sample).any():
             return "no_logprobs"
     rewards = np.abs([trajectory.reward, *(turn.reward for turn in trajectory.turns)])
     if not np.isfinite(rewards).all():
@@ -159,25 +157,18 @@ def invalid_reason(trajectory: Trajectory) -> str | None:
 
 def trained_tokens(trajectory: Trajectory) -> int:
     """Return the number of policy tokens with a log-probability, over all samples of the trajectory."""
-    return sum(int(_trained_mask(sample).sum()) for sample in trajectory.samples)
-
-
-def _trained_mask(sample: Trajectory | Branch) -> NDArray[np.bool_]:
-    """Return the mask [T] of policy tokens that have a log-probability from the sampler. Without it there is no
-    importance ratio: the sentinel value would give the largest weight of all."""
-    mask: NDArray[np.bool_] = sample.policy_mask & (sample.logprobs > NO_LOGPROB)
-    return mask
+    return sum(int(trained_mask(sample).sum()) for sample in trajectory.samples)
 
 
 def _sequences(trajectory: Trajectory, advantages: NDArray[np.float32], normalization: str) -> list[TrainSequence]:
     """Return one sequence per sample. Branches get the advantage of the episode's last turn; with `sequences`
     normalization, all samples of an episode together weigh 1."""
     weight = 1.0 / trained_tokens(trajectory) if normalization == "sequences" else 1.0
-    rows = [_sequence(trajectory, _trained_mask(trajectory), advantages, weight)]
+    rows = [_sequence(trajectory, trained_mask(trajectory), advantages, weight)]
     if trajectory.branches:
         value = advantages[np.flatnonzero(trajectory.policy_mask)[-1]]
         rows += [
-            _sequence(branch, _trained_mask(branch), np.full(len(branch.token_ids), value, np.float32), weight)
+            _sequence(branch, trained_mask(branch), np.full(len(branch.token_ids), value, np.float32), weight)
             for branch in trajectory.branches
         ]
     return rows

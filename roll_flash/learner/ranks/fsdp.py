@@ -39,7 +39,7 @@ from roll_flash.learner.ranks.rank_process import cluster_has_gpus, rank_actor, 
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import merge_handles
-from roll_flash.types import Group, Trajectory
+from roll_flash.types import FinishedGroup, Group, Trajectory
 
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -139,11 +139,12 @@ class FsdpLearner:
         )
         return made
 
-    async def accumulate(self, groups: Sequence[Group]) -> None:
+    async def accumulate(self, groups: Sequence[Group | FinishedGroup]) -> None:
         """Run forward and backward passes on whole groups with the current weights.
 
         Raises LearnerError if a policy token is older than `version - async_ratio`, or if a rank fails.
         """
+        groups = [_whole(group) for group in groups]
         check_staleness(groups, self._version, self._async_ratio)
         self._check_usable()
         if self._rules.needs_whole_batch:
@@ -429,6 +430,13 @@ class FsdpLearner:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
+
+
+def _whole(group: Group | FinishedGroup) -> Group:
+    if isinstance(group, Group):
+        return group
+    trajectories = tuple(replace(each.data, reward=each.reward) for each in group.trajectories)  # type: ignore[type-var, misc]
+    return Group(group.group_id, group.task, trajectories)  # type: ignore[arg-type]
 
 
 def _first_line(error: BaseException) -> str:
