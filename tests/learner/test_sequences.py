@@ -8,7 +8,8 @@ import pytest
 from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.objective import by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
-from roll_flash.learner.packing.sequences import NO_LOGPROB, check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.learner.packing.sequences import check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.stream.episodes import NO_LOGPROB
 from roll_flash.types import Trajectory
 from tests.learner.samples import make_group, make_trajectory, replace_trajectory
 
