@@ -42,8 +42,10 @@ def finished_episode(trajectory: Trajectory, stored: StoredTrajectory | None = N
     )
 
 
-def finished_group(group: Group) -> FinishedGroup:
+def finished_group(group: Group | FinishedGroup) -> FinishedGroup:
     """Return a group as the controller knows it."""
+    if isinstance(group, FinishedGroup):
+        return group
     trajectories = tuple(finished_episode(trajectory) for trajectory in group.trajectories)
     return FinishedGroup(group.group_id, group.task, trajectories, group.failures)
 

@@ -1,0 +1,151 @@
+"""Trajectories in Ray's object store: what a worker puts there at the end of an episode, and how it is read.
+
+A worker hands in the episodes that ended within a few milliseconds together: objects cost per object, not per byte. The
+arrays and the text of a trajectory lie in two objects, because the learner needs only the arrays.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+from ray.exceptions import GetTimeoutError, RayError
+
+from roll_flash.errors import StreamError
+from roll_flash.monitor.episodes import episode_record
+from roll_flash.monitor.json_lines import encode
+from roll_flash.stream.episodes import finished_episode
+from roll_flash.types import Branch, EpisodeFailure, FinishedEpisode, StoredTrajectory, Trajectory
+
+FETCH_TIMEOUT_S = 120.0
+ARRAYS = ("token_ids", "policy_mask", "logprobs", "versions")
+_EMPTY: dict[str, Any] = {name: np.empty(0, np.int32) for name in ARRAYS}
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenArrays:
+    """What the learner needs of a trajectory. The arrays hold its samples one after another."""
+
+    token_ids: NDArray[np.int32]
+    policy_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    lengths: tuple[int, ...]
+    """Number of tokens of each sample."""
+    turn_spans: tuple[tuple[int, int], ...]
+    """(start, end) of each turn of the first sample."""
+
+    @classmethod
+    def of(cls, trajectory: Trajectory) -> TokenArrays:
+        samples = trajectory.samples
+        arrays: dict[str, Any] = {
+            name: np.concatenate([getattr(sample, name) for sample in samples])
+            if trajectory.branches
+            else getattr(trajectory, name)
+            for name in ARRAYS
+        }
+        spans = tuple((turn.start, turn.end) for turn in trajectory.turns)
+        return cls(**arrays, lengths=tuple(len(sample.token_ids) for sample in samples), turn_spans=spans)
+
+    def samples(self) -> list[dict[str, Any]]:
+        """Return the arrays of each sample, by name."""
+        ends = np.cumsum(self.lengths).tolist()
+        spans = [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+        return [{name: getattr(self, name)[span] for name in ARRAYS} for span in spans]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HandedIn:
+    """What a worker returns of episodes that ended: three objects, of which only the first is read by the driver."""
+
+    ended: list[FinishedEpisode | EpisodeFailure]
+    """`data` is None; trajectories are items of the other two lists in this order."""
+    tokens: list[TokenArrays]
+    texts: list[tuple[bytes, bytes]]
+    """(pickled trajectory without arrays, line of the episode log)"""
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Trajectory | EpisodeFailure]) -> HandedIn:
+        whole = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
+        ended = [outcome if isinstance(outcome, EpisodeFailure) else _without_data(outcome) for outcome in outcomes]
+        return cls(ended, [TokenArrays.of(each) for each in whole], [_text(each) for each in whole])
+
+
+def _without_data(trajectory: Trajectory) -> FinishedEpisode:
+    return replace(finished_episode(trajectory), data=None)
+
+
+def _text(trajectory: Trajectory) -> tuple[bytes, bytes]:
+    branches = tuple(replace(branch, **_EMPTY) for branch in trajectory.branches)
+    line, _ = encode(episode_record(trajectory))
+    return pickle.dumps(replace(trajectory, branches=branches, **_EMPTY)), line.encode()
+
+
+def located(
+    ended: Sequence[FinishedEpisode | EpisodeFailure], tokens: Any, texts: Any
+) -> list[FinishedEpisode | EpisodeFailure]:
+    """Return what a worker handed in, each trajectory with the place of its data."""
+    index = -1
+    found: list[FinishedEpisode | EpisodeFailure] = []
+    for each in ended:
+        if isinstance(each, FinishedEpisode):
+            index += 1
+            each = replace(each, data=StoredTrajectory(tokens, texts, index))
+        found.append(each)
+    return found
+
+
+def join(text: bytes, tokens: TokenArrays) -> Trajectory:
+    """Return the whole trajectory."""
+    trajectory: Trajectory = pickle.loads(text)  # written by `_text` in a worker of this run
+    own, *others = tokens.samples()
+    branches: tuple[Branch, ...] = tuple(
+        replace(branch, **arrays) for branch, arrays in zip(trajectory.branches, others, strict=True)
+    )
+    return replace(trajectory, **own, branches=branches)
+
+
+def fetch_tokens(data: Sequence[Trajectory | StoredTrajectory | None]) -> list[TokenArrays]:
+    """Read the arrays of trajectories, without a copy where they lie on this node. Raises StreamError."""
+    blocks = _get([each.tokens for each in data if isinstance(each, StoredTrajectory)])
+    found = []
+    for each in data:
+        assert each is not None, "a simulated episode has no data"
+        found.append(TokenArrays.of(each) if isinstance(each, Trajectory) else blocks[each.tokens][each.index])
+    return found
+
+
+def fetch_trajectories(data: Sequence[Trajectory | StoredTrajectory | None]) -> list[Trajectory]:
+    """Read whole trajectories. Blocks: call it in a thread. Raises StreamError."""
+    arrays = fetch_tokens(data)
+    blocks = _get([each.texts for each in data if isinstance(each, StoredTrajectory)])
+    return [
+        join(blocks[each.texts][each.index][0], tokens) if isinstance(each, StoredTrajectory) else each
+        for each, tokens in zip(data, arrays, strict=True)
+        if each is not None
+    ]
+
+
+def fetch_lines(stored: Sequence[StoredTrajectory]) -> list[bytes]:
+    """Read the lines of the episode log. Blocks: call it in a thread. Raises StreamError."""
+    blocks = _get([each.texts for each in stored])
+    return [blocks[each.texts][each.index][1] for each in stored]
+
+
+def _get(references: Sequence[Any]) -> dict[Any, Any]:
+    """Read each object once."""
+    distinct = list(dict.fromkeys(references))
+    if not distinct:
+        return {}
+    try:
+        return dict(zip(distinct, ray.get(distinct, timeout=FETCH_TIMEOUT_S), strict=True))
+    except GetTimeoutError:
+        what = f"were not there within {FETCH_TIMEOUT_S:g} s"
+    except RayError as error:
+        what = f"are lost: {str(error).splitlines()[0]}"
+    raise StreamError(f"trajectories in Ray's object store {what}; did a node die? resume the run from its checkpoint")
