@@ -29,8 +29,9 @@ from roll_flash.processes.background import FirstFailure, call_in_thread, cancel
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.processes.ray_watch import watching_ray
 from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.episode_log import EpisodeFiles
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.rollout import EpisodeLog, Rollout
+from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
@@ -339,7 +340,7 @@ async def _warm_start(
 
 
 def _open_rollout(
-    start: Start, fleet: WorkerFleet, episodes: EpisodeLog, stream: TrajectoryStream, version: int
+    start: Start, fleet: WorkerFleet, episodes: EpisodeFiles, stream: TrajectoryStream, version: int
 ) -> Rollout:
     tasks = open_tasks(start.config)
     if start.checkpoint is None:

@@ -7,6 +7,7 @@ always means the number of optimizer steps behind a set of weights.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -200,15 +201,17 @@ class Group:
         return sum(trajectory.policy_tokens for trajectory in self.trajectories)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class StoredTrajectory:
-    """Place of a trajectory in Ray's object store: item `index` of two lists, by their object references."""
+    """Place of a trajectory in Ray's object store: item `index` of three lists, by their object references."""
 
+    index: int
     tokens: Any
     """Arrays, for the learner."""
-    texts: Any
+    texts: Any = None
     """All the rest, for stages and evaluations."""
-    index: int
+    lines: Any = None
+    """Lines of the episode log; None as soon as it is written, to free the memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -250,8 +253,9 @@ class FinishedEpisode:
 
     @property
     def oldest_version(self) -> int:
-        """Version of the oldest policy token in any sample, used for the staleness bound."""
-        return self.versions[0][0]
+        """Version of the oldest policy token in any sample, used for the staleness bound. Without tokens it is the
+        largest number: the learner counts and drops such a trajectory."""
+        return self.versions[0][0] if self.versions else sys.maxsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)

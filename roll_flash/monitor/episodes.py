@@ -114,6 +114,10 @@ class EpisodesWriter:
         """Append one episode to the file of `step`; `extra` adds columns (advantage, dropped, ...)."""
         self._open(step).write({"step": step, **episode_record(outcome), **extra})
 
+    def write_line(self, step: int, line: bytes) -> None:
+        """Append an episode that is encoded already, as `episode_record`."""
+        self._open(step).write_line(b'{"step":%d,' % step + line[1:])
+
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
         """Append a group that no step will train, with the reason, to `dropped.jsonl` next to the episodes."""
         if self._dropped is None:

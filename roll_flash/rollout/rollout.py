@@ -12,14 +12,14 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
-from roll_flash.processes.background import start_background
+from roll_flash.processes.background import error_of, start_background
+from roll_flash.rollout.episode_log import EpisodeFiles, EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.worker import Outcome
 from roll_flash.scheduling.async_ratio import AsyncRatioController, ControllerSettings, Decision, StepMeasurement
 from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
 from roll_flash.scheduling.scheduler import Scheduler
@@ -30,14 +30,6 @@ from roll_flash.stream import REWARD, TrajectoryStream
 from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams, Task
 
 
-class EpisodeLog(Protocol):
-    """A log of every outcome and every dropped group."""
-
-    def write(self, step: int, outcome: Outcome) -> None: ...
-
-    def write_dropped(self, step: int, group: Mapping[str, Any]) -> None: ...
-
-
 class Rollout:
     """Owns the background task that keeps the slots filled. Use as an async context manager."""
 
@@ -46,7 +38,7 @@ class Rollout:
         config: Config,
         fleet: WorkerFleet,
         tasks: TaskSource,
-        log: EpisodeLog,
+        files: EpisodeFiles,
         stream: TrajectoryStream,
         *,
         version: int = 0,
@@ -56,7 +48,8 @@ class Rollout:
         rollout, scheduler = config.rollout, config.scheduler
         self._fleet = fleet
         self._tasks = tasks
-        self._log = log
+        self._files = files
+        self._log = EpisodeLog(files)
         self._stream = stream
         self._has_stages = bool(config.stages)
         self._max_concurrent = rollout.max_concurrent
@@ -93,6 +86,7 @@ class Rollout:
 
     async def __aenter__(self) -> Rollout:
         self._background = start_background(self._keep_slots_filled(), "the rollout")
+        self._log.start().add_done_callback(self._note_log_failure)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -100,6 +94,7 @@ class Rollout:
         self._background.cancel()
         await asyncio.gather(self._background, return_exceptions=True)
         self._end_dropped()
+        await self._log.close()
 
     async def groups_for_step(
         self, report: Callable[[str], None] = lambda _: None
@@ -231,6 +226,10 @@ class Rollout:
             self.fail(error)
             raise
 
+    def _note_log_failure(self, log: asyncio.Task[None]) -> None:
+        if (error := error_of(log)) is not None:
+            self.fail(error)
+
     def _note_idleness(self) -> None:
         idle = self.scheduler.running == 0
         if idle and self._idle_since is None:
@@ -242,7 +241,7 @@ class Rollout:
     def _end_dropped(self) -> None:
         for group in self.scheduler.take_dropped():
             record = {**asdict(group), "task": group.task.task_id}
-            self._log.write_dropped(self.scheduler.learner_version, record)
+            self._files.write_dropped(self.scheduler.learner_version, record)
             self._stream.drop_group(group.group_id, group.reason)
 
     def _admit(self) -> None:
@@ -263,9 +262,7 @@ class Rollout:
         return True
 
     def _receive(self, outcome: FinishedEpisode | EpisodeFailure) -> None:
-        ended = outcome if isinstance(outcome, EpisodeFailure) else outcome.data
-        assert isinstance(ended, Outcome)
-        self._log.write(self.scheduler.learner_version, ended)
+        self._log.add(self.scheduler.learner_version, outcome)
         self._last_progress = self.scheduler.now_s = time.monotonic()
         if isinstance(outcome, EpisodeFailure):
             self._failures_in_a_row += 1

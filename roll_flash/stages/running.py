@@ -17,6 +17,7 @@ from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.processes.background import call_in_thread, error_of, start_background
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream import REWARD, Consumer, Row, Stage, TrajectoryStream
+from roll_flash.stream.blocks import fetch_trajectories
 from roll_flash.stream.stage import Compute
 from roll_flash.types import Trajectory, as_reward
 
@@ -90,7 +91,7 @@ class RunningStages:
 
     def _scoring(self, config: StageConfig, scorer: RewardStage, log: Log) -> Compute:
         async def compute(rows: Sequence[Row]) -> list[dict[str, float]]:
-            trajectories = [row.data.data for row in rows]
+            trajectories = await call_in_thread(lambda: fetch_trajectories([row.data.data for row in rows]))
             scores = await _score(scorer, trajectories)
             self._scores.setdefault(config.name, []).extend(scores)
             for row, score in zip(rows, scores, strict=True):

@@ -1,7 +1,7 @@
 """Trajectories in Ray's object store: what a worker puts there at the end of an episode, and how it is read.
 
-A worker hands in the episodes that ended within a few milliseconds together: objects cost per object, not per byte. The
-arrays and the text of a trajectory lie in two objects, because the learner needs only the arrays.
+A worker hands in the episodes that ended within a few milliseconds together: objects cost per object, not per byte.
+Arrays, text and log lines lie in objects of their own, because the learner needs only the arrays.
 """
 
 from __future__ import annotations
@@ -59,35 +59,32 @@ class TokenArrays:
         return [{name: getattr(self, name)[span] for name in ARRAYS} for span in spans]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HandedIn:
-    """What a worker returns of episodes that ended: three objects, of which only the first is read by the driver."""
+HandedIn = tuple[list[FinishedEpisode | EpisodeFailure], list[TokenArrays], list[bytes], list[bytes]]
 
-    ended: list[FinishedEpisode | EpisodeFailure]
-    """`data` is None; trajectories are items of the other two lists in this order."""
-    tokens: list[TokenArrays]
-    texts: list[tuple[bytes, bytes]]
-    """(pickled trajectory without arrays, line of the episode log)"""
 
-    @classmethod
-    def of(cls, outcomes: Sequence[Trajectory | EpisodeFailure]) -> HandedIn:
-        whole = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
-        ended = [outcome if isinstance(outcome, EpisodeFailure) else _without_data(outcome) for outcome in outcomes]
-        return cls(ended, [TokenArrays.of(each) for each in whole], [_text(each) for each in whole])
+def hand_in(outcomes: Sequence[Trajectory | EpisodeFailure]) -> HandedIn:
+    """Return what a worker returns of episodes that ended, as four objects, of which the driver reads only the first.
+
+    They are: the outcomes, of trajectories without `data`; and of the trajectories among them, in this order, the
+    arrays, the rest in pickled form, and the lines of the episode log.
+    """
+    whole = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
+    ended = [outcome if isinstance(outcome, EpisodeFailure) else _without_data(outcome) for outcome in outcomes]
+    lines = [encode(episode_record(each))[0].encode() for each in whole]
+    return ended, [TokenArrays.of(each) for each in whole], [_text(each) for each in whole], lines
 
 
 def _without_data(trajectory: Trajectory) -> FinishedEpisode:
     return replace(finished_episode(trajectory), data=None)
 
 
-def _text(trajectory: Trajectory) -> tuple[bytes, bytes]:
+def _text(trajectory: Trajectory) -> bytes:
     branches = tuple(replace(branch, **_EMPTY) for branch in trajectory.branches)
-    line, _ = encode(episode_record(trajectory))
-    return pickle.dumps(replace(trajectory, branches=branches, **_EMPTY)), line.encode()
+    return pickle.dumps(replace(trajectory, branches=branches, **_EMPTY))
 
 
 def located(
-    ended: Sequence[FinishedEpisode | EpisodeFailure], tokens: Any, texts: Any
+    ended: Sequence[FinishedEpisode | EpisodeFailure], tokens: Any, texts: Any, lines: Any
 ) -> list[FinishedEpisode | EpisodeFailure]:
     """Return what a worker handed in, each trajectory with the place of its data."""
     index = -1
@@ -95,7 +92,7 @@ def located(
     for each in ended:
         if isinstance(each, FinishedEpisode):
             index += 1
-            each = replace(each, data=StoredTrajectory(tokens, texts, index))
+            each = replace(each, data=StoredTrajectory(index, tokens, texts, lines))
         found.append(each)
     return found
 
@@ -125,7 +122,7 @@ def fetch_trajectories(data: Sequence[Trajectory | StoredTrajectory | None]) -> 
     arrays = fetch_tokens(data)
     blocks = _get([each.texts for each in data if isinstance(each, StoredTrajectory)])
     return [
-        join(blocks[each.texts][each.index][0], tokens) if isinstance(each, StoredTrajectory) else each
+        join(blocks[each.texts][each.index], tokens) if isinstance(each, StoredTrajectory) else each
         for each, tokens in zip(data, arrays, strict=True)
         if each is not None
     ]
@@ -133,8 +130,8 @@ def fetch_trajectories(data: Sequence[Trajectory | StoredTrajectory | None]) -> 
 
 def fetch_lines(stored: Sequence[StoredTrajectory]) -> list[bytes]:
     """Read the lines of the episode log. Blocks: call it in a thread. Raises StreamError."""
-    blocks = _get([each.texts for each in stored])
-    return [blocks[each.texts][each.index][1] for each in stored]
+    blocks = _get([each.lines for each in stored])
+    return [blocks[each.lines][each.index] for each in stored]
 
 
 def _get(references: Sequence[Any]) -> dict[Any, Any]:

@@ -274,7 +274,7 @@ def test_info_that_cannot_be_sent_costs_no_episode_but_one_that_says_so(endpoint
 @pytest.mark.usefixtures("ray_local")
 def test_a_disk_that_is_full_ends_the_run_at_once_and_is_named(endpoint: str, tmp_path: Path) -> None:
     class FullDisk(EpisodesWriter):
-        def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
+        def write_line(self, step: int, line: bytes) -> None:
             raise RunError("episodes/step_000000.jsonl: cannot be written: No space left on device")
 
     config = load_config(

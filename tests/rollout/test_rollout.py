@@ -52,6 +52,9 @@ class Log:
     def write(self, step: int, outcome: Outcome) -> None:
         pass
 
+    def write_line(self, step: int, line: bytes) -> None:
+        pass
+
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
         self.dropped.append(group)
 

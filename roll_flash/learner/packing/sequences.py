@@ -149,7 +149,7 @@ def _prepare(
     planned = [
         PlannedTrajectory(
             group_id=group_id,
-            data=trajectory.data,
+            data=_arrays_only(trajectory.data),
             advantages=values,
             token_weight=1.0 / trajectory.trained_tokens if rules.normalization == "sequences" else 1.0,
             trained_tokens=trajectory.trained_tokens,
@@ -164,6 +164,11 @@ def _prepare(
     if without_logprob:
         counts["tokens_without_logprob"] += without_logprob
     return PreparedGroup(group_id, planned, policy_tokens, len(valid), counts, sorted(staleness.items()))
+
+
+def _arrays_only(data: Trajectory | StoredTrajectory | None) -> Trajectory | StoredTrajectory | None:
+    """Without the references that a rank does not need: each costs the driver time to send."""
+    return StoredTrajectory(data.index, data.tokens) if isinstance(data, StoredTrajectory) else data
 
 
 def _has_advantage(trajectory: FinishedEpisode, advantages: tuple[float, ...]) -> bool:
