@@ -50,7 +50,7 @@ class SamplingParams:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: with both it would be pickled field by field in Python, one for each episode
 class Task:
     """Task of an episode: an environment, a seed and keyword arguments for `gymnasium.make`."""
 
@@ -214,9 +214,12 @@ class StoredTrajectory:
     """Lines of the episode log; None as soon as it is written, to free the memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class FinishedEpisode:
-    """What the controller knows of a trajectory: its metadata, and where its data is."""
+    """What the controller knows of a trajectory: its metadata, and where its data is.
+
+    Not to be changed; not frozen, because the driver reads one for each trajectory and frozen ones take long to pickle.
+    """
 
     episode_id: str
     group_id: str
@@ -229,6 +232,8 @@ class FinishedEpisode:
     prompt_length: int
     versions: tuple[tuple[int, int], ...]
     """Pairs of (version, number of policy tokens sampled with it) over all samples, oldest first."""
+    policy_tokens: int
+    """Number of policy tokens in all samples."""
     tokens: int = 0
     """Number of tokens of all samples together."""
     packed_tokens: int = 0
@@ -246,10 +251,6 @@ class FinishedEpisode:
     """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
     data: Trajectory | StoredTrajectory | None = None
     """None in simulations."""
-
-    @property
-    def policy_tokens(self) -> int:
-        return sum(count for _, count in self.versions)
 
     @property
     def oldest_version(self) -> int:

@@ -249,6 +249,7 @@ class Simulation:
             started_s=episode.started_s,
             finished_s=self._now_s,
             prompt_length=0,
+            policy_tokens=counts.total(),
             versions=tuple(sorted((version, count) for version, count in counts.items() if count)),
         )
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import isfinite
 
 import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.monitor.episodes import hash_of_task
-from roll_flash.types import Branch, FinishedEpisode, FinishedGroup, Group, StoredTrajectory, Trajectory
+from roll_flash.types import MOST_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, StoredTrajectory, Trajectory
 
 NO_LOGPROB = -9999.0
 """Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
@@ -30,6 +31,7 @@ def finished_episode(trajectory: Trajectory, stored: StoredTrajectory | None = N
         finished_s=trajectory.finished_s,
         prompt_length=trajectory.prompt_length,
         versions=tuple(zip(found.tolist(), counts.tolist(), strict=True)),
+        policy_tokens=len(versions),
         tokens=sum(len(sample.token_ids) for sample in samples),
         packed_tokens=packed_tokens([sample.token_ids for sample in samples]),
         trained_tokens=sum(int(trained_mask(sample).sum()) for sample in samples),
@@ -80,7 +82,14 @@ def _fault(trajectory: Trajectory) -> str | None:
             return "logprobs_not_finite"
         if not trained_mask(sample).any():
             return "no_logprobs"
-    return None
+    return next(filter(None, (fault_of_reward(turn.reward) for turn in trajectory.turns)), None)
+
+
+def fault_of_reward(reward: float) -> str | None:
+    """Return the reason why a trajectory with this reward cannot be trained on, or None."""
+    if not isfinite(reward):
+        return "reward_not_finite"
+    return "reward_too_large" if abs(reward) > MOST_REWARD else None
 
 
 def _own_turns(trajectory: Trajectory) -> tuple[tuple[int, float, int], ...]:

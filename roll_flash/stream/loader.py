@@ -31,13 +31,9 @@ class _Pending:
 
     rows: list[Row]
     group: FinishedGroup | None = None
+    tokens: int = 0
     is_lost: bool = False
     """Too few of its trajectories are left."""
-
-    @property
-    def tokens(self) -> int:
-        assert self.group is not None
-        return self.group.packed_tokens
 
 
 class LearnerLoader:
@@ -93,10 +89,7 @@ class LearnerLoader:
                 raise step.error
             ready = step.ready(in_order=self._in_order)
             if ready:
-                know_all = step.has_all and len(ready) == len(step.pending)
-                step.taken = choose(ready, self._max_tokens, know_all=know_all, in_order=self._in_order)
-                step.pending = [each for each in step.pending if each not in step.taken]
-                return step.taken
+                return self._take(step, ready)
             if step.has_all and not step.pending:
                 return []
             try:
@@ -108,6 +101,22 @@ class LearnerLoader:
                     f"behind: {self._stream.behind()}"
                 ) from None
 
+    def _take(self, step: _Step, ready: list[_Pending]) -> list[_Pending]:
+        """Take what comes next. The oldest group is always in it, so that nothing waits for ever."""
+        knows_all = step.has_all and len(ready) == len(step.pending)
+        if self._in_order:
+            total = sum(each.tokens for each in ready)
+            limit = ceil(total / ceil(total / self._max_tokens)) if knows_all else self._max_tokens
+            step.taken = fill(ready, limit, in_order=True)
+        elif knows_all:
+            step.last = step.last or equal_bins(ready, self._max_tokens)
+            step.taken = step.last.pop(0)
+        else:
+            step.taken = fill(ready, self._max_tokens, in_order=False)
+        taken = {id(each) for each in step.taken}
+        step.pending = [each for each in step.pending if id(each) not in taken]
+        return step.taken
+
 
 class _Step:
     """The groups of one step, from the scheduler to the learner."""
@@ -118,6 +127,8 @@ class _Step:
         self.pending: list[_Pending] = []
         self.taken: list[_Pending] = []
         """The micro-batch that the learner has."""
+        self.last: list[list[_Pending]] = []
+        """Micro-batches of all groups that are left, once these are known."""
         self.num_groups = 0
         self.has_all = False
         self.changed = asyncio.Event()
@@ -175,6 +186,7 @@ class _Step:
         )
         if len(trajectories) >= SMALLEST_GROUP:
             each.group = FinishedGroup(group.group_id, group.task, trajectories, group.failures)
+            each.tokens = each.group.packed_tokens
         else:
             self._stream.drop(rows.values(), "group_too_small")
             each.is_lost = True
@@ -182,19 +194,6 @@ class _Step:
 
 def with_reward(trajectory: FinishedEpisode, reward: float) -> FinishedEpisode:
     return trajectory if reward == trajectory.reward else replace(trajectory, reward=reward)
-
-
-def choose(units: Sequence[_Pending], max_tokens: int, *, know_all: bool, in_order: bool) -> list[_Pending]:
-    """Return the next micro-batch: equal ones if these are all units that are left, else as full as it can be.
-
-    The oldest unit is always in it, so that nothing waits for ever. A unit larger than `max_tokens` comes alone.
-    """
-    if not know_all:
-        return fill(units, max_tokens, in_order=in_order)
-    if in_order:
-        total = sum(unit.tokens for unit in units)
-        return fill(units, ceil(total / ceil(total / max_tokens)), in_order=True)
-    return next(bin for bin in equal_bins(units, max_tokens) if units[0] in bin)
 
 
 def fill(units: Sequence[_Pending], max_tokens: int, *, in_order: bool) -> list[_Pending]:
@@ -211,13 +210,17 @@ def fill(units: Sequence[_Pending], max_tokens: int, *, in_order: bool) -> list[
 
 
 def equal_bins(units: Sequence[_Pending], max_tokens: int) -> list[list[_Pending]]:
-    """Return all units in as few bins of at most `max_tokens` as longest-first finds, nearly equal."""
+    """Return all units in as few bins of at most `max_tokens` as longest-first finds, nearly equal, oldest first.
+
+    A unit larger than `max_tokens` has a bin of its own.
+    """
     count = max(1, ceil(sum(unit.tokens for unit in units) / max_tokens))
     longest_first = sorted(units, key=lambda unit: -unit.tokens)
     while True:
         bins = _spread_evenly(longest_first, count)
         if all(len(bin) == 1 or sum(unit.tokens for unit in bin) <= max_tokens for bin in bins):
-            return bins
+            place = {id(unit): index for index, unit in enumerate(units)}
+            return sorted(bins, key=lambda bin: min(place[id(unit)] for unit in bin))
         count += 1
 
 

@@ -15,7 +15,7 @@ from roll_flash.errors import StreamError
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.monitor.json_lines import encode
 from roll_flash.stream import blocks
-from roll_flash.stream.blocks import TokenArrays, fetch_lines, fetch_tokens, fetch_trajectories, hand_in, join, located
+from roll_flash.stream.blocks import TokenBlock, fetch_lines, fetch_tokens, fetch_trajectories, hand_in, join, located
 from roll_flash.types import Branch, EpisodeFailure, FinishedEpisode, StoredTrajectory, Trajectory, Turn
 from tests.learner.samples import TASK, make_group
 
@@ -58,8 +58,8 @@ def assert_same(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("branches", [0, 2])
 def test_a_trajectory_comes_back_as_it_went(branches: int) -> None:
     sent = trajectory(branches=branches)
-    _, [arrays], [text], [line] = hand_in([sent])
-    assert_same(join(text, arrays), sent)
+    _, block, [_, text], [_, line] = hand_in([trajectory(7), sent])
+    assert_same(join(text, block[1]), sent)
     assert line.decode() == encode(episode_record(sent))[0]
     assert len(text) < 3000, "arrays are not in it"
 
@@ -111,9 +111,9 @@ def test_trajectories_outlive_the_worker_that_handed_them_in() -> None:
 @pytest.mark.usefixtures("ray_local")
 def test_trajectories_that_are_lost_are_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     @ray.remote
-    def never() -> list[TokenArrays]:
+    def never() -> TokenBlock:
         asyncio.run(asyncio.sleep(60))
-        return []
+        return TokenBlock.of([])
 
     monkeypatch.setattr(blocks, "FETCH_TIMEOUT_S", 0.2)
     lost = never.remote()

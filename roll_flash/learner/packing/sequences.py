@@ -6,7 +6,6 @@ no arrays. The ranks make sequences of the arrays that they fetch.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,15 +18,15 @@ from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
 from roll_flash.learner.packing.rows import TrainSequence
 from roll_flash.stream.blocks import TokenArrays
-from roll_flash.stream.episodes import NO_LOGPROB
-from roll_flash.types import MOST_REWARD, FinishedEpisode, FinishedGroup, StoredTrajectory, Trajectory
+from roll_flash.stream.episodes import NO_LOGPROB, fault_of_reward
+from roll_flash.types import FinishedEpisode, FinishedGroup, StoredTrajectory, Trajectory
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class PlannedTrajectory:
-    """What a rank needs to train on a trajectory."""
+    """What a rank needs to train on a trajectory. Not to be changed; not frozen, as frozen ones take long to pickle."""
 
     group_id: str
     data: Trajectory | StoredTrajectory | None
@@ -122,12 +121,7 @@ def _sort_out(group: FinishedGroup) -> tuple[list[FinishedEpisode], Counter[str]
 
 def invalid_reason(trajectory: FinishedEpisode) -> str | None:
     """Return the reason why a trajectory cannot be trained on, or None."""
-    if trajectory.fault is not None:
-        return trajectory.fault
-    rewards = [trajectory.reward, *(reward for _, reward, _ in trajectory.own_turns)]
-    if not all(map(math.isfinite, rewards)):
-        return "reward_not_finite"
-    return "reward_too_large" if max(map(abs, rewards)) > MOST_REWARD else None
+    return trajectory.fault or fault_of_reward(trajectory.reward)
 
 
 def _prepare(
@@ -243,7 +237,8 @@ def row_parts(planned: Iterable[PlannedTrajectory], row_tokens: int) -> list[tup
             tokens, members = parts[-1]
             more = tokens + each.packed_tokens - min(each.prompt_length, members[-1].prompt_length)
             if more <= row_tokens:
-                parts[-1] = (more, [*members, each])
+                members.append(each)
+                parts[-1] = (more, members)
                 continue
         parts.append((each.packed_tokens, [each]))
     return parts
