@@ -3,7 +3,7 @@
     python stream_peer.py ROWS TOKENS BATCH REPEATS
 
 Prints one JSON object: `rows_per_s`, per repetition. It imports nothing of this project. TransferQueue runs as it
-comes: two storage units, ZeroMQ. One process puts the rows in batches; two processes, one consumer, take them.
+comes: two storage units, ZeroMQ. One process puts the rows in batches; then two processes, one consumer, take them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Writer:
     def __init__(self, tokens: int, batch: int) -> None:
         import transfer_queue as tq
 
+        tq.init()  # joins the controller that is there
         self._client: Any = tq.get_client()
         self._rows = trajectories(batch, tokens)
         self._batch = batch
@@ -51,6 +52,7 @@ class Reader:
     def __init__(self, batch: int) -> None:
         import transfer_queue as tq
 
+        tq.init()  # joins the controller that is there
         self._client: Any = tq.get_client()
         self._batch = batch
 
@@ -77,7 +79,8 @@ def main() -> None:
     for repeat in range(repeats + 1):
         partition, each = f"timed {repeat}", rows // 2 // batch * batch
         began = time.perf_counter()
-        ray.get([writer.put.remote(2 * each, partition), *(reader.get.remote(each, partition) for reader in readers)])
+        ray.get(writer.put.remote(2 * each, partition))  # first: a reader that waits would delay each put by seconds
+        ray.get([reader.get.remote(each, partition) for reader in readers])
         if repeat:  # the first one warms up
             figures.append(2 * each / (time.perf_counter() - began))
     print(json.dumps({"rows_per_s": figures}), flush=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -11,6 +12,10 @@ from roll_flash.processes.background import call_in_thread, start_background
 from roll_flash.rollout.worker import Outcome
 from roll_flash.stream.blocks import fetch_lines
 from roll_flash.types import EpisodeFailure, FinishedEpisode, StoredTrajectory
+
+logger = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 30.0
 
 
 class EpisodeFiles(Protocol):
@@ -35,6 +40,7 @@ class EpisodeLog:
     def __init__(self, files: EpisodeFiles) -> None:
         self._files = files
         self._waiting: list[Ended] = []
+        self._unwritten = 0
         self._changed = asyncio.Event()
         self._is_closed = False
         self._task: asyncio.Task[None] | None = None
@@ -46,14 +52,21 @@ class EpisodeLog:
 
     def add(self, step: int, outcome: FinishedEpisode | EpisodeFailure) -> None:
         self._waiting.append((step, outcome))
+        self._unwritten += 1
         self._changed.set()
 
     async def close(self) -> None:
-        """Write what is left, unless writing has failed."""
+        """Write what is left, unless writing has failed. After CLOSE_TIMEOUT_S, as when Ray has died, say how many
+        episodes are not in the log."""
         self._is_closed = True
         self._changed.set()
-        if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
+        if self._task is None:
+            return
+        await asyncio.wait([self._task], timeout=CLOSE_TIMEOUT_S)
+        self._task.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+        if self._unwritten:
+            logger.warning("%d ended episodes are not in the episode log", self._unwritten)
 
     async def _write_all(self) -> None:
         while self._waiting or not self._is_closed:
@@ -61,6 +74,7 @@ class EpisodeLog:
             self._changed.clear()
             ended, self._waiting = self._waiting, []
             await call_in_thread(partial(self._write, ended))
+            self._unwritten -= len(ended)
 
     def _write(self, ended: Sequence[Ended]) -> None:
         data = [outcome.data for _, outcome in ended if isinstance(outcome, FinishedEpisode)]

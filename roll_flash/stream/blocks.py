@@ -12,9 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import ray
 from numpy.typing import NDArray
-from ray.exceptions import GetTimeoutError, RayError
 
 from roll_flash.errors import StreamError
 from roll_flash.monitor.episodes import episode_record
@@ -152,6 +150,9 @@ def fetch_lines(stored: Sequence[StoredTrajectory]) -> list[bytes]:
 
 def _get(references: Sequence[Any]) -> dict[Any, Any]:
     """Read each object once."""
+    import ray  # only where objects are read: a worker of an evaluation in one process needs no Ray
+    from ray.exceptions import GetTimeoutError, RayError
+
     distinct = list(dict.fromkeys(references))
     if not distinct:
         return {}

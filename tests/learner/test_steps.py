@@ -17,9 +17,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from roll_flash.engines.learner import StepResult
-from roll_flash.errors import CheckpointError, LearnerError, ModelError
+from roll_flash.errors import CheckpointError, LearnerError, ModelError, StreamError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import split_minibatches
+from roll_flash.learner.ranks import rank
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.types import Group
 from tests.learner.conftest import make_tiny_model
@@ -339,3 +340,21 @@ def test_a_full_disk_loses_nothing_but_the_checkpoint(tiny_model: Path, tmp_path
         assert (await step(learner, GROUPS[:1])).version == 1
 
     in_process(tiny_model, use)
+
+
+def test_trajectories_that_are_lost_are_an_error_that_leaves_the_learner_usable(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(learner: FsdpLearner) -> Weights:
+        with monkeypatch.context() as patched:
+            patched.setattr(rank, "fetch_tokens", lost)
+            with pytest.raises(StreamError, match="are lost"):
+                await learner.accumulate(GROUPS[:1])
+            await learner.abandon_step()
+        await step(learner, GROUPS)
+        return await weights_of(learner)
+
+    def lost(_: object) -> None:
+        raise StreamError("trajectories in Ray's object store are lost")
+
+    assert_equal_weights(in_process(tiny_model, use), trained(tiny_model, [GROUPS])[0])
