@@ -106,7 +106,7 @@ class LearnerLoader:
         knows_all = step.has_all and len(ready) == len(step.pending)
         if self._in_order:
             total = sum(each.tokens for each in ready)
-            limit = ceil(total / ceil(total / self._max_tokens)) if knows_all else self._max_tokens
+            limit = ceil(total / max(1, ceil(total / self._max_tokens))) if knows_all else self._max_tokens
             step.taken = fill(ready, limit, in_order=True)
         elif knows_all:
             step.last = step.last or equal_bins(ready, self._max_tokens)
