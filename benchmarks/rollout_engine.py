@@ -31,6 +31,7 @@ from roll_flash.processes.local_ray import local_ray
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.scheduling.tasks import SeedTasks
+from roll_flash.stream import TrajectoryStream
 from roll_flash.system import open_fleet, worker_settings
 
 HERE = Path(__file__).parent
@@ -218,7 +219,7 @@ async def _play(
 ) -> Measured:
     env = config.envs[0]
     tasks = SeedTasks(env.id, env.kwargs, env.train_seeds, config.seed)
-    async with Rollout(config, fleet, tasks, episodes) as rollout:
+    async with Rollout(config, fleet, tasks, episodes, TrajectoryStream()) as rollout:
         await _step(rollout, 0, urls)
         before, began, first = processes.cpu_s(), time.perf_counter(), rollout.books()["produced"]
         for version in range(1, load.steps + 1):

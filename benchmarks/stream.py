@@ -1,18 +1,23 @@
-"""The trajectory stream: put and get beside TransferQueue, a starved consumer, and overlap with a real learner.
+"""The trajectory stream: rows into two ranks beside TransferQueue, the driver's work, a slow judge, overlap.
 
     python benchmarks/stream.py [--quick] [--json] [--peer-venv FOLDER]
 
-Both systems move the same rows: 1,500 tokens in four ragged fields, 19.5 KB. Like is compared with like: our two Ray
-shards with TransferQueue as it comes (two storage units in Ray actors), which runs in a virtual environment of its own
-that shares this one's torch and Ray and is kept in FOLDER if that is given. The store in this process, which a run on
-one node uses, stands beside them and is compared with nothing: it moves no byte. Everything is repeated; a gain is that
-of the medians, its interval from our slowest against their fastest to our fastest against their slowest.
+Rows: trajectories of 1,500 tokens in four arrays, 19.5 KB. One process hands them in, in batches; the driver puts them
+into the stream, takes micro-batches and plans; two processes fetch their rows and make training sequences, as learner
+ranks do before they pack. TransferQueue moves the same rows from one process to two in batches of the same size; it
+runs as it comes (two storage units), in a virtual environment of its own that shares this one's torch and Ray and is
+kept in FOLDER if that is given. The driver's work is the CPU time of its event loop for each row, with and without
+Ray's calls.
+
+Judge: real rollout, stage and loader, with episodes and a learner that only sleep. Hidden is the share of the judge's
+time by which steps do not become longer.
 
 Overlap: the same groups arrive with the same long-tailed delays at the same FSDP learner (tiny model, one CPU thread).
 Once all are handed over when the last has come, once they stream. The delays are scaled so that the last group comes
 when the learner alone would have needed all that time: waiting and computing cost the same, as in a balanced run.
 
-Prints a table (to standard error with --json) and, unless --quick, writes results/stream.json, .md and .png.
+Everything is repeated. Prints a table (to standard error with --json) and, unless --quick, writes
+results/stream.json, .md and .png.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ import argparse
 import asyncio
 import json
 import os
+import pickle
+import random
 import statistics
 import subprocess
 import sys
@@ -28,146 +35,200 @@ import sysconfig
 import tempfile
 import time
 import venv
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import ray
 from machine import machine
 from stream_plots import draw
 
-from roll_flash.config.tree import LearnerConfig, RayConfig
+from roll_flash.config.stages import StageConfig
+from roll_flash.config.tree import LearnerConfig, RayConfig, load_config
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
+from roll_flash.learner.packing.sequences import PlannedTrajectory, prepare_groups, row_parts, share_out
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.local_ray import local_ray
-from roll_flash.stream import (
-    Consumer,
-    LearnerLoader,
-    MemoryStore,
-    Row,
-    Sequential,
-    Store,
-    TrajectoryStream,
-    learner_consumer,
-)
-from roll_flash.stream.ray_store import RayStore
-from roll_flash.types import Group, Task, Trajectory
+from roll_flash.rollout.rollout import Rollout
+from roll_flash.scheduling.tasks import SeedTasks
+from roll_flash.stages.running import open_stages, stage_consumers
+from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode, finished_group
+from roll_flash.stream.blocks import HandedIn, fetch_tokens, hand_in, located
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, Group, Task, Trajectory
 
 PEER, PEER_VERSION = "TransferQueue", "0.1.11"
-HERE = Path(__file__).parent
+HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-TOKENS, BATCH = 1500, 8
+TOKENS, REPLICAS, BATCH = 1500, 8, 32
+UNDER_WAY = 4
+"""Calls of the worker, and of the ranks, at the same time."""
 REPEATS = 5
 MICRO_BATCH_TOKENS = 4096
-
-
-Repeated = dict[str, list[float]]
-"""A figure's name to what each repetition gave."""
-
-
-@dataclass(frozen=True)
-class Gain:
-    """Of the medians, and between which figures it is by the extremes."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, better: Sequence[float], worse: Sequence[float]) -> Gain:
-        """Of figures that are good when they are large."""
-        middle = statistics.median(better) / statistics.median(worse)
-        return cls(middle, min(better) / max(worse), max(better) / min(worse))
+JUDGE_S, LEARNER_STEP_S, STEPS = 10.0, 20.0, 4
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One row of the table. `gain` is that of the Ray shards over the peer, or of streaming over the whole batch."""
+    """One row of the table. `low` and `high`: extremes of the repetitions, of the ratio if there is a `peer`."""
 
     name: str
     unit: str
-    in_process: float
-    ray_shards: float | None = None
+    value: float
+    low: float
+    high: float
     peer: float | None = None
     target: str = ""
-    gain: Gain | None = None
     reached: bool | None = None
 
 
-def trajectory_row() -> Row:
-    columns = {
-        "token_ids": np.arange(TOKENS, dtype=np.int32),
-        "logprobs": np.random.default_rng(0).random(TOKENS, np.float32),
-        "versions": np.zeros(TOKENS, np.int32),
-        "policy_mask": np.ones(TOKENS, np.bool_),
-    }
-    return Row(columns, tokens=TOKENS)
+# Rows into two ranks
 
 
-async def put_and_get(store: Store, rows: int, repeats: int) -> Repeated:
-    await _put_and_get(store, 50)  # warm up
-    several = [await _put_and_get(store, rows) for _ in range(repeats)]
-    return {name: [figures[name] for figures in several] for name in several[0]}
+def trajectory(name: str, group: str, tokens: int = TOKENS) -> Trajectory:
+    mask = np.arange(tokens) >= 100
+    return Trajectory(
+        episode_id=name,
+        group_id=group,
+        task=Task(group, "Made-v0", 0),
+        token_ids=np.arange(tokens, dtype=np.int32),
+        policy_mask=mask,
+        logprobs=np.where(mask, -np.random.default_rng(0).random(tokens), 0).astype(np.float32),
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        turns=(),
+        messages=({"role": "user", "content": "go on"},),
+        reward=float(len(name) % 2),
+        success=None,
+        end="terminated",
+        prompt_length=100,
+        started_s=0.0,
+        finished_s=1.0,
+    )
 
 
-async def _put_and_get(store: Store, rows: int) -> dict[str, float]:
-    """The same calls as in `stream_peer.py`, one after the other and 16 side by side."""
-    row = trajectory_row()
-    names = tuple(row.columns)
-    consumers = [Consumer("one", names, Sequential(1)), Consumer("batch", names, Sequential(BATCH))]
-    stream = TrajectoryStream(consumers, store)
-    figures = {}
-    began = time.perf_counter()
-    for _ in range(rows):
-        await stream.put([row])
-    figures["put_per_s"] = rows / (time.perf_counter() - began)
-    for consumer, name in (("one", "get_one_per_s"), ("batch", "get_batch_per_s")):
-        began = time.perf_counter()
-        left = rows
-        while left > 0:
-            batch = await stream.next_batch(consumer)
-            assert batch is not None
-            left -= len(batch)
-            await stream.release(batch)
-        figures[name] = rows / (time.perf_counter() - began)
-    figures["put_side_by_side_per_s"] = await put_side_by_side(stream, row, rows)
-    await stream.drop_partition(0, "measured")
+class Worker:
+    """Hands in batches of prepared rows. What an episode costs its worker is measured apart (`hand_in_us`)."""
+
+    def __init__(self) -> None:
+        self._made = hand_in([trajectory(str(number), "g") for number in range(BATCH)])
+        self._number = 0
+
+    async def poll(self) -> HandedIn:
+        ended, tokens, _, _ = self._made
+        first, self._number = self._number, self._number + BATCH
+        renamed: Any = [_renamed(each, number) for number, each in enumerate(ended, first)]
+        return renamed, tokens, [], []  # text and log lines are not part of what is compared
+
+
+def _renamed(episode: FinishedEpisode | EpisodeFailure, number: int) -> FinishedEpisode:
+    assert isinstance(episode, FinishedEpisode)
+    reward = float(number % 2)
+    return replace(episode, episode_id=f"e{number}", group_id=f"g{number // REPLICAS}", reward=reward)
+
+
+class Rank:
+    def train(self, planned: Sequence[PlannedTrajectory]) -> int:
+        """Return the number of policy tokens of all sequences."""
+        arrays = fetch_tokens([each.data for each in planned])
+        made = [one for each, tokens in zip(planned, arrays, strict=True) for one in each.sequences(tokens)]
+        return sum(int(sequence.policy_mask.sum()) for sequence in made)
+
+
+def receive(stream: TrajectoryStream, outcomes: Iterable[FinishedEpisode | EpisodeFailure]) -> list[FinishedGroup]:
+    """Put rows, as the rollout does; return the groups that they complete."""
+    rows = [each for each in outcomes if isinstance(each, FinishedEpisode)]
+    for row in rows:
+        stream.put(row.episode_id, row.group_id, row, {"reward": row.reward})
+    groups = [tuple(rows[start : start + REPLICAS]) for start in range(0, len(rows), REPLICAS)]
+    for members in groups:
+        stream.complete(members[0].group_id)
+    return [FinishedGroup(members[0].group_id, members[0].task, members) for members in groups]
+
+
+def plan(groups: Sequence[FinishedGroup]) -> list[list[PlannedTrajectory]]:
+    prepared = prepare_groups(groups, 0, AdvantageConfig())
+    return share_out(row_parts((one for each in prepared for one in each.planned), 8192), 2)
+
+
+async def into_two_ranks(worker: Any, ranks: Sequence[Any], rows: int) -> tuple[float, float]:
+    """Rows per second, and microseconds of CPU of this event loop for each row."""
+    stream = TrajectoryStream()
+    loader = LearnerLoader(stream, micro_batch_tokens=2 * BATCH * TOKENS)
+
+    async def groups() -> AsyncIterator[list[FinishedGroup]]:
+        polls = [worker.poll.options(num_returns=4).remote() for _ in range(UNDER_WAY)]
+        for number in range(rows // BATCH):
+            outcomes, *stored = polls.pop(0)
+            if number + UNDER_WAY < rows // BATCH:
+                polls.append(worker.poll.options(num_returns=4).remote())
+            yield receive(stream, located(await outcomes, *stored))
+
+    under_way: list[asyncio.Future[list[int]]] = []
+    began, cpu = time.perf_counter(), time.thread_time()
+    async with aclosing(loader.stream_step(groups())) as micro_batches:
+        async for micro_batch in micro_batches:
+            shares = plan(micro_batch.groups)
+            calls = [rank.train.remote(share) for rank, share in zip(ranks, shares, strict=True)]
+            under_way.append(asyncio.gather(*calls))
+            if len(under_way) > UNDER_WAY:
+                await under_way.pop(0)
+    await asyncio.gather(*under_way)
+    wall, used = time.perf_counter() - began, time.thread_time() - cpu
+    assert stream.counts() == {"produced": rows, "consumed": rows, "waiting": 0}
+    return rows / wall, 1e6 * used / rows
+
+
+async def control_plane_us(rows: int) -> float:
+    """Microseconds of CPU for each row: metadata read, put, taken in micro-batches, planned, the plan pickled."""
+    ended, *_ = hand_in([trajectory(str(number), "g") for number in range(BATCH)])
+    sent = [
+        pickle.dumps([_renamed(each, number) for number, each in enumerate(ended, first)])
+        for first in range(0, rows, BATCH)
+    ]
+    stream = TrajectoryStream()
+    loader = LearnerLoader(stream, micro_batch_tokens=2 * BATCH * TOKENS)
+
+    async def groups() -> AsyncIterator[list[FinishedGroup]]:
+        for number, batch in enumerate(sent):
+            yield receive(stream, located(pickle.loads(batch), f"tokens {number}", None, None))
+
+    cpu = time.thread_time()
+    async with aclosing(loader.stream_step(groups())) as micro_batches:
+        async for micro_batch in micro_batches:
+            for share in plan(micro_batch.groups):
+                pickle.dumps(share)
+    return 1e6 * (time.thread_time() - cpu) / rows
+
+
+def hand_in_us(rows: int) -> float:
+    """Microseconds of CPU of a worker for each episode that it hands in, the line of the log included."""
+    made = [trajectory(str(number), "g") for number in range(rows)]
+    cpu = time.thread_time()
+    hand_in(made)
+    return 1e6 * (time.thread_time() - cpu) / rows
+
+
+async def measure_rows(rows: int, repeats: int) -> dict[str, list[float]]:
+    figures: dict[str, list[float]] = {"rows_per_s": [], "loop_us": [], "control_us": [], "hand_in_us": []}
+    async with local_ray(RayConfig(num_cpus=4)):
+        actor: Any = ray.remote(num_cpus=0)
+        worker, ranks = actor(Worker).remote(), [actor(Rank).remote() for _ in range(2)]
+        for repeat in range(repeats + 1):
+            rate, loop_us = await into_two_ranks(worker, ranks, rows if repeat else 4 * BATCH)
+            if repeat:  # the first one warms up
+                figures["rows_per_s"].append(rate)
+                figures["loop_us"].append(loop_us)
+    for _ in range(repeats):
+        figures["control_us"].append(await control_plane_us(rows))
+        figures["hand_in_us"].append(hand_in_us(4 * BATCH))
     return figures
 
 
-async def put_side_by_side(stream: TrajectoryStream, row: Row, rows: int) -> float:
-    limit = asyncio.Semaphore(16)
-
-    async def put() -> None:
-        async with limit:
-            await stream.put([row])
-
-    began = time.perf_counter()
-    await asyncio.gather(*(put() for _ in range(rows)))
-    return rows / (time.perf_counter() - began)
-
-
-async def starved_put_s(store: Store, puts: int = 50) -> list[float]:
-    """Seconds of each put while consumers wait for a group that never becomes complete."""
-    row = trajectory_row()
-    starving = Consumer("starved", (*row.columns, "reward"), Sequential(1))
-    stream = TrajectoryStream([starving], store)
-    waiting = [asyncio.create_task(stream.next_batch("starved")) for _ in range(4)]
-    await asyncio.sleep(0.05)
-    took = []
-    for _ in range(puts):
-        began = time.perf_counter()
-        await stream.put([row])
-        took.append(time.perf_counter() - began)
-    for task in waiting:
-        task.cancel()
-    await asyncio.gather(*waiting, return_exceptions=True)
-    return took
-
-
-def transfer_queue(rows: int, repeats: int, folder: Path) -> Repeated:
-    """The peer's figures; empty, with a line that says why, if it cannot be installed or run."""
+def transfer_queue(rows: int, repeats: int, folder: Path) -> list[float]:
+    """The peer's rows per second; empty, with a line that says why, if it cannot be installed or run."""
     python = folder / "bin/python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -183,9 +244,91 @@ def transfer_queue(rows: int, repeats: int, folder: Path) -> Repeated:
             done = subprocess.run(run, capture_output=True, text=True, timeout=1800, check=False, cwd=empty)
     if done.returncode:
         print(f"{PEER} could not be measured: {done.stderr.strip()[-400:]}", file=sys.stderr)
-        return {}
-    figures: Repeated = json.loads(done.stdout.strip().splitlines()[-1])
-    return figures
+        return []
+    found: list[float] = json.loads(done.stdout.strip().splitlines()[-1])["rows_per_s"]
+    return found
+
+
+# A slow judge
+
+
+class SlowJudge:
+    """Gives 1 to every trajectory after `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def score(self, trajectories: Sequence[Trajectory]) -> list[float]:
+        await asyncio.sleep(self._seconds)
+        return [1.0] * len(trajectories)
+
+
+class SleepingFleet:
+    """Episodes that only take time: 3 to 9 s at `scale` 1."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
+        self._random = random.Random(0)
+        self.version = 0
+
+    async def submit(
+        self, episodes: Sequence[EpisodeSpec], receive: Callable[[FinishedEpisode | EpisodeFailure], None]
+    ) -> None:
+        for spec in episodes:
+            made = replace(trajectory(spec.episode_id, spec.group_id, 120), task=spec.task)
+            made.versions[made.policy_mask] = self.version
+            delay_s = self._scale * self._random.uniform(3, 9)
+            asyncio.get_running_loop().call_later(delay_s, receive, finished_episode(made))
+
+    async def cancel(self, episode_ids: Iterable[str]) -> None:
+        pass
+
+
+class NoFiles:
+    def write(self, step: int, outcome: Any) -> None:
+        pass
+
+    def write_line(self, step: int, line: bytes) -> None:
+        pass
+
+    def write_dropped(self, step: int, group: Any) -> None:
+        pass
+
+
+async def steps_s(scale: float, judge_s: float, logs: Path) -> float:
+    """Seconds of STEPS steps at `async_ratio` 1, after two that fill the pipeline."""
+    stages = []
+    if judge_s:
+        entry = f"{HERE / 'stream.py'}:SlowJudge"
+        stages = [StageConfig(name="slow", entry_point=entry, kwargs={"seconds": judge_s}, workers=64)]
+    scheduler = {"async_ratio": 1.0, "groups_per_step": 4, "group_size": 4}
+    config = load_config(
+        {"model": {"path": "tiny"}, "envs": [{"id": "Made-v0"}], "scheduler": scheduler, "stages": stages},
+    )
+    stream, fleet = TrajectoryStream(stage_consumers(stages)), SleepingFleet(scale)
+    tasks = SeedTasks("Made-v0", {}, (0, 99), seed=0)
+    rollout = Rollout(config, fleet, tasks, NoFiles(), stream)  # type: ignore[arg-type]
+    loader = LearnerLoader(stream, micro_batch_tokens=10_000)
+    began = 0.0
+    async with open_stages(stages, stream, logs / "stages.jsonl"), rollout:
+        for step in range(2 + STEPS):
+            if step == 2:
+                began = time.perf_counter()
+            async with aclosing(loader.stream_step(rollout.groups_for_step())) as micro_batches:
+                async for micro_batch in micro_batches:
+                    await asyncio.sleep(scale * LEARNER_STEP_S / 4 * len(micro_batch.groups))
+            await rollout.version_advanced(step + 1)
+            fleet.version = step + 1
+            rollout.published(step + 1)
+        return time.perf_counter() - began
+
+
+async def judge_hidden(scale: float) -> float:
+    """Share of the judge's time that is hidden behind other work."""
+    with tempfile.TemporaryDirectory() as logs:
+        without = await steps_s(scale, 0.0, Path(logs))
+        slow = await steps_s(scale, scale * JUDGE_S, Path(logs))
+    return 1 - (slow - without) / (STEPS * scale * JUDGE_S)
 
 
 # Overlap with a real learner
@@ -238,14 +381,16 @@ def make_group(number: int, replicas: int = 8) -> Group:
     return Group(f"g{number}", task, tuple(members))
 
 
-async def arriving(groups: list[Group], delays_s: list[float], timeline: Timeline) -> AsyncIterator[list[Group]]:
+async def arriving(
+    groups: list[FinishedGroup], delays_s: list[float], timeline: Timeline
+) -> AsyncIterator[list[FinishedGroup]]:
     for group, delay_s in sorted(zip(groups, delays_s, strict=True), key=lambda pair: pair[1]):
         await asyncio.sleep(max(0.0, timeline.began + delay_s - time.perf_counter()))
         timeline.arrivals_s.append(delay_s)
         yield [group]
 
 
-async def whole_batch_step(learner: FsdpLearner, groups: list[Group], delays_s: list[float]) -> Timeline:
+async def whole_batch_step(learner: FsdpLearner, groups: list[FinishedGroup], delays_s: list[float]) -> Timeline:
     """Everything is handed over when the last group has come."""
     timeline = Timeline()
     batch = [group async for several in arriving(groups, delays_s, timeline) for group in several]
@@ -256,11 +401,20 @@ async def whole_batch_step(learner: FsdpLearner, groups: list[Group], delays_s: 
     return timeline
 
 
-async def streamed_step(learner: FsdpLearner, groups: list[Group], delays_s: list[float]) -> Timeline:
+async def streamed_step(learner: FsdpLearner, groups: list[FinishedGroup], delays_s: list[float]) -> Timeline:
     """What a run does: the learner takes micro-batches while other groups are still on their way."""
     timeline = Timeline()
-    loader = LearnerLoader(TrajectoryStream([learner_consumer(MICRO_BATCH_TOKENS)]))
-    async with aclosing(loader.stream_step(arriving(groups, delays_s, timeline))) as micro_batches:
+    stream = TrajectoryStream()
+    loader = LearnerLoader(stream, micro_batch_tokens=MICRO_BATCH_TOKENS)
+
+    async def put() -> AsyncIterator[list[FinishedGroup]]:
+        async for several in arriving(groups, delays_s, timeline):
+            for group in several:
+                for member in group.trajectories:
+                    stream.put(member.episode_id, group.group_id, member, {"reward": member.reward})
+            yield several
+
+    async with aclosing(loader.stream_step(put())) as micro_batches:
         async for micro_batch in micro_batches:
             with timeline.working(len(micro_batch.groups)):
                 await learner.accumulate(micro_batch.groups)
@@ -271,7 +425,7 @@ async def streamed_step(learner: FsdpLearner, groups: list[Group], delays_s: lis
 
 async def overlap(num_groups: int, repeats: int) -> tuple[list[Timeline], list[Timeline]]:
     """Steps in turns, whole batch and streamed, each pair with the same groups and delays."""
-    groups = [make_group(number) for number in range(num_groups)]
+    groups = [finished_group(make_group(number)) for number in range(num_groups)]
     config = LearnerConfig(device="cpu", threads=1, micro_batch_tokens=MICRO_BATCH_TOKENS, learning_rate=1e-6)
     learner = FsdpLearner(resolve_model("tiny"), config, async_ratio=10_000)
     try:
@@ -288,64 +442,30 @@ async def overlap(num_groups: int, repeats: int) -> tuple[list[Timeline], list[T
         await learner.close()
 
 
-async def measure_ours(quick: bool) -> tuple[dict[str, Repeated], list[Timeline], list[Timeline]]:
-    rows, repeats = (200, 1) if quick else (400, REPEATS)
-    ours: dict[str, Repeated] = {}
-    async with local_ray(RayConfig(num_cpus=4)):
-        shards = await RayStore.start(2)
-        try:
-            for name, store in (("in_process", MemoryStore()), ("ray_shards", shards)):
-                ours[name] = await put_and_get(store, rows, repeats)
-                ours[name]["starved_put_s"] = await starved_put_s(store)
-        finally:
-            await shards.close()
-        whole, streamed = await overlap(8 if quick else 16, repeats)
-    return ours, whole, streamed
-
-
-LABELS = {
-    "put_per_s": ("put, one writer", 5),
-    "put_side_by_side_per_s": ("put, 16 writers", 5),
-    "get_one_per_s": ("get, one row at a time", 2),
-    "get_batch_per_s": (f"get, {BATCH} rows at a time", 2),
-}
-
-
-def throughput(name: str, ours: dict[str, Repeated], peer: Repeated) -> Figure:
-    here, shards, other = ours["in_process"][name], ours["ray_shards"][name], peer.get(name)
-    label, at_least = LABELS[name]
-    gain = Gain.of(shards, other) if other else None
-    return Figure(
-        label,
-        "rows/s",
-        statistics.median(here),
-        statistics.median(shards),
-        statistics.median(other) if other else None,
-        f"≥ {at_least} × {PEER}",
-        gain,
-        gain.low >= at_least if gain else None,
-    )
-
-
-def starved_put(ours: dict[str, Repeated], peer: Repeated) -> Figure:
-    """Ours is the slowest put of all, the peer's the median."""
-    here, shards = (max(ours[name]["starved_put_s"]) * 1e3 for name in ("in_process", "ray_shards"))
-    other = statistics.median(peer["starved_put_s"]) * 1e3 if peer else None
-    return Figure("slowest put beside starved consumers", "ms", here, shards, other, "≤ 20 ms", None, shards <= 20)
-
-
 def median_pair(whole: list[Timeline], streamed: list[Timeline]) -> tuple[Timeline, Timeline]:
     """Of steps with the same groups and arrivals, the pair whose gain is the median."""
     pairs = sorted(zip(whole, streamed, strict=True), key=lambda pair: pair[0].step_s / pair[1].step_s)
     return pairs[len(pairs) // 2]
 
 
+def spread(name: str, unit: str, values: Sequence[float], target: str, reached: Callable[[float], bool]) -> Figure:
+    """The median, with its target."""
+    middle = statistics.median(values)
+    return Figure(name, unit, middle, min(values), max(values), None, target, reached(middle) if target else None)
+
+
+def against_peer(ours: Sequence[float], peer: Sequence[float]) -> Figure:
+    middle = statistics.median(ours)
+    low, high = min(ours) / max(peer), max(ours) / min(peer)
+    name = f"rows into 2 ranks against {PEER} (ratio of medians {middle / statistics.median(peer):.1f})"
+    return Figure(name, "rows/s", middle, low, high, statistics.median(peer), "≥ 5 ×", low >= 5)
+
+
 def streamed_step_figure(whole: list[Timeline], streamed: list[Timeline]) -> Figure:
     gains = [one.step_s / other.step_s for one, other in zip(whole, streamed, strict=True)]
     one, other = median_pair(whole, streamed)
-    gain = Gain(statistics.median(gains), min(gains), max(gains))
-    name = "step time, streamed (in process) against whole batch (last column)"
-    return Figure(name, "s", other.step_s, None, one.step_s, "≥ 1.3 × whole batch", gain, gain.low >= 1.3)
+    name = "step time, streamed against whole batch"
+    return Figure(name, "s", other.step_s, min(gains), max(gains), one.step_s, "≥ 1.3 ×", min(gains) >= 1.3)
 
 
 def markdown(figures: list[Figure], load: float, repeats: int) -> str:
@@ -353,28 +473,44 @@ def markdown(figures: list[Figure], load: float, repeats: int) -> str:
         return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
     lines = [
-        f"Rows of {TOKENS} tokens in 4 ragged fields (19.5 KB). {machine()}, load {load:.1f} at the start,",
-        f"{repeats} repetitions.",
+        f"Rows of {TOKENS} tokens in 4 arrays (19.5 KB), handed in {BATCH} at a time. {machine()},",
+        f"load {load:.1f} at the start, {repeats} repetitions.",
         "",
-        f"| figure | unit | in process | Ray, 2 shards | {PEER} {PEER_VERSION} | target | gain, Ray | reached |",
-        "|---|---|---|---|---|---|---|---|",
+        "| figure | unit | ours | compared with | from - to | target | reached |",
+        "|---|---|---|---|---|---|---|",
     ]
     for row in figures:
-        gain = f"{row.gain.median:.1f} × ({row.gain.low:.1f}–{row.gain.high:.1f})" if row.gain else ""
+        ratio = " ×" if row.peer is not None else ""
         reached = {True: "yes", False: "no", None: ""}[row.reached]
-        cells = [row.name, row.unit, *map(cell, (row.in_process, row.ray_shards, row.peer)), row.target, gain, reached]
+        cells = [row.name, row.unit, cell(row.value), cell(row.peer)]
+        cells += [f"{cell(row.low)} - {cell(row.high)}{ratio}", row.target, reached]
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"Gains compare actors with actors: our two Ray shards with {PEER}'s two storage units. The store in this",
-        "process, which a run on one node uses, moves no byte and is compared with nothing. A put has returned when",
-        f"the row can be taken. Get includes releasing the rows; {PEER}'s get leaves them. Its starved put is the",
-        "median, ours the slowest of 50. A gain is that of the medians; in brackets are our slowest against their",
-        "fastest and the reverse, and a target is reached if the smaller of these reaches it. Step times: of all",
-        "pairs with the same groups and arrivals the one of median gain, at an FSDP learner (tiny model, one thread);",
-        "the last group comes when the learner alone could have ended.",
+        f"{PEER} {PEER_VERSION} moves the same rows from one process to two, in batches of the same size. From - to",
+        "are the extremes of all repetitions; of a comparison they are our slowest against their fastest and the",
+        "reverse, and a target is reached if the smaller one reaches it. Step times: of all pairs with the same groups",
+        "and arrivals the one of median gain, with an FSDP learner (tiny model, one thread); the last group arrives",
+        "when the learner alone could have ended.",
     ]
     return "\n".join(lines) + "\n"
+
+
+async def measure(quick: bool) -> tuple[list[Figure], list[float], list[Timeline], list[Timeline]]:
+    rows, repeats = (1024, 2) if quick else (8192, REPEATS)
+    ours = await measure_rows(rows, repeats)
+    hidden = await judge_hidden(0.05 if quick else 1.0)
+    async with local_ray(RayConfig(num_cpus=4)):
+        whole, streamed = await overlap(8 if quick else 16, 1 if quick else REPEATS)
+    figures = [
+        spread("rows into 2 ranks", "rows/s", ours["rows_per_s"], "≥ 5,000", lambda value: value >= 5000),
+        spread("driver, table and plan", "µs/row", ours["control_us"], "≤ 20", lambda value: value <= 20),
+        spread("driver, event loop with Ray's calls", "µs/row", ours["loop_us"], "", bool),
+        spread("worker, an episode handed in", "µs/row", ours["hand_in_us"], "", bool),
+        spread(f"judge of {JUDGE_S:g} s hidden at async_ratio 1", "", [hidden], "≥ 0.95", lambda value: value >= 0.95),
+        streamed_step_figure(whole, streamed),
+    ]
+    return figures, ours["rows_per_s"], whole, streamed
 
 
 def main() -> int:
@@ -384,14 +520,12 @@ def main() -> int:
     parser.add_argument("--peer-venv", type=Path, help=f"keep {PEER}'s virtual environment here")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    ours, whole, streamed = asyncio.run(measure_ours(options.quick))
-    peer: Repeated = {}
+    figures, rates, whole, streamed = asyncio.run(measure(options.quick))
     if not options.quick:
         with tempfile.TemporaryDirectory(prefix="roll-flash-peer-") as folder:
-            peer = transfer_queue(400, REPEATS, options.peer_venv or Path(folder))
-    figures = [throughput(name, ours, peer) for name in LABELS]
-    figures += [starved_put(ours, peer), streamed_step_figure(whole, streamed)]
-    text = markdown(figures, load, len(whole))
+            if peer := transfer_queue(1024, REPEATS, options.peer_venv or Path(folder)):
+                figures.insert(1, against_peer(rates, peer))
+    text = markdown(figures, load, len(rates))
     print(text, file=sys.stderr if options.json else sys.stdout)
     summary = {row.name: {name: value for name, value in asdict(row).items() if name != "name"} for row in figures}
     if options.json:

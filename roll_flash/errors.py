@@ -5,8 +5,6 @@ The command line prints only the message and exits with `exit_code`: 2 for usage
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 
 class RollFlashError(Exception):
     """Base class of all errors that this package raises on purpose."""
@@ -52,17 +50,5 @@ class StreamError(RollFlashError):
     """The trajectory stream was used incorrectly, or lost data."""
 
 
-class StreamFullError(StreamError):
-    """The stream stayed full until the deadline. Nothing was put."""
-
-
 class StreamStarvedError(StreamError):
-    """No row became ready for a consumer before its deadline."""
-
-
-class ShardDiedError(StreamError):
-    """A process that held part of the stream's data died; `row_ids` are the requested rows that are lost."""
-
-    def __init__(self, message: str, row_ids: Sequence[int] = ()) -> None:
-        super().__init__(message)
-        self.row_ids = list(row_ids)
+    """Stages wrote no reward before the deadline."""

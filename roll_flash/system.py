@@ -28,8 +28,9 @@ from roll_flash.processes.background import FirstFailure, call_in_thread, cancel
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.processes.ray_watch import watching_ray
 from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.episode_log import EpisodeFiles
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.rollout import EpisodeLog, Rollout
+from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoint_writer import CheckpointWriter
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
@@ -38,8 +39,7 @@ from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.start_checks import Checked
-from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer, load_stream
-from roll_flash.stream.ray_store import RayStore
+from roll_flash.stream import TrajectoryStream
 from roll_flash.weight_sync.parity import load_probe, parity_threshold
 from roll_flash.weight_sync.publication import Publisher
 
@@ -178,13 +178,11 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)
     stack.callback(metrics.close)
     episodes = stack.enter_context(run_dir.episodes_writer())
-    rollout = _open_rollout(start, fleet, episodes, learner.version)
-    stream = await stack.enter_async_context(await open_stream(config))
-    if start.checkpoint:
-        await load_stream(stream, start.checkpoint.folder)
+    stream = TrajectoryStream(stage_consumers(config.stages))
+    rollout = _open_rollout(start, fleet, episodes, stream, learner.version)
     stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
-    checkpoints = _open_checkpoints(start, learner, stream, rollout)
+    checkpoints = _open_checkpoints(start, learner, rollout)
     stack.push_async_callback(checkpoints.close)
     progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
     await _agree_on_weights(start, learner, publisher, metrics, progress)
@@ -290,18 +288,6 @@ async def _agree_on_weights(
     await publisher.settled()
 
 
-async def open_stream(config: Config) -> TrajectoryStream:
-    """Open the stream between rollout and learner. Its micro-batches hold one learner row per rank."""
-    settings, tokens = config.stream, config.learner.micro_batch_tokens * config.learner.ranks
-    return TrajectoryStream(
-        [learner_consumer(tokens, in_order=config.scheduler.in_order), *stage_consumers(config.stages)],
-        await RayStore.start(settings.shards) if settings.shards else MemoryStore(),
-        capacity_rows=settings.capacity_rows,
-        capacity_bytes=settings.capacity_mb << 20,
-        smallest_group=2,
-    )
-
-
 def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:
     """Create the workers of a run without starting them."""
     rollout = config.rollout
@@ -329,13 +315,10 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
     )
 
 
-def _open_checkpoints(
-    start: Start, learner: LearnerEngine, stream: TrajectoryStream, rollout: Rollout
-) -> CheckpointWriter:
+def _open_checkpoints(start: Start, learner: LearnerEngine, rollout: Rollout) -> CheckpointWriter:
     return CheckpointWriter(
         start.run_dir,
         learner,
-        stream,
         rollout_state=rollout.state,
         keep=start.config.checkpoint.keep,
         model_bytes=sum(path.stat().st_size for path in start.model_folder.glob("*.safetensors")),
@@ -356,15 +339,17 @@ async def _warm_start(
     )
 
 
-def _open_rollout(start: Start, fleet: WorkerFleet, episodes: EpisodeLog, version: int) -> Rollout:
+def _open_rollout(
+    start: Start, fleet: WorkerFleet, episodes: EpisodeFiles, stream: TrajectoryStream, version: int
+) -> Rollout:
     tasks = open_tasks(start.config)
     if start.checkpoint is None:
-        return Rollout(start.config, fleet, tasks, episodes, version=version)
+        return Rollout(start.config, fleet, tasks, episodes, stream, version=version)
     try:
         # Keep group ids unique, although the run continued after the checkpoint.
         written = next_group_number(start.run_dir.episodes, start.checkpoint.step)
         restored = {**start.rollout, "next_group": max(written, int(start.rollout["next_group"]))}
-        return Rollout(start.config, fleet, tasks, episodes, version=version, restored=restored)
+        return Rollout(start.config, fleet, tasks, episodes, stream, version=version, restored=restored)
     except (ValueError, KeyError, TypeError) as error:
         raise _unreadable(start.checkpoint, error) from None
 

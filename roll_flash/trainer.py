@@ -1,6 +1,6 @@
 """The training loop: build, loop, close.
 
-Complete groups go through the trajectory stream to the learner. While it accumulates the gradient of a step, workers
+Complete groups come through the trajectory stream to the learner. While it accumulates the gradient of a step, workers
 already play episodes of the next step, servers receive the weights of the last step, and its checkpoint is written. The
 staleness rule in `rollout/` limits this overlap.
 """
@@ -33,7 +33,7 @@ from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
-from roll_flash.types import Group, Trajectory
+from roll_flash.types import FinishedEpisode, FinishedGroup
 from roll_flash.weight_sync.publication import Publication
 
 LEARNER_FLOOR_S = 300.0
@@ -91,10 +91,15 @@ class Trainer:
         self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
         self._last_tokens = 0
         """Tokens of the last micro-batch, counted by `_computed_tokens`."""
-        timeout_s, column = system.config.stall_timeout_s, system.stages.reward_column
+        learner = system.config.learner
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
-        self._loader = LearnerLoader(system.stream, timeout_s=timeout_s, reward_column=column)
+        self._loader = LearnerLoader(
+            system.stream,
+            micro_batch_tokens=learner.micro_batch_tokens * learner.ranks,  # one packed row for each rank
+            in_order=system.config.scheduler.in_order,
+            timeout_s=system.config.stall_timeout_s,
+        )
         self._record: StepRecord | None = None
 
     async def run(self) -> dict[str, Any]:
@@ -224,7 +229,7 @@ class Trainer:
         self._progress.note(f"success, {result.kind}: {result.success}, reward {result.reward}, {result.seconds:.0f} s")
         return result
 
-    def _note_trained(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+    def _note_trained(self, step: int, trajectories: Iterable[FinishedEpisode]) -> None:
         """Warn once, as soon as it is known, that evaluated tasks are also trained on."""
         trained = self._system.trained_tasks
         trained.add(step, trajectories)
@@ -260,9 +265,6 @@ class Trainer:
         return metrics
 
 
-def _computed_tokens(groups: Iterable[Group]) -> int:
+def _computed_tokens(groups: Iterable[FinishedGroup]) -> int:
     """Tokens of groups with a signal: most other groups are not computed, so they say nothing about time."""
-    samples = (
-        sample for group in groups if has_signal(group) for member in group.trajectories for sample in member.samples
-    )
-    return sum(len(sample.token_ids) for sample in samples)
+    return sum(trajectory.tokens for group in groups if has_signal(group) for trajectory in group.trajectories)

@@ -7,6 +7,7 @@ always means the number of training steps behind a published set of weights.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -49,7 +50,7 @@ class SamplingParams:
     seed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: with both it would be pickled field by field in Python, one for each episode
 class Task:
     """Task of an episode: an environment, a seed and keyword arguments for `gymnasium.make`."""
 
@@ -205,6 +206,81 @@ class Group:
     @property
     def policy_tokens(self) -> int:
         return sum(trajectory.policy_tokens for trajectory in self.trajectories)
+
+
+@dataclass(slots=True, eq=False)
+class StoredTrajectory:
+    """Place of a trajectory in Ray's object store: item `index` of three lists, by their object references."""
+
+    index: int
+    tokens: Any
+    """Arrays, for the learner."""
+    texts: Any = None
+    """All the rest, for stages and evaluations."""
+    lines: Any = None
+    """Lines of the episode log; None as soon as it is written, to free the memory."""
+
+
+@dataclass(slots=True, eq=False)
+class FinishedEpisode:
+    """What the controller knows of a trajectory: its metadata, and where its data is.
+
+    Not to be changed; not frozen, because the driver reads one for each trajectory and frozen ones take long to pickle.
+    """
+
+    episode_id: str
+    group_id: str
+    task: Task
+    reward: float
+    success: bool | None
+    started_s: float
+    """Unix time."""
+    finished_s: float
+    prompt_length: int
+    versions: tuple[tuple[int, int], ...]
+    """Pairs of (version, number of policy tokens sampled with it) over all samples, oldest first."""
+    policy_tokens: int
+    """Number of policy tokens in all samples."""
+    tokens: int = 0
+    """Number of tokens of all samples together."""
+    packed_tokens: int = 0
+    """Number of tokens that are computed when shared prefixes of its samples are computed once."""
+    trained_tokens: int = 0
+    """Number of policy tokens with a log-probability from the sampler."""
+    samples: int = 1
+    turns: int = 0
+    """Number of turns of all samples together."""
+    own_turns: tuple[tuple[int, float, int], ...] = ()
+    """(policy tokens, reward, hash of the state in which it began) of each turn of the first sample."""
+    fault: str | None = None
+    """Reason why it cannot be trained on."""
+    task_hash: str = ""
+    """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
+    data: Trajectory | StoredTrajectory | None = None
+    """None in simulations."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest policy token in any sample, used for the staleness bound. Without tokens it is the
+        largest number: the learner counts and drops such a trajectory."""
+        return self.versions[0][0] if self.versions else sys.maxsize
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FinishedGroup:
+    """Like `Group`, as the controller knows it."""
+
+    group_id: str
+    task: Task
+    trajectories: tuple[FinishedEpisode, ...]
+    failures: tuple[EpisodeFailure, ...] = ()
+
+    @property
+    def packed_tokens(self) -> int:
+        """Number of tokens that are computed for all trajectories in one row: the common prompt is computed once."""
+        prompts = sum(trajectory.prompt_length for trajectory in self.trajectories)
+        longest = max(trajectory.prompt_length for trajectory in self.trajectories)
+        return sum(trajectory.packed_tokens for trajectory in self.trajectories) - prompts + longest
 
 
 MOST_REWARD = 1e6

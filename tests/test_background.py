@@ -29,8 +29,8 @@ from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.ray_watch import RayDiedError, RayProcess, watching_ray
 from roll_flash.run.checkpoint_writer import CheckpointSchedule
-from roll_flash.stream import TrajectoryStream, learner_consumer
-from roll_flash.types import Group
+from roll_flash.stream import TrajectoryStream, finished_group
+from roll_flash.types import FinishedGroup
 from tests.learner.samples import make_group
 
 T = TypeVar("T")
@@ -440,24 +440,26 @@ def test_a_large_group_after_one_that_was_quickly_done_does_not_hang(
     small = make_group(0, prompt=20, rewards=[float(first_has_signal), 0, 0, 0])
     large = replace(make_group(1, prompt=2000, rewards=[1, 0, 0, 0]), group_id="large")
 
-    async def groups(_: object) -> AsyncIterator[list[Group]]:
-        yield [small]
-        await asyncio.sleep(0.2)
-        yield [large]
+    async def groups(_: object) -> AsyncIterator[list[FinishedGroup]]:
+        for group in (finished_group(small), finished_group(large)):
+            for one in group.trajectories:
+                stream.put(one.episode_id, group.group_id, one, {"reward": one.reward})
+            yield [group]
+            await asyncio.sleep(0.2)
 
-    async def accumulate(given: Sequence[Group]) -> None:
-        is_large = len(given[0].trajectories[0].token_ids) > 1000
+    async def accumulate(given: Sequence[FinishedGroup]) -> None:
+        is_large = given[0].trajectories[0].tokens > 1000
         await asyncio.sleep(0.5 if is_large else 0.005 * first_has_signal)
 
     async def finish_step() -> None:
         raise LearnerError("all is accumulated")
 
+    stream = TrajectoryStream()
+
     async def run() -> None:
         learner = Mock(version=0, accumulate=accumulate, finish_step=finish_step)
-        stream = TrajectoryStream([learner_consumer(100)])
         config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "Any-v0"}]})
-        stages = Mock(reward_column="reward")
-        parts = Mock(config=config, stream=stream, learner=learner, rollout=Mock(groups_for_step=groups), stages=stages)
+        parts = Mock(config=config, stream=stream, learner=learner, rollout=Mock(groups_for_step=groups))
         await trainer.Trainer(parts, Mock())._step()
 
     with pytest.raises(LearnerError, match="all is accumulated"):

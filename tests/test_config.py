@@ -479,3 +479,12 @@ def test_every_key_is_read_somewhere() -> None:
     sources = {path for folder in folders for path in folder.rglob("*.py") if path.parent.name != "config"}
     read = {word for path in sources for words in re.findall(r"\.(\w+)|\b(\w+): ", path.read_text()) for word in words}
     assert {key.rsplit(".", 1)[-1] for key in all_keys(Config)} - read == set()
+
+
+def test_the_settings_that_the_stream_had_are_refused_with_the_reason() -> None:
+    tree = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}]}
+    for old in ({**tree, "stream": {"shards": 2}}, {**tree, "stream": {}}):
+        with pytest.raises(ConfigError, match=r"'stream.*the trajectory stream has no settings any more; remove it"):
+            load_config(old)
+    with pytest.raises(ConfigError, match=r"'stream\.capacity_mb': the trajectory stream has no settings any more"):
+        load_config(tree, ["stream.capacity_mb=9"])

@@ -172,8 +172,8 @@ class TestOneRunThroughItsLife:
         assert last["inference/requests"] > 0
         assert last["sandbox/leases"] > 0
         assert last["sandbox/commands"] >= last["sandbox/leases"]
-        dropped = last.get("stream/dropped_abandoned", 0)  # of the step that was interrupted
-        assert last["stream/consumed_by_learner"] + dropped == last["stream/produced"]
+        dropped = sum(count for name, count in last.items() if name.startswith("stream/dropped_"))
+        assert last["stream/consumed"] + dropped + last["stream/waiting"] == last["stream/produced"]
         assert last["stream/balanced"] == 1
 
     def test_two_environments_are_mixed_by_weight_across_the_interruption(self, life: dict[str, Any]) -> None:

@@ -15,13 +15,10 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from roll_flash.errors import RunError
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
-from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, SamplingParams, Task
 
 from .load import EpisodePlan, Load
 from .result import Activity, EpisodeSpan, Fate, SimulationResult, Timeline
@@ -42,23 +39,6 @@ class _Episode:
     since_s: float = 0.0
     is_cancelled: bool = False
     span: EpisodeSpan | None = None
-
-
-LONGEST_EPISODE = 1 << 20
-"""Maximum episode length in tokens: length of the arrays below, sliced for fields with unused content."""
-_TOKENS = np.zeros(LONGEST_EPISODE, np.int32)
-_LOGPROBS = np.zeros(LONGEST_EPISODE, np.float32)
-_MASK = np.ones(LONGEST_EPISODE, np.bool_)
-
-
-def _expand(spans: list[tuple[int, int]]) -> NDArray[np.int32]:
-    """Expand (version, tokens) spans to one version per token, shape [tokens]."""
-    versions = np.empty(sum(tokens for _, tokens in spans), np.int32)
-    start = 0
-    for version, tokens in spans:
-        versions[start : start + tokens] = version
-        start += tokens
-    return versions
 
 
 class Simulation:
@@ -254,28 +234,24 @@ class Simulation:
             episode.since_s = self._now_s
             self._after(slowest_s, self._on_step, episode)
 
-    def _outcome(self, episode: _Episode) -> Trajectory | EpisodeFailure:
+    def _outcome(self, episode: _Episode) -> FinishedEpisode | EpisodeFailure:
         spec = episode.spec
         if episode.plan.fails:
             return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, "env_error", "", 0, spec.attempt)
-        versions = _expand(episode.spans)
-        count = len(versions)
-        return Trajectory(
+        counts: Counter[int] = Counter()
+        for version, tokens in episode.spans:
+            counts[version] += tokens
+        return FinishedEpisode(
             episode_id=spec.episode_id,
             group_id=spec.group_id,
             task=spec.task,
-            token_ids=_TOKENS[:count],
-            policy_mask=_MASK[:count],
-            logprobs=_LOGPROBS[:count],
-            versions=versions,
-            turns=(),
-            messages=(),
             reward=episode.plan.reward,
             success=None,
-            end="terminated",
-            prompt_length=0,
             started_s=episode.started_s,
             finished_s=self._now_s,
+            prompt_length=0,
+            policy_tokens=counts.total(),
+            versions=tuple(sorted((version, count) for version, count in counts.items() if count)),
         )
 
     # The learner
@@ -347,10 +323,10 @@ class Simulation:
 
     # Statistics
 
-    def _count_trained(self, group: Group) -> None:
+    def _count_trained(self, group: FinishedGroup) -> None:
         for trajectory in group.trajectories:
-            for age, count in enumerate(np.bincount(self._scheduler.learner_version - trajectory.versions).tolist()):
-                self._staleness[age] += count
+            for version, count in trajectory.versions:
+                self._staleness[self._scheduler.learner_version - version] += count
             self._trained_tokens += trajectory.policy_tokens
             self._trained_episodes += 1
             if self._timeline is not None:

@@ -32,6 +32,9 @@ MOVED = {
 }
 """Old key: new key. Loading a config with an old key is an error that names the new one."""
 
+REMOVED = {"stream": "the trajectory stream has no settings any more"}
+"""Old key or section: why it is not needed."""
+
 SYNONYMS = {
     "adv_estimator": "learner.advantage",
     "batch_size": "scheduler.groups_per_step",
@@ -78,6 +81,8 @@ SYNONYMS = {
 
 def moved_text(key: str) -> str | None:
     """Return one line that says where the dotted `key` is now, or None if neither it nor its section has moved."""
+    if (reason := REMOVED.get(key.partition(".")[0])) is not None:
+        return f"{key!r}: {reason}; remove it"
     old, rest = key, ""
     while old not in MOVED:
         old, dot, last = old.rpartition(".")

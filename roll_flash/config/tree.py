@@ -192,16 +192,6 @@ class RolloutConfig(Section):
     """Maximum retries of a failed episode; after that its group continues without it."""
 
 
-class StreamConfig(Section):
-    shards: NonNegativeInt = 0
-    """Ray actors, spread over the nodes, that hold trajectories between rollout and learner; 0: the driver holds
-    them."""
-    capacity_rows: PositiveInt = 4096
-    """Maximum trajectories in the stream; while it is full, producers wait."""
-    capacity_mb: PositiveInt = 1024
-    """Maximum MB of trajectories in the stream."""
-
-
 class InferenceConfig(Section):
     engine: str = "vllm"
     """`vllm`, `transformers` (small servers for tiny models), or a plug-in of `roll_flash.inference_engines`."""
@@ -322,8 +312,6 @@ class Config(Section):
     """Which episodes start, how old their tokens may be, and which groups are trained."""
     rollout: RolloutConfig = RolloutConfig()
     """How episodes are played: workers, slots, sampling, timeouts, retries."""
-    stream: StreamConfig = StreamConfig()
-    """The trajectory stream between rollout and learner."""
     stages: Stages = ()
     """Stages that score trajectories in the stream: judges, reward models, your own classes."""
     inference: InferenceConfig = InferenceConfig()

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.engines.inference import StagedWeights
-from roll_flash.types import Group, Trajectory
+from roll_flash.types import FinishedGroup, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class LearnerEngine(Protocol):
         """Start all ranks and load the model. Raises LearnerError or ModelError."""
         ...
 
-    async def accumulate(self, groups: Sequence[Group]) -> None:
+    async def accumulate(self, groups: Sequence[FinishedGroup]) -> None:
         """Run forward and backward passes on whole groups with the current weights.
 
         Raises LearnerError if a policy token is older than `version - async_ratio`.

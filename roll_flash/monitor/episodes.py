@@ -6,6 +6,8 @@ not apply are null (or an empty list).
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -112,6 +114,10 @@ class EpisodesWriter:
         """Append one episode to the file of `step`; `extra` adds columns (advantage, dropped, ...)."""
         self._open(step).write({"step": step, **episode_record(outcome), **extra})
 
+    def write_line(self, step: int, line: bytes) -> None:
+        """Append an episode that is encoded already, as `episode_record`."""
+        self._open(step).write_line(b'{"step":%d,' % step + line[1:])
+
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
         """Append a group that no step will train, with the reason, to `dropped.jsonl` next to the episodes."""
         if self._dropped is None:
@@ -184,3 +190,18 @@ def _fenced(text: str) -> str:
     longest = max((len(run) for run in _BACKTICKS.findall(text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}\n{text}\n{fence}"
+
+
+def task_hash(record: Mapping[str, Any]) -> str:
+    """Task hash of an episode record."""
+    return hash_of_task(record["env_id"], record["messages"], len(record["turns"]), record["info"])
+
+
+def hash_of_task(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: Mapping[str, Any]) -> str:
+    """Return a hash that is equal for tasks which show the model the same messages before its first turn."""
+    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
+    # Earlier assistant messages are few-shot examples from the environment.
+    own = answers[-turns:] if 0 < turns <= len(answers) else answers
+    shown: Any = info["task"] if "task" in info else messages[: own[0] if own else None]
+    text = json.dumps([env_id, shown], sort_keys=True, default=str)
+    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]

@@ -108,14 +108,18 @@ class JsonLinesFile:
     def write(self, record: Mapping[str, Any]) -> int:
         """Return the number of non-finite numbers. Raises RunError if the disk write fails."""
         line, not_finite = encode(record)
-        data = (line + "\n").encode()
+        self.write_line(line.encode())
+        return not_finite
+
+    def write_line(self, line: bytes) -> None:
+        """Write a record that is encoded already. Raises RunError if the disk write fails."""
+        data = line + b"\n"
         try:
             written = self._file.write(data)
         except OSError as error:
             raise RunError(f"{self.path}: cannot be written: {error.strerror}; free space on its disk") from error
         if written != len(data):
             raise RunError(f"{self.path}: {written} of {len(data)} bytes could be written; free space on its disk")
-        return not_finite
 
     def close(self) -> None:
         self._file.close()

@@ -18,7 +18,7 @@ from roll_flash.monitor.metrics import (
     SUCCESS,
     TOKENS_PER_S,
 )
-from roll_flash.types import Group, Trajectory
+from roll_flash.types import FinishedEpisode, FinishedGroup
 
 
 class StepRecord:
@@ -33,11 +33,11 @@ class StepRecord:
         self._servers_idle_s = servers_idle_s
         self._started = time.monotonic()
         self._learner_s = 0.0
-        self.groups: list[Group] = []
+        self.groups: list[FinishedGroup] = []
         """All groups of the step so far."""
 
     @contextmanager
-    def learner_works(self, groups: Sequence[Group] = ()) -> Iterator[None]:
+    def learner_works(self, groups: Sequence[FinishedGroup] = ()) -> Iterator[None]:
         """Time a call of the learner."""
         self.groups.extend(groups)
         started = time.monotonic()
@@ -45,7 +45,7 @@ class StepRecord:
         self._learner_s += time.monotonic() - started
 
     @property
-    def trajectories(self) -> list[Trajectory]:
+    def trajectories(self) -> list[FinishedEpisode]:
         """All trajectories of the step so far."""
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
@@ -53,8 +53,9 @@ class StepRecord:
         """`servers_idle_s` as in the constructor: the running total of seconds without any episode in flight."""
         step_s = time.monotonic() - self._started
         trajectories = self.trajectories
-        samples = [sample for trajectory in trajectories for sample in trajectory.samples]
-        staleness = self.version - np.concatenate([sample.versions[sample.policy_mask] for sample in samples])
+        versions = [pair for trajectory in trajectories for pair in trajectory.versions]
+        ages, weights = self.version - np.array([version for version, _ in versions]), [count for _, count in versions]
+        tokens = sum(trajectory.tokens for trajectory in trajectories)
         rewards = [t.reward for t in trajectories]
         successes = [t.success for t in trajectories if t.success is not None]
         spread = [np.std([t.reward for t in group.trajectories]) for group in self.groups]
@@ -62,16 +63,16 @@ class StepRecord:
             REWARD: float(np.mean(rewards)),
             "reward_std_in_group": float(np.mean(spread)),
             "groups_without_signal": float(np.mean([value == 0 for value in spread])),
-            STALENESS_MEAN: float(staleness.mean()),
-            STALENESS_MAX: float(staleness.max()),
-            TOKENS_PER_S: sum(len(sample.token_ids) for sample in samples) / step_s,
+            STALENESS_MEAN: float(np.average(ages, weights=weights)),
+            STALENESS_MAX: float(ages.max()),
+            TOKENS_PER_S: tokens / step_s,
             STEP_S: step_s,
             LEARNER_IDLE: 1 - min(1.0, self._learner_s / step_s),
             SERVERS_IDLE: min(1.0, (servers_idle_s - self._servers_idle_s) / step_s),
             "episodes": float(len(trajectories)),
-            "turns_mean": sum(len(sample.turns) for sample in samples) / len(trajectories),
-            "tokens_mean": sum(len(sample.token_ids) for sample in samples) / len(trajectories),
-            "branches": float(len(samples) - len(trajectories)),
+            "turns_mean": sum(trajectory.turns for trajectory in trajectories) / len(trajectories),
+            "tokens_mean": tokens / len(trajectories),
+            "branches": float(sum(trajectory.samples - 1 for trajectory in trajectories)),
         }
         if successes:
             metrics[SUCCESS] = float(np.mean(successes))

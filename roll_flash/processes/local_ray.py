@@ -23,7 +23,7 @@ from roll_flash.processes.ray_guard import RayGuard
 from roll_flash.sandboxes.scratch import make_short_folder
 
 OBJECT_STORE_BYTES = 256 << 20
-"""Trajectories are small, and weights do not travel through Ray."""
+"""What does not fit is spilled to disk. Trajectories are small, and weights do not travel through Ray."""
 ATTEMPTS = 3
 NO_PORT = "-1"
 QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}

@@ -21,12 +21,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_flash.errors import RollFlashError, RunError
 from roll_flash.inference.client.metrics import combined
-from roll_flash.processes.background import error_of, gather_or_cancel, start_background
+from roll_flash.processes.background import call_in_thread, error_of, gather_or_cancel, start_background
 from roll_flash.processes.deadlines import RecentCount
 from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.sandboxes.pool.stats import PoolStats
-from roll_flash.types import EpisodeFailure, EpisodeSpec
+from roll_flash.stream.blocks import fetch_trajectories, located
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +43,8 @@ MAX_WORKER_DEATHS = 20
 DEATH_WINDOW_S = 1800.0
 """Window in seconds for MAX_WORKER_DEATHS; more deaths in it stop the run. One death per day does not."""
 
-Receiver = Callable[[Outcome], None]
+Ended = FinishedEpisode | EpisodeFailure
+Receiver = Callable[[Ended], None]
 
 
 class NoAnswerError(RunError):
@@ -126,7 +128,7 @@ class WorkerFleet:
 
         Takes the next item of `episodes` only when it can start, so the caller can end the iterator at any time.
         """
-        outcomes: asyncio.Queue[Outcome] = asyncio.Queue()
+        outcomes: asyncio.Queue[Ended] = asyncio.Queue()
         waiting = iter(episodes)
         running: set[str] = set()
         try:
@@ -134,8 +136,9 @@ class WorkerFleet:
                 running.update(episode.episode_id for episode in batch)
                 if batch:
                     await self.submit(batch, outcomes.put_nowait)
-                for outcome in await self._next_outcomes(outcomes):
-                    running.discard(outcome.episode_id)
+                ended = await self._next_outcomes(outcomes)
+                running.difference_update(outcome.episode_id for outcome in ended)
+                for outcome in await _whole(ended):
                     yield outcome
         finally:
             await self.cancel(running)
@@ -241,14 +244,15 @@ class WorkerFleet:
         """Deliver the outcomes of one worker; replace the worker if it dies or does not answer in time."""
         while True:
             try:
-                outcomes = await _within(member.actor.poll.remote(POLL_S), POLL_S + self._heartbeat_timeout_s, "poll")
+                poll, *stored = member.actor.poll.options(num_returns=4).remote(POLL_S)
+                outcomes = await _within(poll, POLL_S + self._heartbeat_timeout_s, "poll")
             except WORKER_DIED as error:
                 await self._replace(member, f"died: {_first_line(error)}")
                 continue
             except NoAnswerError:
                 await self._replace(member, await self._describe_hang(member))
                 continue
-            for outcome in outcomes:
+            for outcome in located(outcomes, *stored):
                 member.episodes.pop(outcome.episode_id, None)
                 self._deliver(outcome)
 
@@ -283,12 +287,12 @@ class WorkerFleet:
             if member.episodes.pop(spec.episode_id, None) is not None:
                 self._deliver(_worker_died(spec, message))
 
-    def _deliver(self, outcome: Outcome) -> None:
+    def _deliver(self, outcome: Ended) -> None:
         receiver = self._receivers.pop(outcome.episode_id, None)
         if receiver is not None:
             receiver(outcome)
 
-    async def _next_outcomes(self, outcomes: asyncio.Queue[Outcome]) -> list[Outcome]:
+    async def _next_outcomes(self, outcomes: asyncio.Queue[Ended]) -> list[Ended]:
         """Return at least one outcome; the deadlines of the episodes bound the wait. Raises the fleet's error."""
         while outcomes.empty():
             self._raise_error()
@@ -327,6 +331,13 @@ async def _within(reference: Awaitable[T], timeout_s: float, what: str) -> T:
         if isinstance(error.cause, RollFlashError):
             raise error.cause from None
         raise
+
+
+async def _whole(ended: Sequence[Ended]) -> list[Outcome]:
+    """Fetch the trajectories among these outcomes."""
+    data = [outcome.data for outcome in ended if isinstance(outcome, FinishedEpisode)]
+    trajectories = iter(await call_in_thread(lambda: fetch_trajectories(data)))
+    return [outcome if isinstance(outcome, EpisodeFailure) else next(trajectories) for outcome in ended]
 
 
 def _worker_died(spec: EpisodeSpec, message: str) -> EpisodeFailure:

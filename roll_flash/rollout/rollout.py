@@ -1,7 +1,8 @@
 """Connects the pure scheduler to the worker fleet: reports outcomes to it and carries out its decisions.
 
-Episodes keep running while the learner trains. The learner reads the groups of its step in batches
-(`groups_for_step`) and reports each new version (`version_advanced`, `published`).
+A trajectory goes into the stream when its episode ends, and leaves it when the scheduler drops its group. Episodes keep
+running while the learner trains. The learner reads the groups of its step in batches (`groups_for_step`) and reports
+each new version (`version_advanced`, `published`).
 """
 
 from __future__ import annotations
@@ -11,29 +12,22 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import asdict
-from typing import Any, Protocol
+from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
-from roll_flash.processes.background import start_background
+from roll_flash.processes.background import error_of, start_background
+from roll_flash.rollout.episode_log import EpisodeFiles, EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.rollout.worker import Outcome
 from roll_flash.scheduling.async_ratio import AsyncRatioController, ControllerSettings, Decision, StepMeasurement
 from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.scheduling.tasks import TaskSource
-from roll_flash.types import EpisodeFailure, Group, SamplingParams, Task
-
-
-class EpisodeLog(Protocol):
-    """A log of every outcome and every dropped group."""
-
-    def write(self, step: int, outcome: Outcome) -> None: ...
-
-    def write_dropped(self, step: int, group: Mapping[str, Any]) -> None: ...
+from roll_flash.stream import REWARD, TrajectoryStream
+from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams, Task
 
 
 class Rollout:
@@ -44,7 +38,8 @@ class Rollout:
         config: Config,
         fleet: WorkerFleet,
         tasks: TaskSource,
-        log: EpisodeLog,
+        files: EpisodeFiles,
+        stream: TrajectoryStream,
         *,
         version: int = 0,
         restored: Mapping[str, Any] | None = None,
@@ -53,7 +48,10 @@ class Rollout:
         rollout, scheduler = config.rollout, config.scheduler
         self._fleet = fleet
         self._tasks = tasks
-        self._log = log
+        self._files = files
+        self._log = EpisodeLog(files)
+        self._stream = stream
+        self._has_stages = bool(config.stages)
         self._max_concurrent = rollout.max_concurrent
         self._max_failures_in_a_row = scheduler.max_failures_in_a_row
         self._stall_timeout_s = config.stall_timeout_s
@@ -88,15 +86,19 @@ class Rollout:
 
     async def __aenter__(self) -> Rollout:
         self._background = start_background(self._keep_slots_filled(), "the rollout")
+        self._log.start().add_done_callback(self._note_log_failure)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._background is not None
         self._background.cancel()
         await asyncio.gather(self._background, return_exceptions=True)
-        self._log_dropped()
+        self._end_dropped()
+        await self._log.close()
 
-    async def groups_for_step(self, report: Callable[[str], None] = lambda _: None) -> AsyncIterator[list[Group]]:
+    async def groups_for_step(
+        self, report: Callable[[str], None] = lambda _: None
+    ) -> AsyncIterator[list[FinishedGroup]]:
         """Yield the groups of the current step as they become ready, until the step is full.
 
         After the task source ends, the last step may get fewer groups or none: then the run `is_over`.
@@ -218,11 +220,15 @@ class Rollout:
                 self._note_idleness()
                 if self._tasks_ended:
                     self._group_ready.set()  # the caller that waits for a group checks if the run is over
-                self._log_dropped()
+                self._end_dropped()
                 await self._changed.wait()
         except Exception as error:
             self.fail(error)
             raise
+
+    def _note_log_failure(self, log: asyncio.Task[None]) -> None:
+        if (error := error_of(log)) is not None:
+            self.fail(error)
 
     def _note_idleness(self) -> None:
         idle = self.scheduler.running == 0
@@ -232,10 +238,11 @@ class Rollout:
             self._idle_s += time.monotonic() - self._idle_since
             self._idle_since = None
 
-    def _log_dropped(self) -> None:
+    def _end_dropped(self) -> None:
         for group in self.scheduler.take_dropped():
             record = {**asdict(group), "task": group.task.task_id}
-            self._log.write_dropped(self.scheduler.learner_version, record)
+            self._files.write_dropped(self.scheduler.learner_version, record)
+            self._stream.drop_group(group.group_id, group.reason)
 
     def _admit(self) -> None:
         while self.scheduler.room() and (self.scheduler.admit_requeued() is not None or self._admit_next()):
@@ -254,8 +261,8 @@ class Rollout:
             return False
         return True
 
-    def _receive(self, outcome: Outcome) -> None:
-        self._log.write(self.scheduler.learner_version, outcome)
+    def _receive(self, outcome: FinishedEpisode | EpisodeFailure) -> None:
+        self._log.add(self.scheduler.learner_version, outcome)
         self._last_progress = self.scheduler.now_s = time.monotonic()
         if isinstance(outcome, EpisodeFailure):
             self._failures_in_a_row += 1
@@ -266,7 +273,11 @@ class Rollout:
             self._last_causes.clear()
             score = outcome.reward if outcome.success is None else float(outcome.success)
             self._tasks.report(outcome.task, score)
-        self.scheduler.finished(outcome)
+        if self.scheduler.finished(outcome) and isinstance(outcome, FinishedEpisode):
+            columns = {} if self._has_stages else {REWARD: outcome.reward}
+            self._stream.put(outcome.episode_id, outcome.group_id, outcome, columns)
+        for group_id in self.scheduler.take_completed():
+            self._stream.complete(group_id)
         self._changed.set()
         self._group_ready.set()
 

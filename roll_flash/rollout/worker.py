@@ -31,6 +31,7 @@ from roll_flash.rollout.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.loop_watch import LoopWatch
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
+from roll_flash.stream.blocks import HandedIn, hand_in
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
 
 if TYPE_CHECKING:
@@ -316,10 +317,12 @@ class WorkerActor:
         self._worker.submit(submit)
         self._worker.cancel(cancel)
 
-    async def poll(self, timeout_s: float) -> list[Outcome]:
-        """Same as `Worker.poll`. Raises the first error of this process's background tasks."""
+    async def poll(self, timeout_s: float) -> HandedIn:
+        """Return the outcomes of `Worker.poll` as the four objects of `hand_in`. Raises the first error of this
+        process's background tasks."""
         self._failure.raise_error()
-        return await self._worker.poll(timeout_s)
+        outcomes = await self._worker.poll(timeout_s)
+        return await asyncio.to_thread(hand_in, outcomes)
 
     async def status(self) -> list[EpisodeStatus]:
         return self._worker.status()

@@ -1,8 +1,8 @@
 """Write checkpoints of a run while its steps continue.
 
-The state is copied between two steps: weights and optimizer by the learner, the counts of rollout and stream here.
-Steps continue after the copy. One checkpoint is written at a time, and it is valid (`step_N`) only when all of it is on
-disk.
+The state is copied between two steps: weights and optimizer by the learner, the state of the rollout here. Steps
+continue after the copy. What is in the trajectory stream is not saved: a resumed run plays these tasks again. One
+checkpoint is written at a time, and it is valid (`step_N`) only when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import CheckpointError
 from roll_flash.processes.background import in_thread, start_background
 from roll_flash.run.run_dir import RunDir
-from roll_flash.stream import TrajectoryStream, save_stream
 
 
 class CheckpointSchedule:
@@ -48,7 +47,6 @@ class CheckpointWriter:
         self,
         run_dir: RunDir,
         learner: LearnerEngine,
-        stream: TrajectoryStream,
         *,
         rollout_state: Callable[[], Mapping[str, Any]],
         keep: int,
@@ -58,7 +56,6 @@ class CheckpointWriter:
         """`keep`: number of newest checkpoints to keep."""
         self._run_dir = run_dir
         self._learner = learner
-        self._stream = stream
         self._rollout_state = rollout_state
         self._keep = keep
         self._model_bytes = model_bytes
@@ -132,7 +129,6 @@ class CheckpointWriter:
             try:
                 writing.append(await self._learner.begin_save(folder / "state"))
                 writing.append(await self._learner.begin_export(folder / "hf"))
-                await save_stream(self._stream, folder)
                 state = json.dumps({"version": version, **self._rollout_state()})
                 copied.set()
                 await asyncio.to_thread((folder / "trainer.json").write_text, state)

@@ -8,30 +8,15 @@ the info of `reset`, as `info["task"]`.
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from roll_flash.monitor.episodes import task_hash
 from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
-from roll_flash.types import Trajectory
+from roll_flash.types import FinishedEpisode
 
 TRAINED_TASKS = "trained_tasks.jsonl"
-
-
-def task_hash(record: Mapping[str, Any]) -> str:
-    """Task hash of an episode record (`roll_flash.monitor.episodes`)."""
-    return _hash(record["env_id"], record["messages"], len(record["turns"]), record["info"])
-
-
-def _hash(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: Mapping[str, Any]) -> str:
-    answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
-    # Earlier assistant messages are few-shot examples from the environment.
-    own = answers[-turns:] if 0 < turns <= len(answers) else answers
-    shown: Any = info["task"] if "task" in info else messages[: own[0] if own else None]
-    text = json.dumps([env_id, shown], sort_keys=True, default=str)
-    return hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def hashes_by_task(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
@@ -48,9 +33,9 @@ class TrainedTasks:
         self.hashes = read_trained_tasks(logs)
         self._file = JsonLinesFile(logs / TRAINED_TASKS)
 
-    def add(self, step: int, trajectories: Iterable[Trajectory]) -> None:
+    def add(self, step: int, trajectories: Iterable[FinishedEpisode]) -> None:
         """Add a step (from 1). Raises RunError if the disk write fails."""
-        new = {_hash(t.task.env_id, t.messages, len(t.turns), t.info) for t in trajectories} - self.hashes
+        new = {trajectory.task_hash for trajectory in trajectories} - self.hashes
         if new:
             self.hashes |= new
             self._file.write({"step": step, "tasks": sorted(new)})

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, Task, Trajectory
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, Task
 
 
 class DeadlineBuckets:
@@ -103,7 +103,7 @@ class OpenGroup:
     running: dict[str, EpisodeSpec] = field(default_factory=dict)
     started_s: dict[str, float] = field(default_factory=dict)
     """Start time in seconds of each running episode, by the caller's clock."""
-    trajectories: list[Trajectory] = field(default_factory=list)
+    trajectories: list[FinishedEpisode] = field(default_factory=list)
     failures: list[EpisodeFailure] = field(default_factory=list)
     last_step: int | None = None
     """Last step that may train the group: from the version at its start; once complete, from its oldest token. None
@@ -130,8 +130,8 @@ class OpenGroup:
         self.last_step = min(trajectory.oldest_version for trajectory in self.trajectories) + self.max_staleness
         return self.last_step
 
-    def closed(self) -> Group:
-        return Group(self.group_id, self.task, tuple(self.trajectories), tuple(self.failures))
+    def closed(self) -> FinishedGroup:
+        return FinishedGroup(self.group_id, self.task, tuple(self.trajectories), tuple(self.failures))
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from roll_flash.types import Group
+from roll_flash.types import FinishedGroup
 
-GroupFilter = Callable[[Group], bool]
+GroupFilter = Callable[[FinishedGroup], bool]
 """Returns True if a complete group is worth training."""
 
 SMALLEST_GROUP = 2
@@ -69,7 +69,7 @@ class SchedulingPolicy:
         return self.group_size + self.extra_replicas
 
 
-def has_signal(group: Group) -> bool:
+def has_signal(group: FinishedGroup) -> bool:
     """True if rewards differ within the group; if not, every advantage is zero (DAPO, arXiv 2503.14476)."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
     return min(rewards) != max(rewards)

@@ -28,7 +28,7 @@ from roll_flash.scheduling.policy import SMALLEST_GROUP, SchedulingPolicy
 from roll_flash.scheduling.requeue import NoProgress, RequeuedTasks
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
-from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Task, Trajectory
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, SamplingParams, Task
 
 
 class Scheduler:
@@ -62,10 +62,11 @@ class Scheduler:
         """Groups that have started and are not ready for the learner."""
         self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.in_order else DeadlineBuckets()
         self._waves = Waves() if policy.mode == "batch" else None
-        self._in_step: list[tuple[OpenGroup, Group]] = []
+        self._in_step: list[tuple[OpenGroup, FinishedGroup]] = []
         self._filtered_in_step = 0
         self._cancelled: list[str] = []
         self._dropped: list[DroppedGroup] = []
+        self._completed: list[str] = []
         self.learner_version = version
         self.server_version = version
         self.now_s = 0.0
@@ -109,7 +110,7 @@ class Scheduler:
         """
         return self._rule.groups_per_step - len(self._in_step)
 
-    def take_ready(self) -> list[Group]:
+    def take_ready(self) -> list[FinishedGroup]:
         """Take complete, fresh groups for the current step, oldest versions first; at most `groups_wanted()`.
 
         When the step is full, groups that no later step can train are dropped and cancelled immediately.
@@ -133,6 +134,11 @@ class Scheduler:
         """Return the groups dropped since the last call."""
         dropped, self._dropped = self._dropped, []
         return dropped
+
+    def take_completed(self) -> list[str]:
+        """Return the ids of groups that became complete since the last call: they wait for no further replica."""
+        completed, self._completed = self._completed, []
+        return completed
 
     @property
     def running(self) -> int:
@@ -211,11 +217,15 @@ class Scheduler:
         for replica in range(self._policy.replicas):
             self._enqueue(group, self._episode(group, replica))
 
-    def finished(self, outcome: Trajectory | EpisodeFailure) -> None:
-        """Record the end of an episode. Unknown episodes (already cancelled and counted) are ignored."""
+    def finished(self, outcome: FinishedEpisode | EpisodeFailure) -> bool:
+        """Record the end of an episode; return True if a trajectory became part of its group.
+
+        Unknown episodes (already cancelled and counted) are ignored.
+        """
         group = self._running.pop(outcome.episode_id, None)
         if group is None:
-            return
+            return False
+        is_kept = False
         episode = group.running.pop(outcome.episode_id)
         if isinstance(outcome, EpisodeFailure):
             self.failures[outcome.cause] += 1
@@ -223,9 +233,10 @@ class Scheduler:
         else:
             del group.started_s[outcome.episode_id]
             self.trajectories["produced"] += 1
-            self._take_trajectory(group, outcome)
+            is_kept = self._take_trajectory(group, outcome)
         if not group.is_complete and (len(group.trajectories) >= self._policy.group_size or not group.is_waiting):
             self._complete(group)
+        return is_kept
 
     def published(self, version: int) -> None:
         """Record that all servers now sample with `version`."""
@@ -322,16 +333,15 @@ class Scheduler:
 
     # Ending
 
-    def _take_trajectory(self, group: OpenGroup, trajectory: Trajectory) -> None:
-        if not group.is_complete:
-            group.trajectories.append(trajectory)
-            return
-        assert group.last_step is not None
-        if trajectory.oldest_version + group.max_staleness >= group.last_step:
-            group.trajectories.append(trajectory)
-        else:  # it would make its group go stale earlier
-            self.trajectories["dropped_surplus"] += 1
-            self.bias.dropped_alone(group.task, trajectory)
+    def _take_trajectory(self, group: OpenGroup, trajectory: FinishedEpisode) -> bool:
+        if group.is_complete:
+            assert group.last_step is not None
+            if trajectory.oldest_version + group.max_staleness < group.last_step:  # its group would go stale earlier
+                self.trajectories["dropped_surplus"] += 1
+                self.bias.dropped_alone(group.task, trajectory)
+                return False
+        group.trajectories.append(trajectory)
+        return True
 
     def _take_failure(self, group: OpenGroup, episode: EpisodeSpec, failure: EpisodeFailure) -> None:
         lasted_s = self.now_s - group.started_s.pop(episode.episode_id)
@@ -363,6 +373,7 @@ class Scheduler:
         if self._is_refused(group):
             self._filtered_in_step += 1
             return self._drop(group, "no_signal")
+        self._completed.append(group.group_id)
         if self._waves is None:
             return self._make_ready(group)
         self._waves.hold_back(group)
@@ -405,7 +416,7 @@ class Scheduler:
             for step in range(first, group.last_step)
         )
 
-    def _hand_out(self, group: OpenGroup) -> Group:
+    def _hand_out(self, group: OpenGroup) -> FinishedGroup:
         self._ready.remove(group)
         self._leave(group)
         closed = group.closed()

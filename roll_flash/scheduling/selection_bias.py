@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 
 from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.tasks import level_name
-from roll_flash.types import Task, Trajectory
+from roll_flash.types import FinishedEpisode, Task
 
 BINS_PER_DOUBLING = 4
 MOST_LEVELS, OTHER_LEVELS = 32, "other"
@@ -119,7 +119,7 @@ class SelectionBias:
     def dropped(self, group: OpenGroup) -> None:
         self._add(group, is_trained=False)
 
-    def dropped_alone(self, task: Task, trajectory: Trajectory) -> None:
+    def dropped_alone(self, task: Task, trajectory: FinishedEpisode) -> None:
         """Count one trajectory that is dropped while its group stays."""
         self._add_episodes(self._level(task), [trajectory], [], is_trained=False)
 
@@ -152,7 +152,7 @@ class SelectionBias:
         self._add_episodes(level, group.trajectories, group.unfinished_s, is_trained=is_trained)
 
     def _add_episodes(
-        self, level: str, trajectories: Iterable[Trajectory], unfinished_s: Iterable[float], *, is_trained: bool
+        self, level: str, trajectories: Iterable[FinishedEpisode], unfinished_s: Iterable[float], *, is_trained: bool
     ) -> None:
         for trajectory in trajectories:
             self._episodes["submitted"][level] += 1

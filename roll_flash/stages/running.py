@@ -11,22 +11,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from roll_flash.config.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.processes.background import call_in_thread, error_of, start_background
 from roll_flash.stages.reward_stage import RewardStage, make_stage
-from roll_flash.stream.rows import Batch, Columns, Consumer
-from roll_flash.stream.samplers import Groups, Sampler, Sequential
-from roll_flash.stream.stage import Compute, Stage
-from roll_flash.stream.stream import TrajectoryStream
-from roll_flash.stream.trajectories import ENV_REWARD, REWARD, TRAJECTORY_COLUMNS, row_trajectory
+from roll_flash.stream import REWARD, Consumer, Row, Stage, TrajectoryStream
+from roll_flash.stream.blocks import fetch_trajectories
+from roll_flash.stream.stage import Compute
 from roll_flash.types import Trajectory, as_reward
 
-EPISODE_COLUMNS = (*(name for name in TRAJECTORY_COLUMNS if name != REWARD), ENV_REWARD)
-"""Columns that a stage reads: the trajectory with the reward of its environment."""
 REWARD_BATCH = 64
 START_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 10.0
@@ -39,9 +33,8 @@ def stage_consumers(stages: Sequence[StageConfig]) -> list[Consumer]:
     """Return the stream consumers of the stages; empty without stages."""
     if not stages:
         return []
-    scorers = [Consumer(stage.name, EPISODE_COLUMNS, _sampler(stage)) for stage in stages]
-    columns = (ENV_REWARD, *(score_column(stage) for stage in stages))
-    return [*scorers, Consumer(REWARD, columns, Sequential(REWARD_BATCH))]
+    columns = tuple(score_column(stage) for stage in stages)
+    return [*(_consumer(stage) for stage in stages), Consumer(REWARD, columns, REWARD_BATCH)]
 
 
 def score_column(stage: StageConfig) -> str:
@@ -70,11 +63,6 @@ class RunningStages:
         self._stages: dict[str, Stage] = {}
         self._scores: dict[str, list[float]] = {}
 
-    @property
-    def reward_column(self) -> str:
-        """Column for the rewards of the rollout: with stages, `ENV_REWARD`, as the last stage writes `REWARD`."""
-        return ENV_REWARD if self._configs else REWARD
-
     def metrics(self) -> dict[str, float]:
         """Per stage: `rows`, `retries`, `failed_rows`, `seconds` so far and the mean score since the last call."""
         figures: dict[str, float] = {}
@@ -90,7 +78,7 @@ class RunningStages:
         for config, scorer in zip(self._configs, scorers, strict=True):
             self._stages[config.name] = Stage(
                 stream,
-                config.name,
+                _consumer(config),
                 self._scoring(config, scorer, log),
                 concurrency=config.workers,
                 timeout_s=config.timeout_s,
@@ -98,28 +86,25 @@ class RunningStages:
                 max_failures_in_a_row=1 if config.on_failure == "stop" else config.max_failures_in_a_row,
                 on_error=partial(_log_error, log, config.name),
             )
-        combining = Stage(stream, REWARD, self._combine, retries=0, max_failures_in_a_row=1)
-        return [*self._stages.values(), combining]
+        *_, consumer = stage_consumers(self._configs)
+        return [*self._stages.values(), Stage(stream, consumer, self._combine, retries=0, max_failures_in_a_row=1)]
 
     def _scoring(self, config: StageConfig, scorer: RewardStage, log: Log) -> Compute:
-        async def compute(batch: Batch) -> Sequence[Columns]:
-            trajectories = [
-                row_trajectory({**{name: batch.columns[name][place] for name in EPISODE_COLUMNS}, REWARD: reward})
-                for place, reward in enumerate(batch.columns[ENV_REWARD])
-            ]
+        async def compute(rows: Sequence[Row]) -> list[dict[str, float]]:
+            trajectories = await call_in_thread(lambda: fetch_trajectories([row.data.data for row in rows]))
             scores = await _score(scorer, trajectories)
             self._scores.setdefault(config.name, []).extend(scores)
-            for trajectory, score in zip(trajectories, scores, strict=True):
-                log({"stage": config.name, "episode_id": trajectory.episode_id, "score": score})
-            return [{score_column(config): np.array(score, np.float64)} for score in scores]
+            for row, score in zip(rows, scores, strict=True):
+                log({"stage": config.name, "episode_id": row.row_id, "score": score})
+            return [{score_column(config): score} for score in scores]
 
         return compute
 
-    async def _combine(self, batch: Batch) -> Sequence[Columns]:
-        columns = [batch.columns[score_column(stage)] for stage in self._configs]
+    async def _combine(self, rows: Sequence[Row]) -> list[dict[str, float]]:
+        names = [score_column(stage) for stage in self._configs]
         return [
-            {REWARD: np.array(final_reward(float(reward), [float(score) for score in scores], self._configs))}
-            for reward, *scores in zip(batch.columns[ENV_REWARD], *columns, strict=True)
+            {REWARD: final_reward(row.data.reward, [row.columns[name] for name in names], self._configs)}
+            for row in rows
         ]
 
 
@@ -155,12 +140,12 @@ async def open_stages(
             await _close(stage_config.name, scorer)
 
 
-def _sampler(stage: StageConfig) -> Sampler:
-    return Groups(1) if stage.on_failure == "drop_group" else Sequential(stage.batch_size)
+def _consumer(stage: StageConfig) -> Consumer:
+    return Consumer(stage.name, batch_size=stage.batch_size, whole_groups=stage.on_failure == "drop_group")
 
 
-def _log_error(log: Log, name: str, batch: Batch, error: str) -> None:
-    log({"stage": name, "rows": len(batch), "error": error})
+def _log_error(log: Log, name: str, rows: Sequence[Row], error: str) -> None:
+    log({"stage": name, "rows": len(rows), "error": error})
 
 
 async def _score(scorer: RewardStage, trajectories: list[Trajectory]) -> list[float]:

@@ -3,138 +3,232 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
-from contextlib import aclosing
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
 
 from roll_flash.errors import StreamError, StreamStarvedError
-from roll_flash.stream.rows import Batch, Consumer
-from roll_flash.stream.samplers import TokenBalanced
-from roll_flash.stream.stream import TrajectoryStream
-from roll_flash.stream.trajectories import REWARD, TRAJECTORY_COLUMNS, group_rows, row_trajectory
-from roll_flash.types import Group
+from roll_flash.stream.stream import Row, TrajectoryStream
+from roll_flash.types import FinishedEpisode, FinishedGroup
 
-LEARNER, ABANDONED = "learner", "abandoned"
+REWARD = "reward"
+"""Column with the reward that is trained."""
+SMALLEST_GROUP = 2
+"""Minimum number of trajectories in a group: an advantage compares replicas."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MicroBatch:
-    """Whole groups for one `learner.accumulate`. `tokens`: their packed size, shared prefixes counted once a group."""
+    """Whole groups for one `learner.accumulate`. `tokens`: their packed size, the prompt of a group counted once."""
 
-    groups: list[Group]
+    groups: list[FinishedGroup]
     tokens: int
 
 
-def learner_consumer(micro_batch_tokens: int, *, in_order: bool = False) -> Consumer:
-    """The learner as a consumer: complete groups in micro-batches of at most `micro_batch_tokens` packed tokens.
+@dataclass(slots=True, eq=False)
+class _Pending:
+    """A group of the step that is not trained yet. `group` is None until each of its rows has a reward."""
 
-    `in_order` trains groups in the order in which they were put.
-    """
-    sampler = TokenBalanced(micro_batch_tokens, whole_groups=True)
-    return Consumer(LEARNER, TRAJECTORY_COLUMNS, sampler, in_order=in_order)
+    rows: list[Row]
+    group: FinishedGroup | None = None
+    tokens: int = 0
+    is_lost: bool = False
+    """Too few of its trajectories are left."""
 
 
 class LearnerLoader:
-    """Takes what consumer `learner` gets and makes groups of it again."""
+    """Waits for the rewards of the groups of a step and cuts micro-batches of `micro_batch_tokens`.
+
+    `in_order` trains groups in the order in which they were handed out. `timeout_s` is the longest wait for a
+    micro-batch when all groups of the step are there.
+    """
 
     def __init__(
         self,
         stream: TrajectoryStream,
         *,
+        micro_batch_tokens: int,
+        in_order: bool = False,
         timeout_s: float = 600.0,
-        without: Collection[str] = (),
-        reward_column: str = REWARD,
     ) -> None:
-        """`timeout_s`: longest wait for room, and for a micro-batch when all groups are there. `without`: columns that
-        stages write. `reward_column`: where the rewards of episodes go, if stages write `reward`."""
         self._stream = stream
+        self._max_tokens = micro_batch_tokens
+        self._in_order = in_order
         self._timeout_s = timeout_s
-        self._without = without
-        self._reward_column = reward_column
-        self._partition = stream.unused_partition()
 
-    async def micro_batches(
-        self, partition: int, *, may_starve: Callable[[], bool] = lambda: False
-    ) -> AsyncGenerator[MicroBatch, None]:
-        """What is in a partition, as it becomes ready, until the partition is sealed and all was taken.
+    async def stream_step(self, groups: AsyncIterator[list[FinishedGroup]]) -> AsyncGenerator[MicroBatch, None]:
+        """Yield the groups of one step, in micro-batches, as their rewards come.
 
-        A micro-batch counts as consumed when the next one is asked for. Close the generator (`contextlib.aclosing`):
-        one that was not finished comes again then. Raises StreamStarvedError after `timeout_s` without one, unless it
-        `may_starve`.
+        The rows of a micro-batch count as consumed when the next one is asked for. Close the generator
+        (`contextlib.aclosing`): what is left of a step that is not finished is dropped then (`abandoned`), since its
+        gradient is abandoned too.
+
+        An error of `groups` is raised as it is. Raises StreamStarvedError if stages write no reward in time, and
+        StreamError when stages dropped all trajectories of the step: there is nothing to step on.
         """
-        while (batch := await self._next_batch(partition, may_starve)) is not None:
-            try:
-                yield _micro_batch(batch)
-            except BaseException:
-                await self._stream.give_back(batch)
-                raise
-            await self._stream.release(batch)
-
-    async def feed(self, groups: AsyncIterator[list[Group]], partition: int) -> None:
-        """Put groups into a partition as they come, and seal it."""
-        async for several in groups:
-            for group in several:
-                rows = group_rows(group, partition=partition, without=self._without, reward_column=self._reward_column)
-                await self._stream.put(rows, timeout_s=self._timeout_s)
-        await self._stream.seal(partition)
-
-    async def stream_step(self, groups: AsyncIterator[list[Group]]) -> AsyncGenerator[MicroBatch, None]:
-        """`feed` in the background and `micro_batches` in front of it: one step of the run, in a partition of its own.
-
-        While `groups` still come, how long that may take is for their source to judge. An error of `groups` ends the
-        iteration and is raised as it is. Raises StreamError when all trajectories of the step were dropped on the way
-        (by stages, or with a shard): there is nothing to step on. Close the generator (`contextlib.aclosing`): what is
-        left of a step that is not finished is dropped then (`abandoned`), since its gradient is abandoned too.
-        """
-        # Not the learner's version: a step that was skipped is followed by another one of the same version.
-        partition, self._partition = self._partition, self._partition + 1
-        books, was_given = self._stream.books(), False
-        feeder = asyncio.create_task(self._feed_or_fail(groups, partition))
+        step = _Step(self._stream, groups)
+        was_given = False
         try:
-            source = self.micro_batches(partition, may_starve=lambda: not feeder.done())
-            async with aclosing(source) as micro_batches:
-                async for micro_batch in micro_batches:
-                    was_given = True
-                    yield micro_batch
-            await feeder
-            if not was_given:
-                self._require_rows(books)
+            while taken := await self._next(step):
+                was_given = True
+                yield MicroBatch([each.group for each in taken if each.group], sum(each.tokens for each in taken))
+                self._stream.consume(row for each in taken for row in each.rows)
+            if step.num_groups and not was_given:
+                dropped = {name: n for name, n in self._stream.counts().items() if name.startswith("dropped_")}
+                reasons = ", ".join(f"{name.removeprefix('dropped_')} {n}" for name, n in dropped.items())
+                raise StreamError(f"no trajectory of this step reached the learner; dropped so far: {reasons}")
         finally:
-            feeder.cancel()
-            await asyncio.gather(feeder, return_exceptions=True)
-            await self._stream.drop_partition(partition, ABANDONED)
+            await step.close()
 
-    def _require_rows(self, before: Mapping[str, int]) -> None:
-        """Raises StreamError if rows were dropped since the stream's books were these."""
-        changes = {name: count - before.get(name, 0) for name, count in self._stream.books().items()}
-        reasons = [f"{name.removeprefix('dropped_')} {n}" for name, n in changes.items() if "dropped_" in name and n]
-        if reasons:
-            raise StreamError(f"no trajectory of this step reached the learner; dropped: {', '.join(reasons)}")
-
-    async def _next_batch(self, partition: int, may_starve: Callable[[], bool]) -> Batch | None:
+    async def _next(self, step: _Step) -> list[_Pending]:
+        """Take what is ready, at most `micro_batch_tokens`; nothing if the step has ended."""
         while True:
+            step.changed.clear()
+            self._stream.raise_failure()
+            if step.error is not None:
+                raise step.error
+            ready = step.ready(in_order=self._in_order)
+            if ready:
+                return self._take(step, ready)
+            if step.has_all and not step.pending:
+                return []
             try:
-                return await self._stream.next_batch(LEARNER, partition, timeout_s=self._timeout_s)
-            except StreamStarvedError:
-                if not may_starve():
-                    raise
+                async with asyncio.timeout(self._timeout_s if step.has_all else None):
+                    await step.changed.wait()
+            except TimeoutError:
+                raise StreamStarvedError(
+                    f"{len(step.pending)} groups got no {REWARD!r} within {self._timeout_s:g} s; stages that are "
+                    f"behind: {self._stream.behind()}"
+                ) from None
 
-    async def _feed_or_fail(self, groups: AsyncIterator[list[Group]], partition: int) -> None:
+    def _take(self, step: _Step, ready: list[_Pending]) -> list[_Pending]:
+        """Take what comes next. The oldest group is always in it, so that nothing waits for ever."""
+        knows_all = step.has_all and len(ready) == len(step.pending)
+        if self._in_order:
+            total = sum(each.tokens for each in ready)
+            limit = ceil(total / max(1, ceil(total / self._max_tokens))) if knows_all else self._max_tokens
+            step.taken = fill(ready, limit, in_order=True)
+        elif knows_all:
+            step.last = step.last or equal_bins(ready, self._max_tokens)
+            step.taken = step.last.pop(0)
+        else:
+            step.taken = fill(ready, self._max_tokens, in_order=False)
+        taken = {id(each) for each in step.taken}
+        step.pending = [each for each in step.pending if id(each) not in taken]
+        return step.taken
+
+
+class _Step:
+    """The groups of one step, from the scheduler to the learner."""
+
+    def __init__(self, stream: TrajectoryStream, groups: AsyncIterator[list[FinishedGroup]]) -> None:
+        self._stream = stream
+        self._tasks = [asyncio.create_task(self._feed(groups)), asyncio.create_task(self._watch())]
+        self.pending: list[_Pending] = []
+        self.taken: list[_Pending] = []
+        """The micro-batch that the learner has."""
+        self.last: list[list[_Pending]] = []
+        """Micro-batches of all groups that are left, once these are known."""
+        self.num_groups = 0
+        self.has_all = False
+        self.changed = asyncio.Event()
+        self.error: BaseException | None = None
+
+    def ready(self, *, in_order: bool) -> list[_Pending]:
+        """Groups whose rewards are there, in the order in which they were handed out."""
+        self.pending = [each for each in self.pending if not each.is_lost]
+        if not in_order:
+            return [each for each in self.pending if each.group is not None]
+        first = next((place for place, each in enumerate(self.pending) if each.group is None), len(self.pending))
+        return self.pending[:first]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._stream.drop((row for each in (*self.taken, *self.pending) for row in each.rows), "abandoned")
+
+    async def _feed(self, groups: AsyncIterator[list[FinishedGroup]]) -> None:
         try:
-            await self.feed(groups, partition)
+            async for several in groups:
+                for group in several:
+                    self._add(group)
+                self.changed.set()
         except Exception as error:
-            self._stream.fail(error)
-            raise
+            self.error = error
+        self.has_all = True
+        self.changed.set()
 
+    async def _watch(self) -> None:
+        await self._stream.failed()
+        self.changed.set()
 
-def _micro_batch(batch: Batch) -> MicroBatch:
-    trajectories: dict[str, list[int]] = {}
-    for place, name in enumerate(batch.groups):
-        trajectories.setdefault(name, []).append(place)
-    groups = []
-    for name, places in trajectories.items():
-        members = tuple(
-            row_trajectory({column: batch.columns[column][place] for column in TRAJECTORY_COLUMNS}) for place in places
+    def _add(self, group: FinishedGroup) -> None:
+        self.num_groups += 1
+        each = _Pending(self._stream.close_group(group.group_id))
+        self.pending.append(each)
+        if all(REWARD in row.columns for row in each.rows):
+            self._set_rewards(each, group)
+        else:
+            self._tasks.append(asyncio.create_task(self._wait_for_rewards(each, group)))
+
+    async def _wait_for_rewards(self, each: _Pending, group: FinishedGroup) -> None:
+        await self._stream.settled(each.rows, REWARD)
+        self._set_rewards(each, group)
+        self.changed.set()
+
+    def _set_rewards(self, each: _Pending, group: FinishedGroup) -> None:
+        rows = {row.row_id: row for row in each.rows if not row.is_gone}
+        trajectories = tuple(
+            with_reward(trajectory, rows[trajectory.episode_id].columns[REWARD])
+            for trajectory in group.trajectories
+            if trajectory.episode_id in rows
         )
-        groups.append(Group(name, members[0].task, members))
-    return MicroBatch(groups, batch.claim.tokens)
+        if len(trajectories) >= SMALLEST_GROUP:
+            each.group = FinishedGroup(group.group_id, group.task, trajectories, group.failures)
+            each.tokens = each.group.packed_tokens
+        else:
+            self._stream.drop(rows.values(), "group_too_small")
+            each.is_lost = True
+
+
+def with_reward(trajectory: FinishedEpisode, reward: float) -> FinishedEpisode:
+    return trajectory if reward == trajectory.reward else replace(trajectory, reward=reward)
+
+
+def fill(units: Sequence[_Pending], max_tokens: int, *, in_order: bool) -> list[_Pending]:
+    """Return the oldest unit, and in order whatever still fits; `in_order` stops at the first that does not."""
+    chosen: list[_Pending] = []
+    tokens = 0
+    for unit in units:
+        if not chosen or tokens + unit.tokens <= max_tokens:
+            chosen.append(unit)
+            tokens += unit.tokens
+        elif in_order:
+            break
+    return chosen
+
+
+def equal_bins(units: Sequence[_Pending], max_tokens: int) -> list[list[_Pending]]:
+    """Return all units in as few bins of at most `max_tokens` as longest-first finds, nearly equal, oldest first.
+
+    A unit larger than `max_tokens` has a bin of its own.
+    """
+    count = max(1, ceil(sum(unit.tokens for unit in units) / max_tokens))
+    longest_first = sorted(units, key=lambda unit: -unit.tokens)
+    while True:
+        bins = _spread_evenly(longest_first, count)
+        if all(len(bin) == 1 or sum(unit.tokens for unit in bin) <= max_tokens for bin in bins):
+            place = {id(unit): index for index, unit in enumerate(units)}
+            return sorted(bins, key=lambda bin: min(place[id(unit)] for unit in bin))
+        count += 1
+
+
+def _spread_evenly(longest_first: Iterable[_Pending], count: int) -> list[list[_Pending]]:
+    bins: list[list[_Pending]] = [[] for _ in range(count)]
+    tokens = [0] * count
+    for unit in longest_first:
+        index = tokens.index(min(tokens))
+        bins[index].append(unit)
+        tokens[index] += unit.tokens
+    return [bin for bin in bins if bin]

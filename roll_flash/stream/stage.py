@@ -1,7 +1,7 @@
-"""Asynchronous stages: reward models, judges, reference and proximal log-probabilities.
+"""Asynchronous stages: reward models, judges, reference log-probabilities.
 
-A stage is a consumer of some columns that writes others. It works beside everything else; rows go on to whoever needs
-its columns the moment they are written.
+A stage takes rows of the stream as soon as they are there, also those of groups that are prefetched, and writes
+columns. It runs beside everything else.
 """
 
 from __future__ import annotations
@@ -9,40 +9,39 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-from roll_flash.errors import StreamError, StreamStarvedError
+from roll_flash.errors import StreamError
 from roll_flash.processes.background import ends_this_task
-from roll_flash.stream.rows import Batch, Columns
-from roll_flash.stream.stream import TrajectoryStream
+from roll_flash.stream.stream import Consumer, Row, TrajectoryStream
 
-Compute = Callable[[Batch], Awaitable[Sequence[Columns]]]
-"""The new columns of each row of a batch, in its order."""
+Compute = Callable[[Sequence[Row]], Awaitable[Sequence[Mapping[str, float]]]]
+"""Returns the new columns of each row, in the order of the rows."""
 
 
 class Stage:
-    """Runs `compute` on batches of the stream's consumer `name`, `concurrency` of them at a time.
+    """Runs `compute` on batches of a consumer of the stream, `concurrency` of them at a time.
 
-    An attempt that raises or takes longer than `timeout_s` is repeated up to `retries` times; then the
-    rows are dropped as `stage_NAME_failed` and counted. After `max_failures_in_a_row` such batches the stage gives up
-    and raises StreamError: dropping everything is not training.
+    An attempt that raises, or takes longer than `timeout_s`, is repeated up to `retries` times; then the rows (with
+    `whole_groups` their groups) are dropped as `stage_NAME_failed`. After `max_failures_in_a_row` such batches the
+    stage raises StreamError: a run that drops everything does not train.
     """
 
     def __init__(
         self,
         stream: TrajectoryStream,
-        name: str,
+        consumer: Consumer,
         compute: Compute,
         *,
         concurrency: int = 1,
         timeout_s: float = 60.0,
         retries: int = 1,
         max_failures_in_a_row: int = 16,
-        on_error: Callable[[Batch, str], object] = lambda *_: None,
+        on_error: Callable[[Sequence[Row], str], object] = lambda *_: None,
     ) -> None:
-        """`on_error` hears of every failed attempt."""
+        """`on_error` is called after each failed attempt."""
         self._stream = stream
-        self._name = name
+        self._consumer = consumer
         self._compute = compute
         self._concurrency = concurrency
         self._timeout_s = timeout_s
@@ -53,10 +52,10 @@ class Stage:
         self._counts: Counter[str] = Counter()
         self._seconds = 0.0
         self.last_error = ""
-        """What the newest failed attempt said."""
+        """Message of the newest failed attempt."""
 
     async def run(self) -> None:
-        """Until the stream is sealed and everything done. Cancel it to stop: what is unfinished is given back."""
+        """Run until cancelled; unfinished rows are given back. An error of the stage fails the stream too."""
         workers = [asyncio.create_task(self._work()) for _ in range(self._concurrency)]
         try:
             await asyncio.gather(*workers)
@@ -70,29 +69,26 @@ class Stage:
         return {**{name: float(count) for name, count in self._counts.items()}, "seconds": self._seconds}
 
     async def _work(self) -> None:
+        name = self._consumer.name
         while True:
+            rows = await self._stream.next_batch(name)
             try:
-                batch = await self._stream.next_batch(self._name)
-            except StreamStarvedError:
-                continue  # a stage may idle for as long as the run does; the run's watchdog judges that
-            if batch is None:
-                return
-            try:
-                done = await self._attempt(batch)
+                columns = await self._attempt(rows)
             except BaseException:
-                await self._stream.give_back(batch)
+                self._stream.give_back(name, rows)
                 raise
-            await self._end(batch, done)
+            self._end(rows, columns)
 
-    async def _attempt(self, batch: Batch) -> bool:
+    async def _attempt(self, rows: Sequence[Row]) -> Sequence[Mapping[str, float]] | None:
         for attempt in range(1 + self._retries):
             self._counts["retries"] += attempt > 0
             began = time.monotonic()
             try:
                 async with asyncio.timeout(self._timeout_s) as deadline:
-                    columns = await self._compute(batch)
-                await self._stream.write(batch.row_ids, columns)
-                return True
+                    columns = await self._compute(rows)
+                if len(columns) != len(rows):
+                    raise StreamError(f"{len(columns)} results for {len(rows)} rows")
+                return columns
             except BaseException as error:
                 if ends_this_task(error):
                     raise
@@ -100,22 +96,22 @@ class Stage:
                 self.last_error = f"took longer than {self._timeout_s:g} s" if deadline.expired() else own
             finally:
                 self._seconds += time.monotonic() - began
-            self._on_error(batch, self.last_error)
-        return False
+            self._on_error(rows, self.last_error)
+        return None
 
-    async def _end(self, batch: Batch, done: bool) -> None:
-        if done:
+    def _end(self, rows: Sequence[Row], columns: Sequence[Mapping[str, float]] | None) -> None:
+        name = self._consumer.name
+        if columns is not None:
+            for row, values in zip(rows, columns, strict=True):
+                self._stream.write(name, row, values)
             self._failures_in_a_row = 0
-            self._counts["rows"] += len(batch)
+            self._counts["rows"] += len(rows)
             self._counts["batches"] += 1
-            await self._stream.release(batch)
             return
         self._failures_in_a_row += 1
-        self._counts["failed_rows"] += len(batch)
-        await self._stream.drop(batch, f"stage_{self._name}_failed")
-        if self._failures_in_a_row >= self._max_failures_in_a_row:
-            error = StreamError(
-                f"stage {self._name!r} failed {self._failures_in_a_row} times in a row; the newest: {self.last_error}"
-            )
-            self._stream.fail(error)
-            raise error
+        self._counts["failed_rows"] += len(rows)
+        if self._failures_in_a_row >= self._max_failures_in_a_row:  # before the loader sees what is dropped
+            times = f"{self._failures_in_a_row} times in a row"
+            self._stream.fail(StreamError(f"stage {name!r} failed {times}; the newest: {self.last_error}"))
+        self._stream.drop(rows, f"stage_{name}_failed", whole_groups=self._consumer.whole_groups)
+        self._stream.raise_failure()

@@ -14,6 +14,7 @@ from roll_flash.config.tree import EnvConfig, EvalConfig
 from roll_flash.evaluation.evaluation import evaluate
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
+from roll_flash.stream import finished_episode
 from roll_flash.summary import check_counts, closing_text
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 
@@ -58,7 +59,7 @@ def evaluated(runner: Rows, trained: set[str], folder: Path | None = None, tasks
 
 def trained_on(runner: Rows, seeds: range, folder: Path) -> set[str]:
     tasks = TrainedTasks(folder)
-    tasks.add(1, runner.played(seeds))
+    tasks.add(1, map(finished_episode, runner.played(seeds)))
     tasks.close()
     return read_trained_tasks(folder)
 

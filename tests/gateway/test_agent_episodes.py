@@ -18,15 +18,16 @@ from roll_flash.engines.inference import ClientSpec
 from roll_flash.envs import Env, register_env
 from roll_flash.envs.agents.session_access import AgentGateway, RunsOwnLoop
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
-from roll_flash.learner.packing.sequences import check_staleness, prepare_group
+from roll_flash.learner.packing.sequences import check_staleness
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, Worker, WorkerSettings
 from roll_flash.scheduling.tasks import make_task
-from roll_flash.stream.trajectories import group_rows, row_trajectory
+from roll_flash.stream import finished_episode, finished_group
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Group, SamplingParams, Trajectory
 from tests.inference.stand_in_server import StandInServer, well
+from tests.learner.samples import prepare_group, sequences_of
 
 MAX_LENGTH = 512
 Agent = Callable[[AgentGateway, int], Awaitable[None]]
@@ -200,14 +201,11 @@ def test_a_rewritten_history_is_a_branch_that_the_record_and_the_stream_keep() -
     record = json.loads(json.dumps(episode_record(trajectory), default=lambda array: np.asarray(array).tolist()))
     assert record["branches"][0]["messages"][0]["content"] == "what I remember of 3"
     assert len(record["branches"][0]["token_ids"]) == len(trajectory.branches[0].token_ids)
-    (row,) = group_rows(Group("g", trajectory.task, (trajectory,)))
-    assert row.tokens <= sum(len(sample.token_ids) for sample in trajectory.samples)
-    back = row_trajectory(row.columns)
-    for sent, got in zip(trajectory.samples, back.samples, strict=True):
-        for name in ("token_ids", "policy_mask", "logprobs", "versions"):
-            assert (getattr(sent, name) == getattr(got, name)).all()
-        assert sent.turns == got.turns
-        assert list(sent.messages) == list(got.messages)
+    about = finished_episode(trajectory)
+    assert about.samples == 2
+    assert about.tokens == sum(len(sample.token_ids) for sample in trajectory.samples)
+    assert about.packed_tokens <= about.tokens
+    assert (about.policy_tokens, about.oldest_version) == (18, trajectory.oldest_version)
 
 
 @pytest.mark.parametrize("normalization", ["tokens", "sequences"])
@@ -215,13 +213,13 @@ def test_branches_are_trained_with_the_advantage_of_their_episode(normalization:
     trajectories = played(spec("forgets", 1), spec("two_turns", 0))
     group = Group("g", trajectories[0].task, tuple(sorted(trajectories, key=lambda t: t.reward)))
     prepared = prepare_group(group, 2, AdvantageConfig(normalization=normalization))
-    assert len(prepared.sequences) == 3
+    assert len(sequences_of(prepared)) == 3
     assert prepared.policy_tokens == 12 + 18
-    assert prepared.trajectories == 2
+    assert prepared.num_valid == 2
     assert prepared.staleness == [(0, 30)]
-    values = [float(s.advantages[s.policy_mask][0]) for s in prepared.sequences]
+    values = [float(s.advantages[s.policy_mask][0]) for s in sequences_of(prepared)]
     assert values == pytest.approx([-1.0, 1.0, 1.0], abs=1e-3)
-    weights = [s.token_weight for s in prepared.sequences]
+    weights = [s.token_weight for s in sequences_of(prepared)]
     assert weights == ([1.0] * 3 if normalization == "tokens" else pytest.approx([1 / 12, 1 / 18, 1 / 18]))
 
 
@@ -231,7 +229,7 @@ def test_the_staleness_bound_covers_branches() -> None:
     assert trajectory.oldest_version == 0
     group = Group("g", trajectory.task, (trajectory,))
     with pytest.raises(Exception, match="older than version 2"):
-        check_staleness([group], 2, 1.0)
+        check_staleness([finished_group(group)], 2, 1.0)
 
 
 @pytest.mark.parametrize(

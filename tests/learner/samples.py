@@ -7,6 +7,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from roll_flash.learner.losses.token_advantages import AdvantageConfig
+from roll_flash.learner.packing.rows import TrainSequence
+from roll_flash.learner.packing.sequences import PreparedGroup, prepare_groups
+from roll_flash.stream import finished_group
+from roll_flash.stream.blocks import TokenArrays
 from roll_flash.types import Group, Task, Trajectory, Turn
 
 TASK = Task(task_id="task", env_id="Made-v0", seed=0)
@@ -77,6 +82,20 @@ def replace_trajectory(group: Group, index: int, trajectory: Trajectory) -> Grou
     members = list(group.trajectories)
     members[index] = trajectory
     return dataclasses.replace(group, trajectories=tuple(members))
+
+
+def prepare_group(group: Group, version: int, rules: AdvantageConfig) -> PreparedGroup:
+    """What the driver plans for a group."""
+    return prepare_groups([finished_group(group)], version, rules)[0]
+
+
+def sequences_of(prepared: PreparedGroup) -> list[TrainSequence]:
+    """What ranks make of it."""
+    found = []
+    for planned in prepared.planned:
+        assert isinstance(planned.data, Trajectory)
+        found += planned.sequences(TokenArrays.of(planned.data))
+    return found
 
 
 def _turns(mask: np.ndarray) -> tuple[Turn, ...]:

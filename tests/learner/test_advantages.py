@@ -19,8 +19,9 @@ from roll_flash.learner.losses.advantages import (
     rloo,
     scale_by_batch,
 )
-from roll_flash.learner.losses.token_advantages import AdvantageConfig, token_advantages
-from tests.learner.samples import make_group
+from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
+from roll_flash.stream import finished_group
+from tests.learner.samples import make_group, prepare_group, sequences_of
 
 rewards = st.lists(st.floats(-100, 100), min_size=1, max_size=16)
 
@@ -128,7 +129,9 @@ def test_turns_get_their_own_advantage_on_their_own_tokens() -> None:
         seen = "wall" if number else "door"
         turns = (dataclasses.replace(first, observation=seen), dataclasses.replace(second, reward=trajectory.reward))
         members.append(dataclasses.replace(trajectory, turns=turns))
-    ((winner, loser, _),) = token_advantages([members], AdvantageConfig(advantage="gigpo"))
+    group = dataclasses.replace(group, trajectories=tuple(members))
+    prepared = prepare_group(group, 0, AdvantageConfig(advantage="gigpo"))
+    winner, loser, _ = [sequence.advantages for sequence in sequences_of(prepared)]
     first, second = members[0].turns
     episode, start = grpo([1.0, 0.0, 0.0]), grpo([0.95, 0.0, 0.0])
     np.testing.assert_allclose(winner[first.start : first.end], episode[0] + start[0], rtol=1e-6)
@@ -148,7 +151,7 @@ def test_turns_get_their_own_advantage_on_their_own_tokens() -> None:
 )
 def test_rules_choose_baseline_and_scale(rules: AdvantageConfig, expected: ArrayLike) -> None:
     groups = [make_group(0, replicas=2, rewards=[0.0, 1.0]), make_group(1, replicas=2, rewards=[0.0, 4.0])]
-    found = token_advantages([group.trajectories for group in groups], rules)
+    found = turn_advantages([finished_group(group).trajectories for group in groups], rules)
     np.testing.assert_allclose([[values[-1] for values in group] for group in found], expected, rtol=3e-4)
 
 

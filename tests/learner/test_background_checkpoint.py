@@ -25,7 +25,7 @@ from roll_flash.learner.ranks.rank import LearnerRank
 from roll_flash.processes.background import FirstFailure, first_failure
 from roll_flash.run.checkpoint_writer import CheckpointWriter
 from roll_flash.run.run_dir import RunDir, list_checkpoints
-from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer
+from roll_flash.stream import TrajectoryStream
 from roll_flash.trainer import Trainer
 from tests.learner.in_process import assert_equal_weights, in_process, weights_of
 from tests.learner.samples import make_group
@@ -72,7 +72,6 @@ class Run:
         self.writer = CheckpointWriter(
             run_dir,
             learner,
-            TrajectoryStream([learner_consumer(100)], MemoryStore(), capacity_rows=8, capacity_bytes=1 << 20),
             rollout_state=lambda: dict(self.books),
             keep=keep,
             model_bytes=0,
@@ -196,7 +195,7 @@ def test_a_run_that_ends_of_a_checkpoint_tries_once_more_for_its_newest_step(
         async with asyncio.timeout(60):
             await run.failure.happened.wait()
         assert run.failure.error is not None
-        stream = TrajectoryStream([learner_consumer(100)], MemoryStore())
+        stream = TrajectoryStream()
         config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "Any-v0"}]})
         system = Mock(config=config, run_dir=run_dir, learner=run.learner, checkpoints=run.writer, stream=stream)
         await Trainer(system, Mock()).stop_early(run.failure.error)

@@ -20,20 +20,19 @@ from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.flex_tree import attend, tree_mask, unsupported_reason
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
-from roll_flash.learner.packing.sequences import prepare_group
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from tests.learner.architectures import write_model
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
 from tests.learner.plain_loop import plain_loop
-from tests.learner.samples import make_group
+from tests.learner.samples import make_group, prepare_group, sequences_of
 
 GROUPS = [make_group(seed, prompt=20, turn=(3, 12)) for seed in range(3)]
 
 
 def rows_of(*seeds: int, prompt: int = 20) -> list[PackedRow]:
     groups = [prepare_group(make_group(seed, prompt=prompt), 0, AdvantageConfig()) for seed in seeds]
-    return [row for group in groups for row in pack(group.sequences, 4096)]
+    return [row for group in groups for row in pack(sequences_of(group), 4096)]
 
 
 def loss_and_gradients(policy: PolicyModel, row: PackedRow) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

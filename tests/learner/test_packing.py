@@ -21,8 +21,7 @@ from roll_flash.learner.packing.rows import (
     common_prefix_length,
     pack,
 )
-from roll_flash.learner.packing.sequences import prepare_group
-from tests.learner.samples import make_group
+from tests.learner.samples import make_group, prepare_group, sequences_of
 
 
 def _sequence(tokens: list[int], first_policy: int = 1) -> TrainSequence:
@@ -126,7 +125,9 @@ def test_packing_gives_the_loss_and_gradients_of_a_loop_over_padded_sequences(
 ) -> None:
     data = []
     for seed, prompt, turn in ((0, 12, (3, 8)), (1, 40, (2, 70)), (2, 3, (1, 5))):
-        data += prepare_group(make_group(seed, prompt=prompt, turn=turn, replicas=5), 0, AdvantageConfig()).sequences
+        data += sequences_of(
+            prepare_group(make_group(seed, prompt=prompt, turn=turn, replicas=5), 0, AdvantageConfig())
+        )
     reference = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
     expected = _padded_loop(reference, data)
     expected.backward()

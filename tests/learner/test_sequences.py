@@ -8,9 +8,11 @@ import pytest
 from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.objective import by_staleness, off_policy_metrics, staleness_metrics
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
-from roll_flash.learner.packing.sequences import NO_LOGPROB, check_staleness, prepare_demonstrations, prepare_group
+from roll_flash.learner.packing.sequences import check_staleness, prepare_demonstrations
+from roll_flash.stream import finished_group
+from roll_flash.stream.episodes import NO_LOGPROB
 from roll_flash.types import Trajectory
-from tests.learner.samples import make_group, make_trajectory, replace_trajectory
+from tests.learner.samples import make_group, make_trajectory, prepare_group, replace_trajectory, sequences_of
 
 
 def broken(trajectory: Trajectory, fault: str) -> Trajectory:
@@ -41,14 +43,14 @@ def test_a_broken_trajectory_is_left_out_and_counted_and_the_rest_trains(fault: 
     expected = prepare_group(without, 0, AdvantageConfig())
     assert prepared.counts[f"dropped_{fault}"] == 1
     assert prepared.policy_tokens == expected.policy_tokens
-    for found, wanted in zip(prepared.sequences, expected.sequences, strict=True):
+    for found, wanted in zip(sequences_of(prepared), sequences_of(expected), strict=True):
         np.testing.assert_array_equal(found.advantages, wanted.advantages)
 
 
 def test_a_group_whose_replicas_earned_the_same_counts_into_the_mean_but_is_not_computed() -> None:
     group = make_group(0, rewards=[0.5] * 4)
     prepared = prepare_group(group, 0, AdvantageConfig())
-    assert prepared.sequences == []
+    assert sequences_of(prepared) == []
     assert prepared.policy_tokens == group.policy_tokens
     assert prepared.counts["groups_without_signal"] == 1
 
@@ -58,7 +60,7 @@ def test_garbage_outside_the_policy_tokens_is_never_read() -> None:
     first = group.trajectories[0]
     dirty = dataclasses.replace(first, logprobs=np.where(first.policy_mask, first.logprobs, np.nan))
     prepared = prepare_group(replace_trajectory(group, 0, dirty), 0, AdvantageConfig())
-    assert len(prepared.sequences) == 4
+    assert len(sequences_of(prepared)) == 4
 
 
 @pytest.mark.parametrize(("ratio", "version", "allowed"), [(0, 3, True), (0, 4, False), (1, 4, True), (1.5, 5, False)])
@@ -67,10 +69,10 @@ def test_no_token_older_than_the_asynchronous_ratio_allows_is_trained(
 ) -> None:
     group = make_group(0, version=3)
     if allowed:
-        check_staleness([group], version, ratio)
+        check_staleness([finished_group(group)], version, ratio)
         return
     with pytest.raises(LearnerError, match=r"version 3, older than version \d - async_ratio"):
-        check_staleness([group], version, ratio)
+        check_staleness([finished_group(group)], version, ratio)
 
 
 def test_one_old_token_in_a_trajectory_is_enough_to_refuse_it() -> None:
@@ -80,12 +82,12 @@ def test_one_old_token_in_a_trajectory_is_enough_to_refuse_it() -> None:
     versions[np.flatnonzero(last.policy_mask)[-1]] = 1
     stale = replace_trajectory(group, 3, dataclasses.replace(last, versions=versions))
     with pytest.raises(LearnerError, match="version 1"):
-        check_staleness([stale], 3, 1)
+        check_staleness([finished_group(stale)], 3, 1)
 
 
 def test_a_token_from_the_future_is_refused() -> None:
     with pytest.raises(LearnerError, match="another run"):
-        check_staleness([make_group(0, version=3)], 2, 1)
+        check_staleness([finished_group(make_group(0, version=3))], 2, 1)
 
 
 def test_a_demonstration_without_anything_to_imitate_is_an_error() -> None:
@@ -145,7 +147,7 @@ def test_a_token_without_a_logprob_is_not_trained_and_counted() -> None:
     )
     assert prepared.counts["tokens_without_logprob"] == 2
     assert prepared.policy_tokens == sum(t.policy_tokens for t in group.trajectories) - 2
-    found = next(s for s in prepared.sequences if np.array_equal(s.token_ids, broken.token_ids))
+    found = next(s for s in sequences_of(prepared) if np.array_equal(s.token_ids, broken.token_ids))
     assert not found.policy_mask[missing].any()
     assert found.policy_mask.sum() == broken.policy_tokens - 2
 
@@ -155,4 +157,4 @@ def test_a_trajectory_without_any_logprob_is_dropped_with_the_reason() -> None:
     broken = dataclasses.replace(group.trajectories[0], logprobs=np.full_like(group.trajectories[0].logprobs, -9999))
     prepared = prepare_group(replace_trajectory(group, 0, broken), 0, AdvantageConfig())
     assert prepared.counts["dropped_no_logprobs"] == 1
-    assert len(prepared.sequences) == 2
+    assert len(sequences_of(prepared)) == 2

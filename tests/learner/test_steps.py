@@ -17,15 +17,16 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from roll_flash.engines.learner import StepResult
-from roll_flash.errors import CheckpointError, LearnerError, ModelError
+from roll_flash.errors import CheckpointError, LearnerError, ModelError, StreamError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
-from roll_flash.learner.packing.sequences import prepare_group, split_minibatches
+from roll_flash.learner.packing.sequences import split_minibatches
+from roll_flash.learner.ranks import rank
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.types import Group
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_equal_weights, assert_same_weights, in_process, weights_of
 from tests.learner.plain_loop import plain_loop
-from tests.learner.samples import make_group, make_trajectory, replace_trajectory
+from tests.learner.samples import make_group, make_trajectory, prepare_group, replace_trajectory, sequences_of
 from tests.learner.synchronous_loop import synchronous_loop
 
 GROUPS = [make_group(seed, prompt=20, turn=(3, 12)) for seed in range(4)]
@@ -50,14 +51,13 @@ def trained(model: Path, *steps: Sequence[Sequence[Group]], **settings: Any) -> 
 def minibatches_of(groups: Sequence[Group], count: int, version: int) -> list[list[Group]]:
     """Which groups the learner puts into which optimizer step."""
     by_id = {group.group_id: group for group in groups}
-    tokens = {name: _tokens(group) for name, group in by_id.items()}
-    parts = split_minibatches(tokens, count, (0, version))
-    owner = {id(sequence): name for name, sequences in tokens.items() for sequence in sequences}
-    return [[by_id[name] for name in dict.fromkeys(owner[id(sequence)] for sequence in part)] for part in parts]
+    parts = split_minibatches({name: _tokens(group) for name, group in by_id.items()}, count, (0, version))
+    return [[by_id[name] for name in part] for part in parts]
 
 
-def _tokens(group: Group) -> list[Any]:
-    return prepare_group(group, 9, AdvantageConfig(keep_without_signal=True)).sequences
+def _tokens(group: Group) -> int:
+    prepared = prepare_group(group, 9, AdvantageConfig(keep_without_signal=True))
+    return sum(int(sequence.policy_mask.sum()) for sequence in sequences_of(prepared))
 
 
 OPTIONS: list[tuple[dict[str, Any], dict[str, Any]]] = [
@@ -209,7 +209,7 @@ def test_one_giant_sequence_over_the_token_budget_is_trained_alone(tiny_model: P
 def test_a_poisoned_minibatch_is_skipped_and_the_others_train(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.learner.packing.sequences.MOST_REWARD", math.inf)  # which keeps such rewards out
+    monkeypatch.setattr("roll_flash.stream.episodes.MOST_REWARD", math.inf)  # which keeps such rewards out
     huge = dataclasses.replace(GROUPS[0].trajectories[0], reward=1e19)
     poisoned = replace_trajectory(GROUPS[0], 0, huge)
     found, result = trained(
@@ -340,3 +340,21 @@ def test_a_full_disk_loses_nothing_but_the_checkpoint(tiny_model: Path, tmp_path
         assert (await step(learner, GROUPS[:1])).version == 1
 
     in_process(tiny_model, use)
+
+
+def test_trajectories_that_are_lost_are_an_error_that_leaves_the_learner_usable(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def use(learner: FsdpLearner) -> Weights:
+        with monkeypatch.context() as patched:
+            patched.setattr(rank, "fetch_tokens", lost)
+            with pytest.raises(StreamError, match="are lost"):
+                await learner.accumulate(GROUPS[:1])
+            await learner.abandon_step()
+        await step(learner, GROUPS)
+        return await weights_of(learner)
+
+    def lost(_: object) -> None:
+        raise StreamError("trajectories in Ray's object store are lost")
+
+    assert_equal_weights(in_process(tiny_model, use), trained(tiny_model, [GROUPS])[0])

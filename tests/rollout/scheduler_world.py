@@ -11,10 +11,15 @@ import numpy as np
 from roll_flash.scheduling.policy import SchedulingPolicy
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.staleness import StalenessRule
-from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
+from roll_flash.stream import finished_episode
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, SamplingParams, Task, Trajectory
 
 
-def trajectory(episode: EpisodeSpec, versions: list[int], reward: float = 0.0) -> Trajectory:
+def trajectory(episode: EpisodeSpec, versions: list[int], reward: float = 0.0) -> FinishedEpisode:
+    return finished_episode(whole_trajectory(episode, versions, reward))
+
+
+def whole_trajectory(episode: EpisodeSpec, versions: list[int], reward: float = 0.0) -> Trajectory:
     count = len(versions)
     return Trajectory(
         episode_id=episode.episode_id,
@@ -97,7 +102,7 @@ class World:
         self.scheduler.finished(failure(episode) if failed else self.trajectory(episode, versions))
         self.cancel()
 
-    def trajectory(self, episode: EpisodeSpec, versions: list[int]) -> Trajectory:
+    def trajectory(self, episode: EpisodeSpec, versions: list[int]) -> FinishedEpisode:
         return trajectory(episode, versions, reward=self.random.choice([0.0, 1.0]))
 
     def train_if_ready(self) -> None:

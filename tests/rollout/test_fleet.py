@@ -28,6 +28,7 @@ from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, WorkerSettings
 from roll_flash.scheduling.tasks import SeedTasks, make_task
+from roll_flash.stream import TrajectoryStream
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
 
 COUNTING = "tests.counting:Counting-v0"
@@ -232,7 +233,7 @@ def test_a_run_that_stalls_names_the_episode_its_turn_and_what_it_waits_for(endp
             await fleet.start()
             tasks = SeedTasks(STUCK, {}, (0, 10), seed=0)
             with EpisodesWriter(tmp_path) as episodes:
-                async with Rollout(config, fleet, tasks, episodes) as rollout:
+                async with Rollout(config, fleet, tasks, episodes, TrajectoryStream()) as rollout:
                     async for _ in rollout.groups_for_step():
                         raise AssertionError("no group can become ready")
         finally:
@@ -273,7 +274,7 @@ def test_info_that_cannot_be_sent_costs_no_episode_but_one_that_says_so(endpoint
 @pytest.mark.usefixtures("ray_local")
 def test_a_disk_that_is_full_ends_the_run_at_once_and_is_named(endpoint: str, tmp_path: Path) -> None:
     class FullDisk(EpisodesWriter):
-        def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
+        def write_line(self, step: int, line: bytes) -> None:
             raise RunError("episodes/step_000000.jsonl: cannot be written: No space left on device")
 
     config = load_config(
@@ -291,7 +292,7 @@ def test_a_disk_that_is_full_ends_the_run_at_once_and_is_named(endpoint: str, tm
             with first_failure() as failure:
                 await fleet.start()
                 tasks = SeedTasks(COUNTING, {"turns": 1}, (0, 10), seed=0)
-                async with asyncio.timeout(60), Rollout(config, fleet, tasks, FullDisk(tmp_path)):
+                async with asyncio.timeout(60), Rollout(config, fleet, tasks, FullDisk(tmp_path), TrajectoryStream()):
                     await failure.happened.wait()
                     failure.raise_error()
         finally:

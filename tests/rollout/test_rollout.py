@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,12 +12,15 @@ from scheduler_world import failure, trajectory
 
 from roll_flash.config.tree import SchedulerConfig, load_config
 from roll_flash.errors import RunError
+from roll_flash.rollout import episode_log
+from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import Outcome
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
-from roll_flash.types import EpisodeSpec, Group, Task
+from roll_flash.stream import TrajectoryStream
+from roll_flash.types import EpisodeSpec, FinishedGroup, Task
 
-Play = Callable[[EpisodeSpec, int], Outcome | None]
+Play = Callable[[EpisodeSpec, int], Ended | None]
 """How an episode ends, from its spec and the version of the weights; None: it never does."""
 
 
@@ -28,7 +32,7 @@ class ThisProcess:
         self.version = 0
         self.played: list[EpisodeSpec] = []
 
-    async def submit(self, episodes: Sequence[EpisodeSpec], receive: Callable[[Outcome], None]) -> None:
+    async def submit(self, episodes: Sequence[EpisodeSpec], receive: Callable[[Ended], None]) -> None:
         for episode in episodes:
             self.played.append(episode)
             if (outcome := self.play(episode, self.version)) is not None:
@@ -50,6 +54,9 @@ class Log:
     def write(self, step: int, outcome: Outcome) -> None:
         pass
 
+    def write_line(self, step: int, line: bytes) -> None:
+        pass
+
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
         self.dropped.append(group)
 
@@ -68,8 +75,14 @@ def tasks_of(env_id: str = "Env-v0", *, end: bool = False) -> SeedTasks:
 
 
 def train(
-    fleet: ThisProcess, tasks: Any, *, steps: int, log: Log | None = None, **settings: Any
-) -> tuple[list[list[Group]], Rollout, list[str]]:
+    fleet: ThisProcess,
+    tasks: Any,
+    *,
+    steps: int,
+    log: Log | None = None,
+    stream: TrajectoryStream | None = None,
+    **settings: Any,
+) -> tuple[list[list[FinishedGroup]], Rollout, list[str]]:
     """The groups of each step, until the source has ended or `steps` are done; and what the user is told."""
     defaults = {"async_ratio": 0.0, "groups_per_step": 2, "group_size": 2, "max_failures_in_a_row": 8}
     of_scheduler = {key: value for key, value in settings.items() if key in SchedulerConfig.model_fields}
@@ -83,11 +96,14 @@ def train(
             "monitor": {"stall_timeout_s": 20.0},
         }
     )
-    made: list[list[Group]] = []
+    made: list[list[FinishedGroup]] = []
     notices: list[str] = []
 
     async def run() -> Rollout:
-        async with asyncio.timeout(60), Rollout(config, fleet, tasks, log or Log()) as run:  # type: ignore[arg-type]
+        async with (
+            asyncio.timeout(60),
+            Rollout(config, fleet, tasks, log or Log(), stream or TrajectoryStream()) as run,
+        ):  # type: ignore[arg-type]
             for version in range(1, steps + 1):
                 groups = [group async for several in run.groups_for_step() for group in several]
                 if not groups:
@@ -110,7 +126,7 @@ def plays(reward: float | None = None) -> Play:
 def test_a_run_whose_groups_all_lose_replicas_ends_with_one_line() -> None:
     """One of four succeeds, so that episodes never fail in a row for long."""
 
-    def play(spec: EpisodeSpec, version: int) -> Outcome:
+    def play(spec: EpisodeSpec, version: int) -> Ended:
         return trajectory(spec, [version]) if spec.replica == 3 else failure(spec)
 
     fleet = ThisProcess(play)
@@ -139,7 +155,7 @@ def test_a_task_source_that_ends_ends_the_run_when_its_last_task_is_trained(alph
 
 
 def test_a_task_source_that_ends_while_its_last_group_fails_ends_the_run_too() -> None:
-    def play(spec: EpisodeSpec, version: int) -> Outcome:
+    def play(spec: EpisodeSpec, version: int) -> Ended:
         return failure(spec) if spec.group_id == "g00000002" else trajectory(spec, [version])
 
     log = Log()
@@ -166,7 +182,7 @@ def test_requeue_plays_no_task_more_often_than_its_limit_and_the_books_say_so() 
     """Task 0's episodes never end; with one redundant group every step goes on without it."""
     first = tasks_of().next().seed
 
-    def play(spec: EpisodeSpec, version: int) -> Outcome | None:
+    def play(spec: EpisodeSpec, version: int) -> Ended | None:
         return None if spec.task.seed == first else trajectory(spec, [version], spec.replica)
 
     fleet = ThisProcess(play)
@@ -175,3 +191,44 @@ def test_requeue_plays_no_task_more_often_than_its_limit_and_the_books_say_so() 
     assert len(made) == 8
     assert sum(spec.task.seed == first and spec.replica == 0 for spec in fleet.played) == 3
     assert rollout.books()["groups_given_up"] >= 1
+
+
+class EndedFiles(Log):
+    """Keeps the names of the episodes that are written."""
+
+    def __init__(self, hangs: bool = False) -> None:
+        super().__init__()
+        self.written: list[str] = []
+        self._hangs = hangs
+
+    def write(self, step: int, outcome: Outcome) -> None:
+        if self._hangs:
+            time.sleep(1.0)
+        self.written.append(outcome.episode_id)
+
+
+def test_rows_are_put_when_episodes_end_and_leave_with_their_group() -> None:
+    """Group 0 has no signal, groups 1 and 2 are trained; all that ended is in the stream before any group is taken."""
+    stream = TrajectoryStream()
+
+    def play(spec: EpisodeSpec, version: int) -> Ended:
+        return trajectory(spec, [version], 1.0 if spec.group_id == "g00000000" else spec.replica)
+
+    files = EndedFiles()
+    settings = {"async_ratio": 0.0, "drop_groups_without_signal": True}
+    made, rollout, _ = train(ThisProcess(play), tasks_of(), steps=1, log=files, stream=stream, **settings)
+    assert [group.group_id for group in made[0]] == ["g00000001", "g00000002"]
+    books, counts = rollout.books(), stream.counts()
+    assert counts["produced"] == books["produced"]
+    assert counts["dropped_no_signal"] == books["dropped_no_signal"] == 2
+    assert counts["waiting"] == counts["produced"] - 2, "the learner takes them"
+    assert stream.metrics()["balanced"] == 1
+    assert len(files.written) == books["produced"], "the log is complete when the rollout has ended"
+
+
+def test_an_episode_log_that_hangs_holds_up_the_end_only_for_a_while_and_says_what_is_lost(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(episode_log, "CLOSE_TIMEOUT_S", 0.1)
+    train(ThisProcess(plays()), tasks_of(), steps=1, log=EndedFiles(hangs=True))
+    assert "4 ended episodes are not in the episode log" in caplog.text

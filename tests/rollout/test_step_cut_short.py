@@ -18,9 +18,9 @@ from roll_flash.engines.learner import StepResult
 from roll_flash.errors import RunError
 from roll_flash.monitor.metrics import STEP_S
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.stream import MemoryStore, TrajectoryStream, learner_consumer
+from roll_flash.stream import TrajectoryStream
 from roll_flash.trainer import OnStep, Trainer
-from roll_flash.types import Group
+from roll_flash.types import FinishedGroup
 
 
 class Learner:
@@ -32,7 +32,7 @@ class Learner:
         self._hangs = hangs
         self._has_stepped = False
 
-    async def accumulate(self, groups: Sequence[Group]) -> None:
+    async def accumulate(self, groups: Sequence[FinishedGroup]) -> None:
         pass
 
     async def finish_step(self) -> StepResult:
@@ -107,7 +107,8 @@ async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Ro
     )
     fleet = ThisProcess(plays())
     learner = Learner(hangs=where == "update")
-    async with Rollout(config, fleet, tasks_of(), Log()) as run:  # type: ignore[arg-type]
+    stream = TrajectoryStream()
+    async with Rollout(config, fleet, tasks_of(), Log(), stream) as run:  # type: ignore[arg-type]
         kept = Kept(run)
 
         async def usage() -> dict[str, float]:
@@ -118,8 +119,7 @@ async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Ro
             learner=learner,
             rollout=run,
             publisher=Servers(learner, fleet, run, hang=where == "publication"),
-            stream=TrajectoryStream([learner_consumer(4096)], MemoryStore(), capacity_rows=100, capacity_bytes=1 << 20),
-            stages=SimpleNamespace(reward_column="reward"),
+            stream=stream,
             run_dir=SimpleNamespace(latest_checkpoint=lambda: None),
             metrics=kept,
             trained_tasks=kept,

@@ -14,7 +14,7 @@ from typing import Any
 
 import gymnasium
 import pytest
-from scheduler_world import trajectory
+from scheduler_world import whole_trajectory
 
 from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config.tree import SandboxConfig
@@ -372,7 +372,7 @@ def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_th
         said: Any = 1
         for _ in range(depth):
             said = [said]
-        nested = dataclasses.replace(trajectory(episode, [1], 0.5), info={"right": 7, "said": said})
+        nested = dataclasses.replace(whole_trajectory(episode, [1], 0.5), info={"right": 7, "said": said})
         outcome = picklable_outcome(nested, episode)
         assert isinstance(outcome, Trajectory)
         assert outcome.reward == 0.5

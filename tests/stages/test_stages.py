@@ -17,8 +17,8 @@ from roll_flash.errors import ConfigError, ModelError, RunError, StreamError
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.stages.reward_stage import JudgeStage, check_stages, split_conversation
 from roll_flash.stages.running import final_reward, open_stages, stage_consumers
-from roll_flash.stream import LearnerLoader, TrajectoryStream, learner_consumer
-from roll_flash.types import Group, Task, Trajectory, Turn
+from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_group
+from roll_flash.types import FinishedGroup, Group, Task, Trajectory, Turn
 
 SCORERS = "tests.stages.scorers"
 TASK = Task("t", "Made-v0", 0)
@@ -62,19 +62,24 @@ async def trained(
 ) -> tuple[dict[str, list[float]], dict[str, float]]:
     """Rewards of the groups that reach the learner, and the stream's books with the stages' figures."""
 
-    async def source() -> AsyncIterator[list[Group]]:
-        yield groups
+    async def source() -> AsyncIterator[list[FinishedGroup]]:
+        for one in map(finished_group, groups):
+            for member in one.trajectories:
+                columns = {} if stages else {"reward": member.reward}
+                stream.put(member.episode_id, one.group_id, member, columns)
+            stream.complete(one.group_id)
+            yield [one]
 
     rewards = {}
-    consumers = [learner_consumer(1000), *stage_consumers(stages)]
-    async with TrajectoryStream(consumers, smallest_group=2) as stream, open_stages(stages, stream, log) as running:
-        loader = LearnerLoader(stream, timeout_s=10, reward_column=running.reward_column)
+    stream = TrajectoryStream(stage_consumers(stages))
+    async with open_stages(stages, stream, log) as running:
+        loader = LearnerLoader(stream, micro_batch_tokens=1000, timeout_s=10)
         async with aclosing(loader.stream_step(source())) as micro_batches:
             async for micro_batch in micro_batches:
                 rewards |= {
                     found.group_id: [member.reward for member in found.trajectories] for found in micro_batch.groups
                 }
-        return rewards, {**stream.books(), **running.metrics(), "balanced": stream.metrics()["balanced"]}
+        return rewards, {**stream.counts(), **running.metrics(), "balanced": stream.metrics()["balanced"]}
 
 
 def run(

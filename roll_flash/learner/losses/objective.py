@@ -38,6 +38,10 @@ class RowRecord:
     entropies: Floats
     behavior_logprobs: Floats
     versions: NDArray[np.int32]
+    computed_tokens: int
+    """Number of nodes of the row."""
+    padded_tokens: int
+    """Number of tokens of its sequences without sharing."""
     indicators: dict[str, Floats]
     """1 for each token that a clip or a correction changed, else 0."""
 
@@ -87,6 +91,8 @@ class Objective:
             entropies=entropies.detach().cpu().numpy(),
             behavior_logprobs=row.behavior_logprobs,
             versions=row.versions,
+            computed_tokens=row.num_tokens,
+            padded_tokens=row.padded_tokens,
             indicators={
                 name: value.float().cpu().numpy() for name, value in output.indicators.items() if "fraction" in name
             },

@@ -1,4 +1,4 @@
-"""Computes the advantage of every token as the config defines it: function, set of trajectories, scale."""
+"""Computes advantages as the config defines them: function, set of trajectories, scale."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.learner.losses.advantages import ADVANTAGES, gigpo, scale_by_batch
-from roll_flash.types import Trajectory
+from roll_flash.types import FinishedEpisode
 
-Members = Sequence[Trajectory]
+Members = Sequence[FinishedEpisode]
 Scale = Literal["group", "batch", "none"]
 _OWN_SCALE: dict[str, Scale] = {"rloo": "none", "reinforce++": "batch"}
 """Default scale per advantage; all others are divided by their group's standard deviation."""
@@ -48,8 +47,8 @@ class AdvantageConfig:
         return self.advantage == "reinforce++" or self.scale == "batch"
 
 
-def token_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[list[NDArray[np.float32]]]:
-    """Return advantages [T], float32, per group and trajectory; only the values at policy tokens are used.
+def turn_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[list[tuple[float, ...]]]:
+    """Return, per group and trajectory, one advantage for all tokens, or one for each turn.
 
     `groups` must be the whole step if `needs_whole_batch`; otherwise any number of groups.
     Raises ValueError for a reward that is not finite.
@@ -66,35 +65,18 @@ def token_advantages(groups: Sequence[Members], rules: AdvantageConfig) -> list[
         values = [function([trajectory.reward for trajectory in members], normalize) for members in groups]
         if rules.scale == "batch":
             values = scale_by_batch(values)
-    return [
-        [
-            np.full(len(trajectory.token_ids), value, np.float32)
-            for trajectory, value in zip(members, group, strict=True)
-        ]
-        for members, group in zip(groups, values, strict=True)
-    ]
+    return [[(value,) for value in group.tolist()] for group in values]
 
 
-def _by_turn(members: Members, rules: AdvantageConfig) -> list[NDArray[np.float32]]:
+def _by_turn(members: Members, rules: AdvantageConfig) -> list[tuple[float, ...]]:
     if not members:
         return []
     advantages = gigpo(
-        [[turn.reward for turn in trajectory.turns] for trajectory in members],
-        [_states(trajectory) for trajectory in members],
+        [[reward for _, reward, _ in trajectory.own_turns] for trajectory in members],
+        [[state for _, _, state in trajectory.own_turns] for trajectory in members],
         episode_rewards=[trajectory.reward for trajectory in members],
         turn_weight=rules.turn_weight,
         discount=rules.turn_discount,
         normalize=rules.scale == "group",
     )
-    spread = []
-    for trajectory, values in zip(members, advantages, strict=True):
-        tokens = np.zeros(len(trajectory.token_ids), np.float32)
-        for turn, value in zip(trajectory.turns, values, strict=True):
-            tokens[turn.start : turn.end] = value
-        spread.append(tokens)
-    return spread
-
-
-def _states(trajectory: Trajectory) -> list[str]:
-    """Name the state in which each turn began: "" for the task's shared prompt, then the previous observation."""
-    return ["", *(f"observed {turn.observation}" for turn in trajectory.turns[:-1])]
+    return [tuple(values.tolist()) for values in advantages]

@@ -1,85 +1,115 @@
-"""Turns groups of trajectories into training sequences: checks them, computes advantages, counts dropped ones."""
+"""Plans the training of finished episodes from their metadata, and makes training sequences of their arrays.
+
+The driver checks, computes advantages, counts what is dropped, and decides which rank trains which trajectory; it has
+no arrays. The ranks make sequences of the arrays that they fetch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.errors import LearnerError
-from roll_flash.learner.losses.token_advantages import AdvantageConfig, token_advantages
+from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
 from roll_flash.learner.packing.rows import TrainSequence
-from roll_flash.types import MOST_REWARD, Branch, Group, Trajectory
+from roll_flash.stream.blocks import TokenArrays
+from roll_flash.stream.episodes import NO_LOGPROB, fault_of_reward
+from roll_flash.types import FinishedEpisode, FinishedGroup, StoredTrajectory, Trajectory
 
-NO_LOGPROB = -9999.0
-"""Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class PlannedTrajectory:
+    """What a rank needs to train on a trajectory. Not to be changed; not frozen, as frozen ones take long to pickle."""
+
+    group_id: str
+    data: Trajectory | StoredTrajectory | None
+    advantages: tuple[float, ...]
+    """One for all tokens, or one for each turn of the first sample."""
+    token_weight: float
+    trained_tokens: int
+    packed_tokens: int
+    prompt_length: int
+
+    def sequences(self, arrays: TokenArrays) -> list[TrainSequence]:
+        """Return one sequence per sample. Branches get the advantage of the first sample's last policy token."""
+        first, *branches = arrays.samples()
+        advantages = self._spread(len(first["token_ids"]), arrays.turn_spans)
+        found = [self._sequence(first, advantages)]
+        if branches:
+            value = advantages[np.flatnonzero(first["policy_mask"])[-1]]
+            found += [self._sequence(each, np.full(len(each["token_ids"]), value, np.float32)) for each in branches]
+        return found
+
+    def _spread(self, length: int, turn_spans: Sequence[tuple[int, int]]) -> NDArray[np.float32]:
+        if len(self.advantages) == 1:
+            return np.full(length, self.advantages[0], np.float32)
+        spread = np.zeros(length, np.float32)
+        for (start, end), value in zip(turn_spans, self.advantages, strict=True):
+            spread[start:end] = value
+        return spread
+
+    def _sequence(self, sample: Mapping[str, Any], advantages: NDArray[np.float32]) -> TrainSequence:
+        mask = sample["policy_mask"] & (sample["logprobs"] > NO_LOGPROB)
+        return _sequence(sample, mask, advantages, self.token_weight)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedGroup:
-    """Training data of one group. `counts` are named counters of used and dropped items; they add up over groups.
+    """Plan for one group. `counts` are named counters of used and dropped items; they add up over groups.
 
-    `policy_tokens` and `trajectories` count all valid ones. Policy tokens without a log-probability from the sampler
-    are counted in `tokens_without_logprob` and not trained. A group whose replicas have equal rewards adds nothing to
-    the gradient of a policy loss: its tokens count for the mean but are not computed.
+    `policy_tokens` and `num_valid` count all valid trajectories. Policy tokens without a log-probability from the
+    sampler are counted in `tokens_without_logprob` and not trained. A group whose replicas have equal rewards adds
+    nothing to the gradient of a policy loss: its tokens count for the mean but are not computed.
     """
 
     group_id: str
-    sequences: list[TrainSequence]
+    planned: list[PlannedTrajectory]
     policy_tokens: int
-    trajectories: int
+    num_valid: int
     counts: Counter[str]
     staleness: list[tuple[int, int]]
     """Pairs of (age in versions, number of policy tokens of that age)."""
 
 
-def check_staleness(groups: Iterable[Group], version: int, async_ratio: float) -> None:
+def check_staleness(groups: Iterable[FinishedGroup], version: int, async_ratio: float) -> None:
     """Raises LearnerError if a policy token is older than `version - async_ratio` or newer than `version`."""
-    for group in groups:
-        for trajectory in group.trajectories:
-            for sample in trajectory.samples:
-                _check_versions(trajectory.episode_id, sample.versions[sample.policy_mask], version, async_ratio)
+    for trajectory in (trajectory for group in groups for trajectory in group.trajectories if trajectory.versions):
+        oldest, newest = trajectory.versions[0][0], trajectory.versions[-1][0]
+        if oldest < version - async_ratio:
+            raise LearnerError(
+                f"trajectory {trajectory.episode_id} holds a token of version {oldest}, older than "
+                f"version {version} - async_ratio {async_ratio:g} allows; the scheduler must not hand it out"
+            )
+        if newest > version:
+            raise LearnerError(
+                f"trajectory {trajectory.episode_id} holds a token of version {newest}, but the learner "
+                f"is at version {version}; it belongs to another run"
+            )
 
 
-def _check_versions(episode_id: str, versions: NDArray[np.int32], version: int, async_ratio: float) -> None:
-    if versions.size == 0:
-        return
-    if versions.min() < version - async_ratio:
-        raise LearnerError(
-            f"trajectory {episode_id} holds a token of version {versions.min()}, older than "
-            f"version {version} - async_ratio {async_ratio:g} allows; the scheduler must not hand it out"
-        )
-    if versions.max() > version:
-        raise LearnerError(
-            f"trajectory {episode_id} holds a token of version {versions.max()}, but the learner "
-            f"is at version {version}; it belongs to another run"
-        )
-
-
-def prepare_groups(groups: Sequence[Group], version: int, rules: AdvantageConfig) -> list[PreparedGroup]:
-    """Return the sequences of each group's valid trajectories, with advantages.
+def prepare_groups(groups: Sequence[FinishedGroup], version: int, rules: AdvantageConfig) -> list[PreparedGroup]:
+    """Return the plan of each group's valid trajectories, with advantages.
 
     `groups` must be the whole step if `rules.needs_whole_batch`.
     """
     sorted_out = [_sort_out(group) for group in groups]
-    advantages = token_advantages([valid for valid, _ in sorted_out], rules)
+    advantages = turn_advantages([valid for valid, _ in sorted_out], rules)
     return [
         _prepare(group.group_id, valid, counts, values, version, rules)
         for group, (valid, counts), values in zip(groups, sorted_out, advantages, strict=True)
     ]
 
 
-def prepare_group(group: Group, version: int, rules: AdvantageConfig) -> PreparedGroup:
-    """Like `prepare_groups`, for one group."""
-    return prepare_groups([group], version, rules)[0]
-
-
-def _sort_out(group: Group) -> tuple[list[Trajectory], Counter[str]]:
+def _sort_out(group: FinishedGroup) -> tuple[list[FinishedEpisode], Counter[str]]:
     counts: Counter[str] = Counter(groups=1, trajectories=len(group.trajectories))
-    valid: list[Trajectory] = []
+    valid: list[FinishedEpisode] = []
     for trajectory in group.trajectories:
         fault = invalid_reason(trajectory)
         if fault is None:
@@ -89,33 +119,58 @@ def _sort_out(group: Group) -> tuple[list[Trajectory], Counter[str]]:
     return valid, counts
 
 
+def invalid_reason(trajectory: FinishedEpisode) -> str | None:
+    """Return the reason why a trajectory cannot be trained on, or None."""
+    return trajectory.fault or fault_of_reward(trajectory.reward)
+
+
 def _prepare(
     group_id: str,
-    valid: list[Trajectory],
+    valid: list[FinishedEpisode],
     counts: Counter[str],
-    advantages: list[NDArray[np.float32]],
+    advantages: list[tuple[float, ...]],
     version: int,
     rules: AdvantageConfig,
 ) -> PreparedGroup:
     staleness: Counter[int] = Counter()
-    for sample in (sample for trajectory in valid for sample in trajectory.samples):
-        ages, numbers = np.unique(version - sample.versions[sample.policy_mask], return_counts=True)
-        staleness.update(dict(zip(ages.tolist(), numbers.tolist(), strict=True)))
-    silent = not any(a[t.policy_mask].any() for t, a in zip(valid, advantages, strict=True))
+    for trajectory in valid:
+        for sampled, tokens in trajectory.versions:
+            staleness[version - sampled] += tokens
+    silent = not any(_has_advantage(one, values) for one, values in zip(valid, advantages, strict=True))
     if valid and silent:
         counts["groups_without_signal"] += 1
     computed = not silent or rules.keep_without_signal
-    sequences = [
-        sequence
+    planned = [
+        PlannedTrajectory(
+            group_id=group_id,
+            data=_arrays_only(trajectory.data),
+            advantages=values,
+            token_weight=1.0 / trajectory.trained_tokens if rules.normalization == "sequences" else 1.0,
+            trained_tokens=trajectory.trained_tokens,
+            packed_tokens=trajectory.packed_tokens,
+            prompt_length=trajectory.prompt_length,
+        )
         for trajectory, values in zip(valid, advantages, strict=True)
         if computed
-        for sequence in _sequences(trajectory, values, rules.normalization)
     ]
-    policy_tokens = sum(trained_tokens(t) for t in valid)
-    without_logprob = sum(t.policy_tokens for t in valid) - policy_tokens
+    policy_tokens = sum(trajectory.trained_tokens for trajectory in valid)
+    without_logprob = sum(trajectory.policy_tokens for trajectory in valid) - policy_tokens
     if without_logprob:
         counts["tokens_without_logprob"] += without_logprob
-    return PreparedGroup(group_id, sequences, policy_tokens, len(valid), counts, sorted(staleness.items()))
+    return PreparedGroup(group_id, planned, policy_tokens, len(valid), counts, sorted(staleness.items()))
+
+
+def _arrays_only(data: Trajectory | StoredTrajectory | None) -> Trajectory | StoredTrajectory | None:
+    """Without the references that a rank does not need: each costs the driver time to send."""
+    return StoredTrajectory(data.index, data.tokens) if isinstance(data, StoredTrajectory) else data
+
+
+def _has_advantage(trajectory: FinishedEpisode, advantages: tuple[float, ...]) -> bool:
+    """True if a policy token has an advantage that is not 0 as float32."""
+    if len(advantages) == 1:
+        return bool(np.float32(advantages[0]))
+    turns = zip(trajectory.own_turns, advantages, strict=True)
+    return any(tokens and np.float32(value) for (tokens, _, _), value in turns)
 
 
 def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequence]:
@@ -128,7 +183,8 @@ def prepare_demonstrations(trajectories: Sequence[Trajectory]) -> list[TrainSequ
             raise LearnerError(
                 f"demonstration {trajectory.episode_id} has no policy tokens after a prompt: nothing to imitate"
             )
-    return [_sequence(t, t.policy_mask, np.ones(len(t.token_ids), np.float32), 1.0) for t in trajectories]
+    arrays = [TokenArrays.of(trajectory).samples()[0] for trajectory in trajectories]
+    return [_sequence(each, each["policy_mask"], np.ones(len(each["token_ids"]), np.float32), 1.0) for each in arrays]
 
 
 def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
@@ -140,76 +196,60 @@ def text_sequence(token_ids: Sequence[int]) -> TrainSequence:
     return TrainSequence(tokens, np.arange(tokens.size) > 0, zeros, np.zeros(tokens.size, np.int32), zeros)
 
 
-def invalid_reason(trajectory: Trajectory) -> str | None:
-    """Return the reason why a trajectory cannot be trained on, or None."""
-    for sample in trajectory.samples:
-        if not sample.policy_mask.any():
-            return "no_policy_tokens"
-        if sample.policy_mask[0]:
-            return "no_prompt"
-        if not np.isfinite(sample.logprobs[sample.policy_mask]).all():
-            return "logprobs_not_finite"
-        if not _trained_mask(sample).any():
-            return "no_logprobs"
-    rewards = np.abs([trajectory.reward, *(turn.reward for turn in trajectory.turns)])
-    if not np.isfinite(rewards).all():
-        return "reward_not_finite"
-    return "reward_too_large" if rewards.max() > MOST_REWARD else None
-
-
-def trained_tokens(trajectory: Trajectory) -> int:
-    """Return the number of policy tokens with a log-probability, over all samples of the trajectory."""
-    return sum(int(_trained_mask(sample).sum()) for sample in trajectory.samples)
-
-
-def _trained_mask(sample: Trajectory | Branch) -> NDArray[np.bool_]:
-    """Return the mask [T] of policy tokens that have a log-probability from the sampler. Without it there is no
-    importance ratio: the sentinel value would give the largest weight of all."""
-    mask: NDArray[np.bool_] = sample.policy_mask & (sample.logprobs > NO_LOGPROB)
-    return mask
-
-
-def _sequences(trajectory: Trajectory, advantages: NDArray[np.float32], normalization: str) -> list[TrainSequence]:
-    """Return one sequence per sample. Branches get the advantage of the episode's last turn; with `sequences`
-    normalization, all samples of an episode together weigh 1."""
-    weight = 1.0 / trained_tokens(trajectory) if normalization == "sequences" else 1.0
-    rows = [_sequence(trajectory, _trained_mask(trajectory), advantages, weight)]
-    if trajectory.branches:
-        value = advantages[np.flatnonzero(trajectory.policy_mask)[-1]]
-        rows += [
-            _sequence(branch, _trained_mask(branch), np.full(len(branch.token_ids), value, np.float32), weight)
-            for branch in trajectory.branches
-        ]
-    return rows
-
-
 def _sequence(
-    sample: Trajectory | Branch, mask: NDArray[np.bool_], advantages: NDArray[np.float32], token_weight: float
+    sample: Mapping[str, Any], mask: NDArray[np.bool_], advantages: NDArray[np.float32], token_weight: float
 ) -> TrainSequence:
     return TrainSequence(
-        token_ids=sample.token_ids,
+        token_ids=sample["token_ids"],
         policy_mask=mask,
-        behavior_logprobs=sample.logprobs.astype(np.float32),
-        versions=sample.versions,
+        behavior_logprobs=sample["logprobs"].astype(np.float32),
+        versions=sample["versions"],
         advantages=advantages,
         token_weight=token_weight,
     )
 
 
-def split_minibatches(
-    groups: Mapping[str, Sequence[TrainSequence]], count: int, seed: Sequence[int]
-) -> list[list[TrainSequence]]:
-    """Split groups into `count` parts of similar policy-token counts; groups stay whole to compute their prompt once.
+def split_minibatches(groups: Mapping[str, int], count: int, seed: Sequence[int]) -> list[list[str]]:
+    """Split groups, given with their policy tokens, into `count` parts of similar numbers of tokens.
 
     In an order drawn from `seed` and the group ids, each group goes to the part with the fewest tokens so far: the
     arrival order of groups has no effect. Parts may be empty if there are fewer groups than parts.
     """
     names = sorted(groups)
     np.random.default_rng(list(seed)).shuffle(names)
-    parts: list[list[TrainSequence]] = [[] for _ in range(count)]
+    parts: list[list[str]] = [[] for _ in range(count)]
     tokens = [0] * count
     for name in names:
         part = tokens.index(min(tokens))
-        parts[part].extend(groups[name])
-        tokens[part] += sum(int(sequence.policy_mask.sum()) for sequence in groups[name])
+        parts[part].append(name)
+        tokens[part] += groups[name]
     return parts
+
+
+def row_parts(planned: Iterable[PlannedTrajectory], row_tokens: int) -> list[tuple[int, list[PlannedTrajectory]]]:
+    """Return parts of groups that fit into a row, as far as the controller knows, each with its packed size.
+
+    The common prompt of a part is counted once. A trajectory that is longer than `row_tokens` is a part of its own.
+    """
+    parts: list[tuple[int, list[PlannedTrajectory]]] = []
+    for each in planned:
+        if parts and parts[-1][1][-1].group_id == each.group_id:
+            tokens, members = parts[-1]
+            more = tokens + each.packed_tokens - min(each.prompt_length, members[-1].prompt_length)
+            if more <= row_tokens:
+                members.append(each)
+                parts[-1] = (more, members)
+                continue
+        parts.append((each.packed_tokens, [each]))
+    return parts
+
+
+def share_out(parts: Iterable[tuple[int, Sequence[T]]], ranks: int) -> list[list[T]]:
+    """Distribute parts, given with their size, over ranks: largest first, each to the rank with the least so far."""
+    shares: list[list[T]] = [[] for _ in range(ranks)]
+    sizes = [0] * ranks
+    for size, members in sorted(parts, key=lambda part: -part[0]):
+        rank = sizes.index(min(sizes))
+        shares[rank].extend(members)
+        sizes[rank] += size
+    return shares

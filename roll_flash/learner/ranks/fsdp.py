@@ -1,8 +1,9 @@
 """Implements the LearnerEngine protocol in the driver with FSDP ranks in Ray actors.
 
-Invariants: every rank runs the same passes in the same order; the gradient of a step is that of the mean over all its
-policy tokens, independent of their split over groups, rows and ranks; every call has a timeout; after a failure of any
-rank all ranks are killed and every further call raises the reason.
+The driver knows metadata alone and plans; ranks fetch the arrays of their share and pack them. Invariants: every rank
+runs the same number of passes; the gradient of a step is that of the mean over all its policy tokens, independent of
+their split over groups, rows and ranks; every call has a timeout; after a failure of any rank all ranks are killed and
+every further call raises the reason.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
-from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import (
+    PlannedTrajectory,
     check_staleness,
     prepare_demonstrations,
     prepare_groups,
+    row_parts,
+    share_out,
     split_minibatches,
     text_sequence,
 )
@@ -39,7 +42,8 @@ from roll_flash.learner.ranks.rank_process import cluster_has_gpus, rank_actor, 
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import merge_handles
-from roll_flash.types import Group, Trajectory
+from roll_flash.stream import finished_group
+from roll_flash.types import FinishedGroup, Group, Trajectory
 
 _CLOSE_TIMEOUT_S = 20.0
 
@@ -77,6 +81,7 @@ class FsdpLearner:
         self._failure: str | None = "the learner has not been started"
         self._fingerprint = ""
         self._row_tokens = config.micro_batch_tokens
+        """Maximum tokens of a packed row, by which trajectories are shared out."""
         self._version = 0
         self._skipped_in_a_row = 0
         self._rules = AdvantageConfig.of(config)
@@ -85,8 +90,9 @@ class FsdpLearner:
     def _begin_step(self) -> None:
         self._totals = StepTotals()
         self._has_stepped = False
-        self._waiting: list[Group] = []
-        self._sequences: dict[str, list[TrainSequence]] = {}
+        self._waiting: list[FinishedGroup] = []
+        self._kept: dict[str, int] = {}
+        """Groups of the step, with the number of policy tokens that are trained."""
 
     @property
     def version(self) -> int:
@@ -139,18 +145,20 @@ class FsdpLearner:
         )
         return made
 
-    async def accumulate(self, groups: Sequence[Group]) -> None:
+    async def accumulate(self, groups: Sequence[Group | FinishedGroup]) -> None:
         """Run forward and backward passes on whole groups with the current weights.
 
-        Raises LearnerError if a policy token is older than `version - async_ratio`, or if a rank fails.
+        A group of whole trajectories is sent to the ranks by value. Raises LearnerError if a policy token is older than
+        `version - async_ratio`, or if a rank fails; StreamError if trajectories are lost.
         """
-        check_staleness(groups, self._version, self._async_ratio)
+        finished = [finished_group(group) for group in groups]
+        check_staleness(finished, self._version, self._async_ratio)
         self._check_usable()
         if self._rules.needs_whole_batch:
-            self._totals.add_waiting(len(groups))
-            self._waiting.extend(groups)
+            self._totals.add_waiting(len(finished))
+            self._waiting.extend(finished)
         else:
-            await self._take(groups)
+            await self._take(finished)
 
     async def finish_step(self) -> StepResult:
         """Normalise and clip the gradient, then update. Raises LearnerError if nothing was accumulated.
@@ -168,8 +176,8 @@ class FsdpLearner:
         if count == 1:
             return self._finish(normalizer, rate, [await self._update(normalizer, rate)])
         updates = []
-        for part in split_minibatches(self._sequences, count, (self._seed, self._version)):
-            await self._train_on(part)
+        for part in split_minibatches(self._kept, count, (self._seed, self._version)):
+            await self._train_on_kept(part)
             updates.append(await self._update(normalizer / count, rate))
         return self._finish(normalizer, rate, updates)
 
@@ -192,7 +200,10 @@ class FsdpLearner:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
         sequences = prepare_demonstrations(trajectories)
         self._totals.add_demonstrations(sequences)
-        await self._train_on(sequences, supervised=True)
+        started = time.monotonic()
+        shares = share_out([(len(each.token_ids), [each]) for each in sequences], self._config.ranks)
+        self._totals.add_rows(await self._on_shares("accumulate_sequences", shares, supervised=True))
+        self._totals.forward_backward_s += time.monotonic() - started
         rate = self._config.learning_rate if learning_rate is None else learning_rate
         rate = self._warmed_up(rate) if counts else rate
         normalizer = self._totals.policy_tokens
@@ -205,11 +216,12 @@ class FsdpLearner:
 
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
         """Return the `logprobs` of each text, packed into rows with shared prefixes as in training."""
-        self._check_usable()
         sequences = [text_sequence(text) for text in texts]
-        rows = pack(sequences, self._row_tokens)
-        found = with_prox_logprobs(sequences, *await self._on_rows("prox_logprobs", rows, temperature=1.0))
-        return [sequence.prox_logprobs[1:] for sequence in found if sequence.prox_logprobs is not None]
+        places = share_out([(len(text), [place]) for place, text in enumerate(texts)], self._config.ranks)
+        shares = [[sequences[place] for place in share] for share in places]
+        found = await self._on_shares("text_logprobs", shares)
+        of_place = dict(zip((place for share in places for place in share), found, strict=True))
+        return [of_place[place][1:] for place in range(len(texts))]
 
     async def stage_weights(self) -> StagedWeights:
         """Copy the current weights to memory that servers can read; the caller releases it. Steps do not change it."""
@@ -297,44 +309,36 @@ class FsdpLearner:
                 self._failure = f"a rank did not close in order: {_first_line(error)}"
         self._kill(self._failure or "the learner is closed")
 
-    async def _take(self, groups: Sequence[Group]) -> None:
-        """Train on groups immediately; with several minibatches, only store them with the proximal logprobs."""
-        sequences = []
+    async def _take(self, groups: Sequence[FinishedGroup]) -> None:
+        """Train on groups immediately; with several minibatches, the ranks only keep them with proximal logprobs."""
+        planned: list[PlannedTrajectory] = []
         for prepared in prepare_groups(groups, self._version, self._rules):
             self._totals.add_group(prepared)
-            if self._config.minibatches > 1:
-                self._sequences[prepared.group_id] = await self._with_prox(prepared.sequences)
-            sequences.extend(prepared.sequences)
+            self._kept[prepared.group_id] = sum(each.trained_tokens for each in prepared.planned)
+            planned.extend(prepared.planned)
+        if not planned:
+            return
+        started = time.monotonic()
+        shares = share_out(row_parts(planned, self._row_tokens), self._config.ranks)
         if self._config.minibatches == 1:
-            await self._train_on(sequences)
+            self._totals.add_rows(await self._on_shares("accumulate", shares))
+            self._totals.forward_backward_s += time.monotonic() - started
+        else:
+            await self._on_shares("keep", shares)
+            self._totals.prox_s += time.monotonic() - started
 
-    async def _with_prox(self, sequences: list[TrainSequence]) -> list[TrainSequence]:
+    async def _train_on_kept(self, group_ids: Sequence[str]) -> None:
         started = time.monotonic()
-        rows = pack(sequences, self._row_tokens)
-        found = await self._on_rows("prox_logprobs", rows)
-        self._totals.prox_s += time.monotonic() - started
-        return with_prox_logprobs(sequences, *found)
-
-    async def _train_on(self, sequences: list[TrainSequence], *, supervised: bool = False) -> None:
-        started = time.monotonic()
-        rows, records = await self._on_rows("accumulate", pack(sequences, self._row_tokens), supervised=supervised)
-        self._totals.add_rows(rows, records)
+        if any(self._kept[name] for name in group_ids):
+            self._totals.add_rows(await self._on_shares("accumulate_kept", [group_ids] * self._config.ranks))
         self._totals.forward_backward_s += time.monotonic() - started
 
-    async def _on_rows(self, method: str, rows: list[PackedRow], **kwargs: Any) -> tuple[list[PackedRow], list[Any]]:
-        """Run `method` of the ranks on `rows`; return the rows in result order, and the results."""
-        if not rows:
-            return [], []
-        shares = balance(rows, self._config.ranks)
-        passes = max(len(share) for share in shares)
-        # FSDP collectives need every rank in every pass: ranks with fewer rows run idle passes.
-        work: list[list[PackedRow | None]] = [[*share, *[None] * (passes - len(share))] for share in shares]
-        results = await self._gather(
-            [getattr(rank, method).remote(part, **kwargs) for rank, part in zip(self._ranks, work, strict=True)],
-            method,
-            self._config.step_timeout_s,
-        )
-        return [row for share in shares for row in share], [result for part in results for result in part]
+    async def _on_shares(self, method: str, shares: Sequence[Sequence[Any]], **kwargs: Any) -> list[Any]:
+        """Run `method` on each rank with its share; return all results in one list, in the order of the ranks."""
+        self._check_usable()
+        calls = [getattr(rank, method).remote(share, **kwargs) for rank, share in zip(self._ranks, shares, strict=True)]
+        results = await self._gather(calls, method, self._config.step_timeout_s)
+        return [result for found in results for result in found or ()]
 
     async def _update(self, normalizer: float, rate: float) -> UpdateRecord:
         self._has_stepped = True

@@ -28,17 +28,19 @@ from transformers import AutoTokenizer
 
 from roll_flash.config.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
-from roll_flash.errors import ConfigError
+from roll_flash.errors import ConfigError, LearnerError, StreamError
 from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.compiled_layers import compile_layers
 from roll_flash.learner.model.policy_model import ExactSettings, PolicyModel, check_same_vocabulary, load_policy_model
-from roll_flash.learner.packing.rows import PackedRow
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
+from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.gradient_sync import GradientSync
 from roll_flash.learner.ranks.meeting import is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.weights.device import DeviceWeightStage, free_port
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
+from roll_flash.stream.blocks import fetch_tokens
 
 _LOG = logging.getLogger(__name__)
 
@@ -74,6 +76,8 @@ class LearnerRank:
         self._temperature = temperature
         self._run = run
         self._transfer = transfer
+        self._kept: dict[str, list[TrainSequence]] = {}
+        """Sequences of the step by group, with proximal log-probabilities; only with several minibatches."""
         self._store: dist.Store | None = None
         self._loaded: PolicyModel | None = None
         self._writing: dict[Path, Future[Any]] = {}
@@ -152,14 +156,19 @@ class LearnerRank:
         """Return true if a row may hold several sequences."""
         return self._shares
 
-    def accumulate(self, rows: Sequence[PackedRow | None], *, supervised: bool = False) -> list[RowRecord]:
-        """Run forward and backward passes of each row and accumulate gradients. A collective.
+    def accumulate(self, planned: Sequence[PlannedTrajectory]) -> list[RowRecord]:
+        """Fetch trajectories, run forward and backward passes on them, accumulate gradients. A collective.
 
-        None is an idle pass in which this rank only takes part in collectives: its loss is multiplied by zero.
+        Returns one record per packed row. Raises StreamError or LearnerError on all ranks if one cannot fetch its own.
         """
+        found = self._fetch(planned)
+        return self.accumulate_sequences([each for sequences in found for each in sequences])
+
+    def accumulate_sequences(self, sequences: Sequence[TrainSequence], *, supervised: bool = False) -> list[RowRecord]:
+        """Like `accumulate`, on sequences that are here. A collective."""
         self._policy.train()
         records = []
-        for row in rows:
+        for row in self._passes(sequences):
             self._sync.begin_pass()
             if row is None:
                 self._objective.idle_pass(supervised=supervised)
@@ -167,16 +176,65 @@ class LearnerRank:
                 records.append(self._objective.add_gradient(row, supervised=supervised))
         return records
 
-    def prox_logprobs(
-        self, rows: Sequence[PackedRow | None], temperature: float | None = None
-    ) -> list[NDArray[np.float32]]:
-        """Return the logprobs of each row's policy tokens. `temperature` None: the sampler's. A collective."""
-        found = []
-        for row in rows:
+    def keep(self, planned: Sequence[PlannedTrajectory]) -> None:
+        """Fetch trajectories and keep their sequences with proximal log-probabilities for `accumulate_kept`. A
+        collective."""
+        found = self._fetch(planned)
+        sequences = [each for of_one in found for each in of_one]
+        owners = [each.group_id for each, of_one in zip(planned, found, strict=True) for _ in of_one]
+        rows, logprobs = self._logprobs(sequences, None)
+        for group_id, sequence in zip(owners, with_prox_logprobs(sequences, rows, logprobs), strict=True):
+            self._kept.setdefault(group_id, []).append(sequence)
+
+    def accumulate_kept(self, group_ids: Sequence[str]) -> list[RowRecord]:
+        """Like `accumulate`, on groups that `keep` has prepared; drops them. A collective."""
+        return self.accumulate_sequences([each for name in group_ids for each in self._kept.pop(name, [])])
+
+    def text_logprobs(self, sequences: Sequence[TrainSequence]) -> list[NDArray[np.float32]]:
+        """Return the log-probabilities [T] of each sequence under the current weights, at temperature 1. A
+        collective."""
+        found = with_prox_logprobs(sequences, *self._logprobs(sequences, 1.0))
+        return [each.prox_logprobs for each in found if each.prox_logprobs is not None]
+
+    def _fetch(self, planned: Sequence[PlannedTrajectory]) -> list[list[TrainSequence]]:
+        """Return the sequences of each trajectory, once all ranks have theirs: one that failed joins no pass."""
+        failure: StreamError | None = None
+        found: list[list[TrainSequence]] = []
+        try:
+            arrays = fetch_tokens([each.data for each in planned])
+            found = [each.sequences(tokens) for each, tokens in zip(planned, arrays, strict=True)]
+        except StreamError as error:
+            failure = error
+        if self._largest(int(failure is not None)):
+            raise failure or LearnerError("another rank could not fetch its trajectories")
+        return found
+
+    def _passes(self, sequences: Sequence[TrainSequence]) -> list[PackedRow | None]:
+        """Return packed rows, longest first, and None for each idle pass, in which this rank only takes part in
+        collectives: FSDP needs every rank in every pass."""
+        row_tokens = self._config.micro_batch_tokens if self._shares else 1  # 1: one row per sequence
+        (rows,) = balance(pack(sequences, row_tokens), 1)
+        return [*rows, *[None] * (self._largest(len(rows)) - len(rows))]
+
+    def _logprobs(
+        self, sequences: Sequence[TrainSequence], temperature: float | None
+    ) -> tuple[list[PackedRow], list[NDArray[np.float32]]]:
+        """Return rows and the logprobs of their policy tokens. `temperature` None: the sampler's."""
+        rows, found = [], []
+        for row in self._passes(sequences):
             logprobs = self._objective.logprobs(SINGLE_TOKEN if row is None else row, temperature)
             if row is not None:
+                rows.append(row)
                 found.append(logprobs.cpu().numpy())
-        return found
+        return rows, found
+
+    def _largest(self, number: int) -> int:
+        """Return the largest number of all ranks. A collective."""
+        if self._config.ranks == 1:
+            return number
+        largest = torch.tensor(number)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return int(largest.item())
 
     def update(self, normalizer: float, learning_rate: float, *, skip: bool) -> UpdateRecord:
         """Divide the gradients by `normalizer` (policy tokens or sequences of the step), clip, update. A collective.
@@ -204,6 +262,7 @@ class LearnerRank:
 
     def abandon(self) -> None:
         """Discard the gradient of the current step. A collective."""
+        self._kept.clear()
         self._sync.finish()
         self._optimizer.zero_grad()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import numpy as np
 
 from roll_flash.learner.losses.objective import RowRecord, by_staleness, off_policy_metrics, staleness_metrics
-from roll_flash.learner.packing.rows import PackedRow, TrainSequence
+from roll_flash.learner.packing.rows import TrainSequence
 from roll_flash.learner.packing.sequences import PreparedGroup
 
 
@@ -20,15 +20,12 @@ class StepTotals:
     def __init__(self) -> None:
         self.policy_tokens = 0
         self.sequences = 0
-        self.rows = 0
         self.prox_s = 0.0
         self.forward_backward_s = 0.0
         self.staging_s = 0.0
         self._counts: Counter[str] = Counter()
         self._ages: Counter[int] = Counter()
         self._records: list[RowRecord] = []
-        self._computed_tokens = 0
-        self._padded_tokens = 0
         self._waiting = 0
         self._checked = 0
 
@@ -44,7 +41,7 @@ class StepTotals:
         self._counts.update(prepared.counts)
         self._ages.update(dict(prepared.staleness))
         self.policy_tokens += prepared.policy_tokens
-        self.sequences += prepared.trajectories
+        self.sequences += prepared.num_valid
 
     def add_demonstrations(self, sequences: Sequence[TrainSequence]) -> None:
         self.policy_tokens += sum(int(sequence.policy_mask.sum()) for sequence in sequences)
@@ -59,11 +56,8 @@ class StepTotals:
         new, self._checked = self._records[self._checked :], len(self._records)
         return all(math.isfinite(record.loss) for record in new)
 
-    def add_rows(self, rows: Sequence[PackedRow], records: Sequence[RowRecord]) -> None:
-        self.rows += len(rows)
+    def add_rows(self, records: Iterable[RowRecord]) -> None:
         self._records.extend(records)
-        self._computed_tokens += sum(row.num_tokens for row in rows)
-        self._padded_tokens += sum(row.padded_tokens for row in rows)
 
     def describe(self) -> str:
         """Format the counts for an error message."""
@@ -75,13 +69,14 @@ class StepTotals:
         `version` is the version at the step's start; None omits the comparison with the sampler.
         """
         tokens = [len(record.logprobs) for record in self._records]
+        computed = sum(record.computed_tokens for record in self._records)
         names = {name for record in self._records for name in record.means}
         metrics = {
             "policy_tokens": float(self.policy_tokens),
             "computed_policy_tokens": float(sum(tokens)),
-            "computed_tokens": float(self._computed_tokens),
-            "shared_tokens_saved": float(self._padded_tokens - self._computed_tokens),
-            "rows": float(self.rows),
+            "computed_tokens": float(computed),
+            "shared_tokens_saved": float(sum(record.padded_tokens for record in self._records) - computed),
+            "rows": float(len(self._records)),
             "loss": sum(record.loss for record in self._records) / max(1, normalizer),
             "sequences": float(self.sequences),
             "prox_s": self.prox_s,

@@ -1,0 +1,106 @@
+"""Metadata of finished episodes: all that scheduling, stages and the learner's plan need to know of a trajectory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from hashlib import blake2b
+from math import isfinite
+
+import numpy as np
+from numpy.typing import NDArray
+
+from roll_flash.monitor.episodes import hash_of_task
+from roll_flash.types import MOST_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, StoredTrajectory, Trajectory
+
+NO_LOGPROB = -9999.0
+"""Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
+
+
+def finished_episode(trajectory: Trajectory, stored: StoredTrajectory | None = None) -> FinishedEpisode:
+    """Return the metadata of a trajectory. `stored`: where its data is, if it is not to be kept as it is."""
+    samples = trajectory.samples
+    versions = np.concatenate([sample.versions[sample.policy_mask] for sample in samples])
+    found, counts = np.unique(versions, return_counts=True)
+    return FinishedEpisode(
+        episode_id=trajectory.episode_id,
+        group_id=trajectory.group_id,
+        task=trajectory.task,
+        reward=trajectory.reward,
+        success=trajectory.success,
+        started_s=trajectory.started_s,
+        finished_s=trajectory.finished_s,
+        prompt_length=trajectory.prompt_length,
+        versions=tuple(zip(found.tolist(), counts.tolist(), strict=True)),
+        policy_tokens=len(versions),
+        tokens=sum(len(sample.token_ids) for sample in samples),
+        packed_tokens=packed_tokens([sample.token_ids for sample in samples]),
+        trained_tokens=sum(int(trained_mask(sample).sum()) for sample in samples),
+        samples=len(samples),
+        turns=sum(len(sample.turns) for sample in samples),
+        own_turns=_own_turns(trajectory),
+        fault=_fault(trajectory),
+        task_hash=hash_of_task(trajectory.task.env_id, trajectory.messages, len(trajectory.turns), trajectory.info),
+        data=trajectory if stored is None else stored,
+    )
+
+
+def finished_group(group: Group | FinishedGroup) -> FinishedGroup:
+    """Return a group as the controller knows it."""
+    if isinstance(group, FinishedGroup):
+        return group
+    trajectories = tuple(finished_episode(trajectory) for trajectory in group.trajectories)
+    return FinishedGroup(group.group_id, group.task, trajectories, group.failures)
+
+
+def trained_mask(sample: Trajectory | Branch) -> NDArray[np.bool_]:
+    """Return the mask [T] of policy tokens that have a log-probability from the sampler. Without it there is no
+    importance ratio: the sentinel value would give the largest weight of all."""
+    mask: NDArray[np.bool_] = sample.policy_mask & (sample.logprobs > NO_LOGPROB)
+    return mask
+
+
+def packed_tokens(token_ids: Sequence[NDArray[np.int32]]) -> int:
+    """Return the number of nodes of a prefix tree of these sequences."""
+    # As big-endian bytes, sequences sort like lists of numbers: neighbours share the longest prefixes.
+    in_order = sorted(token_ids, key=lambda ids: ids.astype(">u4").tobytes()) if len(token_ids) > 1 else token_ids
+    total, before = 0, np.empty(0, np.int32)
+    for ids in in_order:
+        shorter = min(len(before), len(ids))
+        different = np.flatnonzero(before[:shorter] != ids[:shorter])
+        total += len(ids) - (int(different[0]) if different.size else shorter)
+        before = ids
+    return total
+
+
+def _fault(trajectory: Trajectory) -> str | None:
+    for sample in trajectory.samples:
+        if not sample.policy_mask.any():
+            return "no_policy_tokens"
+        if sample.policy_mask[0]:
+            return "no_prompt"
+        if not np.isfinite(sample.logprobs[sample.policy_mask]).all():
+            return "logprobs_not_finite"
+        if not trained_mask(sample).any():
+            return "no_logprobs"
+    return next(filter(None, (fault_of_reward(turn.reward) for turn in trajectory.turns)), None)
+
+
+def fault_of_reward(reward: float) -> str | None:
+    """Return the reason why a trajectory with this reward cannot be trained on, or None."""
+    if not isfinite(reward):
+        return "reward_not_finite"
+    return "reward_too_large" if abs(reward) > MOST_REWARD else None
+
+
+def _own_turns(trajectory: Trajectory) -> tuple[tuple[int, float, int], ...]:
+    """Turns begin in the task's shared prompt, which is state 0, or with the observation of the turn before."""
+    states = [0, *(_hash(turn.observation) for turn in trajectory.turns[:-1])]
+    lengths = [int(trajectory.policy_mask[turn.start : turn.end].sum()) for turn in trajectory.turns]
+    return tuple(
+        (length, turn.reward, state)
+        for length, turn, state in zip(lengths, trajectory.turns, states, strict=False)  # one state without turns
+    )
+
+
+def _hash(observation: str) -> int:
+    return int.from_bytes(blake2b(observation.encode("utf-8", "replace"), digest_size=8).digest())
