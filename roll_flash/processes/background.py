@@ -218,7 +218,8 @@ class DaemonThreads(Executor):
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         call, future = _prepared(fn, args, kwargs)
-        threading.Thread(target=call, name=getattr(fn, "__qualname__", "call"), daemon=True).start()
+        name = getattr(fn, "__qualname__", "call").partition(".<locals>")[0]
+        threading.Thread(target=call, name=name, daemon=True).start()
         return future
 
 
