@@ -136,10 +136,6 @@ class ServerEngine:
             figures |= {f"{name}_{index}": value for name, value in logged_figures(text).items()}
         return figures
 
-    async def health(self) -> dict[str, bool]:
-        answers = await asyncio.gather(*(server.is_healthy() for server in self._servers))
-        return {server.endpoint: answer for server, answer in zip(self._servers, answers, strict=True)}
-
     async def close(self) -> None:
         for task in self._supervisors:
             task.cancel()

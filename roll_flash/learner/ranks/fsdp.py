@@ -199,12 +199,8 @@ class FsdpLearner:
         updates = [await self._update(normalizer, rate)]
         return self._finish(normalizer, rate, updates, off_policy=False, counts=counts)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
-        return (await self.logprobs_of([token_ids]))[0]
-
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Return the `logprobs` of each text, packed into rows with shared prefixes as in training."""
+        """See `LearnerEngine`; at temperature 1, with shared prefixes."""
         self._check_usable()
         sequences = [text_sequence(text) for text in texts]
         rows = pack(sequences, self._row_tokens)
@@ -224,10 +220,6 @@ class FsdpLearner:
     async def release_weights(self, weights: StagedWeights) -> None:
         """Free a staged version. Raises LearnerError if it is no longer staged."""
         await self._on_all("release", replace(weights, channel=None), timeout_s=self._config.step_timeout_s)
-
-    async def save(self, folder: Path) -> None:
-        """Call `begin_save` and wait until the checkpoint is written."""
-        await (await self.begin_save(folder))
 
     async def begin_save(self, folder: Path) -> asyncio.Task[None]:
         """Write a complete checkpoint (weights, optimizer, random state, version) into a new folder, atomically.
@@ -256,10 +248,6 @@ class FsdpLearner:
         self._version = int(manifest["version"])
         self._begin_step()
         self._skipped_in_a_row = 0
-
-    async def export_hf(self, folder: Path) -> None:
-        """Call `begin_export` and wait until the model folder is written."""
-        await (await self.begin_export(folder))
 
     async def begin_export(self, folder: Path) -> asyncio.Task[None]:
         """Write a model folder that `transformers` can load, tokenizer included, atomically; replaces an earlier one.
