@@ -19,7 +19,7 @@ from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
 from roll_flash.processes.background import start_background
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.worker import Outcome
-from roll_flash.scheduling.async_ratio import AsyncRatioController, ControllerSettings, Decision, StepMeasurement
+from roll_flash.scheduling.async_ratio import AsyncRatioController, Decision, StepMeasurement
 from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
@@ -59,7 +59,7 @@ class Rollout:
         self._stall_timeout_s = config.stall_timeout_s
         self._controller = None
         if scheduler.async_ratio == "auto":
-            self._controller = AsyncRatioController(ControllerSettings(*scheduler.async_ratio_bounds))
+            self._controller = AsyncRatioController(*scheduler.async_ratio_bounds)
         async_ratio = self._controller.async_ratio if self._controller else scheduler.highest_async_ratio
         rule = StalenessRule(async_ratio, scheduler.groups_per_step, scheduler.extra_groups)
         self.scheduler = Scheduler(

@@ -139,7 +139,5 @@ class DroppedGroup:
     group_id: str
     task: Task
     reason: DropReason
-    episodes_lost: int
-    """Number of finished trajectories dropped with the group."""
     tokens_lost: int
-    """Number of policy tokens in those trajectories."""
+    """Number of policy tokens in the trajectories dropped with the group."""

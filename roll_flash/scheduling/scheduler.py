@@ -78,7 +78,6 @@ class Scheduler:
         """`produced` == `trained` + every `dropped_*` + `waiting_trajectories()`."""
         self.failures: Counter[str] = Counter()
         self.cancelled_episodes = 0
-        self.started_episodes = 0
         self.admitted = 0
         self.trained_groups = 0
 
@@ -313,7 +312,6 @@ class Scheduler:
         group.running[episode.episode_id] = episode
         group.started_s[episode.episode_id] = self.now_s
         self._running[episode.episode_id] = group
-        self.started_episodes += 1
         if not group.has_begun:
             group.last_step = self._rule.last_step(self.server_version)
             group.max_staleness = self._rule.max_staleness
@@ -438,7 +436,7 @@ class Scheduler:
         self.trajectories[f"dropped_{reason}"] += len(group.trajectories)
         self.bias.dropped(group)
         tokens = sum(trajectory.policy_tokens for trajectory in group.trajectories)
-        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, len(group.trajectories), tokens))
+        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, tokens))
         if reason == "stale" and self._policy.on_stale == "requeue":
             self._requeued.stale(group)
         if self._waves is not None:

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.tasks import level_name
 from roll_flash.types import Task, Trajectory
 
 BINS_PER_DOUBLING = 4
-MOST_LEVELS, OTHER_LEVELS = 32, "other"
+MAX_LEVELS, OTHER_LEVELS = 32, "other"
 """Levels after the first 32 are counted together as "other": a task source may give every task its own level."""
 
 
@@ -94,18 +94,12 @@ class Measure:
 
 
 class SelectionBias:
-    """Selection bias of a run. The scheduler reports every trained or dropped group. `label`: level of a task.
+    """Selection bias of a run. The scheduler reports every trained or dropped group.
 
     `longest_s`: maximum duration of an episode in seconds, the upper bound for unfinished ones.
     """
 
-    def __init__(
-        self,
-        label: Callable[[Task], str] = level_name,
-        *,
-        longest_s: float = math.inf,
-    ) -> None:
-        self._label = label
+    def __init__(self, *, longest_s: float = math.inf) -> None:
         self._tasks = {"submitted": Counter[str](), "trained": Counter[str]()}
         self._episodes = {"submitted": Counter[str](), "trained": Counter[str]()}
         self._lengths = Measure(math.inf)
@@ -139,16 +133,16 @@ class SelectionBias:
         return found
 
     def _level(self, task: Task) -> str:
-        level = self._label(task)
-        if level not in self._latencies_of and len(self._latencies_of) >= MOST_LEVELS:
+        level = level_name(task)
+        if level not in self._latencies_of and len(self._latencies_of) >= MAX_LEVELS:
             level = OTHER_LEVELS
         self._latencies_of.setdefault(level, Measure(self._longest_s))
         return level
 
     def _add(self, group: OpenGroup, *, is_trained: bool) -> None:
         level = self._level(group.task)
-        for book in ("submitted", "trained") if is_trained else ("submitted",):
-            self._tasks[book][level] += 1
+        self._tasks["submitted"][level] += 1
+        self._tasks["trained"][level] += is_trained
         self._add_episodes(level, group.trajectories, group.unfinished_s, is_trained=is_trained)
 
     def _add_episodes(
