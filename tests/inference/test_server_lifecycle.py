@@ -39,7 +39,7 @@ from roll_flash.processes.supervise import GuardedProcess
 folder = Path(sys.argv[1])
 (folder / "scratch").mkdir()
 command = [sys.executable, "-c", sys.argv[2]]
-process = GuardedProcess.start(command, env=os.environ, log=folder / "log", scratch=folder / "scratch")
+process = GuardedProcess(command, env=os.environ, log=folder / "log", scratch=folder / "scratch")
 print(process.pid, flush=True)
 time.sleep(600)
 """
@@ -111,7 +111,7 @@ def test_nothing_outlives_its_owner(victim: str, tmp_path: Path) -> None:
 
 def test_a_command_dies_with_its_guard(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
-    process = GuardedProcess.start(command, env=os.environ, log=tmp_path / "log")
+    process = GuardedProcess(command, env=os.environ, log=tmp_path / "log")
     assert wait_until(lambda: "up" in (tmp_path / "log").read_text(), 20)
     os.kill(process.pid, signal.SIGKILL)
     assert wait_until(lambda: not group_members(process.pid), 5)
@@ -120,7 +120,7 @@ def test_a_command_dies_with_its_guard(tmp_path: Path) -> None:
 
 
 def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:
-    process = GuardedProcess.start([sys.executable, "-c", "raise SystemExit(3)"], env=os.environ, log=tmp_path / "log")
+    process = GuardedProcess([sys.executable, "-c", "raise SystemExit(3)"], env=os.environ, log=tmp_path / "log")
     assert wait_until(lambda: process.returncode is not None, 20)
     assert process.returncode == 3
     process.stop()

@@ -104,7 +104,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log_start = self.log.stat().st_size if self.log.exists() else 0
         scratch = make_scratch_folder("server")
-        self._process = GuardedProcess.start(
+        self._process = GuardedProcess(
             self._launcher.command(self.index, self.port), env=self._environment(scratch), log=self.log, scratch=scratch
         )
         await self._wait_until_healthy(log_start)
