@@ -8,6 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that is not empty; its type's name if there is none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class RollFlashError(Exception):
     """Base class of all errors that this package raises on purpose."""
 

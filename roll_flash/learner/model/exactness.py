@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from roll_flash.errors import ModelError
+from roll_flash.errors import ModelError, first_line
 from roll_flash.learner.model.logit_transform import find_logit_form
 from roll_flash.learner.model.policy_model import PolicyModel, reset_dynamic_rope, rope_types
 from roll_flash.learner.packing.rows import PackedRow, common_prefix_length, pack
@@ -46,7 +46,9 @@ def choose_exact_mode(policy: PolicyModel, folder: Path) -> None:
         expected = [_plain_logprobs(policy, text) for text in texts]
         policy.logit_transform = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
     except Exception as error:  # model code may raise anything
-        raise ModelError(f"{name} does not run on a text of {len(texts[0])} tokens: {_described(error)}") from error
+        raise ModelError(
+            f"{name} does not run on a text of {len(texts[0])} tokens: {type(error).__name__}: {first_line(error)}"
+        ) from error
     if not torch.cat(expected).isfinite().all():
         raise ModelError(
             f"{name} gives log-probabilities that are not finite to a text of {len(texts[0])} tokens; its weights are "
@@ -90,7 +92,7 @@ def _difference(
                 difference = (found[chosen] - expected[member]).abs().max()
                 largest = max(largest, float(difference.nan_to_num(nan=torch.inf)))
     except Exception as error:  # a model without support for the arguments may raise anything
-        return _described(error)
+        return f"{type(error).__name__}: {first_line(error)}"
     if largest <= tolerance:
         return None
     return f"log-probabilities differ by {largest:.2g} from those of transformers"
@@ -154,8 +156,3 @@ def _texts(vocabulary: int) -> list[NDArray[np.int32]]:
             text = np.concatenate([text, parts[key]])
         texts.append(text)
     return texts
-
-
-def _described(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

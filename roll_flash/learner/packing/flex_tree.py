@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from roll_flash.errors import first_line
+
 _SHORTEST = 128
 _MOST_VARIANTS = 64
 """Maximum number of compiled kernels: one per padded length, with and without gradient."""
@@ -55,7 +57,7 @@ def unsupported_reason(device: torch.device) -> str | None:
     try:
         difference = _largest_difference(device)
     except Exception as error:  # compilers, drivers and libraries may raise anything
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None if difference < _TOLERANCE else f"it differs by {difference:.3g} from plain attention"
 
 

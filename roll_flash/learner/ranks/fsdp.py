@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
-from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
+from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, first_line
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import (
@@ -282,7 +282,7 @@ class FsdpLearner:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
             except (TimeoutError, ray.exceptions.RayError) as error:
-                self._failure = f"a rank did not close in order: {_first_line(error)}"
+                self._failure = f"a rank did not close in order: {first_line(error)}"
         self._kill(self._failure or "the learner is closed")
 
     async def _take(self, groups: Sequence[Group]) -> None:
@@ -403,9 +403,9 @@ class FsdpLearner:
                 if method in ("check_model", "start"):
                     self._kill(str(cause))
                 raise cause from None
-            self._kill(f"{method} failed on a rank: {type(cause).__name__}: {_first_line(cause)}")
+            self._kill(f"{method} failed on a rank: {type(cause).__name__}: {first_line(cause)}")
         except ray.exceptions.RayError as error:
-            self._kill(f"a rank died during {method}: {_first_line(error)}")
+            self._kill(f"a rank died during {method}: {first_line(error)}")
         raise LearnerError(str(self._failure))
 
     def _check_usable(self) -> None:
@@ -417,8 +417,3 @@ class FsdpLearner:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
