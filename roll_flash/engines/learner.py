@@ -33,7 +33,8 @@ class LearnerEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Number of finished steps; each produced one weight version that servers can load."""
+        """Number of finished steps; each produced one weight version that servers can load. A step with minibatches is
+        several optimizer steps, and the weights in between are never published."""
         ...
 
     async def check_model(self) -> None:
@@ -79,7 +80,8 @@ class LearnerEngine(Protocol):
         ...
 
     async def stage_weights(self) -> StagedWeights:
-        """Copy the current weights to memory that the servers can read. The caller releases them."""
+        """Copy the current weights to memory that the servers can read; later steps do not change the copy. The caller
+        releases it."""
         ...
 
     async def release_weights(self, weights: StagedWeights) -> None: ...

@@ -21,7 +21,7 @@ from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.inference.servers.update import update_server
 from roll_flash.learner.model import lora
 from roll_flash.learner.open import open_learner
-from roll_flash.learner.ranks.rank_process import rank_actor
+from roll_flash.learner.ranks.rank import rank_actor
 from roll_flash.learner.weights import device as device_weights
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles

@@ -34,8 +34,7 @@ from roll_flash.learner.packing.sequences import (
 )
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.checkpoint import write_in_background
-from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord
-from roll_flash.learner.ranks.rank_process import cluster_has_gpus, rank_actor, rank_environment
+from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord, rank_actor, rank_environment
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import merge_handles
@@ -45,7 +44,7 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class FsdpLearner:
-    """A learner with `config.ranks` ranks. Ray must be initialised; each rank is an actor with `num_cpus` CPUs.
+    """A learner with `config.ranks` ranks. Ray must be initialised; each rank is an actor that reserves no CPU.
 
     `temperature` is the sampling temperature: log-probabilities are compared under the sampling distribution.
     """
@@ -59,7 +58,6 @@ class FsdpLearner:
         seed: int = 0,
         temperature: float = 1.0,
         run: str = "run",
-        num_cpus: float = 0.0,
         transfer: WeightTransfer = "shm",
     ) -> None:
         self._folder = Path(model_folder)
@@ -68,7 +66,6 @@ class FsdpLearner:
         self._seed = seed
         self._temperature = temperature
         self._run = run
-        self._num_cpus = num_cpus
         self._transfer: WeightTransfer = transfer
         self._ranks: list[ActorHandle[Any]] = []
         self._forms: Forms = {}
@@ -90,23 +87,17 @@ class FsdpLearner:
 
     @property
     def version(self) -> int:
-        """Number of finished steps that changed the weights, supervised steps included; one per published version.
-
-        With `minibatches` above 1, one step is several optimizer steps; the weights in between are never published.
-        """
+        """Number of finished steps that changed the weights, supervised steps included."""
         return self._version
 
     async def check_model(self) -> None:
-        """Start only the first rank, which loads the model and checks that it is computed exactly.
-
-        Raises LearnerError, or ModelError for a model that cannot be trained; no process keeps running then.
-        """
+        """See `LearnerEngine`: start only the first rank. No process keeps running after an error."""
         self._failure = None
         self._ranks = [self._new_rank(0)]
         self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
 
     async def start(self) -> None:
-        """Start all ranks and load the model. Raises LearnerError or ModelError; no process keeps running then."""
+        """See `LearnerEngine`. No process keeps running after an error."""
         if not self._ranks:
             await self.check_model()
         config = self._config
@@ -121,9 +112,10 @@ class FsdpLearner:
 
     def _new_rank(self, rank: int) -> ActorHandle[Any]:
         config = self._config
-        gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus()) else 0
+        cluster_has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus) else 0
         actor = rank_actor(LearnerRank, self._transfer).options(
-            num_cpus=self._num_cpus,
+            num_cpus=0,
             num_gpus=gpus,
             max_restarts=0,
             runtime_env={"env_vars": rank_environment(config.threads)},
@@ -174,7 +166,7 @@ class FsdpLearner:
         return self._finish(normalizer, rate, updates)
 
     async def abandon_step(self) -> None:
-        """Discard the accumulated gradients. A begun update increases the version: no checkpoint is mislabelled."""
+        """See `LearnerEngine`. A begun update increases the version: no checkpoint is mislabelled."""
         await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
         self._version += self._has_stepped
         self._begin_step()
@@ -182,12 +174,8 @@ class FsdpLearner:
     async def sft_step(
         self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
     ) -> StepResult:
-        """Take one supervised step: cross-entropy on the policy tokens of demonstrations.
-
-        It uses the same packing, optimizer and version counter as other steps, because servers need the new weights
-        too. With `counts` false (warm start, before any sampling) it changes neither the version nor `warmup_steps`.
-        Raises LearnerError inside a step that `accumulate` has begun.
-        """
+        """See `LearnerEngine`. It uses the packing and optimizer of other steps; only if it `counts` does
+        `warmup_steps` apply."""
         if not self._totals.empty:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
         sequences = prepare_demonstrations(trajectories)
@@ -208,7 +196,6 @@ class FsdpLearner:
         return [sequence.prox_logprobs[1:] for sequence in found if sequence.prox_logprobs is not None]
 
     async def stage_weights(self) -> StagedWeights:
-        """Copy the current weights to memory that servers can read; the caller releases it. Steps do not change it."""
         started = asyncio.get_running_loop().time()
         results = await self._on_all("stage", self._version, timeout_s=self._config.step_timeout_s)
         self._totals.staging_s += asyncio.get_running_loop().time() - started
@@ -218,16 +205,12 @@ class FsdpLearner:
         return replace(staged, channel=NcclChannel(self._ranks[0], self._gather, self._config.step_timeout_s))
 
     async def release_weights(self, weights: StagedWeights) -> None:
-        """Free a staged version. Raises LearnerError if it is no longer staged."""
+        """Raises LearnerError if the version is no longer staged."""
         await self._on_all("release", replace(weights, channel=None), timeout_s=self._config.step_timeout_s)
 
     async def begin_save(self, folder: Path) -> asyncio.Task[None]:
-        """Write a complete checkpoint (weights, optimizer, random state, version) into a new folder, atomically.
-
-        On return the state has been copied and training may continue; the task ends when all files are on disk. Raises
-        CheckpointError, here or from the task, if the folder exists or cannot be written, LearnerError inside a step;
-        no files remain then.
-        """
+        """See `LearnerEngine`; atomic. Raises CheckpointError, here or from the task, if the folder exists or cannot be
+        written, LearnerError inside a step; no files remain then."""
         if not self._totals.empty:
             raise LearnerError(f"{folder}: a checkpoint is written between steps, after finish_step")
         metadata = {"model": self._fingerprint, "version": self._version, "ranks": self._config.ranks}
@@ -250,10 +233,8 @@ class FsdpLearner:
         self._skipped_in_a_row = 0
 
     async def begin_export(self, folder: Path) -> asyncio.Task[None]:
-        """Write a model folder that `transformers` can load, tokenizer included, atomically; replaces an earlier one.
-
-        Returns like `begin_save`. Raises CheckpointError if it cannot be written, or `folder` exists without a model.
-        """
+        """See `LearnerEngine`; atomic, replaces an earlier model. Raises CheckpointError if the folder cannot be
+        written, or exists without a model."""
         return await self._in_background("begin_export", folder, replaces=(folder / "config.json").is_file())
 
     async def _in_background(
