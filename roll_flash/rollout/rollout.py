@@ -311,9 +311,9 @@ def scheduling_policy(config: Config) -> SchedulingPolicy:
         on_failure=scheduler.on_failure,
         in_order=scheduler.in_order,
         group_filter=has_signal if scheduler.drop_groups_without_signal else None,
-        most_filtered_per_step=4 * scheduler.groups_per_step,
-        most_steps_without_signal=scheduler.max_steps_without_signal,
-        most_lost_groups_in_a_row=scheduler.max_failures_in_a_row,
+        max_filtered_per_step=4 * scheduler.groups_per_step,
+        max_steps_without_signal=scheduler.max_steps_without_signal,
+        max_lost_groups_in_a_row=scheduler.max_failures_in_a_row,
         max_requeues_per_group=scheduler.max_requeues,
     )
 

@@ -52,10 +52,10 @@ class Distribution:
 class Measure:
     """One property of episodes, such as latency, for submitted and for trained episodes."""
 
-    def __init__(self, longest: float) -> None:
-        """`longest`: upper bound of the value for every episode."""
+    def __init__(self, upper_bound: float) -> None:
+        """`upper_bound`: upper bound of the value for every episode."""
         self.submitted, self.trained = Distribution(), Distribution()
-        self._longest = longest
+        self._upper_bound = upper_bound
         self._unfinished = 0
         self._unfinished_total = 0.0
 
@@ -78,13 +78,15 @@ class Measure:
         if not self.trained.count:
             return {}
         count = self.submitted.count + self._unfinished
-        least = (self.submitted.total + self._unfinished_total) / count
-        most = math.inf
+        min_mean = (self.submitted.total + self._unfinished_total) / count
+        max_mean = math.inf
         if not self._unfinished:
-            most = least
-        elif math.isfinite(self._longest):
-            most = (self.submitted.total + self._unfinished * self._longest) / count
-        low, high = (self.trained.mean / max(most, least), self.trained.mean / least) if least > 0 else (1.0, 1.0)
+            max_mean = min_mean
+        elif math.isfinite(self._upper_bound):
+            max_mean = (self.submitted.total + self._unfinished * self._upper_bound) / count
+        low, high = (
+            (self.trained.mean / max(max_mean, min_mean), self.trained.mean / min_mean) if min_mean > 0 else (1.0, 1.0)
+        )
         return {f"{name}_ratio_low": low, f"{name}_ratio_high": high}
 
     def distance(self) -> tuple[float, float]:
@@ -113,7 +115,7 @@ class SelectionBias:
     def dropped(self, group: OpenGroup) -> None:
         self._add(group, is_trained=False)
 
-    def dropped_alone(self, task: Task, trajectory: Trajectory) -> None:
+    def trajectory_dropped(self, task: Task, trajectory: Trajectory) -> None:
         """Count one trajectory that is dropped while its group stays."""
         self._add_episodes(self._level(task), [trajectory], [], is_trained=False)
 
