@@ -486,7 +486,7 @@ def test_ctrl_c_while_a_thread_starts_something_waits_for_it_once_and_leaves_it_
             left.set()
 
     async def use() -> None:
-        async with in_thread(slow(), give_up=told.set):
+        async with in_thread(slow(), cancel=told.set):
             raise AssertionError("it was cancelled before")
 
     async def interrupted(times: int) -> None:
@@ -520,7 +520,7 @@ def test_what_fails_to_start_after_ctrl_c_is_ctrl_c_still() -> None:
         yield
 
     async def use() -> None:
-        async with in_thread(fails_late(), give_up=may_fail.set):
+        async with in_thread(fails_late(), cancel=may_fail.set):
             pass
 
     async def interrupted() -> None:
