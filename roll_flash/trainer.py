@@ -212,7 +212,7 @@ class Trainer:
 
     async def _settle(self) -> Publication | None:
         """Wait until every server has the weights of the previous step."""
-        return await self._system.publisher.settled()
+        return await self._system.publisher.wait_published()
 
     async def _evaluate(self) -> EvalResult | None:
         if not self._config.eval.before_and_after:

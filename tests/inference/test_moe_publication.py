@@ -80,7 +80,7 @@ def test_a_mixture_of_experts_is_published_and_exported(engine: str, kind: str, 
             await learner.accumulate([make_group(0, vocabulary=64), make_group(1, vocabulary=64)])
             await learner.finish_step()
             await publisher.begin()
-            assert await publisher.settled() is not None
+            assert await publisher.wait_published() is not None
             after = (await learner.logprobs_of([probe.texts[0]]))[0]
             assert np.abs(after - before).max() > 0.01
             await (await learner.begin_export(tmp_path / "exported"))
