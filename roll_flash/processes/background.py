@@ -210,9 +210,6 @@ async def in_thread(
         thread.shutdown()
 
 
-Result = TypeVar("Result")
-
-
 class DaemonThreads(Executor):
     """Executor with one daemon thread per call."""
 
@@ -271,7 +268,7 @@ def carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-async def call_in_thread(function: Callable[[], Result]) -> Result:
+async def call_in_thread(function: Callable[[], T]) -> T:
     """Await a blocking call. Cancellation abandons the thread, because Python cannot end it."""
-    result: Result = await asyncio.get_running_loop().run_in_executor(DaemonThreads(), function)
+    result: T = await asyncio.get_running_loop().run_in_executor(DaemonThreads(), function)
     return result

@@ -83,7 +83,7 @@ class WeightDoubleBuffer:
 
 
 class Preparation:
-    """Runs `WeightDoubleBuffer.prepare` in a thread; closes the descriptor `ready_pipe` at its end, after errors too."""
+    """Runs `WeightDoubleBuffer.prepare` in a thread; closes the descriptor `ready_pipe` at its end or error."""
 
     def __init__(self, double_buffer: WeightDoubleBuffer, weights: PublishedWeights, ready_pipe: int) -> None:
         self._done: Future[None] = Future()

@@ -165,7 +165,7 @@ class PartialTurn:
             self._cut_at_stop()
 
     def _cut_at_stop(self) -> None:
-        """Cut the turn after the first stop string that began in an earlier request; each token has at least one byte."""
+        """Cut the turn after the first stop string that began in an earlier request. A token has at least one byte."""
         assert self._decode is not None
         longest = max(len(stop.encode()) for stop in self._sampling.stop)
         for request_start in self._request_starts:
