@@ -18,7 +18,7 @@ import pytest
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.open import open_engine
-from roll_flash.inference.servers.process import LOWEST_PORT, Launcher, ServerProcess
+from roll_flash.inference.servers.process import MIN_PORT, Launcher, ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.supervise import GuardedProcess
 
@@ -169,7 +169,7 @@ def test_no_connection_is_given_the_port_of_a_server_that_is_not_there_yet(tmp_p
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     launcher = Launcher("none", "float32", lambda index, port: [], {})
     ports = [ServerProcess(index, launcher, InferenceConfig(), tmp_path, "key").port for index in range(20)]
-    assert max(ports) < first or first <= LOWEST_PORT, "unless this machine gives every port to connections"
+    assert max(ports) < first or first <= MIN_PORT, "unless this machine gives every port to connections"
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])
