@@ -227,7 +227,7 @@ async def one_update(way: Way, learner: FsdpLearner, publisher: Publisher, group
     way.learner_waits_s.append(time.monotonic() - ended)
     # The learner is free from here on; the next step would begin, and so it does.
     await learner.accumulate(step_groups(1, learner.version))
-    publication = await publisher.settled()
+    publication = await publisher.wait_published()
     await learner.abandon_step()
     assert publication is not None
     assert not result.skipped

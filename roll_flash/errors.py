@@ -6,6 +6,11 @@ The command line prints only the message and exits with `exit_code`: 2 for usage
 from __future__ import annotations
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text that is not empty; its type's name if there is none."""
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
 class RollFlashError(Exception):
     """Base class of all errors that this package raises on purpose."""
 

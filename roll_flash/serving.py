@@ -21,7 +21,7 @@ from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.inference.servers.process import require_free_port
 from roll_flash.models.prepare import RECIPES, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
-from roll_flash.processes.background import beside, first_failure
+from roll_flash.processes.background import background_task, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.run.run_dir import find_model, make_own_folder
 
@@ -99,7 +99,7 @@ async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> 
         except OSError as error:
             reason = error.strerror or str(error)
             raise ConfigError(f"{request.host}:{request.port}: {reason}; choose another with --port") from None
-        await stack.enter_async_context(beside(routes.sweep(), "the sweep over unused sessions"))
+        await stack.enter_async_context(background_task(routes.sweep(), "the sweep over unused sessions"))
         url = url or f"http://{request.host}:{port}"
         yield RunningGateway(url, admin_key, backend.model, step_file(folder, 0), routes)
 

@@ -285,7 +285,7 @@ async def _agree_on_weights(
             return
         metrics.log(learner.version, await _warm_start(start, start.config.warm_start, learner, progress))
     await publisher.begin()
-    await publisher.settled()
+    await publisher.wait_published()
 
 
 def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:

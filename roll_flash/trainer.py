@@ -87,8 +87,8 @@ class Trainer:
         self._progress = progress
         self._evaluated: set[str] = set()
         most_s = system.config.learner.step_timeout_s
-        self._micro_batch_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
-        self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), most_s=most_s)
+        self._micro_batch_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), max_s=most_s)
+        self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), max_s=most_s)
         self._last_tokens = 0
         """Tokens of the last micro-batch, counted by `_computed_tokens`."""
         learner = system.config.learner
@@ -134,7 +134,7 @@ class Trainer:
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:
             tokens = max(1, self._last_tokens)
-            await self._micro_batch_s.bound(learner.abandon_step(), "the learner's last micro-batch", tokens)
+            await self._micro_batch_s.run(learner.abandon_step(), "the learner's last micro-batch", tokens)
             cut_short = await self._count_what_was_cut_short()
             await self._system.checkpoints.ended()  # its failure may be the reason why the run ends
             await self.checkpoint()
@@ -160,13 +160,13 @@ class Trainer:
                 self._last_tokens = _computed_tokens(groups)
                 with record.learner_works(groups):
                     accumulating = learner.accumulate(groups)
-                    await self._micro_batch_s.bound(accumulating, "the learner's micro-batch", self._last_tokens)
+                    await self._micro_batch_s.run(accumulating, "the learner's micro-batch", self._last_tokens)
         if not has_groups:
             self._note_rollout()
             return False
         with record.learner_works():
             tokens = _computed_tokens(record.groups)
-            result = await self._update_s.bound(learner.finish_step(), "the learner's step", tokens)
+            result = await self._update_s.run(learner.finish_step(), "the learner's step", tokens)
         record.learner_metrics = result.metrics
         await self._count(record)
         publication = await self._settle()
@@ -217,7 +217,7 @@ class Trainer:
 
     async def _settle(self) -> Publication | None:
         """Wait until every server has the weights of the previous step."""
-        return await self._system.publisher.settled()
+        return await self._system.publisher.wait_published()
 
     async def _evaluate(self) -> EvalResult | None:
         if not self._config.eval.before_and_after:

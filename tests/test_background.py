@@ -415,19 +415,19 @@ def test_only_what_went_wrong_lately_counts(gaps_s: list[float]) -> None:
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=60))
 def test_a_deadline_follows_what_it_is_for(taken_s: list[float]) -> None:
-    deadline = LearnedDeadline(floor_s=30, most_s=600)
+    deadline = LearnedDeadline(floor_s=30, max_s=600)
     assert deadline.limit_s() == 600
     for seconds in taken_s:
-        deadline.took(seconds)
+        deadline.record(seconds)
     assert 30 <= deadline.limit_s() <= 600
     assert deadline.limit_s() >= min(600, 10 * max(taken_s[-20:]))
 
 
 def test_a_deadline_grows_with_the_work_and_learns_nothing_where_there_was_none() -> None:
-    deadline = LearnedDeadline(floor_s=30, most_s=600)
-    deadline.took(0.001, size=0)
+    deadline = LearnedDeadline(floor_s=30, max_s=600)
+    deadline.record(0.001, size=0)
     assert deadline.limit_s(5_000) == 600, "nothing was computed so far"
-    deadline.took(4, size=1_000)
+    deadline.record(4, size=1_000)
     assert [deadline.limit_s(size) for size in (0, 10, 5_000, 50_000)] == [600, 30, 200, 600]
 
 
@@ -468,9 +468,9 @@ def test_a_large_group_after_one_that_was_quickly_done_does_not_hang(
 
 def test_work_that_takes_far_longer_than_before_is_said_to_hang() -> None:
     async def run() -> None:
-        deadline = LearnedDeadline(floor_s=0.2, most_s=600)
-        assert await deadline.bound(asyncio.sleep(0.001, "done"), "the step") == "done"
-        await deadline.bound(for_ever(), "the step")
+        deadline = LearnedDeadline(floor_s=0.2, max_s=600)
+        assert await deadline.run(asyncio.sleep(0.001, "done"), "the step") == "done"
+        await deadline.run(for_ever(), "the step")
 
     with pytest.raises(RunError, match=r"the step did not end within \d s, while it took 0 s at most before; it hangs"):
         asyncio.run(run())
@@ -488,7 +488,7 @@ def test_ctrl_c_while_a_thread_starts_something_waits_for_it_once_and_leaves_it_
             left.set()
 
     async def use() -> None:
-        async with in_thread(slow(), give_up=told.set):
+        async with in_thread(slow(), cancel=told.set):
             raise AssertionError("it was cancelled before")
 
     async def interrupted(times: int) -> None:
@@ -522,7 +522,7 @@ def test_what_fails_to_start_after_ctrl_c_is_ctrl_c_still() -> None:
         yield
 
     async def use() -> None:
-        async with in_thread(fails_late(), give_up=may_fail.set):
+        async with in_thread(fails_late(), cancel=may_fail.set):
             pass
 
     async def interrupted() -> None:

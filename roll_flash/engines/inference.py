@@ -151,10 +151,6 @@ class InferenceEngine(Protocol):
         """Metrics of the servers so far. A server that does not respond is left out."""
         ...
 
-    async def health(self) -> dict[str, bool]:
-        """Endpoint -> True if it answers."""
-        ...
-
     async def close(self) -> None:
         """Stop all server processes. Safe to call twice, and after a failed start."""
         ...

@@ -33,7 +33,8 @@ class LearnerEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Number of finished steps; each produced one weight version that servers can load."""
+        """Number of finished steps; each produced one weight version that servers can load. A step with minibatches is
+        several optimizer steps, and the weights in between are never published."""
         ...
 
     async def check_model(self) -> None:
@@ -73,38 +74,30 @@ class LearnerEngine(Protocol):
         """
         ...
 
-    async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probabilities [T - 1] of `token_ids[1:]` under the current weights."""
-        ...
-
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Return the `logprobs` of each text, packed into rows as in training."""
+        """Return the log-probabilities [T - 1] of `text[1:]` under the current weights for each text of token ids,
+        packed into rows as in training."""
         ...
 
     async def stage_weights(self) -> StagedWeights:
-        """Copy the current weights to memory that the servers can read. The caller releases them."""
+        """Copy the current weights to memory that the servers can read; later steps do not change the copy. The caller
+        releases it."""
         ...
 
     async def release_weights(self, weights: StagedWeights) -> None: ...
 
-    async def save(self, folder: Path) -> None:
-        """Write a complete checkpoint of the training state (weights, optimizer, RNG, version) into a new folder."""
-        ...
-
     async def begin_save(self, folder: Path) -> asyncio.Task[None]:
-        """Start `save` in the background; return once the state is copied and training may continue."""
+        """Write a complete checkpoint of the training state (weights, optimizer, random state, version) into a new
+        folder in the background; return once the state is copied and training may continue."""
         ...
 
     async def load(self, folder: Path) -> None:
         """Load a checkpoint. Raises CheckpointError."""
         ...
 
-    async def export_hf(self, folder: Path) -> None:
-        """Write a model folder that `transformers` can load, tokenizer included."""
-        ...
-
     async def begin_export(self, folder: Path) -> asyncio.Task[None]:
-        """Start `export_hf` in the background; return once the weights are copied and training may continue."""
+        """Write a model folder that `transformers` can load, tokenizer included, in the background; return once the
+        weights are copied and training may continue."""
         ...
 
     async def close(self) -> None: ...

@@ -36,15 +36,15 @@ class FirstFailure:
 
     def report(self, name: str, error: BaseException) -> None:
         """Store the first error, log later ones; `name` identifies the work if the error does not."""
-        told = error
-        if not isinstance(told, RollFlashError):
-            told = RunError(f"{name} failed: {type(error).__name__}: {error}")
-            told.__cause__ = error
+        reported = error
+        if not isinstance(reported, RollFlashError):
+            reported = RunError(f"{name} failed: {type(error).__name__}: {error}")
+            reported.__cause__ = error
         if self.error is None:
-            self.error = told
+            self.error = reported
             self.happened.set()
         else:
-            _log.error("after the run had failed: %s", told)
+            _log.error("after the run had failed: %s", reported)
 
     def raise_error(self) -> None:
         """Raise the error, if there was one."""
@@ -79,7 +79,7 @@ def start_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]
 
 
 @asynccontextmanager
-async def beside(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[None]:
+async def background_task(work: Coroutine[Any, Any, Any], name: str) -> AsyncIterator[None]:
     """Run `work` with `start_background` while the block runs."""
     task = start_background(work, name)
     try:
@@ -98,13 +98,13 @@ async def cancel_on_failure(failure: FirstFailure) -> AsyncIterator[None]:
     """
     block = asyncio.current_task()
     assert block is not None
-    is_given_up = False
+    is_cancelled = False
 
     async def watch() -> None:
-        nonlocal is_given_up
+        nonlocal is_cancelled
         await failure.happened.wait()
         if not block.cancelling():  # else Ctrl-C has already cancelled it
-            is_given_up = True
+            is_cancelled = True
             block.cancel()
 
     watching = asyncio.create_task(watch())
@@ -113,7 +113,7 @@ async def cancel_on_failure(failure: FirstFailure) -> AsyncIterator[None]:
         await asyncio.sleep(0)  # delivers a cancellation that came as the block ended
         failure.raise_error()
     except (asyncio.CancelledError, Exception):
-        if is_given_up:
+        if is_cancelled:
             block.uncancel()
         if not block.cancelling():  # else Ctrl-C came meanwhile
             failure.raise_error()
@@ -154,11 +154,11 @@ async def begin_in_background(work: Work) -> asyncio.Task[None]:
 
     Cancelling this cancels the work.
     """
-    may_go_on = asyncio.Event()
-    task = asyncio.create_task(work(may_go_on))
-    task.add_done_callback(lambda _: may_go_on.set())
+    may_continue = asyncio.Event()
+    task = asyncio.create_task(work(may_continue))
+    task.add_done_callback(lambda _: may_continue.set())
     try:
-        await may_go_on.wait()
+        await may_continue.wait()
     except asyncio.CancelledError:
         task.cancel()
         raise
@@ -180,11 +180,11 @@ async def gather_or_cancel(*work: Awaitable[Any]) -> None:
 
 @asynccontextmanager
 async def in_thread(
-    context: AbstractContextManager[T], *, give_up: Callable[[], None] = lambda: None
+    context: AbstractContextManager[T], *, cancel: Callable[[], None] = lambda: None
 ) -> AsyncIterator[T]:
     """Enter and leave `context` in a separate thread, so that the event loop continues while it is busy.
 
-    If cancelled while it enters, `give_up` can tell `context` to hurry; a second cancellation abandons the thread,
+    If cancelled while it enters, `cancel` can tell `context` to hurry; a second cancellation abandons the thread,
     which does not keep the process alive.
     """
     thread, loop = DaemonThread(), asyncio.get_running_loop()
@@ -194,7 +194,7 @@ async def in_thread(
             value = await asyncio.shield(entering)
         except asyncio.CancelledError as error:
             # The thread continues: a context that was entered must be left.
-            give_up()
+            cancel()
             await asyncio.wait([entering])
             if entering.exception() is None:
                 await loop.run_in_executor(thread, context.__exit__, type(error), error, error.__traceback__)
@@ -208,9 +208,6 @@ async def in_thread(
             await loop.run_in_executor(thread, context.__exit__, None, None, None)
     finally:
         thread.shutdown()
-
-
-Result = TypeVar("Result")
 
 
 class DaemonThreads(Executor):
@@ -260,7 +257,7 @@ def _prepared(
 
 
 def carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Run `work` and settle `future` with its result or error, also SystemExit: the waiting task must get it, not this
+    """Run `work` and give `future` its result or error, also SystemExit: the waiting task must get it, not this
     thread."""
     try:
         result = work()
@@ -272,7 +269,7 @@ def carry_out(future: Future[Any], work: Callable[[], Any]) -> None:
         future.set_result(result)
 
 
-async def call_in_thread(function: Callable[[], Result]) -> Result:
+async def call_in_thread(function: Callable[[], T]) -> T:
     """Await a blocking call. Cancellation abandons the thread, because Python cannot end it."""
-    result: Result = await asyncio.get_running_loop().run_in_executor(DaemonThreads(), function)
+    result: T = await asyncio.get_running_loop().run_in_executor(DaemonThreads(), function)
     return result

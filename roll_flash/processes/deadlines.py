@@ -39,23 +39,25 @@ class RecentCount:
         return len(self._times)
 
 
-class LearnedDeadline:
-    """Timeout of a repeated operation: `factor` times the slowest of the last `remember` times per unit of work, at
-    least `floor_s` and at most `most_s`; `most_s` until the first one has ended."""
+DEADLINE_FACTOR, REMEMBERED_DURATIONS = 10.0, 20
 
-    def __init__(self, *, floor_s: float, most_s: float, factor: float = 10.0, remember: int = 20) -> None:
+
+class LearnedDeadline:
+    """Timeout of a repeated operation: 10 times the slowest of the last 20 times per unit of work, at least `floor_s`
+    and at most `max_s`; `max_s` until the first one has ended."""
+
+    def __init__(self, *, floor_s: float, max_s: float) -> None:
         self._floor_s = floor_s
-        self._most_s = most_s
-        self._factor = factor
-        self._taken: deque[tuple[float, float]] = deque(maxlen=remember)
+        self._max_s = max_s
+        self._durations: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_DURATIONS)
         """(seconds, size)."""
 
-    def took(self, seconds: float, size: float = 1.0) -> None:
+    def record(self, seconds: float, size: float = 1.0) -> None:
         """Record a duration in seconds. A size of 0 says nothing about other operations, and is ignored."""
         if size > 0:
-            self._taken.append((seconds, size))
+            self._durations.append((seconds, size))
 
-    async def bound(self, work: Awaitable[T], what: str, size: float = 1.0) -> T:
+    async def run(self, work: Awaitable[T], what: str, size: float = 1.0) -> T:
         """Await `work` within the timeout, and learn from its duration. Raises HungError if the time is over."""
         started, limit_s = time.monotonic(), self.limit_s(size)
         scope = asyncio.timeout(limit_s)
@@ -65,15 +67,15 @@ class LearnedDeadline:
         except TimeoutError:
             if not scope.expired():
                 raise
-            longest_s = max((seconds for seconds, _ in self._taken), default=None)
+            longest_s = max((seconds for seconds, _ in self._durations), default=None)
             longest = "" if longest_s is None else f", while it took {longest_s:.0f} s at most before"
             raise HungError(f"{what} did not end within {limit_s:.0f} s{longest}; it hangs") from None
-        self.took(time.monotonic() - started, size)
+        self.record(time.monotonic() - started, size)
         return result
 
     def limit_s(self, size: float = 1.0) -> float:
         """Timeout in seconds for work of this size, always in the same unit; 0 means unknown size."""
-        if not self._taken or not size:
-            return self._most_s
-        slowest = max(seconds / done for seconds, done in self._taken)
-        return min(self._most_s, max(self._floor_s, self._factor * slowest * size))
+        if not self._durations or not size:
+            return self._max_s
+        slowest = max(seconds / done for seconds, done in self._durations)
+        return min(self._max_s, max(self._floor_s, DEADLINE_FACTOR * slowest * size))

@@ -113,7 +113,7 @@ class Interrupts:
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._count = 0
-        self._work_is_told: asyncio.Event | None = None
+        self._stop_requested: asyncio.Event | None = None
         self._numbers: list[signal.Signals] = []
 
     async def __aenter__(self) -> Interrupts:
@@ -152,32 +152,32 @@ class Interrupts:
     ) -> T:
         """Await `work`. A signal or a background error cancels it. The reason of an early end, also an error of `work`,
         is passed to `save` and raised after that. A signal during `save` cancels it."""
-        self._work_is_told = asyncio.Event()
+        self._stop_requested = asyncio.Event()
         try:
             reason: BaseException = KeyboardInterrupt()
             task = asyncio.ensure_future(work)
-            if await _first(task, self._work_is_told, failure.happened):
+            if await _first(task, self._stop_requested, failure.happened):
                 if (error := task.exception()) is None:
                     return task.result()
                 reason = failure.error or error  # the first one caused the other
             elif failure.error is not None:
                 reason = failure.error
-            self._work_is_told.clear()
+            self._stop_requested.clear()
             if save is not None:
                 saving = asyncio.ensure_future(save(reason))
-                if await _first(saving, self._work_is_told):
+                if await _first(saving, self._stop_requested):
                     saving.result()
             raise reason
         finally:
-            self._work_is_told = None
+            self._stop_requested = None
 
     def _signalled(self, number: signal.Signals) -> None:
         self._count += 1
         name = "Ctrl-C" if number == signal.SIGINT else number.name
         more = "usually 5-40 s; once more cuts it short" if self._count == 1 else "not waiting for what is under way"
         self._say(f"stopping ({name}): {more}")
-        if self._work_is_told is not None:
-            self._work_is_told.set()
+        if self._stop_requested is not None:
+            self._stop_requested.set()
         else:
             self._task.cancel()
 

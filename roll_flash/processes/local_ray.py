@@ -43,13 +43,13 @@ async def local_ray(config: RayConfig) -> AsyncIterator[None]:
         yield
         return
     # In a thread: it takes seconds, during which Ctrl-C must be answered.
-    given_up = threading.Event()
-    async with in_thread(_cluster(config, given_up), give_up=given_up.set):
-        _take_sigterm_back()
+    cancelled = threading.Event()
+    async with in_thread(_cluster(config, cancelled), cancel=cancelled.set):
+        _restore_sigterm_handler()
         yield
 
 
-def _take_sigterm_back() -> None:
+def _restore_sigterm_handler() -> None:
     """Restore our SIGTERM handler: Ray's core wraps it in one that prints a stack first."""
     handler = signal.getsignal(signal.SIGTERM)
     if handler is not None and threading.current_thread() is threading.main_thread():
@@ -58,30 +58,30 @@ def _take_sigterm_back() -> None:
 
 
 @contextmanager
-def _cluster(config: RayConfig, given_up: threading.Event) -> Iterator[None]:
+def _cluster(config: RayConfig, cancelled: threading.Event) -> Iterator[None]:
     if config.address is not None:
-        with _initialised({"address": config.address}, config, given_up):
+        with _initialised({"address": config.address}, config, cancelled):
             yield
         return
-    with _token_of_our_own():
+    with _new_token():
         folder = make_short_folder("ray")
         guard = RayGuard(folder)
         try:
-            with _initialised(_options_of_our_own(folder, config), config, given_up):
+            with _initialised(_local_options(folder, config), config, cancelled):
                 yield
         finally:
             guard.stop()
 
 
 @contextmanager
-def _initialised(options: dict[str, Any], config: RayConfig, given_up: threading.Event) -> Iterator[None]:
+def _initialised(options: dict[str, Any], config: RayConfig, cancelled: threading.Event) -> Iterator[None]:
     import ray
     from ray._private import worker
 
     # Hide Ray's warning that it does not handle SIGTERM in a thread, which is intended.
     logging.getLogger("ray._private.worker").setLevel(logging.ERROR)
     try:
-        _init(options, config, given_up)
+        _init(options, config, cancelled)
         # Otherwise a raylet that dies prints its whole log, even with log_to_driver off.
         worker.print_to_stdstream = _log_what_ray_prints
         yield
@@ -93,7 +93,7 @@ def _log_what_ray_prints(data: Mapping[str, Any], *_: object, **__: object) -> N
     _log.info("ray: %s", "; ".join(data["lines"])[:2000])
 
 
-def _options_of_our_own(folder: Path, config: RayConfig) -> dict[str, Any]:
+def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
     # Ray logs that a new cluster requires a token, which is its default and no news for users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     # Ray's autoscaler exposes its metrics to everyone, on every address. There is nothing to scale here.
@@ -108,7 +108,7 @@ def _options_of_our_own(folder: Path, config: RayConfig) -> dict[str, Any]:
 
 
 @contextmanager
-def _token_of_our_own() -> Iterator[None]:
+def _new_token() -> Iterator[None]:
     """Set a new token: a new cluster requires one unless the mode is set, by default the one in the home folder.
 
     Processes that Ray starts get it from their environment.
@@ -128,9 +128,9 @@ def _token_of_our_own() -> Iterator[None]:
         AuthenticationTokenLoader.instance().reset_cache()
 
 
-def _init(options: dict[str, Any], config: RayConfig, given_up: threading.Event) -> None:
+def _init(options: dict[str, Any], config: RayConfig, cancelled: threading.Event) -> None:
     """Call `ray.init` and retry if this machine was too busy (Ray gives its processes 30 seconds to start). No retry
-    after `given_up` is set."""
+    after `cancelled` is set."""
     import ray
 
     for attempt in range(ATTEMPTS):
@@ -139,7 +139,7 @@ def _init(options: dict[str, Any], config: RayConfig, given_up: threading.Event)
             return
         except Exception as error:  # Ray raises bare Exceptions here too
             ray.shutdown()
-            may_try_again = config.address is None and attempt + 1 < ATTEMPTS and not given_up.is_set()
+            may_try_again = config.address is None and attempt + 1 < ATTEMPTS and not cancelled.is_set()
             if may_try_again and "timed out" in str(error):
                 continue
             where = f"the Ray cluster at {config.address}" if config.address else "Ray on this machine"

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from roll_flash.errors import RollFlashError, RunError
-from roll_flash.processes.background import beside
+from roll_flash.processes.background import background_task
 
 EVERY_S = 1.0
 CONNECT_TIMEOUT_S = 10.0
@@ -66,7 +66,7 @@ async def watching_ray() -> AsyncIterator[None]:
     block raises RayDiedError instead."""
     processes = await asyncio.to_thread(ray_processes)
     try:
-        async with beside(_watch(processes), "the watch over Ray"):
+        async with background_task(_watch(processes), "the watch over Ray"):
             yield
     except RayDiedError:
         raise

@@ -1,6 +1,6 @@
 """Child processes that cannot outlive us: a guard process kills the child's whole process tree when we exit.
 
-`GuardedProcess.start` runs `python -m roll_flash.processes.supervise ... -- COMMAND`. The guard holds the reading end
+`GuardedProcess` runs `python -m roll_flash.processes.supervise ... -- COMMAND`. The guard holds the reading end
 of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes for any reason
 (`stop`, an exit, `kill -9`), it terminates all descendants, also those in other sessions, and removes the scratch
 folder and their files in /dev/shm (Python's own cleanup misses semaphores of a terminated process). If the guard itself
@@ -41,19 +41,15 @@ GUARD_VARIABLE = "ROLL_FLASH_GUARD"
 class GuardedProcess:
     """A command with its guard. Not thread-safe."""
 
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process = process
-
-    @classmethod
-    def start(
-        cls, command: Sequence[str], *, env: Mapping[str, str], log: Path, scratch: Path | None = None
-    ) -> GuardedProcess:
+    def __init__(
+        self, command: Sequence[str], *, env: Mapping[str, str], log: Path, scratch: Path | None = None
+    ) -> None:
         """Run `command` with stdout and stderr appended to `log`. `scratch` is removed after all processes ended."""
         guard = [sys.executable, "-m", "roll_flash.processes.supervise"]
         if scratch is not None:
             guard += ["--scratch", str(scratch)]
         with log.open("ab") as output:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [*guard, "--", *command],
                 env=dict(env),
                 stdin=subprocess.PIPE,
@@ -61,7 +57,6 @@ class GuardedProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        return cls(process)
 
     @property
     def pid(self) -> int:

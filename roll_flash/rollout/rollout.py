@@ -20,7 +20,7 @@ from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
 from roll_flash.processes.background import error_of, start_background
 from roll_flash.rollout.episode_log import EpisodeFiles, EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
-from roll_flash.scheduling.async_ratio import AsyncRatioController, ControllerSettings, Decision, StepMeasurement
+from roll_flash.scheduling.async_ratio import AsyncRatioController, Decision, StepMeasurement
 from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
@@ -57,7 +57,7 @@ class Rollout:
         self._stall_timeout_s = config.stall_timeout_s
         self._controller = None
         if scheduler.async_ratio == "auto":
-            self._controller = AsyncRatioController(ControllerSettings(*scheduler.async_ratio_bounds))
+            self._controller = AsyncRatioController(*scheduler.async_ratio_bounds)
         async_ratio = self._controller.async_ratio if self._controller else scheduler.highest_async_ratio
         rule = StalenessRule(async_ratio, scheduler.groups_per_step, scheduler.extra_groups)
         self.scheduler = Scheduler(
@@ -322,9 +322,9 @@ def scheduling_policy(config: Config) -> SchedulingPolicy:
         on_failure=scheduler.on_failure,
         in_order=scheduler.in_order,
         group_filter=has_signal if scheduler.drop_groups_without_signal else None,
-        most_filtered_per_step=4 * scheduler.groups_per_step,
-        most_steps_without_signal=scheduler.max_steps_without_signal,
-        most_lost_groups_in_a_row=scheduler.max_failures_in_a_row,
+        max_filtered_per_step=4 * scheduler.groups_per_step,
+        max_steps_without_signal=scheduler.max_steps_without_signal,
+        max_lost_groups_in_a_row=scheduler.max_failures_in_a_row,
         max_requeues_per_group=scheduler.max_requeues,
     )
 

@@ -13,6 +13,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+RAISE_ABOVE_IDLE = 0.1
+"""Idle fraction above which a larger alpha is tried."""
+LOWER_BELOW_IDLE = 0.03
+"""Idle fraction of learner and servers below which a smaller alpha is tried."""
+MIN_SAMPLE_SIZE = 0.6
+PATIENCE = 2
+"""Steps in a row before idle time raises alpha (4 times as many to lower it). A small sample size acts at once."""
+RETRY_AFTER_STEPS = 20
+"""Number of steps before a failed alpha (no less idle time, or sample size too small) is tried again."""
 _ROUNDING = 1e-6
 
 
@@ -42,32 +51,12 @@ class Decision:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class ControllerSettings:
-    lowest: int = 0
-    highest: int = 4
-    raise_above_idle: float = 0.1
-    """Idle fraction above which a larger alpha is tried."""
-    lower_below_idle: float = 0.03
-    """Idle fraction of learner and servers below which a smaller alpha is tried."""
-    smallest_sample_size: float = 0.6
-    patience: int = 2
-    """Steps in a row before idle time raises alpha (4 times as many to lower it). A small sample size acts at once."""
-    retry_after_steps: int = 20
-    """Number of steps before a failed alpha (no less idle time, or sample size too small) is tried again."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.lowest <= self.highest:
-            raise ValueError(f"async_ratio bounds {self.lowest}..{self.highest}: need 0 <= lowest <= highest")
-
-
 class AsyncRatioController:
-    """Chooses alpha. Call `update` once after each step with its measurements."""
+    """Chooses alpha between `lowest` and `highest`. Call `update` once after each step with its measurements."""
 
-    def __init__(self, settings: ControllerSettings | None = None, *, start: int | None = None) -> None:
-        self._settings = settings or ControllerSettings()
-        first = self._settings.lowest if start is None else start
-        self.async_ratio = min(self._settings.highest, max(self._settings.lowest, first))
+    def __init__(self, lowest: int, highest: int) -> None:
+        self._lowest, self._highest = lowest, highest
+        self.async_ratio = lowest
         self._wants_up = self._wants_down = 0
         self._step = 0
         self._avoid: dict[int, int] = {}
@@ -78,16 +67,16 @@ class AsyncRatioController:
         self._step += 1
         if math.isnan(measured.effective_sample_size):
             return self._stay("the effective sample size is not a number, so nothing is decided")
-        settings, idle = self._settings, max(measured.learner_idle, measured.server_idle)
-        if measured.effective_sample_size < settings.smallest_sample_size:
-            text = f"effective sample size {measured.effective_sample_size:.2f} < {settings.smallest_sample_size:g}"
+        idle = max(measured.learner_idle, measured.server_idle)
+        if measured.effective_sample_size < MIN_SAMPLE_SIZE:
+            text = f"effective sample size {measured.effective_sample_size:.2f} < {MIN_SAMPLE_SIZE:g}"
             return self._move(-1, text, avoid=self.async_ratio)
-        self._wants_up = self._wants_up + 1 if idle > settings.raise_above_idle else 0
-        self._wants_down = self._wants_down + 1 if idle < settings.lower_below_idle else 0
+        self._wants_up = self._wants_up + 1 if idle > RAISE_ABOVE_IDLE else 0
+        self._wants_down = self._wants_down + 1 if idle < LOWER_BELOW_IDLE else 0
         idle_text = f"learner idle {measured.learner_idle:.0%}, servers idle {measured.server_idle:.0%}"
-        if self._wants_up >= settings.patience:
+        if self._wants_up >= PATIENCE:
             return self._raise(idle, idle_text)
-        if self._wants_down >= 4 * settings.patience:
+        if self._wants_down >= 4 * PATIENCE:
             return self._move(-1, f"{idle_text}: fresher data may cost nothing")
         return self._stay(idle_text)
 
@@ -104,8 +93,7 @@ class AsyncRatioController:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Resume from `state`; clip alpha to the current bounds."""
-        highest, lowest = self._settings.highest, self._settings.lowest
-        self.async_ratio = min(highest, max(lowest, int(state["async_ratio"])))
+        self.async_ratio = min(self._highest, max(self._lowest, int(state["async_ratio"])))
         self._step = int(state["step"])
         self._wants_up, self._wants_down = int(state["wants_up"]), int(state["wants_down"])
         self._avoid = {int(ratio): int(until) for ratio, until in state["avoid"].items()}
@@ -124,9 +112,9 @@ class AsyncRatioController:
     def _move(self, by: int, reason: str, *, avoid: int | None = None) -> Decision:
         self._wants_up = self._wants_down = 0
         if avoid is not None:
-            self._avoid[avoid] = self._step + self._settings.retry_after_steps
+            self._avoid[avoid] = self._step + RETRY_AFTER_STEPS
         target = self.async_ratio + by
-        if not self._settings.lowest <= target <= self._settings.highest:
+        if not self._lowest <= target <= self._highest:
             return self._stay(f"{reason}, but {self.async_ratio} is the bound")
         if by > 0 and self._avoid.get(target, 0) > self._step:
             return self._stay(f"{reason}, but {target} did not pay lately")

@@ -68,7 +68,7 @@ class SubmissionOrder(DeadlineBuckets):
         super().__init__()
         self._next = first_number
         self._by_number: dict[int, OpenGroup] = {}
-        self._gone: set[int] = set()
+        self._left: set[int] = set()
 
     def add(self, group: OpenGroup) -> None:
         super().add(group)
@@ -81,11 +81,11 @@ class SubmissionOrder(DeadlineBuckets):
     def first(self) -> OpenGroup | None:
         return self._by_number.get(self._next)
 
-    def settle(self, number: int) -> None:
+    def mark_left(self, number: int) -> None:
         """Mark a group as taken or dropped, so that the next one can follow."""
-        self._gone.add(number)
-        while self._next in self._gone:
-            self._gone.remove(self._next)
+        self._left.add(number)
+        while self._next in self._left:
+            self._left.remove(self._next)
             self._next += 1
 
 
@@ -130,7 +130,7 @@ class OpenGroup:
         self.last_step = min(trajectory.oldest_version for trajectory in self.trajectories) + self.max_staleness
         return self.last_step
 
-    def closed(self) -> FinishedGroup:
+    def to_group(self) -> FinishedGroup:
         return FinishedGroup(self.group_id, self.task, tuple(self.trajectories), tuple(self.failures))
 
 
@@ -139,7 +139,5 @@ class DroppedGroup:
     group_id: str
     task: Task
     reason: DropReason
-    episodes_lost: int
-    """Number of finished trajectories dropped with the group."""
     tokens_lost: int
-    """Number of policy tokens in those trajectories."""
+    """Number of policy tokens in the trajectories dropped with the group."""

@@ -11,7 +11,7 @@ from roll_flash.types import FinishedGroup
 GroupFilter = Callable[[FinishedGroup], bool]
 """Returns True if a complete group is worth training."""
 
-SMALLEST_GROUP = 2
+MIN_GROUP_SIZE = 2
 """Minimum number of trajectories in a group: an advantage compares replicas."""
 
 
@@ -46,20 +46,20 @@ class SchedulingPolicy:
     The step waits for slow groups, within the staleness bound; no group overtakes them."""
     group_filter: GroupFilter | None = None
     """Complete groups that it refuses are dropped and replaced; None keeps all groups."""
-    most_filtered_per_step: int = 64
+    max_filtered_per_step: int = 64
     """Maximum number of groups that the filter refuses in one step; later ones pass, so that a step always ends."""
-    most_steps_without_signal: int = 4
+    max_steps_without_signal: int = 4
     """Maximum consecutive steps without signal (`group_filter` refuses every group); then `problem` is set."""
-    most_lost_groups_in_a_row: int = 64
+    max_lost_groups_in_a_row: int = 64
     """Maximum consecutive groups that lose too many replicas; then the scheduler sets `problem`."""
 
     def __post_init__(self) -> None:
-        if self.group_size < SMALLEST_GROUP:
-            raise ValueError(f"group_size {self.group_size}: an advantage needs at least {SMALLEST_GROUP} replicas")
+        if self.group_size < MIN_GROUP_SIZE:
+            raise ValueError(f"group_size {self.group_size}: an advantage needs at least {MIN_GROUP_SIZE} replicas")
         if self.extra_replicas < 0 or self.retries < 0 or self.max_requeues_per_group < 0:
             raise ValueError("extra_replicas, retries and max_requeues_per_group must be >= 0")
-        if self.most_lost_groups_in_a_row < 1 or self.most_steps_without_signal < 1:
-            raise ValueError("most_lost_groups_in_a_row and most_steps_without_signal must be >= 1")
+        if self.max_lost_groups_in_a_row < 1 or self.max_steps_without_signal < 1:
+            raise ValueError("max_lost_groups_in_a_row and max_steps_without_signal must be >= 1")
         if self.in_order and self.extra_replicas:
             raise ValueError("in_order takes no extra_replicas: the slow ones of a group would never be trained")
 

@@ -14,7 +14,7 @@ class RequeuedTasks:
     """Tasks to play again, oldest first. `max_requeues_per_group`: maximum requeues per task after stale groups."""
 
     def __init__(self, max_requeues_per_group: int) -> None:
-        self._most_requeues = max_requeues_per_group
+        self._max_requeues = max_requeues_per_group
         self._waiting: deque[tuple[Task, int]] = deque()
         self.requeued = 0
         """Number of groups whose task was requeued."""
@@ -32,9 +32,9 @@ class RequeuedTasks:
         """Add tasks that an earlier run did not finish. Their requeue count starts at 0."""
         self._waiting.extend((task, 0) for task in tasks)
 
-    def stale(self, group: OpenGroup) -> None:
+    def requeue(self, group: OpenGroup) -> None:
         """Requeue the task of a stale group, or give it up at the limit."""
-        if group.requeues >= self._most_requeues:
+        if group.requeues >= self._max_requeues:
             self.given_up += 1
         else:
             self.requeued += 1
@@ -45,7 +45,7 @@ class RequeuedTasks:
         return self._waiting.popleft() if self._waiting else None
 
 
-class NoProgress:
+class ProgressMonitor:
     """Counts consecutive lost groups and consecutive steps without signal, and describes the `problem`."""
 
     def __init__(self, policy: SchedulingPolicy) -> None:
@@ -57,17 +57,17 @@ class NoProgress:
         self.unfiltered_groups = 0
         """Groups without signal that were trained because the filter had reached its limit for the step."""
 
-    def lost(self, causes: list[str]) -> None:
+    def group_lost(self, causes: list[str]) -> None:
         """Count a group that was lost (too many failed replicas, or tokens too old) for these causes."""
         self._lost_in_a_row += 1
         self._causes.update(causes)
 
-    def completed(self) -> None:
+    def group_completed(self) -> None:
         """Reset the count: a group has enough fresh replicas for training, even if the filter refuses it later."""
         self._lost_in_a_row = 0
         self._causes.clear()
 
-    def passed(self, *, has_signal: bool) -> None:
+    def group_passed(self, *, has_signal: bool) -> None:
         """Record a complete group that passed the filter, with signal or because of the limit per step."""
         self._has_signal = self._has_signal or has_signal
         self.unfiltered_groups += not has_signal
@@ -84,13 +84,13 @@ class NoProgress:
     @property
     def problem(self) -> str | None:
         """Reason to stop the run, in one line with a remedy; None while there is progress."""
-        if self._lost_in_a_row >= self._policy.most_lost_groups_in_a_row:
+        if self._lost_in_a_row >= self._policy.max_lost_groups_in_a_row:
             causes = ", ".join(f"{cause} {count}" for cause, count in self._causes.most_common())
             return (
                 f"the last {self._lost_in_a_row} groups could not be trained ({causes or 'no cause is known'}); "
                 "mend what fails, or raise rollout.retries or scheduler.max_failures_in_a_row"
             )
-        if self.steps_without_signal >= self._policy.most_steps_without_signal:
+        if self.steps_without_signal >= self._policy.max_steps_without_signal:
             return (
                 f"no group of the last {self.steps_without_signal} steps had replicas with different rewards, so "
                 "nothing can be learned; choose easier or harder tasks, a higher temperature, or raise "

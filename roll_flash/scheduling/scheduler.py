@@ -22,10 +22,10 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import replace
 
-from roll_flash.scheduling.batches import Waves
+from roll_flash.scheduling.batches import Batches
 from roll_flash.scheduling.group_queues import DeadlineBuckets, DroppedGroup, DropReason, OpenGroup, SubmissionOrder
-from roll_flash.scheduling.policy import SMALLEST_GROUP, SchedulingPolicy
-from roll_flash.scheduling.requeue import NoProgress, RequeuedTasks
+from roll_flash.scheduling.policy import MIN_GROUP_SIZE, SchedulingPolicy
+from roll_flash.scheduling.requeue import ProgressMonitor, RequeuedTasks
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, FinishedGroup, SamplingParams, Task
@@ -61,7 +61,7 @@ class Scheduler:
         self._begun = DeadlineBuckets()
         """Groups that have started and are not ready for the learner."""
         self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.in_order else DeadlineBuckets()
-        self._waves = Waves() if policy.mode == "batch" else None
+        self._batches = Batches() if policy.mode == "batch" else None
         self._in_step: list[tuple[OpenGroup, FinishedGroup]] = []
         self._filtered_in_step = 0
         self._cancelled: list[str] = []
@@ -72,14 +72,13 @@ class Scheduler:
         self.now_s = 0.0
         """Time in seconds; the caller sets it before each other call."""
         self._requeued = RequeuedTasks(policy.max_requeues_per_group)
-        self._progress = NoProgress(policy)
+        self._progress = ProgressMonitor(policy)
         self.bias = bias or SelectionBias()
         self.dropped_groups: Counter[str] = Counter()
         self.trajectories: Counter[str] = Counter()
         """`produced` == `trained` + every `dropped_*` + `waiting_trajectories()`."""
         self.failures: Counter[str] = Counter()
         self.cancelled_episodes = 0
-        self.started_episodes = 0
         self.admitted = 0
         self.trained_groups = 0
 
@@ -266,8 +265,8 @@ class Scheduler:
     def set_async_ratio(self, async_ratio: float) -> None:
         """Change the async ratio. Started groups keep their old bound, so lowering it drops none of them."""
         self._rule = replace(self._rule, async_ratio=async_ratio)
-        if self._waves is not None:
-            self._shrink_wave(self._waves)
+        if self._batches is not None:
+            self._shrink_batch(self._batches)
 
     # Starting
 
@@ -296,7 +295,7 @@ class Scheduler:
         if not self._policy.replicate and len(group.queued) > free_slots:
             return False
         places = self._places()
-        return places > 0 and (self._waves is None or self._is_in_wave(self._waves, group, places))
+        return places > 0 and (self._batches is None or self._is_in_batch(self._batches, group, places))
 
     def _places(self) -> int:
         """Number of groups that may start now; can be negative after alpha was lowered."""
@@ -304,18 +303,18 @@ class Scheduler:
         held = len(self._begun) + len(self._ready) + (0 if is_full else len(self._in_step))
         return self._rule.startable(self.server_version, self.learner_version + is_full) - held
 
-    def _shrink_wave(self, waves: Waves) -> None:
-        """Move groups that lost their place to a later wave: a wave must not wait for a group that cannot start."""
-        not_begun = [g for g in self._groups.values() if not g.has_begun and waves.may_begin(g)]
+    def _shrink_batch(self, batches: Batches) -> None:
+        """Move groups that lost their place to a later batch: a batch must not wait for a group that cannot start."""
+        not_begun = [g for g in self._groups.values() if not g.has_begun and batches.contains(g)]
         for group in not_begun[max(0, self._places()) :]:
-            self._settle_in_wave(group)
+            self._end_in_batch(group)
 
-    def _is_in_wave(self, waves: Waves, group: OpenGroup, places: int) -> bool:
-        if waves.is_over:
+    def _is_in_batch(self, batches: Batches, group: OpenGroup, places: int) -> bool:
+        if batches.is_done:
             size = min(places, self._rule.groups_per_step + self._rule.extra_groups)
             not_begun = [g.group_id for g in self._groups.values() if not g.has_begun]
-            waves.begin(not_begun[:size])
-        return waves.may_begin(group)
+            batches.start(not_begun[:size])
+        return batches.contains(group)
 
     def _start(self, group: OpenGroup, episode: EpisodeSpec) -> EpisodeSpec:
         self._queue.popleft()
@@ -324,7 +323,6 @@ class Scheduler:
         group.running[episode.episode_id] = episode
         group.started_s[episode.episode_id] = self.now_s
         self._running[episode.episode_id] = group
-        self.started_episodes += 1
         if not group.has_begun:
             group.last_step = self._rule.last_step(self.server_version)
             group.max_staleness = self._rule.max_staleness
@@ -338,7 +336,7 @@ class Scheduler:
             assert group.last_step is not None
             if trajectory.oldest_version + group.max_staleness < group.last_step:  # its group would go stale earlier
                 self.trajectories["dropped_surplus"] += 1
-                self.bias.dropped_alone(group.task, trajectory)
+                self.bias.trajectory_dropped(group.task, trajectory)
                 return False
         group.trajectories.append(trajectory)
         return True
@@ -360,41 +358,41 @@ class Scheduler:
         """Complete a group that waits for no further replica: drop it, or make it ready for the learner."""
         group.is_complete = True
         self._cancel_surplus(group)
-        if len(group.trajectories) < SMALLEST_GROUP:
-            self._progress.lost([failure.cause for failure in group.failures])
+        if len(group.trajectories) < MIN_GROUP_SIZE:
+            self._progress.group_lost([failure.cause for failure in group.failures])
             return self._drop(group, "too_few_trajectories")
         self._begun.remove(group)
         last_step = group.set_last_step_from_tokens()
         self._begun.add(group)
         if last_step < self.learner_version + (self.groups_wanted() == 0):
-            self._progress.lost(["tokens too old when they came"])
+            self._progress.group_lost(["tokens too old when they came"])
             return self._drop(group, "stale")
-        self._progress.completed()
+        self._progress.group_completed()
         if self._is_refused(group):
             self._filtered_in_step += 1
             return self._drop(group, "no_signal")
         self._completed.append(group.group_id)
-        if self._waves is None:
+        if self._batches is None:
             return self._make_ready(group)
-        self._waves.hold_back(group)
-        self._settle_in_wave(group)
+        self._batches.hold_back(group)
+        self._end_in_batch(group)
 
     def _is_refused(self, group: OpenGroup) -> bool:
         if self._policy.group_filter is None:
             return False
-        has_signal = self._policy.group_filter(group.closed())
-        if not has_signal and self._filtered_in_step < self._policy.most_filtered_per_step:
+        has_signal = self._policy.group_filter(group.to_group())
+        if not has_signal and self._filtered_in_step < self._policy.max_filtered_per_step:
             return True
-        self._progress.passed(has_signal=has_signal)
+        self._progress.group_passed(has_signal=has_signal)
         return False
 
     def _make_ready(self, group: OpenGroup) -> None:
         self._begun.remove(group)
         self._ready.add(group)
 
-    def _settle_in_wave(self, group: OpenGroup) -> None:
-        assert self._waves is not None
-        for held_back in self._waves.settle(group):
+    def _end_in_batch(self, group: OpenGroup) -> None:
+        assert self._batches is not None
+        for held_back in self._batches.group_ended(group):
             self._make_ready(held_back)
 
     def _cancel_surplus(self, group: OpenGroup) -> None:
@@ -419,7 +417,7 @@ class Scheduler:
     def _hand_out(self, group: OpenGroup) -> FinishedGroup:
         self._ready.remove(group)
         self._leave(group)
-        closed = group.closed()
+        closed = group.to_group()
         self._in_step.append((group, closed))
         return closed
 
@@ -449,12 +447,12 @@ class Scheduler:
         self.trajectories[f"dropped_{reason}"] += len(group.trajectories)
         self.bias.dropped(group)
         tokens = sum(trajectory.policy_tokens for trajectory in group.trajectories)
-        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, len(group.trajectories), tokens))
+        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, tokens))
         if reason == "stale" and self._policy.on_stale == "requeue":
-            self._requeued.stale(group)
-        if self._waves is not None:
-            self._waves.forget(group)
-            self._settle_in_wave(group)
+            self._requeued.requeue(group)
+        if self._batches is not None:
+            self._batches.remove(group)
+            self._end_in_batch(group)
 
     def _leave(self, group: OpenGroup) -> None:
         """Remove a group that is taken or dropped, and stop its queued and running episodes."""
@@ -463,7 +461,7 @@ class Scheduler:
         self._unqueue(group)
         self._stop(group)
         if isinstance(self._ready, SubmissionOrder):
-            self._ready.settle(group.number)
+            self._ready.mark_left(group.number)
 
     def _unqueue(self, group: OpenGroup) -> None:
         self._queued -= len(group.queued)

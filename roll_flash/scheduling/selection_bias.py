@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.tasks import level_name
 from roll_flash.types import FinishedEpisode, Task
 
 BINS_PER_DOUBLING = 4
-MOST_LEVELS, OTHER_LEVELS = 32, "other"
+MAX_LEVELS, OTHER_LEVELS = 32, "other"
 """Levels after the first 32 are counted together as "other": a task source may give every task its own level."""
 
 
@@ -52,10 +52,10 @@ class Distribution:
 class Measure:
     """One property of episodes, such as latency, for submitted and for trained episodes."""
 
-    def __init__(self, longest: float) -> None:
-        """`longest`: upper bound of the value for every episode."""
+    def __init__(self, upper_bound: float) -> None:
+        """`upper_bound`: upper bound of the value for every episode."""
         self.submitted, self.trained = Distribution(), Distribution()
-        self._longest = longest
+        self._upper_bound = upper_bound
         self._unfinished = 0
         self._unfinished_total = 0.0
 
@@ -78,13 +78,15 @@ class Measure:
         if not self.trained.count:
             return {}
         count = self.submitted.count + self._unfinished
-        least = (self.submitted.total + self._unfinished_total) / count
-        most = math.inf
+        min_mean = (self.submitted.total + self._unfinished_total) / count
+        max_mean = math.inf
         if not self._unfinished:
-            most = least
-        elif math.isfinite(self._longest):
-            most = (self.submitted.total + self._unfinished * self._longest) / count
-        low, high = (self.trained.mean / max(most, least), self.trained.mean / least) if least > 0 else (1.0, 1.0)
+            max_mean = min_mean
+        elif math.isfinite(self._upper_bound):
+            max_mean = (self.submitted.total + self._unfinished * self._upper_bound) / count
+        low, high = (
+            (self.trained.mean / max(max_mean, min_mean), self.trained.mean / min_mean) if min_mean > 0 else (1.0, 1.0)
+        )
         return {f"{name}_ratio_low": low, f"{name}_ratio_high": high}
 
     def distance(self) -> tuple[float, float]:
@@ -94,18 +96,12 @@ class Measure:
 
 
 class SelectionBias:
-    """Selection bias of a run. The scheduler reports every trained or dropped group. `label`: level of a task.
+    """Selection bias of a run. The scheduler reports every trained or dropped group.
 
     `longest_s`: maximum duration of an episode in seconds, the upper bound for unfinished ones.
     """
 
-    def __init__(
-        self,
-        label: Callable[[Task], str] = level_name,
-        *,
-        longest_s: float = math.inf,
-    ) -> None:
-        self._label = label
+    def __init__(self, *, longest_s: float = math.inf) -> None:
         self._tasks = {"submitted": Counter[str](), "trained": Counter[str]()}
         self._episodes = {"submitted": Counter[str](), "trained": Counter[str]()}
         self._lengths = Measure(math.inf)
@@ -119,7 +115,7 @@ class SelectionBias:
     def dropped(self, group: OpenGroup) -> None:
         self._add(group, is_trained=False)
 
-    def dropped_alone(self, task: Task, trajectory: FinishedEpisode) -> None:
+    def trajectory_dropped(self, task: Task, trajectory: FinishedEpisode) -> None:
         """Count one trajectory that is dropped while its group stays."""
         self._add_episodes(self._level(task), [trajectory], [], is_trained=False)
 
@@ -139,16 +135,16 @@ class SelectionBias:
         return found
 
     def _level(self, task: Task) -> str:
-        level = self._label(task)
-        if level not in self._latencies_of and len(self._latencies_of) >= MOST_LEVELS:
+        level = level_name(task)
+        if level not in self._latencies_of and len(self._latencies_of) >= MAX_LEVELS:
             level = OTHER_LEVELS
         self._latencies_of.setdefault(level, Measure(self._longest_s))
         return level
 
     def _add(self, group: OpenGroup, *, is_trained: bool) -> None:
         level = self._level(group.task)
-        for book in ("submitted", "trained") if is_trained else ("submitted",):
-            self._tasks[book][level] += 1
+        self._tasks["submitted"][level] += 1
+        self._tasks["trained"][level] += is_trained
         self._add_episodes(level, group.trajectories, group.unfinished_s, is_trained=is_trained)
 
     def _add_episodes(

@@ -33,7 +33,7 @@ class Publication:
     total_s: float
     num_bytes: int
     """Size in bytes of the published tensors: all tensors of the model, or only the trained ones."""
-    share: float = 1.0
+    published_fraction: float = 1.0
     """`num_bytes` as a fraction of the size of the whole model."""
 
     def metrics(self) -> dict[str, float]:
@@ -44,7 +44,7 @@ class Publication:
             "weights/paused_s": self.paused_s,
             "weights/total_s": self.total_s,
             "weights/mib": self.num_bytes / 2**20,
-            "weights/published_share": self.share,
+            "weights/published_share": self.published_fraction,
         }
 
 
@@ -78,7 +78,7 @@ class Publisher:
     async def begin(self) -> None:
         """Copy the learner's current weights and start their publication; the learner may train on immediately.
 
-        Call `settled` first: only one publication may run at a time.
+        Call `wait_published` first: only one publication may run at a time.
         """
         if self._task is not None:
             raise RunError("a publication is still under way")
@@ -91,7 +91,7 @@ class Publisher:
             self._publish(weights, probe, expected), f"the publication of step {weights.version}"
         )
 
-    async def settled(self) -> Publication | None:
+    async def wait_published(self) -> Publication | None:
         """Wait for the running publication, if any. Raises ParityError, InferenceError or RunError if it failed."""
         if self._task is None:
             return None
@@ -130,8 +130,8 @@ class Publisher:
             # Last, because the learner is busy with its next step and may answer late.
             await self._learner.release_weights(weights)
         paused_s = max(update.paused_s for update in updates)
-        share = weights.num_bytes / weights.model_bytes if weights.model_bytes else 1.0
-        return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, share)
+        published_fraction = weights.num_bytes / weights.model_bytes if weights.model_bytes else 1.0
+        return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, published_fraction)
 
     async def _compare(self, probe: Probe, expected: Sequence[NDArray[np.float32]]) -> Parity:
         """Score the probe on all servers. Raises ParityError if a server differs from the learner."""

@@ -2,7 +2,7 @@
 
 Runs inside vLLM's worker process. A file that does not match the model is rejected before the model changes. On CPU
 the new weights are prepared beside the old ones during generation and swapped in a pause of milliseconds
-(`second.py`); if the model does not support this, they are loaded layer by layer during the pause.
+(`double_buffer.py`); if the model does not support this, they are loaded layer by layer during the pause.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from roll_flash.weight_sync.double_buffer import Preparation, UnknownModelError, WeightDoubleBuffer, repack_tied_heads
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
-from roll_flash.weight_sync.second import Preparation, UnknownModelError, WeightDoubleBuffer, repack_tied_heads
 
 _log = logging.getLogger(__name__)
 
@@ -34,7 +34,7 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     path: str
     """Path of a safetensors file in the format of `published.py`."""
-    hold: str = ""
+    ready_pipe: str = ""
     """Path of a pipe. If set, the update only prepares the weights and keeps the pipe open until that is done."""
 
 
@@ -42,7 +42,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
     """Transfer engine for weights in shared memory.
 
     Between `start_weight_update` and `finish_weight_update` comes one `update_weights` that loads; before it,
-    optionally, one with `hold` that only prepares the weights while generation continues.
+    optionally, one with `ready_pipe` that only prepares the weights while generation continues.
     """
 
     init_info_cls = SharedMemoryInitInfo
@@ -52,7 +52,7 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         self._folder = ModelFolder(Path(self.model_config.model))
         self._tied = bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
         self._preparation: Preparation | None = None
-        self._second = self._second_weights()
+        self._double_buffer = self._open_double_buffer()
 
     def start_weight_update(self) -> None:
         """Discard the leftovers of an abandoned update."""
@@ -60,12 +60,12 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
 
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Prepare or load the weights. Raises ValueError, with the model unchanged, on a name or shape mismatch."""
-        if update_info.hold:
-            self._begin_preparation(update_info.path, update_info.hold)
-        elif self._second is None:
+        if update_info.ready_pipe:
+            self._begin_preparation(update_info.path, update_info.ready_pipe)
+        elif self._double_buffer is None:
             self._load_layer_by_layer(update_info.path)
         else:
-            self._exchange(self._second, update_info.path)
+            self._exchange(self._double_buffer, update_info.path)
 
     def finish_weight_update(self) -> None:
         """Do nothing: the model is complete after `receive_weights`."""
@@ -76,31 +76,31 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
     def _read(self, path: str) -> PublishedWeights:
         return PublishedWeights(path, self._folder, tied=self._tied)
 
-    def _begin_preparation(self, path: str, hold: str) -> None:
+    def _begin_preparation(self, path: str, ready_pipe: str) -> None:
         self._discard()
         self._refuse_misfits(path)
-        if self._second is not None:
-            self._preparation = Preparation(self._second, self._read(path), os.open(hold, os.O_WRONLY))
+        if self._double_buffer is not None:
+            self._preparation = Preparation(self._double_buffer, self._read(path), os.open(ready_pipe, os.O_WRONLY))
 
-    def _exchange(self, second: WeightDoubleBuffer, path: str) -> None:
+    def _exchange(self, double_buffer: WeightDoubleBuffer, path: str) -> None:
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             preparation.result()
         else:
             with self._read(path) as weights:
-                second.prepare(weights)
-        second.exchange()
+                double_buffer.prepare(weights)
+        double_buffer.exchange()
 
     def _refuse_misfits(self, path: str) -> None:
         self._read(path).__enter__().__exit__(None, None, None)
 
     def _discard(self) -> None:
         preparation, self._preparation = self._preparation, None
-        if preparation is not None and self._second is not None:
+        if preparation is not None and self._double_buffer is not None:
             preparation.wait()
-            self._second.discard()
+            self._double_buffer.discard()
 
-    def _second_weights(self) -> WeightDoubleBuffer | None:
+    def _open_double_buffer(self) -> WeightDoubleBuffer | None:
         if self.device.type != "cpu":
             return None
         try:

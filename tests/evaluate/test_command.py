@@ -22,7 +22,7 @@ from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.evaluator import EvalRequest, plan_evaluation, run_evaluation
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.json_lines import JsonLinesFile
-from roll_flash.processes.background import beside
+from roll_flash.processes.background import background_task
 from roll_flash.run.run_dir import RunDir
 from roll_flash.run.trained_tasks import TRAINED_TASKS
 from roll_flash.types import EpisodeSpec, SamplingParams
@@ -349,7 +349,7 @@ def test_background_work_that_dies_ends_the_evaluation_at_once_with_its_cause(mo
 
     @asynccontextmanager
     async def open_runner(*_: Any) -> AsyncIterator[NeverEnds]:
-        async with beside(dies(), "the supervision of a server"):
+        async with background_task(dies(), "the supervision of a server"):
             yield NeverEnds()
 
     monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)

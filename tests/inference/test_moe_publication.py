@@ -76,14 +76,14 @@ def test_a_mixture_of_experts_is_published_and_exported(engine: str, kind: str, 
                 on_published=lambda version: None,
             )
             await publisher.check()
-            before = await learner.logprobs(probe.texts[0])
+            before = (await learner.logprobs_of([probe.texts[0]]))[0]
             await learner.accumulate([make_group(0, vocabulary=64), make_group(1, vocabulary=64)])
             await learner.finish_step()
             await publisher.begin()
-            assert await publisher.settled() is not None
-            after = await learner.logprobs(probe.texts[0])
+            assert await publisher.wait_published() is not None
+            after = (await learner.logprobs_of([probe.texts[0]]))[0]
             assert np.abs(after - before).max() > 0.01
-            await learner.export_hf(tmp_path / "exported")
+            await (await learner.begin_export(tmp_path / "exported"))
             exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported", dtype=torch.float32)
             tokens = torch.tensor(probe.texts[0])
             with torch.no_grad():

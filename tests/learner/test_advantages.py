@@ -15,7 +15,6 @@ from roll_flash.learner.losses.advantages import (
     discounted_returns,
     gigpo,
     grpo,
-    reinforce_plus_plus,
     rloo,
     scale_by_batch,
 )
@@ -33,7 +32,7 @@ def test_grpo_is_the_z_score_of_the_group() -> None:
 
 @pytest.mark.parametrize("noise", [1e-8, 1e-6])
 def test_the_noise_of_a_judge_is_no_signal(noise: float) -> None:
-    for function in (grpo, rloo, reinforce_plus_plus):
+    for function in (grpo, rloo):
         assert np.abs(function([0.0, noise], True)).max() <= noise / EPSILON
     (scaled,) = scale_by_batch([grpo([0.0, noise], False)])
     assert np.abs(scaled).max() <= noise / EPSILON
@@ -75,11 +74,6 @@ def test_a_reward_that_is_not_finite_where_it_is_trained_is_an_error(name: str, 
     """In float32, squares included: beyond it advantages would be infinite, or silently zero."""
     with pytest.raises(ValueError, match="finite"):
         ADVANTAGES[name]([0.0, reward], False)
-
-
-def test_reinforce_plus_plus_compares_with_the_whole_step() -> None:
-    np.testing.assert_allclose(reinforce_plus_plus([0.0, 0.0, 4.0, 4.0]), np.array([-2, -2, 2, 2]) / (2 + EPSILON))
-    np.testing.assert_allclose(reinforce_plus_plus([1.0, 3.0], normalize=False), [-1, 1])
 
 
 def test_scaling_by_the_batch_keeps_the_weight_of_groups_against_each_other() -> None:

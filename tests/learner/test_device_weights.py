@@ -21,14 +21,14 @@ from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.inference.servers.update import update_server
 from roll_flash.learner.model import lora
 from roll_flash.learner.open import open_learner
-from roll_flash.learner.ranks.rank_process import rank_actor
+from roll_flash.learner.ranks.rank import rank_actor
 from roll_flash.learner.weights import device as device_weights
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
 from roll_flash.learner.weights.staged import WeightStage
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import gather_or_cancel
-from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
+from roll_flash.weight_sync.published import ModelFolder, PublishedWeights, is_adapter
 from tests.learner.architectures import write_model
 
 
@@ -51,7 +51,7 @@ def test_what_vllm_is_told_describes_every_tensor_of_the_merged_model(model: Any
     stage, weights = staged(model, "nccl")
     info = NCCLWeightTransferUpdateInfo(**dict(weights.update_info or {}))
     with_adapters = set(dict(model.named_parameters())) - {"lm_head.weight"}
-    assert set(info.names) == {name for name in with_adapters if not lora.is_adapter(name)}
+    assert set(info.names) == {name for name in with_adapters if not is_adapter(name)}
     assert set(info.dtype_names) == {"bfloat16"}
     for name, shape in zip(info.names, info.shapes, strict=True):
         assert list(model.state_dict()[name].shape) == shape

@@ -110,9 +110,9 @@ def test_a_step_reports_what_it_did_and_leaves_out_what_is_broken(tiny_model: Pa
 
 def test_a_step_without_any_signal_is_taken_also_after_the_parity_probe(tiny_model: Path) -> None:
     async def use(learner: FsdpLearner) -> list[StepResult]:
-        await learner.logprobs([1, 2, 3])
+        await learner.logprobs_of([[1, 2, 3]])
         first = await step(learner, [make_group(9, rewards=[1.0] * 4)])
-        await learner.logprobs([1, 2, 3])
+        await learner.logprobs_of([[1, 2, 3]])
         return [first, await step(learner, [make_group(9, rewards=[1.0] * 4, version=1)])]
 
     results = in_process(tiny_model, use)
@@ -141,11 +141,11 @@ def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) 
         with pytest.raises(LearnerError, match="older than"):
             await learner.accumulate(GROUPS[:1])
         with pytest.raises(LearnerError, match="at least two"):
-            await learner.logprobs([1])
+            await learner.logprobs_of([[1]])
         fresh = make_group(5, version=1)
         await learner.accumulate([fresh])
         with pytest.raises(LearnerError, match="between steps"):
-            await learner.save(tmp_path / "state")
+            await (await learner.begin_save(tmp_path / "state"))
         with pytest.raises(LearnerError, match="supervised step"):
             await learner.sft_step(fresh.trajectories)
         assert (await learner.finish_step()).version == 2
@@ -287,12 +287,12 @@ def test_checkpoints_that_cannot_be_read_are_refused_before_anything_changes(tin
     other_model = make_tiny_model(tmp_path / "other", hidden_size=32)
 
     async def write(learner: FsdpLearner) -> None:
-        await learner.save(tmp_path / "good")
+        await (await learner.begin_save(tmp_path / "good"))
         with pytest.raises(CheckpointError, match="exists already"):
-            await learner.save(tmp_path / "good")
+            await (await learner.begin_save(tmp_path / "good"))
         (tmp_path / "file").write_text("in the way")
         with pytest.raises(CheckpointError, match="cannot be written"):
-            await learner.save(tmp_path / "file" / "state")
+            await (await learner.begin_save(tmp_path / "file" / "state"))
         truncated = tmp_path / "truncated"
         shutil.copytree(tmp_path / "good", truncated)
         shard = next(truncated.glob("*.distcp"))
@@ -321,11 +321,11 @@ def test_the_export_is_a_model_folder_that_transformers_loads(tmp_path: Path, ti
 
     async def use(learner: FsdpLearner) -> np.ndarray:
         await step(learner, GROUPS[:1])
-        await learner.export_hf(tmp_path / "hf")
-        await learner.export_hf(tmp_path / "hf")
+        await (await learner.begin_export(tmp_path / "hf"))
+        await (await learner.begin_export(tmp_path / "hf"))
         with pytest.raises(CheckpointError, match="exists already"):
-            await learner.export_hf(tmp_path)
-        return await learner.logprobs(text)
+            await (await learner.begin_export(tmp_path))
+        return (await learner.logprobs_of([text]))[0]
 
     logprobs = in_process(model_folder, use)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)

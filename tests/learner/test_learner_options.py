@@ -114,7 +114,7 @@ def test_what_is_offloaded_comes_back_as_it_was(tiny_model: Path, monkeypatch: p
         return empty(*args, **kwargs)
 
     policy.zero_grad()
-    with offload_activations("cpu", smallest_bytes=4 * row.num_tokens * 48):
+    with offload_activations("cpu", min_bytes=4 * row.num_tokens * 48):
         monkeypatch.setattr(torch, "empty", counting)
         logprobs, entropies = policy(row)
         monkeypatch.undo()

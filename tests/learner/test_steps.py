@@ -118,7 +118,7 @@ def test_a_resumed_run_takes_the_very_same_next_step(
 ) -> None:
     async def write(learner: FsdpLearner) -> Weights:
         await step(learner, GROUPS[:2])
-        await learner.save(tmp_path / "state")
+        await (await learner.begin_save(tmp_path / "state"))
         await step(learner, GROUPS[2:])
         return await weights_of(learner)
 
@@ -140,7 +140,7 @@ def test_a_resumed_run_has_the_weight_decay_and_betas_of_its_config(
 
     async def save(learner: FsdpLearner) -> None:
         await step(learner, [SILENT])
-        await learner.save(tmp_path / "state")
+        await (await learner.begin_save(tmp_path / "state"))
 
     async def resume(learner: FsdpLearner) -> tuple[Weights, Weights, tuple[float, float]]:
         await learner.load(tmp_path / "state")
@@ -167,7 +167,7 @@ def test_alpha_zero_is_the_plain_synchronous_loop_bit_by_bit(tiny_model: Path, r
             for group in groups:
                 await learner.accumulate([group])
                 await weights_of(learner)
-                await learner.logprobs([3, 4, 5])
+                await learner.logprobs_of([[3, 4, 5]])
             await learner.finish_step()
         return await weights_of(learner)
 
@@ -242,7 +242,7 @@ def test_diagnostics_tell_mismatch_from_policy_lag(tiny_model: Path) -> None:
             members = []
             for trajectory in group.trajectories:
                 own = np.zeros(len(trajectory.token_ids), np.float32)
-                own[1:] = await learner.logprobs(trajectory.token_ids.tolist())
+                own[1:] = (await learner.logprobs_of([trajectory.token_ids.tolist()]))[0]
                 members.append(dataclasses.replace(trajectory, logprobs=np.where(trajectory.policy_mask, own, 0)))
             return dataclasses.replace(group, trajectories=tuple(members))
 
@@ -266,9 +266,9 @@ def test_adapters_learn_and_leave_everything_else_alone(tiny_model: Path, tmp_pa
         before = await weights_of(learner)
         result = await step(learner, GROUPS)
         assert result.metrics["grad_norm"] > 0
-        await learner.save(tmp_path / "state")
-        await learner.export_hf(tmp_path / "hf")
-        return before, await weights_of(learner), await learner.logprobs(text)
+        await (await learner.begin_save(tmp_path / "state"))
+        await (await learner.begin_export(tmp_path / "hf"))
+        return before, await weights_of(learner), (await learner.logprobs_of([text]))[0]
 
     settings: dict[str, Any] = {"lora": {"rank": 2, "targets": ["q_proj", "down_proj"]}, "learning_rate": 1e-2}
     settings["kl"] = {"coefficient": 0.1}

@@ -10,13 +10,13 @@ from datetime import timedelta
 import psutil
 import torch.distributed as dist
 
-from roll_flash.learner.ranks.meeting import join_rendezvous, open_rendezvous
+from roll_flash.learner.ranks.rendezvous import join_rendezvous, open_rendezvous
 
 TIMEOUT = timedelta(seconds=60)
 OTHER_RANK = """
 import sys
 from datetime import timedelta
-from roll_flash.learner.ranks.meeting import join_rendezvous
+from roll_flash.learner.ranks.rendezvous import join_rendezvous
 store = join_rendezvous(sys.argv[1], 2, timedelta(seconds=60))
 store.set("weights", "ready")
 assert store.get("first") == b"here"
@@ -43,7 +43,7 @@ def test_ranks_on_one_machine_meet_without_a_port_and_in_a_file_that_their_user_
 def test_nothing_of_the_meeting_is_left_when_the_first_rank_is_killed() -> None:
     program = (
         "import os, signal; from datetime import timedelta\n"
-        "from roll_flash.learner.ranks.meeting import open_rendezvous\n"
+        "from roll_flash.learner.ranks.rendezvous import open_rendezvous\n"
         "kept = open_rendezvous(2, None, timedelta(seconds=60)); print(kept[1], flush=True)\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )

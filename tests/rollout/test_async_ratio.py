@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from roll_flash.scheduling.async_ratio import AsyncRatioController, ControllerSettings, StepMeasurement
+from roll_flash.scheduling.async_ratio import AsyncRatioController, StepMeasurement
+
+
+def controller_at(async_ratio: int) -> AsyncRatioController:
+    controller = AsyncRatioController(0, 4)
+    controller.async_ratio = async_ratio
+    return controller
 
 
 def run(controller: AsyncRatioController, steps: int, **idle_at: float) -> list[int]:
@@ -24,32 +30,32 @@ def run(controller: AsyncRatioController, steps: int, **idle_at: float) -> list[
 
 
 def test_alpha_rises_until_nobody_waits_and_stays_there() -> None:
-    history = run(AsyncRatioController(), 40, alpha_0=0.5, alpha_1=0.2, alpha_2=0.05)
+    history = run(controller_at(0), 40, alpha_0=0.5, alpha_1=0.2, alpha_2=0.05)
     assert history[-1] == 2
     assert set(history[10:]) == {2}
 
 
 def test_alpha_goes_back_when_raising_it_brought_nothing() -> None:
-    history = run(AsyncRatioController(), 15, alpha_0=0.5, alpha_1=0.3, alpha_2=0.3)
+    history = run(controller_at(0), 15, alpha_0=0.5, alpha_1=0.3, alpha_2=0.3)
     assert max(history) == 2
     assert history[-1] == 1
 
 
 def test_alpha_falls_at_once_when_the_data_is_too_far_off_policy() -> None:
-    controller = AsyncRatioController(start=3)
+    controller = controller_at(3)
     decision = controller.update(StepMeasurement(0.5, 0.0, 0.3))
     assert (decision.async_ratio, decision.changed) == (2, True)
     assert "effective sample size 0.30" in decision.reason
 
 
 def test_alpha_falls_when_fresher_data_costs_nothing() -> None:
-    history = run(AsyncRatioController(start=3), 60, alpha_0=0.3, alpha_1=0.0, alpha_2=0.0, alpha_3=0.0)
+    history = run(controller_at(3), 60, alpha_0=0.3, alpha_1=0.0, alpha_2=0.0, alpha_3=0.0)
     assert min(history) <= 1
     assert history.count(0) < 10, "what did not pay is not tried again and again"
 
 
 def test_every_decision_says_why() -> None:
-    controller = AsyncRatioController()
+    controller = controller_at(0)
     for _ in range(3):
         decision = controller.update(StepMeasurement(0.42, 0.1, 0.9))
         assert "learner idle 42%" in decision.reason
@@ -57,7 +63,7 @@ def test_every_decision_says_why() -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1), st.floats(0, 1)), max_size=100), st.integers(0, 3))
 def test_alpha_stays_within_its_bounds_and_moves_by_one(steps: list[tuple[float, float, float]], lowest: int) -> None:
-    controller = AsyncRatioController(ControllerSettings(lowest, lowest + 2))
+    controller = AsyncRatioController(lowest, lowest + 2)
     before = controller.async_ratio
     for step in steps:
         decision = controller.update(StepMeasurement(*step))
@@ -77,27 +83,28 @@ def test_a_measurement_that_is_no_fraction_is_refused(value: float) -> None:
 def test_a_restored_controller_decides_as_one_that_never_stopped(
     steps: list[tuple[float, float, float]], stop_after: int
 ) -> None:
-    lasting = AsyncRatioController()
-    stopped = AsyncRatioController()
+    lasting = controller_at(0)
+    stopped = controller_at(0)
     for index, measured in enumerate(steps):
         if index == stop_after:
             state = json.loads(json.dumps(stopped.state()))
-            stopped = AsyncRatioController()
+            stopped = controller_at(0)
             stopped.restore(state)
         assert stopped.update(StepMeasurement(*measured)) == lasting.update(StepMeasurement(*measured))
 
 
 def test_restoring_keeps_within_the_bounds_of_now() -> None:
-    controller = AsyncRatioController(ControllerSettings(0, 1))
-    controller.restore(AsyncRatioController(start=4).state())
+    controller = AsyncRatioController(0, 1)
+    controller.restore(controller_at(4).state())
     assert controller.async_ratio == 1
 
 
 def test_a_sample_size_that_is_not_a_number_decides_nothing() -> None:
     """`nan < 0.6` is false: it must not pass for on-policy data."""
-    controller = AsyncRatioController(ControllerSettings(lowest=0, highest=4, patience=1), start=2)
+    controller = controller_at(2)
     for _ in range(5):
         decision = controller.update(StepMeasurement(0.9, 0.9, math.nan))
         assert not decision.changed
         assert "not a number" in decision.reason
+    controller.update(StepMeasurement(0.9, 0.9, 1.0))
     assert controller.update(StepMeasurement(0.9, 0.9, 1.0)).async_ratio == 3

@@ -60,7 +60,7 @@ def test_a_straggler_is_cancelled_as_soon_as_it_cannot_be_trained_in_time() -> N
     scheduler.finished(trajectory(slow_a, [0]))
     scheduler.take_ready()
     assert scheduler.take_cancelled() == [slow_b.episode_id], "the step is full: it need not finish first"
-    assert [(group.reason, group.episodes_lost) for group in scheduler.take_dropped()] == [("stale", 1)]
+    assert [(group.reason, group.tokens_lost > 0) for group in scheduler.take_dropped()] == [("stale", True)]
 
 
 def test_requeue_brings_the_task_of_a_stale_group_back() -> None:
@@ -127,7 +127,7 @@ def test_requeue_gives_a_task_up_after_its_limit_and_counts_it() -> None:
 
 
 def test_groups_that_all_lose_their_replicas_are_a_problem_with_a_name() -> None:
-    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, group_size=4, most_lost_groups_in_a_row=5)
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, group_size=4, max_lost_groups_in_a_row=5)
     for lost in range(5):
         assert scheduler.problem is None, f"{lost} groups"
         admit_all(scheduler, lost)
@@ -143,8 +143,8 @@ def test_steps_of_which_no_group_has_signal_are_counted_and_then_a_problem() -> 
         groups_per_step=1,
         async_ratio=0.0,
         group_filter=has_signal,
-        most_filtered_per_step=2,
-        most_steps_without_signal=3,
+        max_filtered_per_step=2,
+        max_steps_without_signal=3,
     )
     for version in range(1, 4):
         assert scheduler.problem is None
@@ -308,7 +308,7 @@ def test_a_lost_member_is_refilled_but_not_for_ever() -> None:
 
 
 def test_groups_without_signal_are_replaced_but_a_step_always_ends() -> None:
-    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, group_filter=has_signal, most_filtered_per_step=2)
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=0.0, group_filter=has_signal, max_filtered_per_step=2)
     for _ in range(3):
         admit_all(scheduler)
         for episode in scheduler.next_episodes(10):

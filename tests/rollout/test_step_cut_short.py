@@ -53,7 +53,7 @@ class Servers:
     def __init__(self, learner: Learner, fleet: ThisProcess, run: Rollout, hang: bool) -> None:
         self._learner, self._fleet, self._run, self._hang = learner, fleet, run, hang
 
-    async def settled(self) -> None:
+    async def wait_published(self) -> None:
         if self._hang and self._learner.version == 2:
             self._learner.reached.set()
             await asyncio.Event().wait()

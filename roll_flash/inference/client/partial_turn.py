@@ -44,7 +44,7 @@ class PartialTurn:
         self._decode = decode
         self._request_starts: list[int] = []
         """Start positions, in new tokens, of the requests after the first."""
-        self._begun = time.monotonic()
+        self._started_s = time.monotonic()
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions: list[int] = []
@@ -100,7 +100,7 @@ class PartialTurn:
         self._token_ids += piece.token_ids
         self._logprobs += piece.logprobs
         if piece.versions is not None:
-            self._label(piece.versions)
+            self._set_versions(piece.versions)
         self._reported_finish = piece.finish_reason
 
     def finish(self) -> int:
@@ -121,20 +121,20 @@ class PartialTurn:
 
     def end_early(self) -> int:
         """End an interrupted request and keep its tokens with a known version. Return the number of kept tokens."""
-        told = len(self._versions)
+        labelled = len(self._versions)
         if self._sampling.stop and self._decode is None:
-            told = self._kept
-        self._forget_after(told)
-        gained, self._kept = told - self._kept, told
-        if told >= self._new_tokens:
+            labelled = self._kept
+        self._truncate(labelled)
+        gained, self._kept = labelled - self._kept, labelled
+        if labelled >= self._new_tokens:
             self._end("length")
         elif gained:
-            self._request_starts.append(told)
+            self._request_starts.append(labelled)
         return gained
 
     def discard(self) -> None:
         """Drop all tokens of the current request after a bad answer."""
-        self._forget_after(self._kept)
+        self._truncate(self._kept)
 
     def generation(self, server: str) -> Generation:
         assert self.finish_reason is not None
@@ -144,10 +144,10 @@ class PartialTurn:
             np.array(self._versions, np.int32),
             self.finish_reason,
             server,
-            time.monotonic() - self._begun,
+            time.monotonic() - self._started_s,
         )
 
-    def _label(self, spans: list[tuple[int, int, int]]) -> None:
+    def _set_versions(self, spans: list[tuple[int, int, int]]) -> None:
         """Set the versions. Spans are relative to the start of the request and always cover all its tokens."""
         made = len(self._token_ids) - self._kept
         versions: list[int] = []
@@ -165,17 +165,17 @@ class PartialTurn:
             self._cut_at_stop()
 
     def _cut_at_stop(self) -> None:
-        """Cut the turn after the first stop string across a seam. Each of its tokens has at least one byte of it."""
+        """Cut the turn after the first stop string that began in an earlier request. A token has at least one byte."""
         assert self._decode is not None
         longest = max(len(stop.encode()) for stop in self._sampling.stop)
-        for seam in self._request_starts:
-            first, last = max(0, seam - longest), min(seam + longest, len(self._token_ids))
-            for end in range(seam + 1, last + 1):
+        for request_start in self._request_starts:
+            first, last = max(0, request_start - longest), min(request_start + longest, len(self._token_ids))
+            for end in range(request_start + 1, last + 1):
                 text = self._decode(self._token_ids[first:end])
                 if any(stop in text for stop in self._sampling.stop):
-                    self._forget_after(end)
+                    self._truncate(end)
                     self.finish_reason = "stop"
                     return
 
-    def _forget_after(self, length: int) -> None:
+    def _truncate(self, length: int) -> None:
         del self._token_ids[length:], self._logprobs[length:], self._versions[length:]

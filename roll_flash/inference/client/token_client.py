@@ -68,7 +68,7 @@ class TokenClient:
         self._bad_in_a_row = dict.fromkeys(spec.endpoints, 0)
         self._health: dict[str, ServerHealth] = {}
         self._watches: list[asyncio.Task[None]] = []
-        self._last_trouble = ""
+        self._last_error = ""
         self.counts = Counts()
 
     async def generate(
@@ -97,9 +97,7 @@ class TokenClient:
         except TimeoutError:
             if self._router.healthy:
                 raise
-            raise InferenceError(
-                f"no server could be reached for {timeout_s:g} s; last: {self._last_trouble}"
-            ) from None
+            raise InferenceError(f"no server could be reached for {timeout_s:g} s; last: {self._last_error}") from None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this client only. Servers are numbered in the order of the spec's endpoints."""
@@ -158,10 +156,10 @@ class TokenClient:
         known = turn.known_tokens
         answer = await self._connections[server].post(GENERATE_PATH, turn.request(), receiver)
         if answer.status != 200:
-            said = f"HTTP {answer.status}: {excerpt(answer.body)}"
+            failure = f"HTTP {answer.status}: {excerpt(answer.body)}"
             if 400 <= answer.status < 500 and answer.status not in BUSY_STATUS:
-                raise InferenceError(f"{server}: {said}")
-            raise BadAnswerError(said)
+                raise InferenceError(f"{server}: {failure}")
+            raise BadAnswerError(failure)
         if answer.body:
             turn.take(decode_piece(answer.body))
         gained = turn.finish()
@@ -179,19 +177,19 @@ class TokenClient:
         if turn.newest_version is not None:
             self._health[server].sampled_with(turn.newest_version)
 
-    def _note_bad_answer(self, server: str, trouble: str) -> None:
+    def _note_bad_answer(self, server: str, reason: str) -> None:
         self.counts.bad_answers += 1
         self._bad_in_a_row[server] += 1
-        self._last_trouble = f"{server}: {trouble}"
+        self._last_error = f"{server}: {reason}"
         if self._bad_in_a_row[server] >= BAD_ANSWERS_IN_A_ROW:
-            self._remove(server, trouble)
+            self._remove(server, reason)
 
-    def _remove(self, server: str, trouble: str) -> None:
-        self._last_trouble = f"{server}: {trouble}"
+    def _remove(self, server: str, reason: str) -> None:
+        self._last_error = f"{server}: {reason}"
         if self._router.remove(server):
             self.counts.removed += 1
             self._health[server].removed()
-            _log.warning("%s is left out: %s", server, trouble)
+            _log.warning("%s is left out: %s", server, reason)
 
     def _bring_back(self, server: str) -> None:
         self._router.bring_back(server)
@@ -203,11 +201,11 @@ class TokenClient:
     def _is_busy(self, server: str) -> bool:
         return self._router.outstanding_tokens(server) > 0
 
-    def _interrupt(self, server: str, trouble: str) -> None:
+    def _interrupt(self, server: str, reason: str) -> None:
         """Remove a hung server and end its requests, as it keeps connections open; they retry on other servers."""
         self.counts.hung += 1
-        self._remove(server, trouble)
-        self._connections[server].interrupt(trouble)
+        self._remove(server, reason)
+        self._connections[server].interrupt(reason)
 
     def _begin_to_watch(self) -> None:
         for server in self._spec.endpoints:

@@ -19,7 +19,7 @@ GENERATE_PATH = "/inference/v1/generate"
 UNLABELLED_VERSION = "default"
 """vLLM's version label for weights without a label: those it loaded at its start."""
 END_OF_STREAM = b"[DONE]"
-LARGEST_LOGPROB = 1e-2
+MAX_LOGPROB = 1e-2
 """Maximum accepted logprob: 0 plus rounding error."""
 
 
@@ -104,7 +104,7 @@ def decode_piece(content: bytes) -> Piece:
     logprobs = [entry.logprob for entry in content_of or ()]
     if len(logprobs) != len(token_ids):
         raise BadAnswerError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
-    if logprobs and not (max(logprobs) <= LARGEST_LOGPROB and math.isfinite(math.fsum(logprobs))):
+    if logprobs and not (max(logprobs) <= MAX_LOGPROB and math.isfinite(math.fsum(logprobs))):
         raise BadAnswerError("a logprob that is positive or not finite")
     if token_ids and min(token_ids) < 0:
         raise BadAnswerError(f"the token id {min(token_ids)}")

@@ -65,7 +65,7 @@ class ServerEngine:
         self._servers = [ServerProcess(index, launcher, config, logs, self._key) for index in range(config.servers)]
         self._busy = {server: asyncio.Lock() for server in self._servers}
         self._restarts = {server: RecentCount(RESTART_WINDOW_S) for server in self._servers}
-        self._update_deadline = LearnedDeadline(floor_s=UPDATE_FLOOR_S, most_s=config.start_timeout_s)
+        self._update_deadline = LearnedDeadline(floor_s=UPDATE_FLOOR_S, max_s=config.start_timeout_s)
         self._newest = WeightCopy()
         self._newest_lock = asyncio.Lock()
         self._supervisors: list[asyncio.Task[None]] = []
@@ -136,10 +136,6 @@ class ServerEngine:
             figures |= {f"{name}_{index}": value for name, value in logged_figures(text).items()}
         return figures
 
-    async def health(self) -> dict[str, bool]:
-        answers = await asyncio.gather(*(server.is_healthy() for server in self._servers))
-        return {server.endpoint: answer for server, answer in zip(self._servers, answers, strict=True)}
-
     async def close(self) -> None:
         for task in self._supervisors:
             task.cancel()
@@ -184,7 +180,7 @@ class ServerEngine:
         except TimeoutError:
             await self._kill_hung(server, f"did not take new weights within {limit_s:.0f} s")
             raise InferenceError(f"{server.endpoint}: no new weights after {limit_s:.0f} s; see {server.log}") from None
-        self._update_deadline.took(update.total_s)
+        self._update_deadline.record(update.total_s)
         return update
 
     async def _await_or_kill(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:

@@ -28,7 +28,7 @@ from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_scratch_folder
 
 HOST = "127.0.0.1"
-LOWEST_PORT, PORTS_TRIED = 20_000, 100
+MIN_PORT, MAX_PORT_TRIES = 20_000, 100
 """Ray's processes listen below."""
 PORT_FREED_S = 30.0
 """For whatever took the port of a server that must be started again."""
@@ -104,7 +104,7 @@ class ServerProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         log_start = self.log.stat().st_size if self.log.exists() else 0
         scratch = make_scratch_folder("server")
-        self._process = GuardedProcess.start(
+        self._process = GuardedProcess(
             self._launcher.command(self.index, self.port), env=self._environment(scratch), log=self.log, scratch=scratch
         )
         await self._wait_until_healthy(log_start)
@@ -223,8 +223,8 @@ def _free_port() -> int:
     and while it is started again."""
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     choice = random.SystemRandom()
-    for _ in range(PORTS_TRIED if first > LOWEST_PORT else 0):
-        port = choice.randrange(LOWEST_PORT, first)
+    for _ in range(MAX_PORT_TRIES if first > MIN_PORT else 0):
+        port = choice.randrange(MIN_PORT, first)
         with contextlib.suppress(InferenceError):
             require_free_port(HOST, port, "")
             return port

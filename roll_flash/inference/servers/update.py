@@ -13,7 +13,7 @@ from roll_flash.inference.servers.process import CONTROL_TIMEOUT_S, ServerProces
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
-GIVE_UP_TIMEOUT_S = 10.0
+END_TIMEOUT_S = 10.0
 """Timeout in seconds to end an update after an error, so that a run can end although the server hangs."""
 
 
@@ -42,7 +42,7 @@ async def update_server(server: ServerProcess, weights: StagedWeights, in_flight
         else:
             await server.post("/update_weights", {"update_info": {"path": weights.path}})
         await server.post("/finish_weight_update", {"weight_version": str(weights.version)})
-        await _forget_prefixes(server)
+        await _clear_prefix_cache(server)
         server.version = weights.version
     finally:
         # Shielded from cancellation: a server that stays paused would block its episodes forever.
@@ -91,7 +91,7 @@ async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
     reading, writing = os.pipe()
     try:
         pipe = f"/proc/{os.getpid()}/fd/{writing}"
-        await server.post("/update_weights", {"update_info": {"path": weights.path, "hold": pipe}})
+        await server.post("/update_weights", {"update_info": {"path": weights.path, "ready_pipe": pipe}})
     except BaseException:
         os.close(reading)
         raise
@@ -101,7 +101,7 @@ async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
         await _until_closed(reading)
     except BaseException as error:
         # End this update on the server before the next one begins; a server that cannot is found when it is used next.
-        ended = server.post("/finish_weight_update", timeout_s=GIVE_UP_TIMEOUT_S)
+        ended = server.post("/finish_weight_update", timeout_s=END_TIMEOUT_S)
         await asyncio.shield(asyncio.gather(ended, return_exceptions=True))
         if isinstance(error, TimeoutError):
             raise InferenceError(f"{server.endpoint}: no new weights after {CONTROL_TIMEOUT_S:g} s") from None
@@ -132,7 +132,7 @@ async def _resume(server: ServerProcess) -> None:
                 raise
 
 
-async def _forget_prefixes(server: ServerProcess) -> None:
+async def _clear_prefix_cache(server: ServerProcess) -> None:
     """Clear the prefix cache: no new request may use the KV cache of the old weights.
 
     If the scheduler cannot clear it with requests in flight (GPU), these requests compute their KV cache again.

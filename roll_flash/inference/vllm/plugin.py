@@ -7,8 +7,7 @@ and experts packed at every load. The engine itself is `roll_flash.weight_sync.s
 
 from __future__ import annotations
 
-from roll_flash.inference.vllm.experts import patch_expert_reload
-from roll_flash.inference.vllm.stream_versions import patch_streamed_versions
+from roll_flash.inference.vllm.patches import patch_expert_reload, patch_streamed_versions
 from roll_flash.processes.supervise import claim_semaphores
 
 BACKEND = "shm"

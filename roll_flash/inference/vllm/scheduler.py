@@ -15,7 +15,7 @@ from typing import Any
 from vllm.v1.core.block_pool import BlockHashToBlockMap
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from roll_flash.inference.vllm.cpu_seeds import patch_seeded_chunked_prefill
+from roll_flash.inference.vllm.patches import patch_seeded_chunked_prefill
 
 
 class CpuScheduler(Scheduler):

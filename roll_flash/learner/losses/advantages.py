@@ -1,7 +1,6 @@
 """Computes advantages from rewards with pure functions, float64.
 
-Group-relative functions take the rewards of one task's replicas, shape [replicas]; `reinforce_plus_plus` takes the
-rewards of a whole step; `gigpo` computes one advantage per turn.
+`grpo` and `rloo` take the rewards of one task's replicas, shape [replicas]; `gigpo` computes one advantage per turn.
 """
 
 from __future__ import annotations
@@ -46,16 +45,6 @@ def rloo(rewards: ArrayLike, normalize: bool = False) -> NDArray[np.float64]:
         return centred
     advantages = centred * (len(rewards) / (len(rewards) - 1))
     return advantages / (rewards.std() + EPSILON) if normalize else advantages
-
-
-def reinforce_plus_plus(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
-    """(r - mean) / (std + EPSILON) over all trajectories of a step, across tasks.
-
-    `rewards` has shape [trajectories].
-
-    Source: REINFORCE++, arXiv 2501.03262, with the divergence in the loss instead of the reward.
-    """
-    return grpo(rewards, normalize)
 
 
 def scale_by_batch(advantages: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
@@ -120,5 +109,6 @@ def _centre(rewards: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64
     return values, values - values.mean()
 
 
-ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "rloo": rloo, "reinforce++": reinforce_plus_plus}
-"""Advantage functions that return one value per episode."""
+ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "rloo": rloo, "reinforce++": grpo}
+"""Advantage functions that return one value per episode. REINFORCE++ (arXiv 2501.03262, with the divergence in the loss
+instead of the reward) is the formula of GRPO over all trajectories of a step, across tasks."""

@@ -12,12 +12,12 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-_SMALLEST_BYTES = 1 << 20
+_MIN_BYTES = 1 << 20
 """Minimum size in bytes of an offloaded tensor; smaller ones are not worth the copy."""
 
 
 @contextmanager
-def offload_activations(device_type: str = "cuda", smallest_bytes: int = _SMALLEST_BYTES) -> Iterator[None]:
+def offload_activations(device_type: str = "cuda", min_bytes: int = _MIN_BYTES) -> Iterator[None]:
     """Keep tensors that autograd saves inside the block in (pinned) host memory, except parameters.
 
     Only tensors on devices of type `device_type` are offloaded.
@@ -25,7 +25,7 @@ def offload_activations(device_type: str = "cuda", smallest_bytes: int = _SMALLE
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         is_parameter = tensor.is_leaf and tensor.requires_grad
-        if tensor.device.type != device_type or is_parameter or tensor.nbytes < smallest_bytes:
+        if tensor.device.type != device_type or is_parameter or tensor.nbytes < min_bytes:
             return tensor
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=torch.cuda.is_available())
         # Safe without a wait: the kernels that wrote the tensor or reuse its memory run on the same stream.

@@ -14,7 +14,7 @@ from roll_flash.learner.model.policy_model import PolicyModel
 from roll_flash.learner.packing import tree_attention
 
 BACKEND = "inductor"
-_MOST_VARIANTS = 64
+_MAX_VARIANTS = 64
 """Maximum compiled variants of a layer: with and without gradient, rows of one token, dtypes."""
 
 
@@ -22,7 +22,7 @@ def compile_layers(policy: PolicyModel) -> None:
     """Set up compilation at the first pass. Raises LearnerError on a CPU without a C++ compiler."""
     if BACKEND == "inductor" and policy.head.device.type == "cpu":
         _require_compiler()
-    torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(_MAX_VARIANTS, torch._dynamo.config.recompile_limit)
     AttentionInterface.register(tree_attention.NAME, torch.compiler.disable(tree_attention.tree_attention))
     for layer in policy.layers:
         # Compile the method, not the module: the hooks of FSDP and checkpointing stay outside the compiled code.

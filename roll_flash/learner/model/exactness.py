@@ -18,8 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from roll_flash.errors import ModelError
-from roll_flash.learner.model.logit_transform import find_logit_form
+from roll_flash.errors import ModelError, first_line
+from roll_flash.learner.model.logit_transform import find_logit_transform
 from roll_flash.learner.model.policy_model import PolicyModel, reset_dynamic_rope, rope_types
 from roll_flash.learner.packing.rows import PackedRow, common_prefix_length, pack
 from roll_flash.learner.packing.sequences import text_sequence
@@ -28,7 +28,7 @@ _LOG = logging.getLogger(__name__)
 _TOLERANCE = 1e-3
 """Maximum difference of a log-probability in float32. Another summation order gives about 1e-5, a wrong formula 0.01 or
 more. Multiplied by the standard deviation of the log-probabilities if that is below 1."""
-_LEAST_SPREAD = 0.02
+_MIN_SPREAD = 0.02
 """Standard deviation of log-probabilities below which a model is too close to uniform for this test."""
 _BRANCHES = ((24, 24, 12), (24, 24, 12), (24, 20, 16), (24, 40))
 """Part lengths of each text in tokens; texts with equal leading lengths share these parts, except the last part."""
@@ -44,23 +44,25 @@ def choose_exact_mode(policy: PolicyModel, folder: Path) -> None:
     policy.eval()
     try:
         expected = [_plain_logprobs(policy, text) for text in texts]
-        policy.logit_transform = find_logit_form(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
+        policy.logit_transform = find_logit_transform(policy.model, torch.from_numpy(texts[0].astype(np.int64)))
     except Exception as error:  # model code may raise anything
-        raise ModelError(f"{name} does not run on a text of {len(texts[0])} tokens: {_described(error)}") from error
+        raise ModelError(
+            f"{name} does not run on a text of {len(texts[0])} tokens: {type(error).__name__}: {first_line(error)}"
+        ) from error
     if not torch.cat(expected).isfinite().all():
         raise ModelError(
             f"{name} gives log-probabilities that are not finite to a text of {len(texts[0])} tokens; its weights are "
             "damaged, or do not fit its config.json"
         )
     spread = min(1.0, float(torch.cat(expected).std()))
-    tolerance = _TOLERANCE * max(_LEAST_SPREAD, spread)
+    tolerance = _TOLERANCE * max(_MIN_SPREAD, spread)
     if (leak := _sees_later_tokens(texts, expected)) > tolerance:
         raise ModelError(
             f"{name} cannot be trained: log-probabilities differ by {leak:.2g} between texts that begin alike, so "
             "tokens see what comes later; choose a causal language model, or look at the attention in its config.json"
         )
     reason = _cannot_be_seen(policy)
-    if reason is None and spread < _LEAST_SPREAD:
+    if reason is None and spread < _MIN_SPREAD:
         reason = "to it all tokens are nearly as likely, so that what is wrong would hardly show"
     reason = reason or _difference(policy, texts, expected, tolerance, share=True)
     if reason is not None:
@@ -90,7 +92,7 @@ def _difference(
                 difference = (found[chosen] - expected[member]).abs().max()
                 largest = max(largest, float(difference.nan_to_num(nan=torch.inf)))
     except Exception as error:  # a model without support for the arguments may raise anything
-        return _described(error)
+        return f"{type(error).__name__}: {first_line(error)}"
     if largest <= tolerance:
         return None
     return f"log-probabilities differ by {largest:.2g} from those of transformers"
@@ -154,8 +156,3 @@ def _texts(vocabulary: int) -> list[NDArray[np.int32]]:
             text = np.concatenate([text, parts[key]])
         texts.append(text)
     return texts
-
-
-def _described(error: BaseException) -> str:
-    text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0]}" if text else type(error).__name__

@@ -16,12 +16,12 @@ from roll_flash.learner.model.policy_model import reset_dynamic_rope
 from roll_flash.learner.model.token_logprobs import LogitTransform
 
 _TOLERANCE = 1e-5
-_SMALLEST, _LARGEST = 1e-3, 100.0
+_MIN_VALUE, _MAX_VALUE = 1e-3, 100.0
 """Range of the injected absolute values: the smallest shows the scale, the largest shows any softcap."""
 
 
 @torch.no_grad()
-def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitTransform | None:
+def find_logit_transform(model: PreTrainedModel, token_ids: Tensor) -> LogitTransform | None:
     """Return the function from hidden states and head to logits; None if a LogitTransform cannot express it.
 
     `token_ids` int64 [T], any text.
@@ -62,7 +62,7 @@ def find_logit_form(model: PreTrainedModel, token_ids: Tensor) -> LogitTransform
 
 def _ramp(number: int) -> Tensor:
     """Return values [number] with alternating signs and log-spaced absolute values."""
-    sizes = torch.logspace(torch.tensor(_SMALLEST).log10(), torch.tensor(_LARGEST).log10(), number)
+    sizes = torch.logspace(torch.tensor(_MIN_VALUE).log10(), torch.tensor(_MAX_VALUE).log10(), number)
     signs = torch.ones(number)
     signs[::2] = -1
     return sizes * signs

@@ -17,9 +17,6 @@ from transformers import PreTrainedModel
 
 from roll_flash.config.learner import LoraConfig
 from roll_flash.errors import ModelError
-from roll_flash.weight_sync.published import is_adapter, merged
-
-__all__ = ["AdaptedLinear", "adapt", "adapters", "is_adapter", "merged", "switched_off"]
 
 
 class AdaptedLinear(nn.Linear):

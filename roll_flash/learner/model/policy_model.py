@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from roll_flash.errors import ModelError
+from roll_flash.errors import ModelError, first_line
 from roll_flash.learner.model.activation_offload import offload_activations
 from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
 from roll_flash.learner.packing import tree_attention
@@ -134,7 +134,7 @@ def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSetting
     try:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
-        raise ModelError(f"{folder}: transformers cannot load this model: {_first_line(error)}") from error
+        raise ModelError(f"{folder}: transformers cannot load this model: {first_line(error)}") from error
     if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
     policy = PolicyModel(model, temperature)
@@ -185,7 +185,3 @@ def _from_logits(logits: Tensor, source: Tensor, target: Tensor) -> tuple[Tensor
     distribution = logits.log_softmax(-1)
     entropies = -(distribution.exp() * distribution).sum(-1)
     return distribution[source, target], entropies[source]
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

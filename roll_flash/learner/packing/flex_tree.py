@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-_SHORTEST = 128
-_MOST_VARIANTS = 64
+from roll_flash.errors import first_line
+
+_MIN_PADDED_TOKENS = 128
+_MAX_VARIANTS = 64
 """Maximum number of compiled kernels: one per padded length, with and without gradient."""
 _TOLERANCE = 0.05
 
@@ -23,7 +25,7 @@ _TOLERANCE = 0.05
 def tree_mask(subtree_end: Tensor) -> BlockMask:
     """Return the block mask of a padded row. `subtree_end` is int64 [N], on the GPU."""
     tokens = subtree_end.shape[0]
-    length = max(_SHORTEST, 1 << (tokens - 1).bit_length())
+    length = max(_MIN_PADDED_TOKENS, 1 << (tokens - 1).bit_length())
     ends = torch.arange(1, length + 1, device=subtree_end.device)
     ends[:tokens] = subtree_end
 
@@ -55,7 +57,7 @@ def unsupported_reason(device: torch.device) -> str | None:
     try:
         difference = _largest_difference(device)
     except Exception as error:  # compilers, drivers and libraries may raise anything
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return f"{type(error).__name__}: {first_line(error)}"
     return None if difference < _TOLERANCE else f"it differs by {difference:.3g} from plain attention"
 
 
@@ -88,5 +90,5 @@ def _relative(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    torch._dynamo.config.recompile_limit = max(_MOST_VARIANTS, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.recompile_limit = max(_MAX_VARIANTS, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, dynamic=False)

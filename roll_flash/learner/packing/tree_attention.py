@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 NAME = "prefix_tree"
-_BLOCK_TOKENS = 32
+_MIN_BLOCK_TOKENS = 32
 """Minimum length of a block that ends at a branch: smaller blocks cost more in calls than they save in work."""
-_LONGEST_BLOCK = 128
+_MAX_BLOCK_TOKENS = 128
 _UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias", "indices", "block_indices")
 
 
@@ -183,14 +183,14 @@ def _flat(scores: Tensor) -> Tensor:
 
 
 def _block_bounds(position_ids: NDArray[np.int64]) -> list[int]:
-    """Return block starts and the row's end: split at branches if blocks are long enough, else at `_LONGEST_BLOCK`."""
+    """Return block starts and the row's end: split at branches if blocks are long enough, else at the maximum."""
     tokens = len(position_ids)
     branches = np.flatnonzero(np.diff(position_ids) != 1) + 1
     bounds = [0]
     for branch in (*branches.tolist(), tokens):
-        while branch - bounds[-1] > _LONGEST_BLOCK:
-            bounds.append(bounds[-1] + _LONGEST_BLOCK)
-        if branch - bounds[-1] >= _BLOCK_TOKENS or branch == tokens:
+        while branch - bounds[-1] > _MAX_BLOCK_TOKENS:
+            bounds.append(bounds[-1] + _MAX_BLOCK_TOKENS)
+        if branch - bounds[-1] >= _MIN_BLOCK_TOKENS or branch == tokens:
             bounds.append(branch)
     return bounds
 

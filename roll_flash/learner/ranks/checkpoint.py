@@ -221,9 +221,6 @@ class SafeReader(FileSystemReader):
     Raises UnpicklingError, which torch.distributed.checkpoint converts to CheckpointException.
     """
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-
     def read_metadata(self, *_: Any, **options: Any) -> Metadata:
         path = self._get_metadata_path(options.get("rank"))
         with self.fs.create_stream(path, "rb") as file:

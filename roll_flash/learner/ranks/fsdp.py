@@ -23,7 +23,7 @@ from ray.actor import ActorHandle
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
-from roll_flash.errors import CheckpointError, LearnerError, RollFlashError
+from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, first_line
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import (
     PlannedTrajectory,
@@ -37,8 +37,7 @@ from roll_flash.learner.packing.sequences import (
 )
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.checkpoint import write_in_background
-from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord
-from roll_flash.learner.ranks.rank_process import cluster_has_gpus, rank_actor, rank_environment
+from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord, rank_actor, rank_environment
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import merge_handles
@@ -49,7 +48,7 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class FsdpLearner:
-    """A learner with `config.ranks` ranks. Ray must be initialised; each rank is an actor with `num_cpus` CPUs.
+    """A learner with `config.ranks` ranks. Ray must be initialised; each rank is an actor that reserves no CPU.
 
     `temperature` is the sampling temperature: log-probabilities are compared under the sampling distribution.
     """
@@ -63,7 +62,6 @@ class FsdpLearner:
         seed: int = 0,
         temperature: float = 1.0,
         run: str = "run",
-        num_cpus: float = 0.0,
         transfer: WeightTransfer = "shm",
     ) -> None:
         self._folder = Path(model_folder)
@@ -72,7 +70,6 @@ class FsdpLearner:
         self._seed = seed
         self._temperature = temperature
         self._run = run
-        self._num_cpus = num_cpus
         self._transfer: WeightTransfer = transfer
         self._ranks: list[ActorHandle[Any]] = []
         self._forms: Forms = {}
@@ -96,23 +93,17 @@ class FsdpLearner:
 
     @property
     def version(self) -> int:
-        """Number of finished steps that changed the weights, supervised steps included; one per published version.
-
-        With `minibatches` above 1, one step is several optimizer steps; the weights in between are never published.
-        """
+        """Number of finished steps that changed the weights, supervised steps included."""
         return self._version
 
     async def check_model(self) -> None:
-        """Start only the first rank, which loads the model and checks that it is computed exactly.
-
-        Raises LearnerError, or ModelError for a model that cannot be trained; no process keeps running then.
-        """
+        """See `LearnerEngine`: start only the first rank. No process keeps running after an error."""
         self._failure = None
         self._ranks = [self._new_rank(0)]
         self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
 
     async def start(self) -> None:
-        """Start all ranks and load the model. Raises LearnerError or ModelError; no process keeps running then."""
+        """See `LearnerEngine`. No process keeps running after an error."""
         if not self._ranks:
             await self.check_model()
         config = self._config
@@ -127,9 +118,10 @@ class FsdpLearner:
 
     def _new_rank(self, rank: int) -> ActorHandle[Any]:
         config = self._config
-        gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus()) else 0
+        cluster_has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
+        gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus) else 0
         actor = rank_actor(LearnerRank, self._transfer).options(
-            num_cpus=self._num_cpus,
+            num_cpus=0,
             num_gpus=gpus,
             max_restarts=0,
             runtime_env={"env_vars": rank_environment(config.threads)},
@@ -182,7 +174,7 @@ class FsdpLearner:
         return self._finish(normalizer, rate, updates)
 
     async def abandon_step(self) -> None:
-        """Discard the accumulated gradients. A begun update increases the version: no checkpoint is mislabelled."""
+        """See `LearnerEngine`. A begun update increases the version: no checkpoint is mislabelled."""
         await self._on_all("abandon", timeout_s=self._config.step_timeout_s)
         self._version += self._has_stepped
         self._begin_step()
@@ -190,12 +182,8 @@ class FsdpLearner:
     async def sft_step(
         self, trajectories: Sequence[Trajectory], learning_rate: float | None = None, *, counts: bool = True
     ) -> StepResult:
-        """Take one supervised step: cross-entropy on the policy tokens of demonstrations.
-
-        It uses the same packing, optimizer and version counter as other steps, because servers need the new weights
-        too. With `counts` false (warm start, before any sampling) it changes neither the version nor `warmup_steps`.
-        Raises LearnerError inside a step that `accumulate` has begun.
-        """
+        """See `LearnerEngine`. It uses the packing and optimizer of other steps; only if it `counts` does
+        `warmup_steps` apply."""
         if not self._totals.empty:
             raise LearnerError("a supervised step cannot begin before finish_step ends the step that is under way")
         sequences = prepare_demonstrations(trajectories)
@@ -210,12 +198,8 @@ class FsdpLearner:
         updates = [await self._update(normalizer, rate)]
         return self._finish(normalizer, rate, updates, off_policy=False, counts=counts)
 
-    async def logprobs(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """Return the log-probabilities [T - 1] of `token_ids[1:]` under the current weights, at temperature 1."""
-        return (await self.logprobs_of([token_ids]))[0]
-
     async def logprobs_of(self, texts: Sequence[Sequence[int]]) -> list[NDArray[np.float32]]:
-        """Return the `logprobs` of each text, packed into rows with shared prefixes as in training."""
+        """See `LearnerEngine`; at temperature 1, with shared prefixes."""
         sequences = [text_sequence(text) for text in texts]
         places = share_out([(len(text), [place]) for place, text in enumerate(texts)], self._config.ranks)
         shares = [[sequences[place] for place in share] for share in places]
@@ -224,7 +208,6 @@ class FsdpLearner:
         return [of_place[place][1:] for place in range(len(texts))]
 
     async def stage_weights(self) -> StagedWeights:
-        """Copy the current weights to memory that servers can read; the caller releases it. Steps do not change it."""
         started = asyncio.get_running_loop().time()
         results = await self._on_all("stage", self._version, timeout_s=self._config.step_timeout_s)
         self._totals.staging_s += asyncio.get_running_loop().time() - started
@@ -234,20 +217,12 @@ class FsdpLearner:
         return replace(staged, channel=NcclChannel(self._ranks[0], self._gather, self._config.step_timeout_s))
 
     async def release_weights(self, weights: StagedWeights) -> None:
-        """Free a staged version. Raises LearnerError if it is no longer staged."""
+        """Raises LearnerError if the version is no longer staged."""
         await self._on_all("release", replace(weights, channel=None), timeout_s=self._config.step_timeout_s)
 
-    async def save(self, folder: Path) -> None:
-        """Call `begin_save` and wait until the checkpoint is written."""
-        await (await self.begin_save(folder))
-
     async def begin_save(self, folder: Path) -> asyncio.Task[None]:
-        """Write a complete checkpoint (weights, optimizer, random state, version) into a new folder, atomically.
-
-        On return the state has been copied and training may continue; the task ends when all files are on disk. Raises
-        CheckpointError, here or from the task, if the folder exists or cannot be written, LearnerError inside a step;
-        no files remain then.
-        """
+        """See `LearnerEngine`; atomic. Raises CheckpointError, here or from the task, if the folder exists or cannot be
+        written, LearnerError inside a step; no files remain then."""
         if not self._totals.empty:
             raise LearnerError(f"{folder}: a checkpoint is written between steps, after finish_step")
         metadata = {"model": self._fingerprint, "version": self._version, "ranks": self._config.ranks}
@@ -269,15 +244,9 @@ class FsdpLearner:
         self._begin_step()
         self._skipped_in_a_row = 0
 
-    async def export_hf(self, folder: Path) -> None:
-        """Call `begin_export` and wait until the model folder is written."""
-        await (await self.begin_export(folder))
-
     async def begin_export(self, folder: Path) -> asyncio.Task[None]:
-        """Write a model folder that `transformers` can load, tokenizer included, atomically; replaces an earlier one.
-
-        Returns like `begin_save`. Raises CheckpointError if it cannot be written, or `folder` exists without a model.
-        """
+        """See `LearnerEngine`; atomic, replaces an earlier model. Raises CheckpointError if the folder cannot be
+        written, or exists without a model."""
         return await self._in_background("begin_export", folder, replaces=(folder / "config.json").is_file())
 
     async def _in_background(
@@ -306,7 +275,7 @@ class FsdpLearner:
                 async with asyncio.timeout(_CLOSE_TIMEOUT_S):
                     await asyncio.gather(*(rank.close.remote() for rank in self._ranks))
             except (TimeoutError, ray.exceptions.RayError) as error:
-                self._failure = f"a rank did not close in order: {_first_line(error)}"
+                self._failure = f"a rank did not close in order: {first_line(error)}"
         self._kill(self._failure or "the learner is closed")
 
     async def _take(self, groups: Sequence[FinishedGroup]) -> None:
@@ -419,9 +388,9 @@ class FsdpLearner:
                 if method in ("check_model", "start"):
                     self._kill(str(cause))
                 raise cause from None
-            self._kill(f"{method} failed on a rank: {type(cause).__name__}: {_first_line(cause)}")
+            self._kill(f"{method} failed on a rank: {type(cause).__name__}: {first_line(cause)}")
         except ray.exceptions.RayError as error:
-            self._kill(f"a rank died during {method}: {_first_line(error)}")
+            self._kill(f"a rank died during {method}: {first_line(error)}")
         raise LearnerError(str(self._failure))
 
     def _check_usable(self) -> None:
@@ -433,8 +402,3 @@ class FsdpLearner:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

@@ -37,7 +37,8 @@ from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, p
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.gradient_sync import GradientSync
-from roll_flash.learner.ranks.meeting import is_on_one_machine, join_rendezvous, open_rendezvous
+from roll_flash.learner.ranks.rendezvous import is_on_one_machine, join_rendezvous, open_rendezvous
+from roll_flash.learner.weights.channel import TRANSFER
 from roll_flash.learner.weights.device import DeviceWeightStage, free_port
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.stream.blocks import fetch_tokens
@@ -391,6 +392,27 @@ class LearnerRank:
         gradients = [p.grad for p in self._trained if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(gradients)
         return float((norm.full_tensor() if isinstance(norm, DTensor) else norm).item())
+
+
+def rank_actor(rank: type, transfer: WeightTransfer) -> Any:
+    """Return the Ray actor class of `rank`; with `nccl` it sends weights in a separate thread."""
+    if transfer != "nccl":
+        return ray.remote(rank)
+    return ray.remote(concurrency_groups={TRANSFER: 1})(rank)  # type: ignore[call-overload]
+
+
+def rank_environment(threads: int) -> dict[str, str]:
+    """Return the environment variables of a rank with `threads` CPU threads."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+        # Every pass allocates and frees large activations and gradients. Keeping this memory in the process avoids
+        # page faults, which cost several per cent of a step on CPU.
+        "MALLOC_MMAP_MAX_": "0",
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    }
 
 
 def _device(name: str, rank: int) -> torch.device:

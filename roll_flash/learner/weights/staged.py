@@ -21,7 +21,7 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import LearnerError, ModelError
 from roll_flash.learner.model import lora
 from roll_flash.weight_sync.checkpoint_format import as_stored, converts_one_by_one
-from roll_flash.weight_sync.published import BASE_KEY, MODEL_FOLDER, SCALE
+from roll_flash.weight_sync.published import BASE_KEY, MODEL_FOLDER, SCALE, is_adapter, merged
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -55,7 +55,7 @@ class WeightStage:
         self._full_size = sum(
             tensor.numel() * self._dtype_of(name, tensor).itemsize
             for name, tensor in model.state_dict().items()
-            if name not in self._skipped and not lora.is_adapter(name)
+            if name not in self._skipped and not is_adapter(name)
         )
         self._in_use: dict[str, tuple[int, mmap.mmap]] = {}
         self._spare: list[tuple[int, mmap.mmap]] = []
@@ -104,7 +104,7 @@ class WeightStage:
         """Yield names and (sharded) tensors of the weights to stage."""
         frozen = {name for name, parameter in self._model.named_parameters() if not parameter.requires_grad}
         for name, tensor in self._model.state_dict().items():
-            left_out = name in frozen if self._changed_only else lora.is_adapter(name)
+            left_out = name in frozen if self._changed_only else is_adapter(name)
             if name not in self._skipped and not left_out:
                 yield name, tensor
 
@@ -123,7 +123,7 @@ class WeightStage:
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the staged dtype. Adapter factors stay float32: rounding them would change their product."""
-        if lora.is_adapter(name):
+        if is_adapter(name):
             return torch.float32
         return tensor.dtype if name in self._buffers else self._dtype
 
@@ -164,11 +164,11 @@ def whole_tensors(model: nn.Module, skipped: Collection[str] = ()) -> Iterator[t
     """Yield names and whole tensors of a (sharded) model, with adapters merged into their weights. A collective."""
     adapted = lora.adapters(model)
     for name, tensor in model.state_dict().items():
-        if name in skipped or lora.is_adapter(name):
+        if name in skipped or is_adapter(name):
             continue
         whole = _whole(tensor)
         if (layer := adapted.get(name)) is not None:
-            whole = lora.merged(whole, _whole(layer.lora_a), _whole(layer.lora_b), layer.scale)
+            whole = merged(whole, _whole(layer.lora_a), _whole(layer.lora_b), layer.scale)
         yield name, whole
 
 

@@ -53,17 +53,17 @@ class WeightDoubleBuffer:
         self._changed = set(weights.changed)
         wanted = self._changed | self._differing
         modules = [module for module, names in self._names_of.items() if not wanted.isdisjoint(names)]
-        double = Doubles(self._model)
+        twin_model = ModelTwin(self._model)
         for module in modules:
-            double.materialize(module)
+            twin_model.materialize(module)
         names = [name for name in weights.names if any(name in self._names_of[module] for module in modules)]
-        double.root.load_weights((name, weights.tensor(name)) for name in names)  # type: ignore[operator]
+        twin_model.root.load_weights((name, weights.tensor(name)) for name in names)  # type: ignore[operator]
         for module in modules:
-            twin = double.of[module]
+            twin = twin_model.twins[module]
             _pack(twin)
             self._ready.append((module, twin))
             for follower in self._tied_to.get(module, ()):
-                twin_follower = double.of[follower]
+                twin_follower = twin_model.twins[follower]
                 twin_follower._parameters["weight"] = twin._parameters["weight"]
                 _pack(twin_follower)
                 self._ready.append((follower, twin_follower))
@@ -83,12 +83,14 @@ class WeightDoubleBuffer:
 
 
 class Preparation:
-    """Runs `WeightDoubleBuffer.prepare` in a thread; closes the file descriptor `hold` at its end, after errors too."""
+    """Runs `WeightDoubleBuffer.prepare` in a thread; closes the descriptor `ready_pipe` at its end or error."""
 
-    def __init__(self, second: WeightDoubleBuffer, weights: PublishedWeights, hold: int) -> None:
+    def __init__(self, double_buffer: WeightDoubleBuffer, weights: PublishedWeights, ready_pipe: int) -> None:
         self._done: Future[None] = Future()
         # A daemon thread, so that a stopping server does not wait for unused weights.
-        thread = threading.Thread(target=self._run, args=(second, weights, hold), name="prepare-weights", daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(double_buffer, weights, ready_pipe), name="prepare-weights", daemon=True
+        )
         thread.start()
 
     def result(self) -> None:
@@ -99,41 +101,41 @@ class Preparation:
         """Wait for the end of the preparation; ignore its error."""
         self._done.exception()
 
-    def _run(self, second: WeightDoubleBuffer, weights: PublishedWeights, hold: int) -> None:
+    def _run(self, double_buffer: WeightDoubleBuffer, weights: PublishedWeights, ready_pipe: int) -> None:
         try:
             with weights:
-                second.prepare(weights)
+                double_buffer.prepare(weights)
         except Exception as error:
             self._done.set_exception(error)
         else:
             self._done.set_result(None)
         finally:
-            os.close(hold)
+            os.close(ready_pipe)
 
 
-class Doubles:
+class ModelTwin:
     """A copy of a model with separate tensors per module; all else is shared. It can load weights but not run."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.of: dict[nn.Module, nn.Module] = {}
-        self.root = self._double(model)
+        self.twins: dict[nn.Module, nn.Module] = {}
+        self.root = self._make_twin(model)
 
     def materialize(self, module: nn.Module) -> None:
         """Allocate the parameters of one module, in checkpoint layout; until then they are on device `meta`."""
-        parameters: dict[str, Any] = self.of[module]._parameters
+        parameters: dict[str, Any] = self.twins[module]._parameters
         with get_layerwise_info(module).restore_device:
             for name, parameter in parameters.items():
                 if parameter is not None:
                     parameters[name] = materialize_meta_tensor(parameter)
 
-    def _double(self, module: nn.Module) -> nn.Module:
-        if module in self.of:
-            return self.of[module]
+    def _make_twin(self, module: nn.Module) -> nn.Module:
+        if module in self.twins:
+            return self.twins[module]
         twin: nn.Module = object.__new__(type(module))
         twin.__dict__ = dict(module.__dict__)
         for members in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             twin.__dict__[members] = module.__dict__[members].copy()
-        self.of[module] = twin
+        self.twins[module] = twin
         # Copy the metadata that vLLM recorded before packing, and the biases, which vLLM does not pack.
         recorded, _ = get_layerwise_info(module).restore_metadata
         parameters: dict[str, Any] = twin._parameters
@@ -142,7 +144,7 @@ class Doubles:
                 parameters[name] = restore_layer_refs(to_meta_tensor(parameter), twin)
         for name, child in module._modules.items():
             if child is not None:
-                twin._modules[name] = self._double(child)
+                twin._modules[name] = self._make_twin(child)
         return twin
 
 
@@ -167,14 +169,14 @@ def _pack(twin: nn.Module) -> None:
 
 def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, frozenset[str]]:
     """Map each module to its checkpoint tensors, recorded while the model loads tensors without data."""
-    double = Doubles(model)
+    twin_model = ModelTwin(model)
     found: dict[nn.Module, set[str]] = {}
     current = ""
 
     def recorder(module: nn.Module) -> Callable[..., None]:
         return lambda *_, **__: found.setdefault(module, set()).add(current)
 
-    for module, twin in double.of.items():
+    for module, twin in twin_model.twins.items():
         for parameter in twin._parameters.values():
             if parameter is not None:
                 parameter.weight_loader = recorder(module)  # type: ignore[attr-defined]
@@ -185,7 +187,7 @@ def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, froz
             current = name
             yield name, torch.empty(shape, device="meta")
 
-    double.root.load_weights(tensors())  # type: ignore[operator]
+    twin_model.root.load_weights(tensors())  # type: ignore[operator]
     lost = folder.shapes.keys() - set().union(*found.values()) - {TIED_HEAD}
     if lost:
         raise UnknownModelError(f"{type(model).__name__} loads {sorted(lost)[0]} in a way of its own")

@@ -1,0 +1,91 @@
+"""Patches for vLLM. Each function installs one; it is safe to call more than once, and warns if this vLLM has other
+internals.
+
+- Streamed answers: weight versions in every piece. vLLM keeps the version of each token, but sends it only with the
+  last piece of a stream. If a server dies before, the tokens already sent have no version, and clients start the turn
+  again.
+- Mixture of experts on CPU: packing at every load. vLLM's CPU kernel needs the experts in a special order. vLLM packs
+  them when a server starts, but copies reloaded weights without packing: no error, but wrong numbers (log-probabilities
+  are off by 0.5).
+- Seeded requests with chunked prefill on CPU. After each chunk vLLM samples a token, discards it, and then rewinds the
+  request's random generator. CPU generators cannot be rewound, so one such request crashed the whole server. The patch
+  removes the generators of these requests while the discarded tokens are sampled: the generators stay unused, so the
+  seed gives the same tokens for any chunk size.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+def _install(owner: Any, name: str, patched: Any) -> None:
+    """Replace the method `name` of a class, once."""
+    if not hasattr(getattr(owner, name), "is_patched"):
+        patched.is_patched = True
+        setattr(owner, name, patched)
+
+
+def patch_streamed_versions() -> None:
+    from vllm.v1.engine.output_processor import RequestState
+
+    new_output: Any = getattr(RequestState, "_new_completion_output", None)
+    if new_output is None or not hasattr(RequestState, "_weight_version_spans"):
+        _log.warning("this vLLM tells no weight versions while it streams: turns of a dead server begin again")
+        return
+
+    def new_output_with_versions(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        output = new_output(self, *arguments, **keywords)
+        if output.weight_versions is None:
+            output.weight_versions = self._weight_version_spans()
+        return output
+
+    _install(RequestState, "_new_completion_output", new_output_with_versions)
+
+
+def patch_expert_reload() -> None:
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    set_up_kernel: Any = getattr(UnquantizedFusedMoEMethod, "_setup_kernel", None)
+    if not current_platform.is_cpu():
+        return
+    if set_up_kernel is None:
+        _log.warning("this vLLM packs experts in another way: new weights of a mixture of experts may be wrong")
+        return
+
+    def set_up_new_kernel(self: Any, *arguments: Any, **keywords: Any) -> None:
+        self.moe_kernel = None  # for vLLM this means: nothing is loaded and packed yet
+        set_up_kernel(self, *arguments, **keywords)
+
+    _install(UnquantizedFusedMoEMethod, "_setup_kernel", set_up_new_kernel)
+
+
+def patch_seeded_chunked_prefill() -> None:
+    """For the process that runs the model on CPU."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+
+    sample: Any = getattr(CPUModelRunner, "_sample", None)
+    bookkeeping: Any = getattr(CPUModelRunner, "_bookkeeping_sync", None)
+    if sample is None or bookkeeping is None:
+        _log.warning("this vLLM is built differently: seeded requests with long prompts may end a server on CPU")
+        return
+
+    def sample_without_generators(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        batch = self.input_batch
+        discarded = self.discard_request_mask.np[: batch.num_reqs].nonzero()[0]
+        self.removed_generators = {
+            int(row): batch.generators.pop(int(row)) for row in discarded if row in batch.generators
+        }
+        return sample(self, *arguments, **keywords)
+
+    def bookkeeping_with_generators(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        try:
+            return bookkeeping(self, *arguments, **keywords)
+        finally:
+            self.input_batch.generators.update(self.removed_generators)
+
+    _install(CPUModelRunner, "_sample", sample_without_generators)
+    _install(CPUModelRunner, "_bookkeeping_sync", bookkeeping_with_generators)
