@@ -37,7 +37,8 @@ import numpy as np
 from machine import machine
 from stream_plots import draw
 
-from roll_flash.config.tree import LearnerConfig, RayConfig
+from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.tree import RayConfig
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.local_ray import local_ray

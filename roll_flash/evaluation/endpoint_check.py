@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config.tree import Config, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import Config
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.sandboxes import SandboxUnavailable
 from roll_flash.types import SamplingParams

@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll_flash.config.tree import Config, EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import Config, EnvConfig
 from roll_flash.evaluation.attempts import Attempts
 from roll_flash.evaluation.budget import Budget
 from roll_flash.evaluation.journal import Journal

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from scripted_runner import ScriptedRunner, trajectory_of
 
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.evaluation.attempts import RETRIED_CAUSES, Attempts
 from roll_flash.evaluation.budget import Budget, Prices
 from roll_flash.evaluation.evaluation import evaluate

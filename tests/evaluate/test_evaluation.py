@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from scripted_runner import Script, ScriptedRunner
 
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.evaluation import evaluate, is_complete
 from roll_flash.evaluation.result import EvalResult

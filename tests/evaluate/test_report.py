@@ -14,7 +14,8 @@ import pytest
 from scripted_runner import ScriptedRunner, trajectory_of
 
 from roll_flash.cli.main import main
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.comparison import compare_folders, estimate_difference
 from roll_flash.evaluation.evaluation import evaluate

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.evaluation.evaluation import evaluate
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
