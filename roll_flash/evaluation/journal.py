@@ -42,7 +42,7 @@ class Journal:
             (folder / TRANSCRIPTS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: the results cannot be written there: {error.strerror}; give --out") from None
-        _check_plan(folder / PLAN_FILE, json.loads(encode(plan)[0]))
+        _check_plan(folder / PLAN_FILE, json.loads(encode(plan)))
         for record in read_records(folder):
             self._count(record)
         self._file = JsonLinesFile(folder / EPISODES_FILE)

@@ -52,14 +52,11 @@ class MetricsLog:
 
             purge = None if resume_at is None else resume_at + 1
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
-        self.not_finite = 0
-        """Number of NaN or infinite values so far."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time()
         flat = flatten(metrics)
         bad = sum(not math.isfinite(value) for value in flat.values())
-        self.not_finite += bad
         counted: dict[str, Any] = {NOT_FINITE: bad} if bad else {}
         self._file.write({"step": step, "time": now, **flat, **counted})
         if self._writer is not None:
@@ -102,10 +99,10 @@ def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], lis
     return list(found), list(found.values())
 
 
-def keep_steps_until(path: Path, step: int) -> int:
-    """Move lines of steps after `step` to `<path>.bak` (appended); return their number."""
+def keep_steps_until(path: Path, step: int) -> None:
+    """Move lines of steps after `step` to `<path>.bak` (appended)."""
     if not path.exists():
-        return 0
+        return
     rows = read_metrics(path)
     later = [row for row in rows if row["step"] > step]
     if later:
@@ -114,6 +111,5 @@ def keep_steps_until(path: Path, step: int) -> int:
             backup.write(row)
         backup.close()
         rewritten = path.with_name(path.name + ".new")
-        rewritten.write_text("".join(encode(row)[0] + "\n" for row in rows if row["step"] <= step))
+        rewritten.write_text("".join(encode(row) + "\n" for row in rows if row["step"] <= step))
         rewritten.replace(path)
-    return len(later)
