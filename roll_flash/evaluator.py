@@ -20,10 +20,10 @@ from roll_flash.evaluation.evaluation import (
     EpisodeRunner,
     Status,
     eval_sampling,
+    evaluate_environments,
     evaluation_plan,
     is_complete,
 )
-from roll_flash.evaluation.evaluation import evaluate as evaluate_environment
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts, run_to_end
@@ -89,6 +89,9 @@ class EvalPlan:
     trained: Collection[str] = ()
     """Hashes of the tasks that the model was trained on, if it comes from a run."""
 
+    def label(self, env: EnvConfig) -> str:
+        return f"{env.id} with {self.about['model']}"
+
 
 def evaluate(
     config: str | Path | Config | None = None,
@@ -135,7 +138,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     """
     plan = plan_evaluation(request)
     require_owned_by_user(plan.folder)
-    if all(_is_complete(plan, index) for index in range(len(plan.config.envs))):
+    if is_complete(plan.config, plan.folder, label=plan.label, about=plan.about):
         return await _scored(plan, None, request.status), plan.folder
     serves = plan.endpoint is None
     checked = await call_in_thread(lambda: check_parts(plan.config, trains=False, serves=serves))
@@ -160,39 +163,16 @@ def _note(text: str) -> None:
 
 
 async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status | None) -> EvalResult:
-    results: list[EvalResult] = []
-    for index, env in enumerate(plan.config.envs):
-        results.append(
-            await evaluate_environment(
-                runner,
-                env=env,
-                eval=plan.config.eval,
-                sampling=eval_sampling(plan.config),
-                max_concurrent=plan.config.eval.max_concurrent or plan.config.rollout.max_concurrent,
-                folder=_folder_of(plan, index),
-                label=_label(plan, env),
-                about=plan.about,
-                status=status,
-                before=results,
-                trained=plan.trained,
-            )
-        )
-    others = {f"env_{index}": result for index, result in enumerate(results) if index}
-    return results[0].with_others(others)
-
-
-def _is_complete(plan: EvalPlan, index: int) -> bool:
-    env, config = plan.config.envs[index], plan.config
-    folder, sampling = _folder_of(plan, index), eval_sampling(config)
-    return is_complete(folder, env, config.eval, sampling, _label(plan, env), plan.about)
-
-
-def _folder_of(plan: EvalPlan, index: int) -> Path:
-    return plan.folder / f"env_{index}" if index else plan.folder
-
-
-def _label(plan: EvalPlan, env: EnvConfig) -> str:
-    return f"{env.id} with {plan.about['model']}"
+    return await evaluate_environments(
+        runner,
+        plan.config,
+        plan.folder,
+        label=plan.label,
+        max_concurrent=plan.config.eval.max_concurrent or plan.config.rollout.max_concurrent,
+        about=plan.about,
+        status=status,
+        trained=plan.trained,
+    )
 
 
 def _open_runner(

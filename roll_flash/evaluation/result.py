@@ -91,10 +91,6 @@ class EvalResult:
             return "held-out"
         return f"not held out ({self.trained_on} of {len(self.task_hashes)} tasks were trained on)"
 
-    def with_others(self, others: Mapping[str, EvalResult]) -> EvalResult:
-        """Return a copy with the results of further environments."""
-        return replace(self, others=others)
-
     def metrics(self) -> dict[str, float]:
         """Metrics that a run logs."""
         found: dict[str, float] = {"eval/failed": float(self.missing)}

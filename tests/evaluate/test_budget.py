@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis.strategies as st
@@ -26,9 +27,11 @@ ENV = EnvConfig(id="Maze-v0", max_turns=2)
 def run(runner: ScriptedRunner, folder: Path | None = None, *, at_once: int = 4, **eval: Any) -> EvalResult:
     plan = EvalConfig(**{"tasks": 20, "seeds_from": 1000, **eval})
     sampling = SamplingParams(max_new_tokens=10)
-    return asyncio.run(
-        evaluate(runner, env=ENV, eval=plan, sampling=sampling, max_concurrent=at_once, folder=folder, label="test")
-    )
+    with TemporaryDirectory() as scratch:
+        target = folder or Path(scratch)
+        return asyncio.run(
+            evaluate(runner, env=ENV, eval=plan, sampling=sampling, max_concurrent=at_once, folder=target, label="test")
+        )
 
 
 def solved(spec: EpisodeSpec) -> Any:

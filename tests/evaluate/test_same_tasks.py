@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -43,18 +44,19 @@ class Rows(ScriptedRunner):
 
 def evaluated(runner: Rows, trained: set[str], folder: Path | None = None, tasks: int = 12) -> EvalResult:
     evaluation = EvalConfig(tasks=tasks)
-    return asyncio.run(
-        evaluate(
-            runner,
-            env=EnvConfig(id="Rows-v0"),
-            eval=evaluation,
-            sampling=SamplingParams(),
-            max_concurrent=4,
-            folder=folder,
-            label="step_3",
-            trained=trained,
+    with TemporaryDirectory() as scratch:
+        return asyncio.run(
+            evaluate(
+                runner,
+                env=EnvConfig(id="Rows-v0"),
+                eval=evaluation,
+                sampling=SamplingParams(),
+                max_concurrent=4,
+                folder=folder or Path(scratch),
+                label="step_3",
+                trained=trained,
+            )
         )
-    )
 
 
 def trained_on(runner: Rows, seeds: range, folder: Path) -> set[str]:
