@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.chat.openai_client import api_key_from
+from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.files import read_yaml
 from roll_flash.config.tree import Config, EnvConfig, load_config
-from roll_flash.errors import ConfigError
-from roll_flash.evaluation.endpoint_check import check_endpoint, require_isolation
+from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluation.evaluation import (
     EpisodeRunner,
     Status,
@@ -30,8 +30,12 @@ from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.run_dir import find_checkpoint, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
-from roll_flash.start_checks import check_parts, check_sandboxes
+from roll_flash.start_checks import check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
+from roll_flash.types import SamplingParams
+
+CHECK_TIMEOUT_S = 60.0
+"""Long enough for an endpoint that loads its model on the first request."""
 
 EVAL_OPTIONS = (
     "tasks",
@@ -148,7 +152,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
         warning = await check_endpoint(plan.endpoint, plan.model, request.api_key_env, plan.config.eval)
         if warning:
             say(f"roll-flash: {warning}", error=True)
-    if plan.endpoint is None:
+    else:
         say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
     with first_failure() as failure:
         async with Interrupts(_note) as interrupts:
@@ -156,6 +160,33 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
             async with opening as runner:
                 work = _scored(plan, runner, request.status)
                 return await interrupts.run_until_stopped(work, failure=failure), plan.folder
+
+
+async def check_endpoint(
+    url: str, model: str, api_key_env: str | None, eval: EvalConfig, *, timeout_s: float = CHECK_TIMEOUT_S
+) -> str | None:
+    """Request one token, so that errors are reported early and once; return a warning for the user or None.
+
+    Raises InferenceError if the endpoint is down, rejects the key or the model, or sends an invalid answer; ConfigError
+    for a token or cost budget if the endpoint does not report usage.
+    """
+    client = OpenAIChatClient(url, model, api_key_from(api_key_env), max_attempts=2)
+    try:
+        reply = await client.chat(
+            [{"role": "user", "content": "Hello"}],
+            SamplingParams(temperature=0.0, max_new_tokens=1),
+            timeout_s=timeout_s,
+        )
+    except TimeoutError:
+        raise InferenceError(f"{client.url}: no answer to a request for one token within {timeout_s:g} s") from None
+    finally:
+        await client.close()
+    if reply.prompt_tokens is not None and reply.completion_tokens is not None:
+        return None
+    silence = f"{client.url}: the endpoint does not tell how many tokens were used"
+    if eval.max_tokens_total is not None or eval.max_cost is not None:
+        raise ConfigError(f"{silence}: --max-tokens-total and --max-cost cannot be kept; use --max-minutes")
+    return f"{silence}; tokens and cost will not be known"
 
 
 def _note(text: str) -> None:

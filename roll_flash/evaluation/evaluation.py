@@ -73,7 +73,7 @@ class Evaluation:
             eval,
             max_turns=env.max_turns,
             max_new_tokens=sampling.max_new_tokens,
-            elsewhere=(
+            used_by_others=(
                 sum(result.usage.prompt_tokens for result in before),
                 sum(result.usage.completion_tokens for result in before),
             ),
