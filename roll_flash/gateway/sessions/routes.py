@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -31,9 +31,10 @@ from roll_flash.gateway.apis.request_fields import (
     text,
     whole,
 )
+from roll_flash.gateway.model_call import RequestedSampling
 from roll_flash.gateway.server import GatewayServer, content_of
 from roll_flash.gateway.sessions.finished_episode import finished_episode, session_figures
-from roll_flash.gateway.sessions.session import DEFAULT_MAX_TOKENS, Session, SessionSettings
+from roll_flash.gateway.sessions.session import Session, SessionSettings, as_requested
 from roll_flash.gateway.sessions.verifier import Verifier, VerifierError
 from roll_flash.gateway.sessions.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
@@ -52,7 +53,6 @@ class OpenSession:
     session: Session
     task: Task
     group_id: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class SessionRoutes:
@@ -119,7 +119,7 @@ class SessionRoutes:
         task_id = names.get("task_id", session.session_id)
         task = Task(task_id, names.get("env_id", "agents"), whole(body, "seed", 0) or 0, metadata)
         group_id = names.get("group_id", task_id)
-        self._opened[session.session_id] = OpenSession(session, task, group_id, metadata)
+        self._opened[session.session_id] = OpenSession(session, task, group_id)
         answer = {
             "session_id": session.session_id,
             "api_key": session.api_key,
@@ -249,18 +249,16 @@ def _sampling(value: Any) -> SamplingParams | None:
         raise bad_request(f"sampling must be an object with some of {', '.join(SAMPLING_FIELDS)}", "sampling")
     if value.get("top_p") == 0:
         raise bad_request("sampling.top_p must be more than 0", "sampling")
-    return SamplingParams(
-        temperature=_or(number(value, "temperature", 0, 2), 1.0),
-        top_p=_or(number(value, "top_p", 0, 1), 1.0),
-        top_k=whole(value, "top_k", 0, MAX_TOP_K) or 0,
-        max_new_tokens=whole(value, "max_new_tokens") or DEFAULT_MAX_TOKENS,
-        stop=strings(value, "stop"),
-        seed=whole(value, "seed", 0),
+    return as_requested(
+        RequestedSampling(
+            temperature=number(value, "temperature", 0, 2),
+            top_p=number(value, "top_p", 0, 1),
+            top_k=whole(value, "top_k", 0, MAX_TOP_K),
+            max_tokens=whole(value, "max_new_tokens"),
+            stop=strings(value, "stop"),
+            seed=whole(value, "seed", 0),
+        )
     )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

@@ -137,18 +137,20 @@ class Session:
         """Sampling parameters of one call; `room`: tokens left in the context."""
         wanted, ruled = call.requested, self.settings.sampling
         if ruled is None:
-            return _as_wanted(wanted, room)
+            sampling = as_requested(wanted)
+            return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
         most = min(room, ruled.max_new_tokens, wanted.max_tokens or room)
         stop = (*ruled.stop, *(text for text in wanted.stop if text not in ruled.stop))
         return replace(ruled, max_new_tokens=most, stop=stop)
 
 
-def _as_wanted(wanted: RequestedSampling, room: int) -> SamplingParams:
+def as_requested(wanted: RequestedSampling) -> SamplingParams:
+    """Sampling parameters of a request, with the defaults for those that it does not set."""
     return SamplingParams(
         temperature=1.0 if wanted.temperature is None else wanted.temperature,
         top_p=1.0 if wanted.top_p is None else wanted.top_p,
         top_k=max(0, wanted.top_k or 0),
-        max_new_tokens=min(room, wanted.max_tokens or DEFAULT_MAX_TOKENS),
+        max_new_tokens=wanted.max_tokens or DEFAULT_MAX_TOKENS,
         stop=wanted.stop,
         seed=wanted.seed,
     )
