@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config.tree import HIGHEST_PORT, Config, load_config
+from roll_flash.config.tree import MAX_PORT, Config, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer
@@ -75,8 +75,8 @@ async def serve(
 async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[RunningGateway]:
     """Run a gateway; sessions still open at the end are cancelled and written as failures."""
     admin_key = api_key_from(request.api_key_env) or f"rf-{secrets.token_urlsafe(24)}"
-    if not 0 <= request.port <= HIGHEST_PORT:
-        raise ConfigError(f"--port {request.port}: a port is a number from 0 to {HIGHEST_PORT}")
+    if not 0 <= request.port <= MAX_PORT:
+        raise ConfigError(f"--port {request.port}: a port is a number from 0 to {MAX_PORT}")
     if request.url is not None and not re.match(r"https?://[^/]", request.url):
         raise ConfigError(f"--url {request.url}: must look like http://host:port")
     verifier = Verifier(request.verifier) if request.verifier else None

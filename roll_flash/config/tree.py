@@ -37,7 +37,7 @@ from roll_flash.errors import ConfigError
 STALL_MARGIN_S = 60.0
 """Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
 
-HIGHEST_PORT = 65535
+MAX_PORT = 65535
 """Highest TCP port."""
 
 ALL_TRAIN_SEEDS = (0, 1_000_000)
@@ -224,10 +224,8 @@ class InferenceConfig(Section):
     @model_validator(mode="after")
     def _ports(self) -> InferenceConfig:
         last = self.port + self.servers - 1
-        if self.port and last > HIGHEST_PORT:
-            raise ValueError(
-                f"port={self.port}: {self.servers} server(s) need ports up to {last}, above {HIGHEST_PORT}"
-            )
+        if self.port and last > MAX_PORT:
+            raise ValueError(f"port={self.port}: {self.servers} server(s) need ports up to {last}, above {MAX_PORT}")
         return self
 
 

@@ -210,7 +210,7 @@ def test_a_verifier_may_take_longer_than_a_session_may_be_idle(
         scoring = asyncio.create_task(http.post("/v1/reward", json={}, headers=key))
         await until(lambda: routes.sessions_being_scored)
         (session,) = routes.gateway.sessions
-        session.used_s -= 1000
+        session.last_activity_s -= 1000
         await asyncio.sleep(0.3)
         go.touch()
         assert (await scoring).status_code == 200

@@ -38,7 +38,7 @@ from roll_flash.gateway.sessions.session import Session, SessionSettings, as_req
 from roll_flash.gateway.sessions.verifier import Verifier, VerifierError
 from roll_flash.gateway.sessions.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
-from roll_flash.types import MOST_REWARD, EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
+from roll_flash.types import MAX_REWARD, EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class SessionRoutes:
             await asyncio.sleep(min(SWEEP_S, self._idle_s))
             for opened in list(self._opened.values()):
                 session = opened.session
-                idle_s = time.monotonic() - session.used_s
+                idle_s = time.monotonic() - session.last_activity_s
                 is_busy = session.requests_in_flight or session.session_id in self.sessions_being_scored
                 if idle_s > self._idle_s and not is_busy and session.session_id in self._opened:
                     await self._fail(opened, "episode_timeout", f"no call and no reward for {idle_s:.0f} s")
@@ -164,7 +164,7 @@ class SessionRoutes:
         return await asyncio.shield(task)
 
     async def _score(self, opened: OpenSession, body: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        reward = number(body, "reward", -MOST_REWARD, MOST_REWARD)
+        reward = number(body, "reward", -MAX_REWARD, MAX_REWARD)
         if reward is None:
             if self._verifier is None:
                 raise bad_request("reward must be a number; without one a verifier is needed (--verifier)", "reward")
@@ -185,7 +185,7 @@ class SessionRoutes:
             raise ApiError(500, "verifier_failed", str(error)) from None
         finally:
             self.sessions_being_scored.discard(session.session_id)
-            session.used_s = time.monotonic()
+            session.last_activity_s = time.monotonic()
         if session.history.records != judged:
             raise ApiError(409, "session_changed", "the agent went on while the verifier ran; ask again")
         return found

@@ -63,10 +63,10 @@ class Session:
         self.responses: dict[str, CallRecord] = {}
         """Answers by the response id that the agent was given, for `previous_response_id`."""
         self.started_s = time.time()
-        self.used_s = time.monotonic()
+        self.last_activity_s = time.monotonic()
         """Monotonic time in seconds when the last call started or ended."""
         self.calls = 0
-        self.under_way = 0
+        self.open_requests = 0
         """Requests, from their head to their answer."""
         self.reached_max_calls = False
         self.context_was_full = False
@@ -86,7 +86,7 @@ class Session:
         """Count a call, once per requested answer; return its number. Raises ApiError if no more calls are allowed."""
         self.require_calls_left(answers)
         self.calls += answers
-        self.used_s = time.monotonic()
+        self.last_activity_s = time.monotonic()
         return self.calls - answers
 
     def require_calls_left(self, answers: int = 1) -> None:
@@ -118,7 +118,7 @@ class Session:
             raise
         finally:
             self._in_flight.discard(task)
-            self.used_s = time.monotonic()
+            self.last_activity_s = time.monotonic()
         if task.cancelled() or self.ended:
             if not task.cancelled():
                 task.exception()  # marks the exception as retrieved

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, token_advantages
 from roll_flash.learner.packing.rows import TrainSequence
-from roll_flash.types import MOST_REWARD, Branch, Group, Trajectory
+from roll_flash.types import MAX_REWARD, Branch, Group, Trajectory
 
 NO_LOGPROB = -9999.0
 """Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
@@ -154,7 +154,7 @@ def invalid_reason(trajectory: Trajectory) -> str | None:
     rewards = np.abs([trajectory.reward, *(turn.reward for turn in trajectory.turns)])
     if not np.isfinite(rewards).all():
         return "reward_not_finite"
-    return "reward_too_large" if rewards.max() > MOST_REWARD else None
+    return "reward_too_large" if rewards.max() > MAX_REWARD else None
 
 
 def trained_tokens(trajectory: Trajectory) -> int:
