@@ -356,12 +356,3 @@ def _weights(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
     described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {"weights": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]}
-
-
-def report(result: EvalResult, folder: Path) -> str:
-    """Text printed when an evaluation is complete."""
-    lines = (
-        result.table(),
-        f"  results in {folder} (report.html, results.json, episodes.jsonl, transcripts/)",
-    )
-    return "\n".join(lines)

@@ -24,8 +24,6 @@ from roll_flash.processes.background import beside, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.run.run_dir import find_checkpoint, make_own_folder
 
-DEFAULT_PORT = 8321
-
 
 @dataclass(frozen=True, slots=True)
 class GatewayRequest:
@@ -38,7 +36,7 @@ class GatewayRequest:
     name: str | None = None
     """Model name that agents send; default: the last part of `model`."""
     host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
+    port: int = 8321
     api_key_env: str | None = None
     """Environment variable with the key that opens sessions; None generates a key."""
     url: str | None = None
