@@ -187,18 +187,17 @@ def test_a_full_disk_is_noticed_before_anything_starts_and_leaves_the_name_free(
 
 def test_episodes_are_a_table_with_every_token_and_turn(tmp_path: Path) -> None:
     with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as writer:
-        writer.write(12, trajectory(), advantage=0.25)
+        writer.write(12, trajectory())
         writer.write(12, failure())
         writer.write(13, trajectory("e3"))
     lines = (run.episodes / "step_000012.jsonl").read_text().splitlines()
     good, failed = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert set(good) - set(failed) == {"advantage"}
+    assert set(good) == set(failed)
     assert good["kind"] == "trajectory"
     assert good["token_ids"] == [5, 6, 7, 8, 9]
     assert good["policy_mask"] == [0, 0, 1, 1, 0]
     assert good["versions"] == [-1, -1, 3, 4, -1]
     assert good["turns"][0]["observation"] == "a wall"
-    assert good["advantage"] == 0.25
     assert failed["kind"] == "failure"
     assert failed["cause"] == "sandbox_error"
     assert [record["step"] for record in read_episodes(run.episodes)] == [12, 12, 13]

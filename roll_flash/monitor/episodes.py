@@ -108,9 +108,9 @@ class EpisodesWriter:
         self._file: JsonLinesFile | None = None
         self._dropped: JsonLinesFile | None = None
 
-    def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
-        """Append one episode to the file of `step`; `extra` adds columns (advantage, dropped, ...)."""
-        self._open(step).write({"step": step, **episode_record(outcome), **extra})
+    def write(self, step: int, outcome: Outcome) -> None:
+        """Append one episode to the file of `step`."""
+        self._open(step).write({"step": step, **episode_record(outcome)})
 
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
         """Append a group that no step will train, with the reason, to `dropped.jsonl` next to the episodes."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -66,9 +65,7 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _print(self, line: Text) -> None:

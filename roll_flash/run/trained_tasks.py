@@ -20,11 +20,6 @@ from roll_flash.types import Trajectory
 TRAINED_TASKS = "trained_tasks.jsonl"
 
 
-def task_hash(record: Mapping[str, Any]) -> str:
-    """Task hash of an episode record (`roll_flash.monitor.episodes`)."""
-    return _hash(record["env_id"], record["messages"], len(record["turns"]), record["info"])
-
-
 def _hash(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: Mapping[str, Any]) -> str:
     answers = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
     # Earlier assistant messages are few-shot examples from the environment.
@@ -35,8 +30,13 @@ def _hash(env_id: str, messages: Sequence[Mapping[str, Any]], turns: int, info: 
 
 
 def hashes_by_task(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Hash of each task by its id; empty if the hashes do not distinguish the tasks."""
-    found = {record["task_id"]: task_hash(record) for record in records if "messages" in record}
+    """Hash of each task of episode records (`roll_flash.monitor.episodes`) by its id; empty if the hashes do not
+    distinguish the tasks."""
+    found = {
+        record["task_id"]: _hash(record["env_id"], record["messages"], len(record["turns"]), record["info"])
+        for record in records
+        if "messages" in record
+    }
     named = any("task" in record["info"] for record in records if "messages" in record)
     return found if named or len(found) == 1 or len(set(found.values())) > 1 else {}
 

@@ -86,8 +86,7 @@ class SessionRoutes:
         router.add_get("/v1/sessions", self._list)
         router.add_post("/v1/sessions/{session_id}/reward", self._reward)
         router.add_delete("/v1/sessions/{session_id}", self._give_up)
-        for path in ("/v1/reward", "/reward"):
-            router.add_post(path, self._reward)
+        router.add_post("/v1/reward", self._reward)
 
     async def sweep(self) -> None:
         """Cancel idle sessions; runs until cancelled."""
