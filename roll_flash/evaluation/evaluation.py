@@ -80,7 +80,7 @@ class Evaluation:
         )
         self._journal = Journal(folder, evaluation_plan(env, eval, sampling, self._about), self._budget)
         self._attempts = Attempts(self._journal.unscored(self._specs), eval, self._budget)
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._reported_s = time.monotonic()
 
     @property
     def is_complete(self) -> bool:
@@ -139,8 +139,8 @@ class Evaluation:
         self._journal.add(outcome)
         self._attempts.ended(outcome)
         now = time.monotonic()
-        if status is not None and now - self._told_s > STATUS_S:
-            self._told_s = now
+        if status is not None and now - self._reported_s > STATUS_S:
+            self._reported_s = now
             status(self._progress())
 
     def _progress(self) -> str:

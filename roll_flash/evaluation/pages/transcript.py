@@ -111,13 +111,13 @@ def _assistant_parts(text: str) -> Iterator[dict[str, str]]:
         if end < 0:
             unclosed.add(tag)
             continue
-        yield from _said(text[position : opening.start()])
+        yield from _text_parts(text[position : opening.start()])
         yield _folded("thinking" if tag.startswith("think") else tag, text[opening.end() : end].strip())
         position = end + len(tag) + 3
-    yield from _said(text[position:])
+    yield from _text_parts(text[position:])
 
 
-def _said(text: str) -> Iterator[dict[str, str]]:
+def _text_parts(text: str) -> Iterator[dict[str, str]]:
     if text.strip():
         yield _folded("text", text) if len(text) > MAX_OPEN_CHARACTERS else {"kind": "text", "text": text.strip()}
 

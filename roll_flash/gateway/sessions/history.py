@@ -133,10 +133,10 @@ class History:
 
     def add(self, record: CallRecord) -> None:
         if record.parent is None:
-            asked_before = record.request_key in self._begun
+            known_before = record.request_key in self._begun
             self._begun[record.request_key] += 1
-            self.forks += asked_before
-            self.rewrites += bool(self.records) and not asked_before
+            self.forks += known_before
+            self.rewrites += bool(self.records) and not known_before
         else:
             self.forks += record.parent.children > 0
             record.parent.children += 1
