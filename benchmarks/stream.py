@@ -46,8 +46,9 @@ import ray
 from machine import machine
 from stream_plots import draw
 
+from roll_flash.config.learner import LearnerConfig
 from roll_flash.config.stages import StageConfig
-from roll_flash.config.tree import LearnerConfig, RayConfig, load_config
+from roll_flash.config.tree import RayConfig, load_config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import PlannedTrajectory, prepare_groups, row_parts, share_out
 from roll_flash.learner.ranks.fsdp import FsdpLearner

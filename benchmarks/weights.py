@@ -33,7 +33,8 @@ import numpy as np
 import torch
 from machine import machine
 
-from roll_flash.config.tree import InferenceConfig, LearnerConfig, LoraConfig, RayConfig, WeightsConfig
+from roll_flash.config.learner import LearnerConfig, LoraConfig
+from roll_flash.config.tree import InferenceConfig, RayConfig, WeightsConfig
 from roll_flash.inference.client.token_client import open_client
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.vllm.server import VllmEngine

@@ -41,6 +41,14 @@ ADAPTERS = {
 """Adapters to third-party environments. If an optional package is missing, the error names it."""
 AGENTS = {"MiniSweAgent-v0": "mini-swe-agent", "OpenAIAgent-v0": "openai", "SmolAgent-v0": "smolagents"}
 """`AgentEnv-v0` with one of its preset agents."""
+RENAMED = {
+    "plays_itself": "runs_own_loop",
+    "asks_aside": "needs_unrecorded_calls",
+    "least_step_timeout_s": "min_step_timeout_s",
+    "least_episode_timeout_s": "min_episode_timeout_s",
+    "calls_may_take_s": "calls_timeout_s",
+}
+"""Old name of an environment's attribute: new name. Nothing reads an old one, so it would be ignored silently."""
 _SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
 
 logger = logging.getLogger("roll_flash.envs")
@@ -70,9 +78,22 @@ def register_shipped() -> None:
 def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
     """Make the environment with the id `env_id`.
 
-    Raises ConfigError, with file, line and reason, for an unknown id and for a source that cannot be loaded.
-    Exceptions of the environment's constructor pass through.
+    Raises ConfigError, with file, line and reason, for an unknown id, for a source that cannot be loaded, and for an
+    environment with an attribute of an old name. Exceptions of the environment's constructor pass through.
     """
+    env = _find_and_make(env_id, kwargs)
+    _refuse_old_names(env_id, env.unwrapped)
+    return env
+
+
+def _refuse_old_names(env_id: str, env: object) -> None:
+    defined = [vars(place) for place in (env, *type(env).__mro__)]  # not hasattr, which runs code of the user
+    for old, new in RENAMED.items():
+        if any(old in names for names in defined):
+            raise ConfigError(f"{env_id}: {old!r} of {type(env).__name__} is now {new!r}; rename it there")
+
+
+def _find_and_make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     source, _, name = env_id.rpartition(":")
     if not source:
         if not _is_registered(name):

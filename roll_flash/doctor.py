@@ -13,10 +13,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import closing
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from roll_flash.errors import ConfigError
 
@@ -69,11 +69,6 @@ def report(checks: Sequence[Check]) -> str:
         if check.fix:
             lines.append(f"{'':6}{'':<{width}}  -> {check.fix}")
     return "\n".join(lines)
-
-
-def as_tree(checks: Sequence[Check]) -> dict[str, Any]:
-    """Return plain data for JSON."""
-    return {"ok": is_usable(checks), "checks": [asdict(check) for check in checks]}
 
 
 def _version(package: str) -> str | None:
@@ -141,11 +136,8 @@ def check_docker() -> Check:
 
     required = not check_bubblewrap().ok
     try:
-        client = docker.from_env(timeout=ENGINE_TIMEOUT_S)
-        try:
+        with closing(docker.from_env(timeout=ENGINE_TIMEOUT_S)) as client:
             found = client.version()
-        finally:
-            client.close()
     except docker.errors.DockerException as error:
         detail, fix = _explain_engine(error)
         return Check("docker", False, detail, fix, required)
@@ -171,11 +163,8 @@ def check_image() -> Check:
 
     image = SandboxConfig().image
     try:
-        client = docker.from_env(timeout=ENGINE_TIMEOUT_S)
-        try:
+        with closing(docker.from_env(timeout=ENGINE_TIMEOUT_S)) as client:
             size = client.images.get(image).attrs["Size"]
-        finally:
-            client.close()
     except docker.errors.ImageNotFound:
         return Check("image", False, f"{image} is not built", "make image", required=False)
     except docker.errors.DockerException:
@@ -204,10 +193,10 @@ def check_bubblewrap() -> Check:
     if program is None:
         fix = "apt-get install bubblewrap (only for sandbox.provider=local)"
         return Check("bubblewrap", False, "not installed", fix, required=False)
-    said = _run([program, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"])
-    if said.returncode != 0:
+    result = _run([program, "--ro-bind", "/", "/", "--unshare-all", "--die-with-parent", "true"])
+    if result.returncode != 0:
         fix = "this kernel or container forbids user namespaces; use the docker sandbox"
-        return Check("bubblewrap", False, (said.stderr or "does not run").strip()[:120], fix, required=False)
+        return Check("bubblewrap", False, (result.stderr or "does not run").strip()[:120], fix, required=False)
     return Check("bubblewrap", True, f"{program} works")
 
 
@@ -225,8 +214,8 @@ def _gpu_names() -> list[str]:
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
-    said = _run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"])
-    return [line.strip() for line in said.stdout.splitlines() if line.strip()] if said.returncode == 0 else []
+    result = _run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"])
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -11,27 +11,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.chat.openai_client import api_key_from
+from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.files import read_yaml
 from roll_flash.config.tree import Config, EnvConfig, load_config
-from roll_flash.errors import ConfigError
-from roll_flash.evaluation.endpoint_check import check_endpoint, require_isolation
+from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluation.evaluation import (
     EpisodeRunner,
     Status,
     eval_sampling,
+    evaluate_environments,
     evaluation_plan,
     is_complete,
 )
-from roll_flash.evaluation.evaluation import evaluate as evaluate_environment
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
-from roll_flash.start_checks import check_parts, check_sandboxes
+from roll_flash.start_checks import check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
+from roll_flash.types import SamplingParams
+
+CHECK_TIMEOUT_S = 60.0
+"""Long enough for an endpoint that loads its model on the first request."""
 
 EVAL_OPTIONS = (
     "tasks",
@@ -89,6 +93,9 @@ class EvalPlan:
     trained: Collection[str] = ()
     """Hashes of the tasks that the model was trained on, if it comes from a run."""
 
+    def label(self, env: EnvConfig) -> str:
+        return f"{env.id} with {self.about['model']}"
+
 
 def evaluate(
     config: str | Path | Config | None = None,
@@ -135,7 +142,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     """
     plan = plan_evaluation(request)
     require_owned_by_user(plan.folder)
-    if all(_is_complete(plan, index) for index in range(len(plan.config.envs))):
+    if is_complete(plan.config, plan.folder, label=plan.label, about=plan.about):
         return await _scored(plan, None, request.status), plan.folder
     serves = plan.endpoint is None
     checked = await call_in_thread(lambda: check_parts(plan.config, trains=False, serves=serves))
@@ -145,7 +152,7 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
         warning = await check_endpoint(plan.endpoint, plan.model, request.api_key_env, plan.config.eval)
         if warning:
             say(f"roll-flash: {warning}", error=True)
-    if plan.endpoint is None:
+    else:
         say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
     with first_failure() as failure:
         async with Interrupts(_note) as interrupts:
@@ -155,44 +162,48 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
                 return await interrupts.run_until_stopped(work, failure=failure), plan.folder
 
 
+async def check_endpoint(
+    url: str, model: str, api_key_env: str | None, eval: EvalConfig, *, timeout_s: float = CHECK_TIMEOUT_S
+) -> str | None:
+    """Request one token, so that errors are reported early and once; return a warning for the user or None.
+
+    Raises InferenceError if the endpoint is down, rejects the key or the model, or sends an invalid answer; ConfigError
+    for a token or cost budget if the endpoint does not report usage.
+    """
+    client = OpenAIChatClient(url, model, api_key_from(api_key_env), max_attempts=2)
+    try:
+        reply = await client.chat(
+            [{"role": "user", "content": "Hello"}],
+            SamplingParams(temperature=0.0, max_new_tokens=1),
+            timeout_s=timeout_s,
+        )
+    except TimeoutError:
+        raise InferenceError(f"{client.url}: no answer to a request for one token within {timeout_s:g} s") from None
+    finally:
+        await client.close()
+    if reply.prompt_tokens is not None and reply.completion_tokens is not None:
+        return None
+    silence = f"{client.url}: the endpoint does not tell how many tokens were used"
+    if eval.max_tokens_total is not None or eval.max_cost is not None:
+        raise ConfigError(f"{silence}: --max-tokens-total and --max-cost cannot be kept; use --max-minutes")
+    return f"{silence}; tokens and cost will not be known"
+
+
 def _note(text: str) -> None:
     say(text, error=True)
 
 
 async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status | None) -> EvalResult:
-    results: list[EvalResult] = []
-    for index, env in enumerate(plan.config.envs):
-        results.append(
-            await evaluate_environment(
-                runner,
-                env=env,
-                eval=plan.config.eval,
-                sampling=eval_sampling(plan.config),
-                max_concurrent=plan.config.eval.max_concurrent or plan.config.rollout.max_concurrent,
-                folder=_folder_of(plan, index),
-                label=_label(plan, env),
-                about=plan.about,
-                status=status,
-                before=results,
-                trained=plan.trained,
-            )
-        )
-    others = {f"env_{index}": result for index, result in enumerate(results) if index}
-    return results[0].with_others(others)
-
-
-def _is_complete(plan: EvalPlan, index: int) -> bool:
-    env, config = plan.config.envs[index], plan.config
-    folder, sampling = _folder_of(plan, index), eval_sampling(config)
-    return is_complete(folder, env, config.eval, sampling, _label(plan, env), plan.about)
-
-
-def _folder_of(plan: EvalPlan, index: int) -> Path:
-    return plan.folder / f"env_{index}" if index else plan.folder
-
-
-def _label(plan: EvalPlan, env: EnvConfig) -> str:
-    return f"{env.id} with {plan.about['model']}"
+    return await evaluate_environments(
+        runner,
+        plan.config,
+        plan.folder,
+        label=plan.label,
+        max_concurrent=plan.config.eval.max_concurrent or plan.config.rollout.max_concurrent,
+        about=plan.about,
+        status=status,
+        trained=plan.trained,
+    )
 
 
 def _open_runner(
@@ -343,12 +354,3 @@ def _weights(folder: Path) -> dict[str, str]:
     files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".bin", ".json"))
     described = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return {"weights": hashlib.sha256(json.dumps(described).encode()).hexdigest()[:12]}
-
-
-def report(result: EvalResult, folder: Path) -> str:
-    """Text printed when an evaluation is complete."""
-    lines = (
-        result.table(),
-        f"  results in {folder} (report.html, results.json, episodes.jsonl, transcripts/)",
-    )
-    return "\n".join(lines)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config.tree import HIGHEST_PORT, Config, load_config
+from roll_flash.config.tree import MAX_PORT, Config, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer
@@ -24,8 +24,6 @@ from roll_flash.monitor.episodes import EpisodesWriter, step_file
 from roll_flash.processes.background import background_task, first_failure
 from roll_flash.processes.interrupt import Interrupts
 from roll_flash.run.run_dir import find_model, make_own_folder
-
-DEFAULT_PORT = 8321
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +37,7 @@ class GatewayRequest:
     name: str | None = None
     """Model name that agents send; default: the last part of `model`."""
     host: str = "127.0.0.1"
-    port: int = DEFAULT_PORT
+    port: int = 8321
     api_key_env: str | None = None
     """Environment variable with the key that opens sessions; None generates a key."""
     url: str | None = None
@@ -76,8 +74,8 @@ async def serve(
 async def open_gateway(request: GatewayRequest, note: Callable[[str], None]) -> AsyncIterator[RunningGateway]:
     """Run a gateway; sessions still open at the end are cancelled and written as failures."""
     admin_key = api_key_from(request.api_key_env) or f"rf-{secrets.token_urlsafe(24)}"
-    if not 0 <= request.port <= HIGHEST_PORT:
-        raise ConfigError(f"--port {request.port}: a port is a number from 0 to {HIGHEST_PORT}")
+    if not 0 <= request.port <= MAX_PORT:
+        raise ConfigError(f"--port {request.port}: a port is a number from 0 to {MAX_PORT}")
     if request.url is not None and not re.match(r"https?://[^/]", request.url):
         raise ConfigError(f"--url {request.url}: must look like http://host:port")
     verifier = Verifier(request.verifier) if request.verifier else None

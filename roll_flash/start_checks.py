@@ -14,7 +14,7 @@ from roll_flash.inference.open import check_engine
 from roll_flash.learner.open import check_learner
 from roll_flash.learner.warm_start import check_demonstrations
 from roll_flash.models.prepare import check_model_folder, resolve_model
-from roll_flash.sandboxes import SandboxSpec
+from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.open_tasks import first_tasks
 from roll_flash.stages.reward_stage import check_stages
 
@@ -66,3 +66,13 @@ async def check_sandboxes(config: Config, specs: Sequence[SandboxSpec]) -> str |
             async with pool.lease(spec):
                 pass
         return pool.isolation
+
+
+def require_isolation(config: Config, isolation: str | None) -> None:
+    """Check the `isolation` of the sandboxes (None if none is needed). Raises SandboxUnavailable if it is weak."""
+    if isolation == "weak" and not config.sandbox.allow_weak:
+        ids = ", ".join(env.id for env in config.envs)
+        raise SandboxUnavailable(
+            f"{ids} would run in a sandbox whose isolation is weak (`local`): start a Docker engine "
+            "(`make engine`), or, for a model that you trust, add --allow-weak (sandbox.allow_weak=true)"
+        )

@@ -25,12 +25,11 @@ def summarize(
     before: EvalResult | None,
     after: EvalResult | None,
     books: Mapping[str, int],
-    notes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Summarize a finished run from its folder; draw its plot, and write `summary.json`.
 
     `books` counts trajectories (`produced`, `trained`, `dropped_REASON`, `waiting`) and episodes without a trajectory
-    (`failed_CAUSE`). `notes` are facts that a reader must know, such as a fallback.
+    (`failed_CAUSE`).
     """
     config = load_config(run_folder / "config.yaml")
     rows = read_metrics(run_folder)
@@ -53,7 +52,7 @@ def summarize(
         "disk": disk_use(run_folder),
         "plot": str(plot_run(run_folder)) if rows else None,
         "model_folder": str(model) if (model / "config.json").is_file() else None,
-        "notes": [*notes, *_of_evaluations(after), *_not_finite(rows)],
+        "notes": [*_of_evaluations(after), *_not_finite(rows)],
     }
     (run_folder / SUMMARY).write_text(json.dumps(summary, indent=2, default=str))
     return summary

@@ -21,7 +21,7 @@ from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluat
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.inference.open import open_engine
 from roll_flash.learner.warm_start import warm_start
-from roll_flash.monitor.episodes import next_group_number
+from roll_flash.monitor.episodes import EpisodesWriter, next_group_number
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.processes.background import FirstFailure, call_in_thread, cancel_on_failure, gather_or_cancel
@@ -177,7 +177,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
         await learner.load(start.checkpoint.state)
     metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)
     stack.callback(metrics.close)
-    episodes = stack.enter_context(run_dir.episodes_writer())
+    episodes = stack.enter_context(EpisodesWriter(run_dir.episodes))
     stream = TrajectoryStream(stage_consumers(config.stages))
     rollout = _open_rollout(start, fleet, episodes, stream, learner.version)
     stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))

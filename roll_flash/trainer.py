@@ -19,7 +19,7 @@ from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.learner.open import open_learner
-from roll_flash.monitor.metrics import flatten
+from roll_flash.monitor.metrics import as_numbers
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord
 from roll_flash.processes.background import call_in_thread, first_failure
@@ -182,7 +182,7 @@ class Trainer:
         if (on_step := self._on_step) is None:
             return
         try:
-            await call_in_thread(lambda: on_step(step, flatten(metrics)))
+            await call_in_thread(lambda: on_step(step, as_numbers(metrics)))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # code of the user may raise anything, also SystemExit

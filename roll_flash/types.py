@@ -283,7 +283,7 @@ class FinishedGroup:
         return sum(trajectory.packed_tokens for trajectory in self.trajectories) - prompts + longest
 
 
-MOST_REWARD = 1e6
+MAX_REWARD = 1e6
 """Maximum absolute reward. Advantages need squares of rewards, whose sums must stay exact enough in float32."""
 
 
@@ -297,6 +297,6 @@ def as_reward(value: Any, what: str = "the reward") -> float:
         number = math.inf
     except (TypeError, ValueError):
         raise ValueError(f"{what} is a {type(value).__name__}, not a number") from None
-    if not math.isfinite(number) or abs(number) > MOST_REWARD:
-        raise ValueError(f"{what} is {number:g}, not a finite number of at most {MOST_REWARD:g}; scale it")
+    if not math.isfinite(number) or abs(number) > MAX_REWARD:
+        raise ValueError(f"{what} is {number:g}, not a finite number of at most {MAX_REWARD:g}; scale it")
     return number

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 import roll_flash
+from roll_flash.config.fields import Section
 from roll_flash.config.mistakes import all_keys, find_key
 from roll_flash.config.moved import MOVED, SYNONYMS
 from roll_flash.config.reference import reference
-from roll_flash.config.tree import Config, Section, load_config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}

@@ -18,6 +18,7 @@ import pytest
 from roll_flash import system
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
+from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
 from roll_flash.monitor.progress import Progress
 from roll_flash.run.run_dir import (
     Checkpoint,
@@ -26,7 +27,6 @@ from roll_flash.run.run_dir import (
     find_checkpoint,
     find_run,
     list_checkpoints,
-    read_episodes,
 )
 from roll_flash.types import EpisodeFailure, Task, Trajectory, Turn
 
@@ -107,7 +107,7 @@ def test_a_new_run_gets_its_folders_and_a_config_that_can_be_run_again(tmp_path:
 
 
 def test_a_name_that_exists_is_refused_with_both_ways_out(tmp_path: Path) -> None:
-    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as episodes:
+    with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as episodes:
         episodes.write(0, trajectory())
     with pytest.raises(ConfigError, match=r"--resume .*name=OTHER"):
         RunDir.create(config(tmp_path), resume=False)
@@ -186,19 +186,18 @@ def test_a_full_disk_is_noticed_before_anything_starts_and_leaves_the_name_free(
 
 
 def test_episodes_are_a_table_with_every_token_and_turn(tmp_path: Path) -> None:
-    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
-        writer.write(12, trajectory(), advantage=0.25)
+    with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as writer:
+        writer.write(12, trajectory())
         writer.write(12, failure())
         writer.write(13, trajectory("e3"))
     lines = (run.episodes / "step_000012.jsonl").read_text().splitlines()
     good, failed = (json.loads(line, parse_constant=pytest.fail) for line in lines)
-    assert set(good) - set(failed) == {"advantage"}
+    assert set(good) == set(failed)
     assert good["kind"] == "trajectory"
     assert good["token_ids"] == [5, 6, 7, 8, 9]
     assert good["policy_mask"] == [0, 0, 1, 1, 0]
     assert good["versions"] == [-1, -1, 3, 4, -1]
     assert good["turns"][0]["observation"] == "a wall"
-    assert good["advantage"] == 0.25
     assert failed["kind"] == "failure"
     assert failed["cause"] == "sandbox_error"
     assert [record["step"] for record in read_episodes(run.episodes)] == [12, 12, 13]
@@ -208,20 +207,20 @@ def test_logprobs_come_back_bit_by_bit(tmp_path: Path) -> None:
     values = np.random.default_rng(0).normal(size=1000).astype(np.float32)
     episode = trajectory()
     object.__setattr__(episode, "logprobs", values)
-    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+    with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as writer:
         writer.write(1, episode)
     (record,) = read_episodes(run.episodes)
     assert np.array_equal(np.array(record["logprobs"], np.float32), values)
 
 
 def test_a_half_written_episode_is_no_obstacle_to_reading_or_going_on(tmp_path: Path) -> None:
-    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+    with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as writer:
         writer.write(1, trajectory("e1"))
         path = run.episodes / "step_000001.jsonl"
     with path.open("a") as file:
         file.write('{"episode_id": "e2", "tok')
     assert [record["episode_id"] for record in read_episodes(path)] == ["e1"]
-    with RunDir.create(config(tmp_path), resume=True) as run, run.episodes_writer() as writer:
+    with RunDir.create(config(tmp_path), resume=True) as run, EpisodesWriter(run.episodes) as writer:
         writer.write(1, trajectory("e3"))
     assert [record["episode_id"] for record in read_episodes(path)] == ["e1", "e3"]
 
@@ -232,7 +231,7 @@ def test_a_resumed_run_uses_no_group_id_that_was_written_down_after_the_checkpoi
 ) -> None:
     rollout = {"tasks": {"cursor": 5}, "next_group": 5, "unfinished": [], "async_ratio": None}
     with RunDir.create(config(tmp_path), resume=False) as run:
-        with run.episodes_writer() as writer:
+        with EpisodesWriter(run.episodes) as writer:
             writer.write(1, failure())
             if last_written == "an episode":
                 writer.write(1, replace(failure(), group_id="g00000007"))
@@ -320,27 +319,26 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
     with RunDir.create(config(tmp_path), resume=False) as run:
         for step in (1, 2, 3, 10):
             write_checkpoint(run, step)
-        removed = run.prune_checkpoints(keep=2)
-        assert [path.name for path in removed] == ["step_1", "step_2"]
+        run.prune_checkpoints(keep=2)
         assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [3, 10]
 
 
 def test_rewinding_sets_later_steps_aside_and_keeps_them(tmp_path: Path) -> None:
-    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+    with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as writer:
         for step in (3, 4, 5):
             writer.write(step, trajectory())
         (run.eval / "step_5").mkdir()
         (run.eval / "before").mkdir()
-        assert run.set_aside_after(4) == 2
+        run.set_aside_after(4)
+        run.set_aside_after(4)  # nothing is left to rename
         assert sorted(path.name for path in run.episodes.iterdir()) == [
             *("step_000003.jsonl", "step_000004.jsonl", "step_000005.jsonl.bak")
         ]
         assert sorted(path.name for path in run.eval.iterdir()) == ["before", "step_5.bak"]
-        assert run.set_aside_after(4) == 0
 
 
 def test_a_run_without_a_checkpoint_begins_again_under_its_name_and_says_so(tmp_path: Path) -> None:
-    with RunDir.create(config(tmp_path), resume=False) as run, run.episodes_writer() as writer:
+    with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as writer:
         writer.write(0, trajectory())
     with RunDir.create(config(tmp_path), resume=True) as run:
         checked = Mock(model_folder=tmp_path, sandboxes=[])
@@ -349,7 +347,7 @@ def test_a_run_without_a_checkpoint_begins_again_under_its_name_and_says_so(tmp_
         said = io.StringIO()
         start.announce(Progress(1, stream=said))
         assert "the run begins again from its start" in said.getvalue()
-        assert run.set_aside_after(start.resume_at) == 1
+        run.set_aside_after(start.resume_at)
         assert [path.suffix for path in run.episodes.iterdir()] == [".bak"]
 
 

@@ -45,7 +45,7 @@ def evaluate(
 
 
 def _evaluate(options: dict[str, Any], as_json: bool) -> int:
-    from roll_flash.evaluator import EvalRequest, plan_evaluation, report, run_evaluation
+    from roll_flash.evaluator import EvalRequest, plan_evaluation, run_evaluation
 
     request = EvalRequest(**options)
     try:
@@ -54,7 +54,8 @@ def _evaluate(options: dict[str, Any], as_json: bool) -> int:
     except KeyboardInterrupt as stopped:
         stopped.add_note(f"what had ended is in {plan_evaluation(request).folder}; the same command goes on")
         raise
-    show({**result.to_dict(), "folder": str(folder)}, report(result, folder), as_json=as_json)
+    text = f"{result.table()}\n  results in {folder} (report.html, results.json, episodes.jsonl, transcripts/)"
+    show({**result.to_dict(), "folder": str(folder)}, text, as_json=as_json)
     return 0 if result.scored else 1
 
 

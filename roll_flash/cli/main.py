@@ -13,6 +13,7 @@ import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -46,11 +47,12 @@ def doctor(
     only: Annotated[str, option("CHECKS", "Only these checks, separated by commas.")] = "", as_json: Json = False
 ) -> int:
     """Check this machine: engine, Docker, Ray, GPUs, memory."""
-    from roll_flash.doctor import as_tree, check_machine, is_usable, report
+    from roll_flash.doctor import check_machine, is_usable, report
 
     checks = check_machine([name for name in only.split(",") if name])
-    show(as_tree(checks), report(checks), as_json=as_json)
-    return 0 if is_usable(checks) else 1
+    is_ok = is_usable(checks)
+    show({"ok": is_ok, "checks": [asdict(check) for check in checks]}, report(checks), as_json=as_json)
+    return 0 if is_ok else 1
 
 
 def _print_version(wanted: bool) -> None:

@@ -47,7 +47,7 @@ def check(
     from roll_flash.sandboxes.conformance import check_provider
 
     found = check_provider(provider, spec=SandboxSpec(image=image, runtime=runtime, userns=userns))
-    lines = [f"{'ok  ' if item.ok else 'FAIL'}  {_told(item)}" for item in found.checks]
+    lines = [f"{'ok  ' if item.ok else 'FAIL'}  {_check_text(item)}" for item in found.checks]
     lines += [f"{name}: {measure}" for name, measure in found.measures.items()]
     held = sum(item.ok for item in found.checks)
     lines.append(f"{found.provider} ({found.isolation} isolation): {held} of {len(found.checks)} hold")
@@ -55,7 +55,7 @@ def check(
     return 0 if found.ok else 1
 
 
-def _told(check: CheckResult) -> str:
+def _check_text(check: CheckResult) -> str:
     return check.name.replace("_", " ") + ("" if check.ok else f": {check.detail}")
 
 

@@ -27,40 +27,17 @@ from roll_flash.config.fields import (
     Section,
 )
 from roll_flash.config.files import apply_override, read_yaml
-from roll_flash.config.learner import KlConfig, LearnerConfig, LoraConfig, LossConfig, WarmStartConfig
+from roll_flash.config.learner import LearnerConfig, WarmStartConfig
 from roll_flash.config.mistakes import explain_all
 from roll_flash.config.moved import moved_text
 from roll_flash.config.scheduler import SchedulerConfig
 from roll_flash.config.stages import Stages
 from roll_flash.errors import ConfigError
 
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "EnvConfig",
-    "EvalConfig",
-    "InferenceConfig",
-    "KlConfig",
-    "LearnerConfig",
-    "LoraConfig",
-    "LossConfig",
-    "ModelConfig",
-    "MonitorConfig",
-    "RayConfig",
-    "RolloutConfig",
-    "SandboxConfig",
-    "SchedulerConfig",
-    "Section",
-    "TaskSourceConfig",
-    "WarmStartConfig",
-    "WeightsConfig",
-    "load_config",
-]
-
 STALL_MARGIN_S = 60.0
 """Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
 
-HIGHEST_PORT = 65535
+MAX_PORT = 65535
 """Highest TCP port."""
 
 ALL_TRAIN_SEEDS = (0, 1_000_000)
@@ -237,10 +214,8 @@ class InferenceConfig(Section):
     @model_validator(mode="after")
     def _ports(self) -> InferenceConfig:
         last = self.port + self.servers - 1
-        if self.port and last > HIGHEST_PORT:
-            raise ValueError(
-                f"port={self.port}: {self.servers} server(s) need ports up to {last}, above {HIGHEST_PORT}"
-            )
+        if self.port and last > MAX_PORT:
+            raise ValueError(f"port={self.port}: {self.servers} server(s) need ports up to {last}, above {MAX_PORT}")
         return self
 
 

@@ -2,31 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from roll_flash.config.evaluation import EvalConfig
 
 MILLION = 1e6
 TASK_TOKENS = 500
 """Assumed tokens of a task's description before the first result."""
-
-
-@dataclass(frozen=True, slots=True)
-class Prices:
-    """Prices per million tokens, in any currency; None if not set."""
-
-    prompt: float | None = None
-    completion: float | None = None
-
-    @classmethod
-    def of(cls, config: EvalConfig) -> Prices:
-        return cls(config.price_prompt, config.price_completion)
-
-    def cost(self, prompt_tokens: int, completion_tokens: int) -> float | None:
-        """Cost; None if no price is known."""
-        if self.prompt is None and self.completion is None:
-            return None
-        return (prompt_tokens * (self.prompt or 0.0) + completion_tokens * (self.completion or 0.0)) / MILLION
 
 
 class Budget:
@@ -38,12 +18,11 @@ class Budget:
     """
 
     def __init__(
-        self, config: EvalConfig, *, max_turns: int, max_new_tokens: int, elsewhere: tuple[int, int] = (0, 0)
+        self, config: EvalConfig, *, max_turns: int, max_new_tokens: int, used_by_others: tuple[int, int] = (0, 0)
     ) -> None:
-        """`elsewhere`: (prompt, completion) tokens that other environments used from the same budget."""
+        """`used_by_others`: (prompt, completion) tokens that other environments used from the same budget."""
         self._config = config
-        self._elsewhere = elsewhere
-        self._prices = Prices.of(config)
+        self._used_by_others = used_by_others
         # Every turn reads the task and the output of all earlier turns.
         self._largest_prompt = max_turns * (TASK_TOKENS + max_new_tokens * (max_turns - 1) // 2)
         self._largest_completion = max_turns * max_new_tokens
@@ -62,12 +41,12 @@ class Budget:
 
     @property
     def cost(self) -> float | None:
-        return self._prices.cost(self.prompt_tokens, self.completion_tokens)
+        return self._cost_of(self.prompt_tokens, self.completion_tokens)
 
     def refusal(self, in_flight: int) -> str | None:
         """Reason why no attempt may start in addition to `in_flight` others; None if it may."""
         config, own = self._config, self.prompt_tokens + self.completion_tokens
-        used = own + sum(self._elsewhere)
+        used = own + sum(self._used_by_others)
         if config.max_tokens_total is not None:
             each = own / self._ended if self._ended else float(self._largest_prompt + self._largest_completion)
             if self._is_too_much(used, each, in_flight, config.max_tokens_total):
@@ -76,8 +55,8 @@ class Budget:
                     "raise --max-tokens-total to go on"
                 )
         if config.max_cost is not None and (cost := self.cost) is not None:
-            spent = cost + (self._prices.cost(*self._elsewhere) or 0.0)
-            dearest = self._prices.cost(self._largest_prompt, self._largest_completion) or 0.0
+            spent = cost + (self._cost_of(*self._used_by_others) or 0.0)
+            dearest = self._cost_of(self._largest_prompt, self._largest_completion) or 0.0
             each = cost / self._ended if self._ended else dearest
             if self._is_too_much(spent, each, in_flight, config.max_cost):
                 return (
@@ -85,6 +64,13 @@ class Budget:
                     "raise --max-cost to go on"
                 )
         return None
+
+    def _cost_of(self, prompt_tokens: int, completion_tokens: int) -> float | None:
+        """Cost by the prices per million tokens; None if no price is known."""
+        prompt, completion = self._config.price_prompt, self._config.price_completion
+        if prompt is None and completion is None:
+            return None
+        return (prompt_tokens * (prompt or 0.0) + completion_tokens * (completion or 0.0)) / MILLION
 
     def _is_too_much(self, used: float, each: float, in_flight: int, limit: float) -> bool:
         if not self._ended and not in_flight:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from roll_flash.config.tree import Config, EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import Config, EnvConfig
 from roll_flash.evaluation.attempts import Attempts
 from roll_flash.evaluation.budget import Budget
 from roll_flash.evaluation.journal import Journal
@@ -36,7 +37,7 @@ class EpisodeRunner(Protocol):
     The next item of `episodes` is requested only when it can start.
     """
 
-    def run(self, episodes: Iterable[EpisodeSpec], *, max_concurrent: int) -> AsyncIterator[Outcome]: ...
+    def run(self, episodes: Iterable[EpisodeSpec], *, max_concurrent: int) -> AsyncGenerator[Outcome, None]: ...
 
 
 class Evaluation:
@@ -53,7 +54,7 @@ class Evaluation:
         eval: EvalConfig,
         sampling: SamplingParams,
         *,
-        folder: Path | None,
+        folder: Path,
         label: str,
         about: Mapping[str, Any] | None = None,
         before: Sequence[EvalResult] = (),
@@ -72,14 +73,14 @@ class Evaluation:
             eval,
             max_turns=env.max_turns,
             max_new_tokens=sampling.max_new_tokens,
-            elsewhere=(
+            used_by_others=(
                 sum(result.usage.prompt_tokens for result in before),
                 sum(result.usage.completion_tokens for result in before),
             ),
         )
         self._journal = Journal(folder, evaluation_plan(env, eval, sampling, self._about), self._budget)
         self._attempts = Attempts(self._journal.unscored(self._specs), eval, self._budget)
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._reported_s = time.monotonic()
 
     @property
     def is_complete(self) -> bool:
@@ -96,8 +97,8 @@ class Evaluation:
                 # Repeat for attempts that could start only after others ended: retries, the end of a budget.
                 while self._attempts.may_start():
                     outcomes = runner.run(self._attempts.take(), max_concurrent=max_concurrent)
-                    async with aclosing(_closable(outcomes)) as closable:
-                        async for outcome in closable:
+                    async with aclosing(outcomes):
+                        async for outcome in outcomes:
                             self._take(outcome, status)
         except TimeoutError:
             if not scope.expired():
@@ -122,8 +123,7 @@ class Evaluation:
             trained=self._trained,
         )
         self._journal.write_result({**result.to_dict(), "about": self._about})
-        if self._folder is not None:
-            write_report(self._folder, result, records, self._about)
+        write_report(self._folder, result, records, self._about)
         return result
 
     def close(self) -> None:
@@ -139,8 +139,8 @@ class Evaluation:
         self._journal.add(outcome)
         self._attempts.ended(outcome)
         now = time.monotonic()
-        if status is not None and now - self._told_s > STATUS_S:
-            self._told_s = now
+        if status is not None and now - self._reported_s > STATUS_S:
+            self._reported_s = now
             status(self._progress())
 
     def _progress(self) -> str:
@@ -158,7 +158,7 @@ async def evaluate(
     eval: EvalConfig,
     sampling: SamplingParams,
     max_concurrent: int,
-    folder: Path | None,
+    folder: Path,
     label: str,
     about: Mapping[str, Any] | None = None,
     status: Status | None = None,
@@ -182,15 +182,56 @@ async def evaluate(
         return evaluation.result()
 
 
-async def _closable(outcomes: AsyncIterator[Outcome]) -> AsyncGenerator[Outcome, None]:
-    """Wrap any iterator as a generator, so that leaving the loop closes the iterator."""
-    try:
-        async for outcome in outcomes:
-            yield outcome
-    finally:
-        close = getattr(outcomes, "aclose", None)
-        if close is not None:
-            await close()
+async def evaluate_environments(
+    runner: EpisodeRunner | None,
+    config: Config,
+    folder: Path,
+    *,
+    label: Callable[[EnvConfig], str],
+    max_concurrent: int,
+    about: Mapping[str, Any] | None = None,
+    status: Status | None = None,
+    trained: Collection[str] = (),
+) -> EvalResult:
+    """Evaluate the environments of a config one after another, within one budget; arguments as in `evaluate`.
+
+    Returns the result of the first, which is in `folder`; its `others` are those in the subfolders `env_N`.
+    """
+    results: list[EvalResult] = []
+    for index, env in enumerate(config.envs):
+        results.append(
+            await evaluate(
+                runner,
+                env=env,
+                eval=config.eval,
+                sampling=eval_sampling(config),
+                max_concurrent=max_concurrent,
+                folder=_folder_of(folder, index),
+                label=label(env),
+                about=about,
+                status=status,
+                before=results,
+                trained=trained,
+            )
+        )
+    return replace(results[0], others={f"env_{index}": result for index, result in enumerate(results) if index})
+
+
+def is_complete(
+    config: Config, folder: Path, *, label: Callable[[EnvConfig], str], about: Mapping[str, Any] | None = None
+) -> bool:
+    """True if `evaluate_environments` has nothing left to run. Raises ConfigError as `evaluate` does."""
+    for index, env in enumerate(config.envs):
+        with Evaluation(
+            env, config.eval, eval_sampling(config), folder=_folder_of(folder, index), label=label(env), about=about
+        ) as evaluation:
+            if not evaluation.is_complete:
+                return False
+    return True
+
+
+def _folder_of(folder: Path, index: int) -> Path:
+    return folder / f"env_{index}" if index else folder
 
 
 def eval_sampling(config: Config) -> SamplingParams:
@@ -201,14 +242,6 @@ def eval_sampling(config: Config) -> SamplingParams:
         stop=config.rollout.stop,
         seed=config.seed,
     )
-
-
-def is_complete(
-    folder: Path, env: EnvConfig, eval: EvalConfig, sampling: SamplingParams, label: str, about: Mapping[str, Any]
-) -> bool:
-    """True if `evaluate` with these arguments has nothing left to run. Raises ConfigError as `evaluate` does."""
-    with Evaluation(env, eval, sampling, folder=folder, label=label, about=about) as evaluation:
-        return evaluation.is_complete
 
 
 def evaluation_plan(

@@ -15,7 +15,7 @@ from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.errors import RollFlashError
-from roll_flash.evaluation.evaluation import EpisodeRunner, eval_sampling, evaluate
+from roll_flash.evaluation.evaluation import EpisodeRunner, evaluate_environments
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import start_background
 
@@ -37,24 +37,14 @@ async def evaluate_version(
 
     Returns the result of the first environment, with those of the others in its `others`.
     """
-    results: list[EvalResult] = []
-    metrics: dict[str, Any] = {}
-    for index, env in enumerate(config.envs):
-        result = await evaluate(
-            runner,
-            env=env,
-            eval=config.eval,
-            sampling=eval_sampling(config),
-            max_concurrent=max_concurrent,
-            folder=folder / f"step_{version}" / (f"env_{index}" if index else ""),
-            label=f"step_{version}",
-            trained=trained,
-        )
-        prefix = f"env_{index}/" if index else ""
-        metrics |= {f"{prefix}{name}": value for name, value in _figures(result).items()}
-        results.append(result)
-    others = {f"env_{index}": result for index, result in enumerate(results) if index}
-    return results[0].with_others(others), metrics
+    name = f"step_{version}"
+    result = await evaluate_environments(
+        runner, config, folder / name, label=lambda _: name, max_concurrent=max_concurrent, trained=trained
+    )
+    metrics: dict[str, Any] = _figures(result)
+    for env, other in result.others.items():
+        metrics |= {f"{env}/{figure}": value for figure, value in _figures(other).items()}
+    return result, metrics
 
 
 def _figures(result: EvalResult) -> dict[str, float]:

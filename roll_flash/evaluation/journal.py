@@ -26,23 +26,18 @@ TRANSCRIPTS = "transcripts"
 
 
 class Journal:
-    """Records in memory and, with a folder, on disk. Adds all usage, also of earlier calls, to `budget`."""
+    """Records in memory and on disk. Adds all usage, also of earlier calls, to `budget`."""
 
-    def __init__(self, folder: Path | None, plan: Mapping[str, Any], budget: Budget) -> None:
+    def __init__(self, folder: Path, plan: Mapping[str, Any], budget: Budget) -> None:
         self.records: dict[str, dict[str, Any]] = {}
         self._folder = folder
         self._budget = budget
-        self._file: JsonLinesFile | None = None
-        if folder is not None:
-            self._open(folder, plan)
-
-    def _open(self, folder: Path, plan: Mapping[str, Any]) -> None:
         try:
             folder.mkdir(PRIVATE, parents=True, exist_ok=True)
             (folder / TRANSCRIPTS).mkdir(exist_ok=True)
         except OSError as error:
             raise ConfigError(f"{folder}: the results cannot be written there: {error.strerror}; give --out") from None
-        _check_plan(folder / PLAN_FILE, json.loads(encode(plan)[0]))
+        _check_plan(folder / PLAN_FILE, json.loads(encode(plan)))
         for record in read_records(folder):
             self._count(record)
         self._file = JsonLinesFile(folder / EPISODES_FILE)
@@ -55,21 +50,18 @@ class Journal:
     def add(self, outcome: Outcome) -> None:
         record = episode_record(outcome)
         self._count(record)
-        if self._file is not None and self._folder is not None:
-            self._file.write(record)
-            path = self._folder / TRANSCRIPTS / transcript_name(record)
-            path.write_text(transcript(record), encoding="utf-8", errors="replace")
+        self._file.write(record)
+        path = self._folder / TRANSCRIPTS / transcript_name(record)
+        path.write_text(transcript(record), encoding="utf-8", errors="replace")
 
     def write_result(self, tree: Mapping[str, Any]) -> None:
         """Write `results.json` atomically."""
-        if self._folder is not None:
-            partial = self._folder / f"{RESULTS_FILE}.new"
-            partial.write_text(json.dumps(tree, indent=2, default=str) + "\n")
-            partial.replace(self._folder / RESULTS_FILE)
+        partial = self._folder / f"{RESULTS_FILE}.new"
+        partial.write_text(json.dumps(tree, indent=2, default=str) + "\n")
+        partial.replace(self._folder / RESULTS_FILE)
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._file.close()
 
     def _count(self, record: dict[str, Any]) -> None:
         self.records[record["episode_id"]] = record

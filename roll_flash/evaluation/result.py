@@ -91,10 +91,6 @@ class EvalResult:
             return "held-out"
         return f"not held out ({self.trained_on} of {len(self.task_hashes)} tasks were trained on)"
 
-    def with_others(self, others: Mapping[str, EvalResult]) -> EvalResult:
-        """Return a copy with the results of further environments."""
-        return replace(self, others=others)
-
     def metrics(self) -> dict[str, float]:
         """Metrics that a run logs."""
         found: dict[str, float] = {"eval/failed": float(self.missing)}
@@ -209,9 +205,9 @@ def _notes(wanted: Sequence[int], attempts: int, successes: Sequence[Sequence[bo
 def _table(result: EvalResult) -> str:
     rows = _score_rows(result)
     rows += [
-        ("ended by", _counts(result.ends)),
-        ("not scored", _counts(result.failures)),
-        ("time-outs", _counts(result.timeouts)),
+        ("ended by", counts_text(result.ends) or "none"),
+        ("not scored", counts_text(result.failures) or "none"),
+        ("time-outs", counts_text(result.timeouts) or "none"),
         *(
             [("tried again", f"{result.tried_again} attempts, after infrastructure failed")]
             if result.tried_again
@@ -262,8 +258,8 @@ def _tokens(usage: Usage) -> str:
     return f"{usage.prompt_tokens:,} read, {usage.completion_tokens:,} written"
 
 
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items())) or "none"
+def counts_text(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
 
 
 @dataclass(slots=True)

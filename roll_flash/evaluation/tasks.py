@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError
 from roll_flash.scheduling.open_tasks import open_source
 from roll_flash.types import EpisodeSpec, SamplingParams, Task

@@ -9,7 +9,7 @@ from roll_flash.gateway.model_call import ModelCall, Reply
 from roll_flash.gateway.sessions.history import CallRecord, TreePosition
 from roll_flash.gateway.sessions.session import Session
 
-MOST_SHOWN_PER_TOKEN, MOST_UNSHOWN = 32, 1 << 16
+MAX_CHARACTERS_PER_TOKEN, MAX_OMITTED_CHARACTERS = 32, 1 << 16
 """Characters. Text that the template shows costs tokens, which the context limits. Text that the template omits (ids
 of calls, blanks in arguments, earlier thinking) costs no tokens but is kept and written with each later sample."""
 
@@ -40,6 +40,6 @@ class Backend(Protocol):
 
 def require_mostly_shown(place: TreePosition, tokens: int) -> None:
     """Raise ApiError if the new messages have far more text than `tokens`, the prompt that the model saw, can hold."""
-    if place.sent > MOST_UNSHOWN + MOST_SHOWN_PER_TOKEN * tokens:
+    if place.sent > MAX_OMITTED_CHARACTERS + MAX_CHARACTERS_PER_TOKEN * tokens:
         message = f"the model sees hardly any of {place.sent} characters: leave out what its template leaves out"
         raise bad_request(message, "messages")

@@ -1,6 +1,6 @@
 """Limit the open connections of a gateway, so that no agent uses up the file descriptors of all others.
 
-Each session keeps at most `MOST_KEPT` connections between requests; the answer on any further one contains `Connection:
+Each session keeps at most `MAX_KEPT` connections between requests; the answer on any further one contains `Connection:
 close`, as does every answer to a client without a key. The gateway closes only silent connections on its own: the first
 request must arrive within `FIRST_REQUEST_S`, and so must the next one after the session ended.
 """
@@ -15,7 +15,7 @@ from itertools import chain
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler as Connection
 
-MOST_KEPT = 32
+MAX_KEPT = 32
 """Maximum kept connections per session."""
 MAX_IDLE_CONNECTIONS = 1024
 """Maximum connections without session and running request; above that, the oldest is closed at once."""
@@ -26,16 +26,16 @@ class Connections:
     """Connections of one listening socket. Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._silent: OrderedDict[Connection, asyncio.TimerHandle] = OrderedDict()
+        self._idle: OrderedDict[Connection, asyncio.TimerHandle] = OrderedDict()
         self._kept: dict[str, set[Connection]] = {}
         """Kept connections by session key."""
         self._key_of: dict[Connection, str] = {}
 
     def __len__(self) -> int:
         """Number of waiting connections."""
-        return sum(connection.transport is not None for connection in chain(self._silent, self._key_of))
+        return sum(connection.transport is not None for connection in chain(self._idle, self._key_of))
 
-    def accepting(self, server: Callable[[], Connection]) -> Callable[[], Connection]:
+    def watch(self, server: Callable[[], Connection]) -> Callable[[], Connection]:
         """Return the protocol factory that makes and watches the connections of `server`."""
 
         def accept() -> Connection:
@@ -46,10 +46,10 @@ class Connections:
 
         return accept
 
-    def asked(self, request: web.Request) -> None:
+    def request_started(self, request: web.Request) -> None:
         """Note that a request has begun: its connection is not closed before the answer."""
         connection = request.protocol
-        if (expire := self._silent.pop(connection, None)) is not None:
+        if (expire := self._idle.pop(connection, None)) is not None:
             expire.cancel()
         self._release(connection)
 
@@ -58,13 +58,13 @@ class Connections:
         kept = self._kept.setdefault(key, set())
         for known in [each for each in kept if each.transport is None]:  # closed by the agent
             self._release(known)
-        if len(kept) >= MOST_KEPT:
+        if len(kept) >= MAX_KEPT:
             return False
         kept.add(request.protocol)
         self._key_of[request.protocol] = key
         return True
 
-    def forget(self, key: str) -> None:
+    def session_ended(self, key: str) -> None:
         """Release the connections of an ended session; a client may reuse them for its next session."""
         for connection in list(self._kept.get(key, ())):
             self._release(connection)
@@ -74,9 +74,9 @@ class Connections:
 
     def close(self) -> None:
         """Cancel the timers; the server closes the connections."""
-        for expire in self._silent.values():
+        for expire in self._idle.values():
             expire.cancel()
-        self._silent.clear()
+        self._idle.clear()
         self._kept.clear()
         self._key_of.clear()
 
@@ -85,15 +85,15 @@ class Connections:
             self._kept[key].discard(connection)
 
     def _await_request(self, connection: Connection) -> None:
-        if len(self._silent) >= MAX_IDLE_CONNECTIONS:
-            for closed in [each for each in self._silent if each.transport is None]:
-                self._give_up(closed)
-        if len(self._silent) >= MAX_IDLE_CONNECTIONS:
-            self._give_up(next(iter(self._silent)))
-        self._silent[connection] = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._give_up, connection)
+        if len(self._idle) >= MAX_IDLE_CONNECTIONS:
+            for closed in [each for each in self._idle if each.transport is None]:
+                self._close_idle(closed)
+        if len(self._idle) >= MAX_IDLE_CONNECTIONS:
+            self._close_idle(next(iter(self._idle)))
+        self._idle[connection] = asyncio.get_running_loop().call_later(FIRST_REQUEST_S, self._close_idle, connection)
 
-    def _give_up(self, connection: Connection) -> None:
-        if (expire := self._silent.pop(connection, None)) is not None:
+    def _close_idle(self, connection: Connection) -> None:
+        if (expire := self._idle.pop(connection, None)) is not None:
             expire.cancel()
             if connection.transport is not None:
                 connection.transport.close()

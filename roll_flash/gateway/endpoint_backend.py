@@ -17,7 +17,7 @@ from roll_flash.gateway.apis.answer_text import new_call_id
 from roll_flash.gateway.apis.api_error import ApiError, unsupported
 from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, ToolCall, Usage
-from roll_flash.gateway.sessions.history import CallRecord, answer_key
+from roll_flash.gateway.sessions.history import CallRecord
 from roll_flash.gateway.sessions.session import Session
 
 CLIENT_ERROR_STATUSES = frozenset({400, 413, 422})
@@ -52,8 +52,8 @@ class EndpointBackend:
             raise
         try:
             answers = tuple(_answer(choice) for choice in body["choices"])
-            told = body.get("usage") or {}
-            usage = Usage(*(token_count(told.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
+            reported = body.get("usage") or {}
+            usage = Usage(*(token_count(reported.get(f"{kind}_tokens")) or 0 for kind in ("prompt", "completion")))
         except (KeyError, IndexError, TypeError, ValueError, AttributeError):
             raise InferenceError(f"{self._client.url}: not a chat completion: {excerpt(body)}") from None
         if not answers:
@@ -62,27 +62,21 @@ class EndpointBackend:
             require_mostly_shown(place, usage.prompt_tokens)
         session.require_open()
         records = [
-            CallRecord(
-                parent=place.parent,
-                asked=place.key,
-                key=answer_key(place, answer),
-                given=place.given,
+            session.history.add_answer(
+                place,
+                answer,
                 given_ids=[],
                 generation=None,
-                answer=answer,
                 prompt_tokens=usage.prompt_tokens,
                 completion_tokens=usage.completion_tokens // len(answers),
                 started_s=started_s,
-                finished_s=time.time(),
             )
             for answer in answers
         ]
-        for record in records:
-            session.history.add(record)
         return Reply(answers, usage), records
 
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
-        raise unsupported("count_tokens", "the endpoint behind this gateway tells no tokens")
+        raise unsupported("count_tokens", "the endpoint behind this gateway reports no tokens")
 
 
 def _request_body(model: str, call: ModelCall, session: Session) -> dict[str, Any]:

@@ -7,26 +7,18 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from aiohttp.http_exceptions import HttpProcessingError
 
-if TYPE_CHECKING:
-    _Adapter = logging.LoggerAdapter[logging.Logger]
-else:
-    _Adapter = logging.LoggerAdapter
 
-
-class HttpLog(_Adapter):
+class HttpLog(logging.LoggerAdapter[logging.Logger]):
     """Call `on_malformed` for a request that is not HTTP, and log everything else."""
 
     def __init__(self, on_malformed: Callable[[], None]) -> None:
         super().__init__(logging.getLogger(__name__), {})
         self._on_malformed = on_malformed
-
-    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> tuple[Any, MutableMapping[str, Any]]:
-        return msg, kwargs
 
     def log(self, level: int, msg: Any, *args: Any, **kwargs: Any) -> None:
         error = kwargs.get("exc_info")

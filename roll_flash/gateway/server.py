@@ -44,9 +44,9 @@ CHARACTERS_PER_TOKEN = 32
 ENDED_SESSIONS_KNOWN = 10_000
 """Maximum remembered keys of ended sessions, which get another error than wrong keys."""
 SHUTDOWN_S = 5.0
-MOST_UNDER_WAY = 256
+MAX_OPEN_REQUESTS = 256
 """Maximum requests in progress per session; a sandbox has half as many connections."""
-MOST_DESCRIPTORS = 1 << 16
+MAX_DESCRIPTORS = 1 << 16
 """File descriptors requested at start; the usual limit of 1,024 is enough for few agents only."""
 STYLES: Mapping[str, ApiStyle] = {"/v1/messages": "anthropic", "/v1/messages/count_tokens": "anthropic"}
 
@@ -103,7 +103,7 @@ class GatewayServer:
     async def start(self, host: str = LOOPBACK, port: int = 0) -> int:
         """Listen, and return the port. Raises OSError if the port is not available."""
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MOST_DESCRIPTORS)), hard))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, MAX_DESCRIPTORS)), hard))
         self._runner = web.AppRunner(
             self.app,
             access_log=None,
@@ -115,7 +115,7 @@ class GatewayServer:
         )
         await self._runner.setup()
         assert self._runner.server is not None
-        accept = self._connections.accepting(self._runner.server)
+        accept = self._connections.watch(self._runner.server)
         self._listening = await asyncio.get_running_loop().create_server(accept, host, port, backlog=2048)
         self.port = int(self._listening.sockets[0].getsockname()[1])
         return self.port
@@ -146,7 +146,7 @@ class GatewayServer:
             self._ended.popitem(last=False)
         self._counts.forks += session.history.forks
         self._counts.rewrites += session.history.rewrites
-        self._connections.forget(session.api_key)
+        self._connections.session_ended(session.api_key)
         await session.end()
 
     @property
@@ -180,7 +180,7 @@ class GatewayServer:
 
     @web.middleware
     async def _errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        self._connections.asked(request)
+        self._connections.request_started(request)
         try:
             return await handler(request)
         except ApiError as error:
@@ -189,10 +189,7 @@ class GatewayServer:
             problem = ApiError(413, "request_too_large", f"the body is larger than {self._max_body_bytes >> 20} MiB")
         except web.HTTPException as error:
             problem = ApiError(error.status, "not_found", f"{request.method} {request.path}: {error.reason}")
-        except ConnectionError:
-            self._counts.disconnects += 1
-            raise
-        except asyncio.CancelledError:
+        except (ConnectionError, asyncio.CancelledError):
             self._counts.disconnects += 1
             raise
         except RollFlashError as error:
@@ -212,13 +209,13 @@ class GatewayServer:
         session = self._sessions.get(api_key_of(request))
         if session is None:
             return await handler(request)
-        if session.under_way >= MOST_UNDER_WAY:
-            raise ApiError(429, "session_busy", f"{MOST_UNDER_WAY} requests of this session are under way")
-        session.under_way += 1
+        if session.open_requests >= MAX_OPEN_REQUESTS:
+            raise ApiError(429, "session_busy", f"{MAX_OPEN_REQUESTS} requests of this session are under way")
+        session.open_requests += 1
         try:
             return await handler(request)
         finally:
-            session.under_way -= 1
+            session.open_requests -= 1
 
     async def _keep_or_close(self, request: web.Request, response: web.StreamResponse) -> None:
         """Keep or close the connection; called before the headers of an answer are sent."""

@@ -16,7 +16,7 @@ from roll_flash.gateway.apis.api_error import ApiError, bad_request
 from roll_flash.gateway.apis.prompt_text import PromptText
 from roll_flash.gateway.backend import require_mostly_shown
 from roll_flash.gateway.model_call import Answer, ModelCall, Reply, SampledToken, Usage
-from roll_flash.gateway.sessions.history import CallRecord, TreePosition, answer_key
+from roll_flash.gateway.sessions.history import CallRecord, TreePosition
 from roll_flash.gateway.sessions.session import Session
 from roll_flash.types import Message, SamplingParams
 
@@ -62,27 +62,20 @@ class TokenBackend:
         answers = await session.work.do(
             lambda: [self._answer(generation, call) for generation in generations], CHARACTERS_PER_TOKEN * sampled
         )
+        session.require_open()
         records = [
-            CallRecord(
-                parent=place.parent,
-                asked=place.key,
-                key=answer_key(place, answer),
-                given=place.given,
+            session.history.add_answer(
+                place,
+                answer,
                 given_ids=given_ids,
                 generation=generation,
-                answer=answer,
                 prompt_tokens=len(prompt),
                 completion_tokens=len(generation.token_ids),
                 started_s=started_s,
-                finished_s=time.time(),
             )
             for answer, generation in zip(answers, generations, strict=True)
         ]
-        session.require_open()
-        for record in records:
-            session.history.add(record)
-        usage = Usage(len(prompt), sampled)
-        return Reply(tuple(answers), usage), records
+        return Reply(tuple(answers), Usage(len(prompt), sampled)), records
 
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
         return len(await session.work.do(partial(self._whole, call), call.keys.characters(0)))

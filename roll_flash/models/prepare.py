@@ -24,15 +24,15 @@ RECIPE_VERSION = 1
 """Recipe version, part of the cache folder's name; increased when a recipe changes, so that old models are rebuilt."""
 
 
-def resolve_model(path_or_name: str | Path, cache: Path | None = None) -> Path:
+def resolve_model(path_or_name: str | Path) -> Path:
     """Return the folder of a model, complete and ready to load.
 
-    `path_or_name` is a local Hugging Face folder or a name in `RECIPES`. `cache` overrides the cache folder.
+    `path_or_name` is a local Hugging Face folder or a name in `RECIPES`.
     Raises ModelError for an unknown name, and for a folder that is missing or incomplete.
     """
     name = str(path_or_name)
     if name in RECIPES:
-        return _prepare(name, cache or cache_folder())
+        return _prepare(name)
     folder = Path(name).expanduser()
     if not folder.is_dir():
         known = ", ".join(RECIPES)
@@ -47,9 +47,9 @@ def cache_folder() -> Path:
     return (Path(root).expanduser() if root else Path.home() / ".cache" / "roll-flash") / "models"
 
 
-def prepared_folder(name: str, cache: Path | None = None) -> Path:
+def prepared_folder(name: str) -> Path:
     """Return the folder of the named model after preparation."""
-    return (cache or cache_folder()) / f"{name}-{RECIPE_VERSION}"
+    return cache_folder() / f"{name}-{RECIPE_VERSION}"
 
 
 def check_model_folder(folder: Path) -> None:
@@ -100,30 +100,30 @@ def _weight_files(folder: Path) -> list[str]:
     return found
 
 
-def _prepare(name: str, cache: Path) -> Path:
-    folder = prepared_folder(name, cache)
+def _prepare(name: str) -> Path:
+    folder = prepared_folder(name)
     if folder.is_dir():
         check_model_folder(folder)
         return folder
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(cache / f".{name}.lock"):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(folder.with_name(f".{name}.lock")):
             if not folder.is_dir():
-                _build(RECIPES[name], folder)
+                _build(name, folder)
     except OSError as error:
         raise ModelError(f"{folder}: cannot be written: {error}; set ROLL_FLASH_CACHE to another folder") from None
     return folder
 
 
-def _build(recipe: Callable[[Path], None], folder: Path) -> None:
+def _build(name: str, folder: Path) -> None:
     """Build in a temporary sibling folder, then rename: a visible model folder is always complete."""
-    if usual := USUAL_TIMES.get(folder.name.rpartition("-")[0]):
-        say(f"preparing the model {folder.name}, once (usually {usual})", error=True)
+    if usual := USUAL_TIMES.get(name):
+        say(f"preparing the model {name}, once (usually {usual})", error=True)
     for left in folder.parent.glob(f".{folder.name}-*"):  # left by a killed process; the lock is held
         shutil.rmtree(left)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     try:
-        recipe(unfinished)
+        RECIPES[name](unfinished)
         check_model_folder(unfinished)
         unfinished.chmod(0o755)
         unfinished.rename(folder)
@@ -175,7 +175,6 @@ def _smollm2_gguf() -> Path:
 
 RECIPES: dict[str, Callable[[Path], None]] = {"smollm2-135m": _write_smollm2, "tiny": tiny_model.write}
 """Known model names, each with a function that writes the model into an empty folder."""
-
 
 USUAL_TIMES = {"smollm2-135m": "20-60 s"}
 """Usual build time of slow models, shown to the user before the build."""

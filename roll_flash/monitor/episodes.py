@@ -110,9 +110,9 @@ class EpisodesWriter:
         self._file: JsonLinesFile | None = None
         self._dropped: JsonLinesFile | None = None
 
-    def write(self, step: int, outcome: Outcome, **extra: Any) -> None:
-        """Append one episode to the file of `step`; `extra` adds columns (advantage, dropped, ...)."""
-        self._open(step).write({"step": step, **episode_record(outcome), **extra})
+    def write(self, step: int, outcome: Outcome) -> None:
+        """Append one episode to the file of `step`."""
+        self._open(step).write({"step": step, **episode_record(outcome)})
 
     def write_line(self, step: int, line: bytes) -> None:
         """Append an episode that is encoded already, as `episode_record`."""

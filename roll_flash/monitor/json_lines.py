@@ -1,6 +1,6 @@
 """JSON lines files that survive a crash: one write per line, and a truncated last line is never a problem.
 
-JSON has no NaN and no infinity: both are written as null, and `encode` returns their number.
+JSON has no NaN and no infinity: both are written as null.
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ import numpy as np
 
 from roll_flash.errors import RunError
 
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Maximum nesting in `plain`: an object as deep as Python allows could be too deep to write."""
-MOST_BITS = 10_000
+MAX_BITS = 10_000
 """Maximum size of an integer; Python writes none of more than 4,300 digits."""
 
 
-def encode(record: Mapping[str, Any]) -> tuple[str, int]:
-    """Return one line of standard JSON (no newline inside), and the number of non-finite numbers in it."""
-    bad = [0]
-    value = _plain(record, bad, 2 * MOST_DEPTH)
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")), bad[0]
+def encode(record: Mapping[str, Any]) -> str:
+    """Return one line of standard JSON (no newline inside)."""
+    value = _plain(record, 2 * MAX_DEPTH)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def plain(value: Any) -> Any:
     """Convert to builtin types, as `encode` writes them: a type unknown to JSON becomes its `str`. Raises what `str`
-    raises, and RecursionError for values that contain themselves or nest more than MOST_DEPTH deep."""
-    return _plain(value, [0], MOST_DEPTH)
+    raises, and RecursionError for values that contain themselves or nest more than MAX_DEPTH deep."""
+    return _plain(value, MAX_DEPTH)
 
 
-def _plain(value: Any, bad: list[int], depth: int) -> Any:
-    """Convert to builtin types; non-finite numbers become None and are counted in `bad[0]`."""
+def _plain(value: Any, depth: int) -> Any:
+    """Convert to builtin types; non-finite numbers become None."""
     if depth < 0:
         raise RecursionError("it is nested too deeply")
     match value:
         case None | bool():
             return value
-        case int() if value.bit_length() > MOST_BITS:
+        case int() if value.bit_length() > MAX_BITS:
             return f"a whole number of {value.bit_length()} bits"
         case int():
             return int(value)  # converts enumeration members
@@ -51,16 +50,15 @@ def _plain(value: Any, bad: list[int], depth: int) -> Any:
         case float() if math.isfinite(value):
             return float(value)
         case float():
-            bad[0] += 1
             return None
         case np.ndarray():
-            return _plain_array(value, bad, depth)
+            return _plain_array(value, depth)
         case np.generic():
-            return _plain(_shortest(value), bad, depth)
+            return _plain(_shortest(value), depth)
         case Mapping():
-            return {_unicode(str(key)): _plain(item, bad, depth - 1) for key, item in value.items()}
+            return {_unicode(str(key)): _plain(item, depth - 1) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
-            return [_plain(item, bad, depth - 1) for item in value]
+            return [_plain(item, depth - 1) for item in value]
     return _unicode(str(value))
 
 
@@ -68,17 +66,17 @@ def _unicode(text: str) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _plain_array(array: np.ndarray[Any, Any], bad: list[int], depth: int) -> Any:
+def _plain_array(array: np.ndarray[Any, Any], depth: int) -> Any:
     if array.dtype == np.bool_:
         return array.astype(np.uint8).tolist()
     if np.issubdtype(array.dtype, np.integer):
         return array.tolist()
     if array.ndim == 1 and array.dtype == np.float32:
-        return _plain_floats(array, bad)
-    return [_plain(item, bad, depth - 1) for item in array]
+        return _plain_floats(array)
+    return [_plain(item, depth - 1) for item in array]
 
 
-def _plain_floats(array: np.ndarray[Any, Any], bad: list[int]) -> list[float | None]:
+def _plain_floats(array: np.ndarray[Any, Any]) -> list[float | None]:
     """Apply `_shortest` to each element, without a Python call per element. Most values of a trajectory are zeros."""
     finite = np.isfinite(array)
     numbers = np.zeros(array.shape, np.float64)
@@ -86,7 +84,6 @@ def _plain_floats(array: np.ndarray[Any, Any], bad: list[int]) -> list[float | N
     numbers[shown] = array[shown].astype("S32").astype(np.float64)
     plain: list[float | None] = [*numbers.tolist()]
     for place in np.flatnonzero(~finite):
-        bad[0] += 1
         plain[place] = None
     return plain
 
@@ -105,14 +102,12 @@ class JsonLinesFile:
         self._file = path.open("ab", buffering=0)
         cut_half_line(path)
 
-    def write(self, record: Mapping[str, Any]) -> int:
-        """Return the number of non-finite numbers. Raises RunError if the disk write fails."""
-        line, not_finite = encode(record)
-        self.write_line(line.encode())
-        return not_finite
+    def write(self, record: Mapping[str, Any]) -> None:
+        """Append one line. Raises RunError if the disk write fails."""
+        self.write_line(encode(record).encode())
 
     def write_line(self, line: bytes) -> None:
-        """Write a record that is encoded already. Raises RunError if the disk write fails."""
+        """Append a record that is encoded already. Raises RunError if the disk write fails."""
         data = line + b"\n"
         try:
             written = self._file.write(data)
@@ -125,8 +120,8 @@ class JsonLinesFile:
         self._file.close()
 
 
-def cut_half_line(path: Path) -> int:
-    """Cut the text after the last newline, left by a killed writer. Return the number of bytes cut."""
+def cut_half_line(path: Path) -> None:
+    """Cut the text after the last newline, left by a killed writer."""
     with path.open("rb+") as file:
         size = end = file.seek(0, os.SEEK_END)
         while end > 0:
@@ -139,7 +134,6 @@ def cut_half_line(path: Path) -> int:
             end = start
         if end < size:
             file.truncate(end)
-        return size - end
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,6 @@
 """Metrics of a run: one JSON line per call of `log`, and TensorBoard scalars.
 
-Values may nest (`{"idle": {"learner": 0.4}}`); a nested name is written as `idle/learner` everywhere. The constants
-below are the names that the progress line, the plot and the summary use.
+The constants below are the names that the progress line, the plot and the summary use.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ NOT_FINITE = "metrics/not_finite"
 FILE_NAME = "metrics.jsonl"
 
 Metrics = Mapping[str, Any]
-"""Mapping of names to numbers or to nested mappings."""
+"""Mapping of names to numbers; None is an unknown value."""
 
 
 class MetricsLog:
@@ -52,18 +51,15 @@ class MetricsLog:
 
             purge = None if resume_at is None else resume_at + 1
             self._writer = SummaryWriter(str(run_dir / "tensorboard"), purge_step=purge)
-        self.not_finite = 0
-        """Number of NaN or infinite values so far."""
 
     def log(self, step: int, metrics: Metrics) -> None:
         now = time.time()
-        flat = flatten(metrics)
-        bad = sum(not math.isfinite(value) for value in flat.values())
-        self.not_finite += bad
+        numbers = as_numbers(metrics)
+        bad = sum(not math.isfinite(value) for value in numbers.values())
         counted: dict[str, Any] = {NOT_FINITE: bad} if bad else {}
-        self._file.write({"step": step, "time": now, **flat, **counted})
+        self._file.write({"step": step, "time": now, **numbers, **counted})
         if self._writer is not None:
-            for name, value in flat.items():
+            for name, value in numbers.items():
                 if math.isfinite(value):
                     self._writer.add_scalar(name, value, step, now)
             self._writer.flush()
@@ -74,21 +70,15 @@ class MetricsLog:
             self._writer.close()
 
 
-def flatten(metrics: Metrics, prefix: str = "") -> dict[str, float]:
-    """Convert `{"a": {"b": 1}}` to `{"a/b": 1.0}`. Raises TypeError for non-numbers."""
-    flat: dict[str, float] = {}
+def as_numbers(metrics: Metrics) -> dict[str, float]:
+    """Convert to floats; None becomes NaN. Raises TypeError for anything else that is no number."""
+    numbers: dict[str, float] = {}
     for name, value in metrics.items():
-        full = f"{prefix}{name}"
-        if isinstance(value, Mapping):
-            flat.update(flatten(value, f"{full}/"))
-        elif value is None:
-            flat[full] = math.nan
-        else:
-            try:
-                flat[full] = float(value)
-            except (TypeError, ValueError):
-                raise TypeError(f"metric {full!r} must be a number, not {value!r}") from None
-    return flat
+        try:
+            numbers[name] = math.nan if value is None else float(value)
+        except (TypeError, ValueError):
+            raise TypeError(f"metric {name!r} must be a number, not {value!r}") from None
+    return numbers
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -102,10 +92,10 @@ def series(rows: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], lis
     return list(found), list(found.values())
 
 
-def keep_steps_until(path: Path, step: int) -> int:
-    """Move lines of steps after `step` to `<path>.bak` (appended); return their number."""
+def keep_steps_until(path: Path, step: int) -> None:
+    """Move lines of steps after `step` to `<path>.bak` (appended)."""
     if not path.exists():
-        return 0
+        return
     rows = read_metrics(path)
     later = [row for row in rows if row["step"] > step]
     if later:
@@ -114,6 +104,5 @@ def keep_steps_until(path: Path, step: int) -> int:
             backup.write(row)
         backup.close()
         rewritten = path.with_name(path.name + ".new")
-        rewritten.write_text("".join(encode(row)[0] + "\n" for row in rows if row["step"] <= step))
+        rewritten.write_text("".join(encode(row) + "\n" for row in rows if row["step"] <= step))
         rewritten.replace(path)
-    return len(later)

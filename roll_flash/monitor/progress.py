@@ -6,9 +6,7 @@ The step lines are the same on a terminal, in a pipe and in a CI log; the live l
 from __future__ import annotations
 
 import sys
-import time
 from collections import deque
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -23,7 +21,7 @@ from roll_flash.monitor.metrics import (
     SUCCESS,
     TOKENS_PER_S,
     Metrics,
-    flatten,
+    as_numbers,
 )
 from roll_flash.terminal import one_line, printable
 
@@ -31,26 +29,19 @@ RECENT_STEPS = 8
 
 
 class Progress:
-    """Print to `stream` (standard output). Step times come from the metric `step_s`, else from a clock."""
+    """Print to `stream` (standard output)."""
 
-    def __init__(self, total_steps: int, *, first_step: int = 0, stream: TextIO | None = None) -> None:
-        """`first_step`: number of steps done before by the resumed run."""
+    def __init__(self, total_steps: int, *, stream: TextIO | None = None) -> None:
         self._total = total_steps
-        self._done = first_step
         self._console = Console(file=stream or sys.stdout, highlight=False, soft_wrap=True)
         self._recent: deque[float] = deque(maxlen=RECENT_STEPS)
-        self._last_s = time.monotonic()
         self._live: Status | None = None
 
     def step(self, step: int, metrics: Metrics) -> None:
         """Report that `step` (counted from 1) is done."""
-        flat = flatten(metrics)
-        now = time.monotonic()
-        seconds = flat.get(STEP_S, now - self._last_s)
-        self._last_s = now
-        self._recent.append(seconds)
-        self._done = step
-        self._print(self._line(step, flat, seconds))
+        numbers = as_numbers(metrics)
+        self._recent.append(numbers[STEP_S])
+        self._print(self._line(step, numbers))
 
     def status(self, text: str) -> None:
         """Replace the live line; print nothing if there is no terminal."""
@@ -74,38 +65,28 @@ class Progress:
     def __enter__(self) -> Progress:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _print(self, line: Text) -> None:
         self._console.print(line)
         self._console.file.flush()
 
-    def _line(self, step: int, flat: dict[str, float], seconds: float) -> Text:
+    def _line(self, step: int, numbers: dict[str, float]) -> Text:
         width = len(str(self._total))
+        left_s = (self._total - step) * sum(self._recent) / len(self._recent)
         line = Text(f"step {step:>{width}}/{self._total}", style="bold")
-        parts = [
-            (f"reward {flat[REWARD]:.3f}", "green") if REWARD in flat else None,
-            (f"success {flat[SUCCESS]:.2f}", "green") if SUCCESS in flat else None,
-            (_staleness(flat), "") if STALENESS_MEAN in flat else None,
-            (f"{flat[TOKENS_PER_S]:,.0f} tok/s", "") if TOKENS_PER_S in flat else None,
-            (f"{seconds:.1f} s", ""),
-            (f"{duration(self._left_s())} left", "cyan") if step < self._total else None,
-        ]
-        for part in parts:
-            if part is not None:
-                line.append("  ").append(part[0], style=f"not bold {part[1]}")
+        parts = [(f"reward {numbers[REWARD]:.3f}", "green")]
+        if SUCCESS in numbers:
+            parts.append((f"success {numbers[SUCCESS]:.2f}", "green"))
+        parts.append((f"staleness {numbers[STALENESS_MEAN]:.2f} (max {numbers[STALENESS_MAX]:.0f})", ""))
+        parts.append((f"{numbers[TOKENS_PER_S]:,.0f} tok/s", ""))
+        parts.append((f"{numbers[STEP_S]:.1f} s", ""))
+        if step < self._total:
+            parts.append((f"{duration(left_s)} left", "cyan"))
+        for text, style in parts:
+            line.append("  ").append(text, style=f"not bold {style}")
         return line
-
-    def _left_s(self) -> float:
-        return (self._total - self._done) * sum(self._recent) / len(self._recent)
-
-
-def _staleness(flat: dict[str, float]) -> str:
-    most = f" (max {flat[STALENESS_MAX]:.0f})" if STALENESS_MAX in flat else ""
-    return f"staleness {flat[STALENESS_MEAN]:.2f}{most}"
 
 
 def duration(seconds: float) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
@@ -123,7 +123,7 @@ class WorkerFleet:
                     member.to_cancel.append(episode_id)
                     member.has_news.set()
 
-    async def run(self, episodes: Iterable[EpisodeSpec], *, max_concurrent: int) -> AsyncIterator[Outcome]:
+    async def run(self, episodes: Iterable[EpisodeSpec], *, max_concurrent: int) -> AsyncGenerator[Outcome, None]:
         """Play episodes, at most `max_concurrent` at once, and yield outcomes as they arrive.
 
         Takes the next item of `episodes` only when it can start, so the caller can end the iterator at any time.

@@ -11,7 +11,7 @@ import fcntl
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +19,10 @@ from typing import IO, Any
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
-from roll_flash.monitor.episodes import DROPPED_FILE, EpisodesWriter, read_episodes
+from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.run.trained_tasks import TRAINED_TASKS
-
-__all__ = ["Checkpoint", "RunDir", "find_checkpoint", "find_run", "read_episodes"]
 
 FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
@@ -118,9 +116,6 @@ class RunDir:
         """Folder of the exported model of the finished run."""
         return self.folder / "model"
 
-    def episodes_writer(self) -> EpisodesWriter:
-        return EpisodesWriter(self.episodes)
-
     def log_decision(self, decision: Mapping[str, Any]) -> None:
         """Append the decision of `async_ratio: auto` after a step, with its reason, to `logs/async_ratio.jsonl`."""
         with closing(JsonLinesFile(self.logs / "async_ratio.jsonl")) as file:
@@ -150,30 +145,22 @@ class RunDir:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def prune_checkpoints(self, keep: int) -> list[Path]:
-        """Remove all but the newest `keep` complete checkpoints; return the removed folders."""
-        removed = [checkpoint.folder for checkpoint in list_checkpoints(self.folder)[:-keep]] if keep > 0 else []
-        for folder in removed:
-            (folder / COMPLETE).unlink()
-            shutil.rmtree(folder)
-        return removed
+    def prune_checkpoints(self, keep: int) -> None:
+        """Remove all but the newest `keep` complete checkpoints."""
+        for checkpoint in list_checkpoints(self.folder)[:-keep]:
+            (checkpoint.folder / COMPLETE).unlink()
+            shutil.rmtree(checkpoint.folder)
 
-    def set_aside_after(self, step: int) -> int:
+    def set_aside_after(self, step: int) -> None:
         """Rename (to `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
-        with -1 all.
-
-        Returns the number of renamed files and folders.
-        """
-        count = 0
+        with -1 all."""
         for parent in (self.episodes, self.eval, self.checkpoints_folder):
             for path in sorted(parent.glob("step_*")):
                 match = _STEP.fullmatch(path.name.removesuffix(".jsonl"))
                 if match and int(match[1]) > step:
                     path.rename(_free_name(path))
-                    count += 1
         for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS):
             keep_steps_until(path, step)
-        return count
 
     def require_space(self, num_bytes: int) -> None:
         """Check the free disk space. Raises RunError if it is less than `num_bytes`."""
@@ -257,10 +244,18 @@ def link_folder(source: Path, target: Path) -> None:
         except OSError:
             shutil.copyfile(file, to)
 
+    _copy_folder(source, target, link_or_copy)
+
+
+def _copy_folder(source: Path, target: Path, copy_file: Callable[[str, str], object]) -> None:
+    """Replace `target` by a copy of `source`; it appears only when complete."""
     partial = target.with_name(f".{target.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source, partial, copy_function=link_or_copy)
-    _replace_folder(partial, target)
+    try:
+        shutil.copytree(source, partial, copy_function=copy_file)
+        _replace_folder(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def list_checkpoints(run_folder: Path) -> list[Checkpoint]:
@@ -427,14 +422,8 @@ def export_checkpoint(reference: str, target: str) -> tuple[Checkpoint, Path]:
     folder = Path(target).expanduser()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
-    partial = folder.with_name(f"{folder.name}.partial")
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(checkpoint.hf, partial)
-        if folder.exists():
-            folder.rmdir()
-        partial.rename(folder)
+        _copy_folder(checkpoint.hf, folder, shutil.copy2)
     except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
         raise CheckpointError(f"{folder}: could not be written: {error}") from error
     return checkpoint, folder

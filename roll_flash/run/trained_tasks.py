@@ -20,7 +20,8 @@ TRAINED_TASKS = "trained_tasks.jsonl"
 
 
 def hashes_by_task(records: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Hash of each task by its id; empty if the hashes do not distinguish the tasks."""
+    """Hash of each task of episode records (`roll_flash.monitor.episodes`) by its id; empty if the hashes do not
+    distinguish the tasks."""
     found = {record["task_id"]: task_hash(record) for record in records if "messages" in record}
     named = any("task" in record["info"] for record in records if "messages" in record)
     return found if named or len(found) == 1 or len(set(found.values())) > 1 else {}

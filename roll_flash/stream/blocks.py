@@ -88,7 +88,7 @@ def hand_in(outcomes: Sequence[Trajectory | EpisodeFailure]) -> HandedIn:
     """
     whole = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
     ended = [outcome if isinstance(outcome, EpisodeFailure) else _without_data(outcome) for outcome in outcomes]
-    lines = [encode(episode_record(each))[0].encode() for each in whole]
+    lines = [encode(episode_record(each)).encode() for each in whole]
     return ended, TokenBlock.of(whole), [_text(each) for each in whole], lines
 
 

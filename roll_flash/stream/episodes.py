@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.monitor.episodes import hash_of_task
-from roll_flash.types import MOST_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, StoredTrajectory, Trajectory
+from roll_flash.types import MAX_REWARD, Branch, FinishedEpisode, FinishedGroup, Group, StoredTrajectory, Trajectory
 
 NO_LOGPROB = -9999.0
 """Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
@@ -89,7 +89,7 @@ def fault_of_reward(reward: float) -> str | None:
     """Return the reason why a trajectory with this reward cannot be trained on, or None."""
     if not isfinite(reward):
         return "reward_not_finite"
-    return "reward_too_large" if abs(reward) > MOST_REWARD else None
+    return "reward_too_large" if abs(reward) > MAX_REWARD else None
 
 
 def _own_turns(trajectory: Trajectory) -> tuple[tuple[int, float, int], ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -154,3 +155,20 @@ def test_a_file_that_many_threads_want_is_run_once(tmp_path: Path) -> None:
 def test_a_plain_gymnasium_environment_keeps_its_wrappers() -> None:
     register_env("Counted-v0", "gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv", max_episode_steps=7)
     assert make_env("Counted-v0").spec.max_episode_steps == 7  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("old", "new"), registration.RENAMED.items())
+def test_an_old_name_of_an_attribute_is_refused_with_the_new_one(maze: Path, old: str, new: str) -> None:
+    with maze.open("a") as source:
+        source.write(f"\nMaze.{old} = True\nclass Small(Maze):\n    pass\n")
+    message = f"{maze}:Small: '{old}' of Small is now '{new}'; rename it there"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_env(f"{maze}:Small")
+    with pytest.raises(ConfigError, match=f"'{old}' of Maze is now '{new}'"):
+        make_env(f"{maze}:Registered-v0")
+
+
+def test_an_old_name_that_a_constructor_sets_is_refused_too(maze: Path) -> None:
+    maze.write_text(SOURCE.replace("self.size = size", "self.plays_itself = True"))
+    with pytest.raises(ConfigError, match="runs_own_loop"):
+        make_env(f"{maze}:Registered-v0")

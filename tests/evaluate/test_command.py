@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.config.tree import Config, EnvConfig, EvalConfig, load_config
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluation.journal import transcript_name
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks

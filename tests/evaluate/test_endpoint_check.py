@@ -10,9 +10,9 @@ import pytest
 from aiohttp import web
 from test_openai_client import COMPLETION, Script, serving
 
-from roll_flash.config.tree import EvalConfig
+from roll_flash.config.evaluation import EvalConfig
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.evaluation.endpoint_check import check_endpoint
+from roll_flash.evaluator import check_endpoint
 
 WITHOUT_USAGE = {"choices": COMPLETION["choices"]}
 

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from scripted_runner import Script, ScriptedRunner
 
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig, load_config
 from roll_flash.errors import ConfigError
-from roll_flash.evaluation.evaluation import evaluate, is_complete
+from roll_flash.evaluation.evaluation import evaluate, evaluate_environments, is_complete
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.evaluation.tasks import build_episodes, held_out_tasks
 from roll_flash.types import EpisodeSpec, SamplingParams
@@ -25,7 +27,8 @@ def run(
 ) -> EvalResult:
     settings: dict[str, Any] = {"env": ENV, "sampling": SamplingParams(temperature=0.5), "label": "test", **options}
     plan = EvalConfig(tasks=tasks, attempts=attempts, seeds_from=1000)
-    return asyncio.run(evaluate(runner, eval=plan, max_concurrent=3, folder=folder, **settings))
+    with TemporaryDirectory() as scratch:
+        return asyncio.run(evaluate(runner, eval=plan, max_concurrent=3, folder=folder or Path(scratch), **settings))
 
 
 def episodes_of(plan: EvalConfig, sampling: SamplingParams, label: str) -> list[EpisodeSpec]:
@@ -109,18 +112,18 @@ def test_a_finished_evaluation_is_read_and_not_run_again(tmp_path: Path) -> None
 
 
 def test_what_is_complete_can_be_scored_without_a_runner(tmp_path: Path) -> None:
-    arguments: dict[str, Any] = {"sampling": SamplingParams(), "label": "test"}
-    plan = EvalConfig(tasks=3, attempts=1, seeds_from=1000)
+    environments = [{"id": "Maze-v0"}, {"id": "Riddle-v0"}]
+    config = load_config({"model": {"path": "tiny"}, "envs": environments, "eval": {"tasks": 3}})
 
-    def complete() -> bool:
-        return is_complete(tmp_path, ENV, plan, about={}, **arguments)
+    def label(env: EnvConfig) -> str:
+        return env.id
 
-    assert not complete()
+    assert not is_complete(config, tmp_path, label=label)
     runner = ScriptedRunner(every_second_attempt)
-    asyncio.run(evaluate(runner, env=ENV, eval=plan, max_concurrent=2, folder=tmp_path, **arguments))
-    assert complete()
-    again = asyncio.run(evaluate(None, env=ENV, eval=plan, max_concurrent=2, folder=tmp_path, **arguments))
-    assert again.scored == 3
+    asyncio.run(evaluate_environments(runner, config, tmp_path, label=label, max_concurrent=2))
+    assert is_complete(config, tmp_path, label=label)
+    again = asyncio.run(evaluate_environments(None, config, tmp_path, label=label, max_concurrent=2))
+    assert (again.scored, again.others["env_1"].scored) == (3, 3)
 
 
 def test_a_label_with_spaces_gives_ids_without() -> None:

@@ -150,6 +150,16 @@ def test_the_weight_versions_that_answered_are_in_result_and_metrics(tmp_path: P
     assert "weight versions" in result.table()
 
 
+def test_the_environments_of_a_run_share_the_budget_of_an_evaluation(tmp_path: Path) -> None:
+    runner = ScriptedRunner(lambda spec: True)  # 13 tokens each
+    limited = config(max_tokens_total=45)
+    result, metrics = asyncio.run(evaluate_version(runner, limited, tmp_path, 4, max_concurrent=1))
+    other = result.others["env_1"]
+    assert (result.scored, other.scored) == (3, 1)
+    assert "45 tokens are used" in str(other.stopped)
+    assert metrics["env_1/eval/failed"] == 2
+
+
 def test_evaluations_of_a_run_know_what_it_was_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 

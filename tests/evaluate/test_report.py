@@ -14,7 +14,8 @@ import pytest
 from scripted_runner import ScriptedRunner, trajectory_of
 
 from roll_flash.cli.main import main
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.comparison import compare_folders, estimate_difference
 from roll_flash.evaluation.evaluation import evaluate
@@ -162,15 +163,15 @@ def test_text_made_to_be_slow_is_not() -> None:
 
 
 def test_a_page_has_a_size_limit_and_says_what_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(page_transcript, "PAGE_CHARACTERS", 1000)
+    monkeypatch.setattr(page_transcript, "MAX_PAGE_CHARACTERS", 1000)
     run(tmp_path, lambda spec: True)
     page = (tmp_path / "report.html").read_text()
     left_out = re.search(r"(\d+) conversations are left out", page)
     assert left_out is not None
     assert len(assert_harmless(page)["episodes"]) == 8 - int(left_out[1])
-    long = page_transcript.cut_middle("x" * 50_000)
+    long = page_transcript._shortened("x" * 50_000)
     assert len(long) < 21_000
-    assert "30,000 characters are left out here" in long
+    assert "30000 of 50000 characters left out" in long
 
 
 def by_seed(*solved: int) -> Any:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.config.tree import EnvConfig, EvalConfig
+from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.tree import EnvConfig
 from roll_flash.evaluation.evaluation import evaluate
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.run.trained_tasks import TrainedTasks, read_trained_tasks
@@ -43,18 +45,19 @@ class Rows(ScriptedRunner):
 
 def evaluated(runner: Rows, trained: set[str], folder: Path | None = None, tasks: int = 12) -> EvalResult:
     evaluation = EvalConfig(tasks=tasks)
-    return asyncio.run(
-        evaluate(
-            runner,
-            env=EnvConfig(id="Rows-v0"),
-            eval=evaluation,
-            sampling=SamplingParams(),
-            max_concurrent=4,
-            folder=folder,
-            label="step_3",
-            trained=trained,
+    with TemporaryDirectory() as scratch:
+        return asyncio.run(
+            evaluate(
+                runner,
+                env=EnvConfig(id="Rows-v0"),
+                eval=evaluation,
+                sampling=SamplingParams(),
+                max_concurrent=4,
+                folder=folder or Path(scratch),
+                label="step_3",
+                trained=trained,
+            )
         )
-    )
 
 
 def trained_on(runner: Rows, seeds: range, folder: Path) -> set[str]:

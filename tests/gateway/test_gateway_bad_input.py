@@ -113,7 +113,7 @@ def test_a_session_is_idle_from_its_last_answer_on(serve: Serve) -> None:
         served.client.delay_s = 0.3
         asked_s = time.monotonic()
         assert (await served.chat(HELLO)).status_code == 200
-        assert served.session.used_s > asked_s + 0.2
+        assert served.session.last_activity_s > asked_s + 0.2
 
     serve(work, ["Hello."])
 

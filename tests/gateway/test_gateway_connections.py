@@ -35,15 +35,15 @@ async def ask(served: Served, reader: asyncio.StreamReader, writer: asyncio.Stre
 
 def test_an_agent_keeps_a_few_connections_between_its_requests(serve: Callable[..., None]) -> None:
     async def work(served: Served) -> None:
-        kept = [await ask_and_keep(served) for _ in range(connections.MOST_KEPT)]
+        kept = [await ask_and_keep(served) for _ in range(connections.MAX_KEPT)]
         further, _ = await ask_and_keep(served, says="close")
         assert await further.read() == b""
         assert not any(reader.at_eof() for reader, _ in kept), "none is closed behind the agent's back"
-        assert served.gateway.metrics()["gateway_kept_connections"] == connections.MOST_KEPT
+        assert served.gateway.metrics()["gateway_kept_connections"] == connections.MAX_KEPT
         for each in kept:
             await ask(served, *each)
         kept[0][1].close()
-        await until(lambda: served.gateway.metrics()["gateway_kept_connections"] < connections.MOST_KEPT)
+        await until(lambda: served.gateway.metrics()["gateway_kept_connections"] < connections.MAX_KEPT)
         await ask_and_keep(served)  # in the place of the one that the agent closed
 
     serve(work, ["Hello."])
@@ -172,7 +172,7 @@ def test_a_connection_with_a_request_under_way_is_never_closed(serve: Callable[.
 def test_an_agent_that_never_ends_its_requests_takes_no_more_than_its_places(
     serve: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MOST_UNDER_WAY", 8)
+    monkeypatch.setattr(server, "MAX_OPEN_REQUESTS", 8)
 
     async def begin(served: Served) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.gateway.port)
@@ -183,14 +183,14 @@ def test_an_agent_that_never_ends_its_requests_takes_no_more_than_its_places(
 
     async def work(served: Served) -> None:
         begun = [await begin(served) for _ in range(8)]
-        await until(lambda: served.session.under_way == 8)
+        await until(lambda: served.session.open_requests == 8)
         reader, _ = await begin(served)
         assert b" 429 " in await reader.readline()
         other = served.gateway.open_session(SessionSettings())
         answer = await served.http.get("/v1/models", headers={"Authorization": f"Bearer {other.api_key}"})
         assert answer.status_code == 200
         begun[0][1].close()
-        await until(lambda: served.session.under_way == 7)
+        await until(lambda: served.session.open_requests == 7)
         assert (await served.http.get("/v1/models")).status_code == 200
 
     serve(work, ["Hello."])

@@ -107,7 +107,7 @@ def test_a_session_that_is_scored_is_an_episode_as_a_run_writes_it(tiny: TinyMod
             "samples": 1,
             "policy_tokens": 7,
         }
-        again = await http.post("/reward", json=body, headers=key)
+        again = await http.post("/v1/reward", json=body, headers=key)
         assert (again.status_code, again.json()["error"]["code"]) == (410, "session_ended")
         assert (await say(http, key)).status_code == 410
 
@@ -153,13 +153,13 @@ DEEP: Any = json.loads("[" * 90 + "]" * 90)
 def test_a_reward_that_is_none_is_refused_and_may_be_given_again(tiny: TinyModel, tmp_path: Path, body: Any) -> None:
     async def scenario(http: httpx.AsyncClient, routes: SessionRoutes) -> None:
         _, key = await opened(http)
-        nothing_yet = await http.post("/reward", json={"reward": 1}, headers=key)
+        nothing_yet = await http.post("/v1/reward", json={"reward": 1}, headers=key)
         assert (nothing_yet.status_code, "nothing to score" in nothing_yet.text) == (400, True)
         await say(http, key)
         content = json.dumps(body).replace("Infinity", "1e999").encode()
-        answer = await http.post("/reward", content=content, headers=key)
+        answer = await http.post("/v1/reward", content=content, headers=key)
         assert answer.status_code == 400
-        assert (await http.post("/reward", json={"reward": 1}, headers=key)).status_code == 200
+        assert (await http.post("/v1/reward", json={"reward": 1}, headers=key)).status_code == 200
 
     (record,) = alone(tiny, tmp_path, scenario)
     assert record["reward"] == 1
@@ -210,7 +210,7 @@ def test_a_verifier_may_take_longer_than_a_session_may_be_idle(
         scoring = asyncio.create_task(http.post("/v1/reward", json={}, headers=key))
         await until(lambda: routes.sessions_being_scored)
         (session,) = routes.gateway.sessions
-        session.used_s -= 1000
+        session.last_activity_s -= 1000
         await asyncio.sleep(0.3)
         go.touch()
         assert (await scoring).status_code == 200
@@ -240,7 +240,7 @@ def test_a_session_is_written_though_who_scored_it_has_gone_away(tiny: TinyModel
         _, key = await opened(http)
         await say(http, key)
         begun, go = slow_to_end(routes.gateway)
-        scoring = asyncio.create_task(http.post("/reward", json={"reward": 1}, headers=key))
+        scoring = asyncio.create_task(http.post("/v1/reward", json={"reward": 1}, headers=key))
         await begun.wait()
         scoring.cancel()
         await asyncio.gather(scoring, return_exceptions=True)
@@ -259,7 +259,7 @@ def test_a_reward_that_comes_while_the_gateway_stops_disturbs_no_other_session(t
         begun, go = slow_to_end(routes.gateway)
         stopping = asyncio.create_task(routes.close())
         await begun.wait()
-        assert (await http.post("/reward", json={"reward": 1}, headers=keys[1])).status_code == 200
+        assert (await http.post("/v1/reward", json={"reward": 1}, headers=keys[1])).status_code == 200
         go.set()
         await stopping
 
@@ -407,7 +407,7 @@ def test_before_an_endpoint_messages_pass_through_and_its_refusals_too(tmp_path:
             refused = await http.post("/v1/chat/completions", json=unseen, headers=key)
             assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
             assert "sees hardly any of" in refused.json()["error"]["message"]
-            assert (await http.post("/reward", json={"reward": 1}, headers=key)).status_code == 200
+            assert (await http.post("/v1/reward", json={"reward": 1}, headers=key)).status_code == 200
 
     async def run(monkeypatch: pytest.MonkeyPatch) -> None:
         app = web.Application()

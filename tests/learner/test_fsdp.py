@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roll_flash.config.tree import LearnerConfig
+from roll_flash.config.learner import LearnerConfig
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
 from roll_flash.learner.model.policy_model import load_policy_model
@@ -161,7 +161,7 @@ def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) 
 def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_when_they_go_on(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.learner.packing.sequences.MOST_REWARD", math.inf)  # which keeps such rewards out
+    monkeypatch.setattr("roll_flash.learner.packing.sequences.MAX_REWARD", math.inf)  # which keeps such rewards out
     group = GROUPS[0]
     huge = dataclasses.replace(group.trajectories[0], reward=1e19)  # its advantage is finite, its gradient's norm not
     poisoned = replace_trajectory(group, 0, huge)

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 import pytest
 
-from roll_flash.config.learner import LOSS_PARAMETERS
-from roll_flash.config.tree import LearnerConfig, LossConfig, load_config
+from roll_flash.config.learner import LOSS_PARAMETERS, LearnerConfig, LossConfig
+from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
 from roll_flash.learner.losses.policy import LOSSES
 

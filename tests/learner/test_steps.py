@@ -209,7 +209,7 @@ def test_one_giant_sequence_over_the_token_budget_is_trained_alone(tiny_model: P
 def test_a_poisoned_minibatch_is_skipped_and_the_others_train(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.stream.episodes.MOST_REWARD", math.inf)  # which keeps such rewards out
+    monkeypatch.setattr("roll_flash.stream.episodes.MAX_REWARD", math.inf)  # which keeps such rewards out
     huge = dataclasses.replace(GROUPS[0].trajectories[0], reward=1e19)
     poisoned = replace_trajectory(GROUPS[0], 0, huge)
     found, result = trained(

@@ -33,18 +33,18 @@ def with_nulls(value: Any) -> Any:
 
 @given(st.dictionaries(st.text(max_size=5), VALUES, max_size=5))
 def test_any_record_comes_back_with_null_for_what_is_not_finite(record: dict[str, Any]) -> None:
-    line, _ = encode(record)
+    line = encode(record)
     assert "\n" not in line
     assert json.loads(line, parse_constant=pytest.fail) == with_nulls(record)
 
 
-def test_numbers_that_are_not_finite_are_counted() -> None:
+def test_numbers_that_are_not_finite_are_null_in_arrays_too() -> None:
     array = np.array([1.0, np.nan, -np.inf], np.float32)
-    assert encode({"a": math.inf, "b": [1.0, math.nan], "c": array})[1] == 4
+    assert encode({"a": math.inf, "b": [1.0, math.nan], "c": array}) == '{"a":null,"b":[1.0,null],"c":[1.0,null,null]}'
 
 
 def test_text_that_is_no_unicode_does_not_stop_a_run() -> None:
-    assert json.loads(encode({"output": "a\udcffb"})[0]) == {"output": "a?b"}
+    assert json.loads(encode({"output": "a\udcffb"})) == {"output": "a?b"}
 
 
 @given(whole=st.lists(st.binary(max_size=8).filter(lambda b: b"\n" not in b), max_size=5), half=st.binary(max_size=8))
@@ -55,7 +55,7 @@ def test_cutting_removes_exactly_what_follows_the_last_newline(
     path = tmp_path_factory.mktemp("cut") / "file"
     kept = b"".join(line + b"\n" for line in whole)
     path.write_bytes(kept + half)
-    assert cut_half_line(path) == len(half)
+    cut_half_line(path)
     assert path.read_bytes() == kept
 
 
@@ -88,7 +88,7 @@ def test_what_is_plain_can_be_written_and_read_however_deep_it_was_nested() -> N
     """Plain where it was made, it is written with more around it by who has called more functions by then."""
 
     def written(record: Any, calls: int) -> str:
-        return written(record, calls - 1) if calls else encode({"step": {"episode": record}})[0]
+        return written(record, calls - 1) if calls else encode({"step": {"episode": record}})
 
     for depth in (*range(1, 100), 400, 900, 5000):
         nested: Any = 1

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from scheduler_world import failure, trajectory
 
-from roll_flash.config.tree import SchedulerConfig, load_config
+from roll_flash.config.scheduler import SchedulerConfig
+from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
 from roll_flash.rollout import episode_log
 from roll_flash.rollout.fleet import Ended

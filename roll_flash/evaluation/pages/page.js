@@ -77,8 +77,4 @@
       });
     });
   }
-
-  const wanted = location.hash.match(/^#episode-(\d+)$/);
-  const first = wanted && document.querySelector(`button.attempt[data-episodes="${wanted[1]}"]`);
-  if (first && !first.disabled) show(first);
 })();

@@ -10,7 +10,7 @@ from typing import Any
 from roll_flash.evaluation.journal import REPORT_FILE, TRANSCRIPTS
 from roll_flash.evaluation.pages.page import card, document, interval_picture, table
 from roll_flash.evaluation.pages.transcript import PageTranscripts, attempts_of, ending
-from roll_flash.evaluation.result import EvalResult
+from roll_flash.evaluation.result import EvalResult, counts_text
 from roll_flash.monitor.progress import duration
 
 Records = Sequence[Mapping[str, Any]]
@@ -64,9 +64,9 @@ def _cards(result: EvalResult) -> list[str]:
         card("success", f"{result.success.value:.3f}", _interval(result)) if result.success else card("success", "—"),
         card("reward", f"{result.reward.value:.3f}", "mean per attempt") if result.reward else card("reward", "—"),
         card("scored", f"{result.scored:,}", f"of {result.tasks:,} tasks x {result.attempts}"),
-        card("not scored", f"{result.missing:,}", _counts(result.failures)),
+        card("not scored", f"{result.missing:,}", counts_text(result.failures)),
         card("tokens", f"{usage.prompt_tokens + usage.completion_tokens:,}", f"{usage.completion_tokens:,} written"),
-        card("time-outs", f"{sum(result.timeouts.values()):,}", _counts(result.timeouts)),
+        card("time-outs", f"{sum(result.timeouts.values()):,}", counts_text(result.timeouts)),
         card("turns", f"{result.turns:,}"),
         card("time", _time(result.seconds), "of the last call"),
     ]
@@ -173,7 +173,3 @@ def outcome_mark(record: Mapping[str, Any]) -> tuple[str, str]:
     if record["kind"] == "failure":
         return "warn", "!"
     return {True: ("good", "✓"), False: ("bad", "✗"), None: ("", "•")}[record["success"]]
-
-
-def _counts(counts: Mapping[str, int]) -> str:
-    return ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))

@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-MESSAGE_CHARACTERS = 20_000
+from roll_flash.chat.model_text import cut_middle
+
+MAX_MESSAGE_CHARACTERS = 20_000
 """Maximum characters per message: longer ones show beginning and end; the files in `transcripts/` have all of it."""
-OPEN_CHARACTERS = 2_000
+MAX_OPEN_CHARACTERS = 2_000
 """Maximum characters of unfolded text."""
-PAGE_CHARACTERS = 16_000_000
+MAX_PAGE_CHARACTERS = 16_000_000
 """Maximum characters per page; further conversations are counted, and are only in `transcripts/`."""
 PREVIEW_CHARACTERS = 90
 SHOWN_TAGS = frozenset({"answer"})
@@ -31,7 +33,7 @@ class PageTranscripts:
         episode = episode_for_page(record)
         episode["title"] = whose + episode["title"]
         size = sum(len(part["text"]) for message in episode["messages"] for part in message["parts"])
-        if self._characters + size > PAGE_CHARACTERS:
+        if self._characters + size > MAX_PAGE_CHARACTERS:
             self.left_out += 1
             return None
         self._characters += size
@@ -53,7 +55,7 @@ def episode_for_page(record: Mapping[str, Any]) -> dict[str, Any]:
         piece = {"role": "user", "content": last}
         messages.append({"role": "environment", "about": "after the last turn", "parts": _parts(piece, "user", True)})
     if record.get("info"):
-        text = cut_middle(json.dumps(record["info"], indent=1, ensure_ascii=False, default=str))
+        text = _shortened(json.dumps(record["info"], indent=1, ensure_ascii=False, default=str))
         messages.append({"role": "environment", "about": "", "parts": [_folded("info", text)]})
     attempt = str(record["episode_id"]).rsplit(":", 1)[-1]
     return {"title": f"{record['task_id']}, attempt {attempt}", "ending": ending(record), "messages": messages}
@@ -86,14 +88,14 @@ def _about(turn: Mapping[str, Any] | None) -> str:
 
 
 def _parts(message: Mapping[str, Any], role: str, answered: bool) -> list[dict[str, str]]:
-    text = cut_middle(_text_of(message.get("content")))
+    text = _shortened(_text_of(message.get("content")))
     if role == "assistant":
         parts = list(_assistant_parts(text))
         calls = message.get("tool_calls")
-        return [*parts, *(_folded("call", cut_middle(_text_of(call))) for call in calls or ())]
+        return [*parts, *(_folded("call", _shortened(_text_of(call))) for call in calls or ())]
     if role == "system":
         return [_folded("system", text)]
-    if answered or len(text) > OPEN_CHARACTERS:
+    if answered or len(text) > MAX_OPEN_CHARACTERS:
         return [_folded("observation" if answered else "text", text)]
     return [{"kind": "text", "text": text}]
 
@@ -109,15 +111,15 @@ def _assistant_parts(text: str) -> Iterator[dict[str, str]]:
         if end < 0:
             unclosed.add(tag)
             continue
-        yield from _said(text[position : opening.start()])
+        yield from _text_parts(text[position : opening.start()])
         yield _folded("thinking" if tag.startswith("think") else tag, text[opening.end() : end].strip())
         position = end + len(tag) + 3
-    yield from _said(text[position:])
+    yield from _text_parts(text[position:])
 
 
-def _said(text: str) -> Iterator[dict[str, str]]:
+def _text_parts(text: str) -> Iterator[dict[str, str]]:
     if text.strip():
-        yield _folded("text", text) if len(text) > OPEN_CHARACTERS else {"kind": "text", "text": text.strip()}
+        yield _folded("text", text) if len(text) > MAX_OPEN_CHARACTERS else {"kind": "text", "text": text.strip()}
 
 
 def _folded(title: str, text: str) -> dict[str, str]:
@@ -132,11 +134,8 @@ def _text_of(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
 
 
-def cut_middle(text: str, longest: int = MESSAGE_CHARACTERS) -> str:
-    if len(text) <= longest:
-        return text
-    half = longest // 2
-    return f"{text[:half]}\n… {len(text) - 2 * half:,} characters are left out here …\n{text[-half:]}"
+def _shortened(text: str) -> str:
+    return cut_middle(text, MAX_MESSAGE_CHARACTERS)
 
 
 def attempts_of(records: Sequence[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:

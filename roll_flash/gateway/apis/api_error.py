@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 ApiStyle = Literal["openai", "anthropic"]
-MOST_CHARACTERS = 1000
+MAX_MESSAGE_CHARACTERS = 1000
 """Maximum length of a message, which may quote a large body."""
 
 _ANTHROPIC_TYPES = {
@@ -23,7 +23,7 @@ class ApiError(Exception):
     """`status` is the HTTP status, `code` is for programs, `param` names the invalid request field."""
 
     def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
-        message = message if len(message) <= MOST_CHARACTERS else f"{message[:MOST_CHARACTERS]}…"
+        message = message if len(message) <= MAX_MESSAGE_CHARACTERS else f"{message[:MAX_MESSAGE_CHARACTERS]}…"
         super().__init__(message)
         self.status = status
         self.code = code

@@ -86,7 +86,7 @@ def render(reply: Reply, model: str) -> dict[str, Any]:
     choices = [
         {
             "index": index,
-            "message": {"role": "assistant", "content": None, **_said(answer)},
+            "message": {"role": "assistant", "content": None, **_message_fields(answer)},
             "logprobs": _logprobs(answer),
             "finish_reason": finish_reason(answer),
         }
@@ -168,13 +168,13 @@ def _tool(tool: Mapping[str, Any]) -> dict[str, Any]:
     return function_tool(function.get("name"), function.get("description"), function.get("parameters"))
 
 
-def _said(answer: Answer) -> dict[str, Any]:
-    said: dict[str, Any] = {"content": answer.content if answer.content or not answer.tool_calls else None}
+def _message_fields(answer: Answer) -> dict[str, Any]:
+    fields: dict[str, Any] = {"content": answer.content if answer.content or not answer.tool_calls else None}
     if answer.tool_calls:
-        said["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
+        fields["tool_calls"] = [call.as_dict() for call in answer.tool_calls]
     if answer.thinking:
-        said["reasoning_content"] = answer.thinking
-    return said
+        fields["reasoning_content"] = answer.thinking
+    return fields
 
 
 def _logprobs(answer: Answer) -> dict[str, Any] | None:

@@ -102,7 +102,7 @@ def objects(body: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return value
 
 
-def content_text(content: Any, where: str, kinds: Sequence[str] = ("text", "input_text", "output_text")) -> str:
+def content_text(content: Any, where: str) -> str:
     """Return text, or the joined text of parts. Raises ApiError for other parts."""
     if content is None:
         return ""
@@ -110,17 +110,17 @@ def content_text(content: Any, where: str, kinds: Sequence[str] = ("text", "inpu
         return content
     if not isinstance(content, list):
         raise bad_request(f"{where} must be a string or a list of parts, not {_shown(content)}", where)
-    return "\n".join(_part_text(part, where, kinds) for part in content)
+    return "\n".join(_part_text(part, where) for part in content)
 
 
-def _part_text(part: Any, where: str, kinds: Sequence[str]) -> str:
+def _part_text(part: Any, where: str) -> str:
     if isinstance(part, str):
         return part
     if not isinstance(part, dict):
         raise bad_request(f"{where}: a part must be an object, not {_shown(part)}", where)
     if part.get("type") == "refusal":
         return text(part, "refusal", f"{where}.")
-    if part.get("type") not in kinds:
+    if part.get("type") not in ("text", "input_text", "output_text"):
         raise unsupported(where, f"parts of type {part.get('type')!r} cannot be given to this model; send text")
     return text(part, "text", f"{where}.")
 

@@ -8,9 +8,10 @@ policy token in exactly one sample, also if samples share it.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ class CallRecord:
     """One answered call. `given` are the messages since `parent`, `given_ids` their tokens."""
 
     parent: CallRecord | None
-    asked: Key
+    request_key: Key
     """Key of the conversation before the answer."""
     key: Key
     """Key of the conversation with the answer."""
@@ -39,7 +40,7 @@ class CallRecord:
     started_s: float
     """Unix time of the request in seconds."""
     finished_s: float
-    children: int = field(default=0)
+    children: int = 0
 
     def path(self) -> list[CallRecord]:
         """Calls from the first to this one."""
@@ -102,12 +103,40 @@ class History:
                 )
         return TreePosition(None, call.messages, found.keys[-1], found.characters(0), sum(found.sizes))
 
+    def add_answer(
+        self,
+        place: TreePosition,
+        answer: Answer,
+        *,
+        given_ids: list[int],
+        generation: Generation | None,
+        prompt_tokens: int,
+        completion_tokens: int,
+        started_s: float,
+    ) -> CallRecord:
+        """Record an answer to the request at `place`, which has just come."""
+        record = CallRecord(
+            parent=place.parent,
+            request_key=place.key,
+            key=next_key(place.key, answer.message),
+            given=place.given,
+            given_ids=given_ids,
+            generation=generation,
+            answer=answer,
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            started_s=started_s,
+            finished_s=time.time(),
+        )
+        self.add(record)
+        return record
+
     def add(self, record: CallRecord) -> None:
         if record.parent is None:
-            asked_before = record.asked in self._begun
-            self._begun[record.asked] += 1
-            self.forks += asked_before
-            self.rewrites += bool(self.records) and not asked_before
+            known_before = record.request_key in self._begun
+            self._begun[record.request_key] += 1
+            self.forks += known_before
+            self.rewrites += bool(self.records) and not known_before
         else:
             self.forks += record.parent.children > 0
             record.parent.children += 1
@@ -122,10 +151,10 @@ class History:
         self._by_key[record.key].remove(record)
         if record.parent is not None:
             record.parent.children -= 1
-        elif self._begun[record.asked] > 1:
-            self._begun[record.asked] -= 1
+        elif self._begun[record.request_key] > 1:
+            self._begun[record.request_key] -= 1
         else:
-            del self._begun[record.asked]
+            del self._begun[record.request_key]
 
     def answers(self) -> list[Message]:
         """Messages of all answers, in order."""
@@ -137,10 +166,6 @@ class History:
         leaves.sort(key=lambda leaf: sum(record.completion_tokens for record in leaf.path()), reverse=True)
         owned: set[int] = set()
         return [_sample(leaf.path(), owned) for leaf in leaves]
-
-
-def answer_key(place: TreePosition, answer: Answer) -> Key:
-    return next_key(place.key, answer.message)
 
 
 def _sample(path: Sequence[CallRecord], owned: set[int]) -> Branch:

@@ -15,7 +15,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Any
 
@@ -31,13 +31,14 @@ from roll_flash.gateway.apis.request_fields import (
     text,
     whole,
 )
+from roll_flash.gateway.model_call import RequestedSampling
 from roll_flash.gateway.server import GatewayServer, content_of
 from roll_flash.gateway.sessions.finished_episode import finished_episode, session_figures
-from roll_flash.gateway.sessions.session import DEFAULT_MAX_TOKENS, Session, SessionSettings
+from roll_flash.gateway.sessions.session import Session, SessionSettings, as_requested
 from roll_flash.gateway.sessions.verifier import Verifier, VerifierError
 from roll_flash.gateway.sessions.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
-from roll_flash.types import MOST_REWARD, EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
+from roll_flash.types import MAX_REWARD, EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,6 @@ class OpenSession:
     session: Session
     task: Task
     group_id: str
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 class SessionRoutes:
@@ -86,8 +86,7 @@ class SessionRoutes:
         router.add_get("/v1/sessions", self._list)
         router.add_post("/v1/sessions/{session_id}/reward", self._reward)
         router.add_delete("/v1/sessions/{session_id}", self._give_up)
-        for path in ("/v1/reward", "/reward"):
-            router.add_post(path, self._reward)
+        router.add_post("/v1/reward", self._reward)
 
     async def sweep(self) -> None:
         """Cancel idle sessions; runs until cancelled."""
@@ -95,7 +94,7 @@ class SessionRoutes:
             await asyncio.sleep(min(SWEEP_S, self._idle_s))
             for opened in list(self._opened.values()):
                 session = opened.session
-                idle_s = time.monotonic() - session.used_s
+                idle_s = time.monotonic() - session.last_activity_s
                 is_busy = session.requests_in_flight or session.session_id in self.sessions_being_scored
                 if idle_s > self._idle_s and not is_busy and session.session_id in self._opened:
                     await self._fail(opened, "episode_timeout", f"no call and no reward for {idle_s:.0f} s")
@@ -119,7 +118,7 @@ class SessionRoutes:
         task_id = names.get("task_id", session.session_id)
         task = Task(task_id, names.get("env_id", "agents"), whole(body, "seed", 0) or 0, metadata)
         group_id = names.get("group_id", task_id)
-        self._opened[session.session_id] = OpenSession(session, task, group_id, metadata)
+        self._opened[session.session_id] = OpenSession(session, task, group_id)
         answer = {
             "session_id": session.session_id,
             "api_key": session.api_key,
@@ -164,7 +163,7 @@ class SessionRoutes:
         return await asyncio.shield(task)
 
     async def _score(self, opened: OpenSession, body: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
-        reward = number(body, "reward", -MOST_REWARD, MOST_REWARD)
+        reward = number(body, "reward", -MAX_REWARD, MAX_REWARD)
         if reward is None:
             if self._verifier is None:
                 raise bad_request("reward must be a number; without one a verifier is needed (--verifier)", "reward")
@@ -185,7 +184,7 @@ class SessionRoutes:
             raise ApiError(500, "verifier_failed", str(error)) from None
         finally:
             self.sessions_being_scored.discard(session.session_id)
-            session.used_s = time.monotonic()
+            session.last_activity_s = time.monotonic()
         if session.history.records != judged:
             raise ApiError(409, "session_changed", "the agent went on while the verifier ran; ask again")
         return found
@@ -249,18 +248,16 @@ def _sampling(value: Any) -> SamplingParams | None:
         raise bad_request(f"sampling must be an object with some of {', '.join(SAMPLING_FIELDS)}", "sampling")
     if value.get("top_p") == 0:
         raise bad_request("sampling.top_p must be more than 0", "sampling")
-    return SamplingParams(
-        temperature=_or(number(value, "temperature", 0, 2), 1.0),
-        top_p=_or(number(value, "top_p", 0, 1), 1.0),
-        top_k=whole(value, "top_k", 0, MAX_TOP_K) or 0,
-        max_new_tokens=whole(value, "max_new_tokens") or DEFAULT_MAX_TOKENS,
-        stop=strings(value, "stop"),
-        seed=whole(value, "seed", 0),
+    return as_requested(
+        RequestedSampling(
+            temperature=number(value, "temperature", 0, 2),
+            top_p=number(value, "top_p", 0, 1),
+            top_k=whole(value, "top_k", 0, MAX_TOP_K),
+            max_tokens=whole(value, "max_new_tokens"),
+            stop=strings(value, "stop"),
+            seed=whole(value, "seed", 0),
+        )
     )
-
-
-def _or(value: float | None, default: float) -> float:
-    return default if value is None else value
 
 
 def _summary(outcome: Outcome) -> dict[str, Any]:

@@ -63,10 +63,10 @@ class Session:
         self.responses: dict[str, CallRecord] = {}
         """Answers by the response id that the agent was given, for `previous_response_id`."""
         self.started_s = time.time()
-        self.used_s = time.monotonic()
+        self.last_activity_s = time.monotonic()
         """Monotonic time in seconds when the last call started or ended."""
         self.calls = 0
-        self.under_way = 0
+        self.open_requests = 0
         """Requests, from their head to their answer."""
         self.reached_max_calls = False
         self.context_was_full = False
@@ -86,7 +86,7 @@ class Session:
         """Count a call, once per requested answer; return its number. Raises ApiError if no more calls are allowed."""
         self.require_calls_left(answers)
         self.calls += answers
-        self.used_s = time.monotonic()
+        self.last_activity_s = time.monotonic()
         return self.calls - answers
 
     def require_calls_left(self, answers: int = 1) -> None:
@@ -118,7 +118,7 @@ class Session:
             raise
         finally:
             self._in_flight.discard(task)
-            self.used_s = time.monotonic()
+            self.last_activity_s = time.monotonic()
         if task.cancelled() or self.ended:
             if not task.cancelled():
                 task.exception()  # marks the exception as retrieved
@@ -137,18 +137,20 @@ class Session:
         """Sampling parameters of one call; `room`: tokens left in the context."""
         wanted, ruled = call.requested, self.settings.sampling
         if ruled is None:
-            return _as_wanted(wanted, room)
+            sampling = as_requested(wanted)
+            return replace(sampling, max_new_tokens=min(room, sampling.max_new_tokens))
         most = min(room, ruled.max_new_tokens, wanted.max_tokens or room)
         stop = (*ruled.stop, *(text for text in wanted.stop if text not in ruled.stop))
         return replace(ruled, max_new_tokens=most, stop=stop)
 
 
-def _as_wanted(wanted: RequestedSampling, room: int) -> SamplingParams:
+def as_requested(wanted: RequestedSampling) -> SamplingParams:
+    """Sampling parameters of a request, with the defaults for those that it does not set."""
     return SamplingParams(
         temperature=1.0 if wanted.temperature is None else wanted.temperature,
         top_p=1.0 if wanted.top_p is None else wanted.top_p,
         top_k=max(0, wanted.top_k or 0),
-        max_new_tokens=min(room, wanted.max_tokens or DEFAULT_MAX_TOKENS),
+        max_new_tokens=wanted.max_tokens or DEFAULT_MAX_TOKENS,
         stop=wanted.stop,
         seed=wanted.seed,
     )
