@@ -16,9 +16,9 @@ import gymnasium
 
 from roll_flash.chat.model_text import tagged, without_thinking
 from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.envs.base import TextSpace
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
 from roll_flash.envs.rewards.scoring_process import ScoringEndedError, join, leave, score_in_subprocess
-from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.errors import ConfigError, EnvError
 
 logger = logging.getLogger("roll_flash.envs")

@@ -13,7 +13,7 @@ import gymnasium
 
 from roll_flash.chat.model_text import without_thinking
 from roll_flash.envs.adapters.textarena.table import GameRaisedError, Table
-from roll_flash.envs.shipped.move_env import TextSpace
+from roll_flash.envs.base import TextSpace
 
 
 class TextArena(gymnasium.Env[str, str]):
