@@ -22,15 +22,16 @@ from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.agents.verifier import (
     AgentTask,
     CommandVerifier,
-    FunctionVerifier,
     check_task_environment,
 )
 from roll_flash.envs.base import Observation, SandboxEnv
 from roll_flash.envs.registration import make_env
 from roll_flash.envs.tools.tool_env import OUT_OF_MEMORY
 from roll_flash.errors import ConfigError, EnvError
+from roll_flash.processes.background import call_sync_or_async
 from roll_flash.sandboxes import ExecResult, SandboxBusy, SandboxDied, SandboxSpec
 from roll_flash.types import Message
+from roll_flash.user_code import load_function
 
 GATEWAY_PORT = 8011
 """Port of the model in the sandbox, on 127.0.0.1."""
@@ -107,7 +108,7 @@ class AgentEnv(SandboxEnv):
         if task_env is not None:
             self._task = check_task_environment(make_env(task_env, **(task_kwargs or {})), task_env)
         self._verifier = CommandVerifier(verifier, verifier_files or {}, verifier_timeout_s) if verifier else None
-        self._function = FunctionVerifier(verifier_function) if verifier_function else None
+        self._function = load_function(verifier_function, "verifier_function") if verifier_function else None
         self._partial = CommandVerifier(partial_credit, {}, verifier_timeout_s) if partial_credit else None
         self._partial_weight = partial_weight
         self._check_arguments()
@@ -143,8 +144,6 @@ class AgentEnv(SandboxEnv):
             raise ConfigError("AgentEnv: `files` and `set_up` go with `instruction`; a `task_env` sets itself up")
         if not 0.0 <= self._partial_weight <= 1.0 or self._time_limit_s <= 0:
             raise ConfigError("AgentEnv: partial_weight lies between 0 and 1, time_limit_s is positive")
-        if self._function is not None:
-            self._function.load()
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -247,7 +246,7 @@ class AgentEnv(SandboxEnv):
         if self._task is not None:
             return await self._task.conclude()
         if self._function is not None:
-            return await self._function(self.sandbox, self._seed), {}
+            return float(await call_sync_or_async(self._function, self.sandbox, self._seed)), {}
         assert self._verifier is not None, "checked by the constructor"
         return await self._verifier(self.sandbox, self._check_variables)
 

@@ -1,17 +1,14 @@
-"""Checks of an agent's work: a task environment's own check, a command in the sandbox, or a Python function."""
+"""Checks of an agent's work: a task environment's own check, or a command in the sandbox."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 from roll_flash.envs.base import Observation, SandboxEnv
-from roll_flash.errors import ConfigError, EnvError
+from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
 
@@ -92,28 +89,6 @@ def _said_reward(output: str) -> float:
         return 0.0
     value = max(0.0, float(word)) if _NUMBER.fullmatch(word) else 1.0
     return min(value, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionVerifier:
-    """`package.module:function`, called with the sandbox and the seed; may be a coroutine. Returns a number."""
-
-    name: str
-
-    def load(self) -> Any:
-        """Import the function. Raises ConfigError."""
-        module, _, function = self.name.partition(":")
-        try:
-            return getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"verifier_function {self.name!r} cannot be loaded: {error}") from None
-
-    async def __call__(self, sandbox: Sandbox, seed: int) -> float:
-        given = self.load()(sandbox, seed)
-        value = float(await given if inspect.isawaitable(given) else given)
-        if not math.isfinite(value):
-            raise EnvError(f"verifier_function {self.name}: {value} is no reward")
-        return value
 
 
 class AgentTask(Protocol):

@@ -11,8 +11,8 @@ import gymnasium
 from gymnasium.utils.env_checker import check_env
 
 from roll_flash.envs.base import Env
-from roll_flash.envs.check.play import Player, call
-from roll_flash.processes.background import call_in_thread
+from roll_flash.envs.check.play import Player
+from roll_flash.processes.background import call_sync_or_async
 from roll_flash.sandboxes import SandboxError
 
 
@@ -39,16 +39,17 @@ async def _first_fault(env: Any, seed: int) -> str:
     for name in ("observation_space", "action_space"):
         if not isinstance(getattr(env, name, None), gymnasium.Space):
             return f"{name} is missing (for text: roll_flash.TextSpace())"
-    if not isinstance(env.unwrapped, Env) and (fault := await call_in_thread(lambda: _gymnasiums_own_check(env))):
+    if not isinstance(env.unwrapped, Env) and (fault := await call_sync_or_async(_gymnasiums_own_check, env)):
         return fault
     for _ in range(2):  # twice, because an environment must be reusable
-        fault = _fault_of_reset(await call(env.reset, seed=seed)) or _fault_of_step(await call(env.step, "hello"))
-        if fault:
+        if fault := _fault_of_reset(await call_sync_or_async(env.reset, seed=seed)):
             return fault
-    if fault := _fault_of_reset(await call(env.reset, seed=seed, options={})):
+        if fault := _fault_of_step(await call_sync_or_async(env.step, "hello")):
+            return fault
+    if fault := _fault_of_reset(await call_sync_or_async(env.reset, seed=seed, options={})):
         return f"with options={{}}: {fault}"
-    await call(env.close)
-    await call(env.close)
+    await call_sync_or_async(env.close)
+    await call_sync_or_async(env.close)
     return ""
 
 

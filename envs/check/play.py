@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -132,11 +131,3 @@ def _messages(played: PlayedEpisode) -> list[Message]:
     for action, answer, _ in played.steps:
         messages += [{"role": "assistant", "content": action}, *answer]
     return messages
-
-
-async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method, blocking or coroutine."""
-    if inspect.iscoroutinefunction(method):
-        return await method(*args, **kwargs)
-    result = await call_in_thread(lambda: method(*args, **kwargs))
-    return await result if inspect.isawaitable(result) else result
