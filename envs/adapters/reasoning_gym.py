@@ -14,7 +14,7 @@ from typing import Any
 
 import gymnasium
 
-from roll_flash.chat.model_text import tagged, without_thinking
+from roll_flash.chat.model_text import last_answer
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.base import TextSpace
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
@@ -62,9 +62,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
         return f"{self._entry['question']}\nReply with <answer>YOUR ANSWER</answer>.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        text = without_thinking(action)
-        found = tagged(text, "answer")
-        answer = (found[-1] if found else text).strip()
+        answer = last_answer(action)
         score, trouble = self._score(answer) if answer else (0.0, "")
         info = {"success": score >= 1.0, "answer": answer[:1000], **({"score_error": trouble} if trouble else {})}
         return "", score, True, False, info

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
+from roll_flash.chat.model_text import decimal_number
 from roll_flash.envs.base import Observation, SandboxEnv
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import Sandbox
@@ -27,7 +28,6 @@ _CLEAN_PATH = (
     '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
 )
 """Shell code that removes folders an agent could write from the image's PATH."""
-_NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 _NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 
@@ -87,8 +87,8 @@ def _said_reward(output: str) -> float:
     word = output.rstrip().rpartition("\n")[2].strip(" \t\r")
     if _NOT_FINITE.fullmatch(word):
         return 0.0
-    value = max(0.0, float(word)) if _NUMBER.fullmatch(word) else 1.0
-    return min(value, 1.0)
+    value = decimal_number(word)
+    return 1.0 if value is None else min(max(0.0, value), 1.0)
 
 
 class AgentTask(Protocol):

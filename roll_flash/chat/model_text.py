@@ -22,6 +22,7 @@ MOST_DEPTH = 64
 MOST_VALUES = 20_000
 """Maximum number of values in the arguments of one call: checking each against several types takes 10 microseconds."""
 _BLANKS = re.compile(r"\s*+")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
@@ -46,6 +47,18 @@ def tagged(text: str, *names: str, ignore_case: bool = False) -> list[str]:
         found.append(text[start.end() : end.start()])
         position = end.end()
     return found
+
+
+def last_answer(text: str) -> str:
+    """Return the content of the last `<answer>`, else the whole text; without thinking and without outer blanks."""
+    text = without_thinking(text)
+    answers = tagged(text, "answer")
+    return (answers[-1] if answers else text).strip()
+
+
+def decimal_number(text: str) -> float | None:
+    """Return the value of a plain decimal number; None for all else that `float` reads, such as `nan` or `1_0`."""
+    return float(text) if _DECIMAL.fullmatch(text) else None
 
 
 def cut_middle(text: str, max_characters: int) -> str:
