@@ -13,6 +13,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from roll_flash.envs.adapters.bfcl.backend import CHECK_TIMEOUT_S, BfclBackend, ServerEndedError, Verdict, backend_spec
@@ -180,7 +181,7 @@ class BFCL(SandboxEnv):
         info: dict[str, Any] = {
             "item": self._item.item_id,
             "user_turns": len(self._turns),
-            "tools": {name: use.as_info() for name, use in self._use.items()},
+            "tools": {name: asdict(use) for name, use in self._use.items()},
         }
         if verdict is not None:
             info |= {"success": verdict.valid, "bfcl_error": verdict.error_type, "bfcl_message": verdict.error_message}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from roll_flash.envs.adapters.verifiers.faults import (
@@ -166,7 +167,7 @@ class Verifiers(Env):
             use.errors += isinstance(call, BadCall)
 
     def _use_info(self) -> dict[str, Any]:
-        return {name: use.as_info() for name, use in self._use.items()}
+        return {name: asdict(use) for name, use in self._use.items()}
 
 
 def _no_client() -> Any:
