@@ -86,7 +86,7 @@ class _Refusal:
         return (self.status == 429 and "insufficient_quota" not in self.text) or asked_to_wait
 
     @property
-    def is_authorized(self) -> bool:
+    def is_temporary(self) -> bool:
         return self.throttles or (self.status in RETRIED_STATUS and self.status != 429)
 
 
@@ -162,10 +162,10 @@ class OpenAIChatClient:
         while True:
             await self._wait_for_turn(deadline_s)
             trouble = await self._send(body)
-            if not isinstance(trouble, (str, _Refusal)):
-                return trouble.value
+            if isinstance(trouble, bytes):
+                return _json(trouble, self.url)
             text = trouble if isinstance(trouble, str) else f"HTTP {trouble.status}: {trouble.text}"
-            if isinstance(trouble, _Refusal) and not trouble.is_authorized:
+            if isinstance(trouble, _Refusal) and not trouble.is_temporary:
                 message = f"{self.url}: {text}{_advice(trouble.status, self.model)}"
                 raise EndpointRefusedError(message, trouble.status, trouble.text)
             if isinstance(trouble, _Refusal) and trouble.throttles:
@@ -199,8 +199,8 @@ class OpenAIChatClient:
                 )
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.1))
 
-    async def _send(self, body: bytes) -> _Answer | _Refusal | str:
-        """Return the answer, the refusal of the server, or the text of a connection error."""
+    async def _send(self, body: bytes) -> bytes | _Refusal | str:
+        """Return the body of the answer, the refusal of the server, or the text of a connection error."""
         try:
             post = self._open_session().post(self.url, data=body, headers=self._headers, allow_redirects=False)
             async with post as response:
@@ -208,7 +208,7 @@ class OpenAIChatClient:
                     return _redirected(response)
                 content = await self._content(response)
                 if response.ok:
-                    return _Answer(_json(content, self.url))
+                    return content
                 text = _error_text(content, response.reason or "")
                 return _Refusal(response.status, text, _seconds(response.headers))
         except aiohttp.InvalidURL as error:
@@ -247,11 +247,6 @@ class OpenAIChatClient:
         """Return an exponential back-off in seconds, with jitter."""
         longest: float = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
         return longest * random.uniform(0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    value: Any
 
 
 def _is_http(url: str) -> bool:
