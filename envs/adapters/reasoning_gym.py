@@ -28,9 +28,9 @@ WRONG_SCORERS = {
     "game_of_life_halting": "any answer earns 1 for every question",
 }
 """Data sets of reasoning-gym 0.1.25 with a wrong scorer; docs/adapters.md has the reasons."""
-MOST_SEEDS = 1 << 31
-MOST_TROUBLE_CHARACTERS = 1000
-LONGEST_CHARACTERS, MAX_LENGTH_RATIO = 2000, 20
+MAX_SEEDS = 1 << 31
+MAX_ERROR_CHARACTERS = 1000
+MAX_CHARACTERS, MAX_LENGTH_RATIO = 2000, 20
 """Limit on an answer's characters, and relative to the right one: quadratic scorers would exceed any step timeout."""
 
 
@@ -57,7 +57,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         join(self)
-        self._dataset = self._open(int(self.np_random.integers(MOST_SEEDS)) if seed is None else seed)
+        self._dataset = self._open(int(self.np_random.integers(MAX_SEEDS)) if seed is None else seed)
         self._entry = self._dataset[0]
         return f"{self._entry['question']}\nReply with <answer>YOUR ANSWER</answer>.", {}
 
@@ -83,7 +83,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
         Raises EnvError for errors that no answer can cause: a missing package or file of the scorer.
         """
         right = self._entry["answer"]
-        most = max(LONGEST_CHARACTERS, MAX_LENGTH_RATIO * len(str(right or "")))
+        most = max(MAX_CHARACTERS, MAX_LENGTH_RATIO * len(str(right or "")))
         if len(answer) > most:
             return 0.0, f"the answer is longer than {most} characters"
         score, trouble, fault = self._scored_apart(answer)
@@ -112,7 +112,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
             if self._name == "composite":
                 spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
                 config = {**config, "datasets": [spec(**{"config": {}, **one}) for one in config.get("datasets", ())]}
-            return package.create_dataset(self._name, **{"seed": seed % MOST_SEEDS, "size": 1, **config})
+            return package.create_dataset(self._name, **{"seed": seed % MAX_SEEDS, "size": 1, **config})
         except (ValueError, AssertionError, TypeError) as error:
             raise ConfigError(f"ReasoningGym-v0: dataset {self._name!r} with {self._config}: {error}") from None
 
@@ -137,6 +137,6 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
     except UnsafeAnswerError as error:
         return 0.0, f"the answer is not scored: {error}", ""
     except (ImportError, OSError) as error:
-        return 0.0, "", f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS]
+        return 0.0, "", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
     except Exception as error:  # third-party code may raise anything
-        return 0.0, f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS], ""
+        return 0.0, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS], ""

@@ -15,7 +15,7 @@ from roll_flash.sandboxes import SandboxError, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.types import Message
 
-MOST_TURNS = 64
+MAX_TURNS = 64
 
 Agent = Callable[[Any, Sequence[Message], int], Awaitable[str]]
 """Takes the environment, the messages so far and the turn (from 0); returns the text of the agent."""
@@ -101,7 +101,7 @@ class Player:
             played.reset_s = time.monotonic() - began
         if with_full_reward:
             played.full_reward = float(getattr(env.unwrapped, "full_reward", 1.0))
-        for turn in range(MOST_TURNS):
+        for turn in range(MAX_TURNS):
             played.part = f"step {turn + 1}"
             async with asyncio.timeout(self._timeout_s):
                 action = await agent(env.unwrapped, _messages(played), turn)

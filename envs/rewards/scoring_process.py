@@ -27,7 +27,7 @@ import cloudpickle
 
 from roll_flash.errors import EnvError
 
-MOST_SCORING_S = 3.0
+MAX_SCORING_S = 3.0
 """Processor time in seconds per call. All worker threads (`rollout.worker_threads`) may use it at once; even on two
 cores that must end within the step timeout, because a timeout gives no sample."""
 WAIT_S = 60.0
@@ -36,7 +36,7 @@ MEMORY_MB = 128
 """Extra memory in MB that a call may use above the forked process. All threads of a worker may use it at once."""
 NICENESS = 10
 """Gives the worker's other episodes and the learner priority."""
-MOST_SAID_BYTES = 1 << 16
+MAX_MESSAGE_BYTES = 1 << 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 """Environment variables passed on; others may hold the run's keys."""
 _BEGUN, _UNUSED = b"\n", b"-"
@@ -65,9 +65,7 @@ def leave(user: Any) -> None:
                 _server[1].send(_UNUSED)
 
 
-def score_in_subprocess(
-    work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S
-) -> Any:
+def score_in_subprocess(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MAX_SCORING_S) -> Any:
     """Return the result of `work`, as JSON data. `modules` are slow imports. Raises ScoringEndedError, EnvError."""
     request = cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work)
     if not (said := _answer(request, modules)):  # it may just have ended, for example because it had no users
@@ -99,7 +97,7 @@ def _answer(request: bytes, modules: Sequence[str]) -> bytes:
 
 def _read(connection: socket.socket) -> bytes:
     said = b""
-    while len(said) < MOST_SAID_BYTES and (piece := connection.recv(MOST_SAID_BYTES)):
+    while len(said) < MAX_MESSAGE_BYTES and (piece := connection.recv(MAX_MESSAGE_BYTES)):
         said += piece
     return said
 
@@ -141,7 +139,7 @@ def main() -> None:
     requests = socket.socket(fileno=0)
     while True:
         try:
-            said, (*received,), _, _ = socket.recv_fds(requests, MOST_SAID_BYTES, 1)
+            said, (*received,), _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, 1)
         except TimeoutError:
             return
         if not said:

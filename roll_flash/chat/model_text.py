@@ -13,13 +13,13 @@ import re
 import warnings
 from typing import Any
 
-MOST_CALLS = 256
+MAX_CALLS = 256
 """Maximum number of tool calls read from one text: each JSON error costs a scan of the text before it."""
-LONGEST_PYTHON_CHARACTERS = 20_000
+MAX_PYTHON_CHARACTERS = 20_000
 """Maximum length of tool calls written as Python: Python's parser is slow for some texts that are not programs."""
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Maximum nesting of lists and objects: deeper values can be parsed, but later copying or writing them fails."""
-MOST_VALUES = 20_000
+MAX_VALUES = 20_000
 """Maximum number of values in the arguments of one call: checking each against several types takes 10 microseconds."""
 _BLANKS = re.compile(r"\s*+")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
@@ -111,8 +111,8 @@ def encodable(text: str) -> str:
 
 def parse_python(text: str) -> ast.expr:
     """Parse one Python expression to a tree, without running it. Raises ValueError with one line."""
-    if len(text) > LONGEST_PYTHON_CHARACTERS:
-        raise ValueError(f": they are longer than {LONGEST_PYTHON_CHARACTERS} characters")
+    if len(text) > MAX_PYTHON_CHARACTERS:
+        raise ValueError(f": they are longer than {MAX_PYTHON_CHARACTERS} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about a model's text are useless

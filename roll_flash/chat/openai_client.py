@@ -37,7 +37,7 @@ MAX_ERROR_BYTES = 1 << 20
 """Number of bytes of an error answer that are read for its text."""
 MAX_TOKENS = 1 << 31
 """Maximum token count that an endpoint may report for one answer."""
-LONGEST_BACKOFF_S = 30.0
+MAX_BACKOFF_S = 30.0
 _shortening = reprlib.Repr()
 _shortening.maxstring = _shortening.maxother = 80
 CONTEXT_ERROR_TEXTS = ("context length", "context_length", "context size", "context window", "prompt is too long")
@@ -245,7 +245,7 @@ class OpenAIChatClient:
 
     def _backoff(self, attempt: int) -> float:
         """Return an exponential back-off in seconds, with jitter."""
-        longest: float = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
+        longest: float = min(MAX_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
         return longest * random.uniform(0.5, 1.0)
 
 

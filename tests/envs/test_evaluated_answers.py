@@ -216,7 +216,7 @@ def test_a_crowd_of_answers_that_take_for_ever_is_scored_within_a_step_and_leave
 ) -> None:
     """Of 32 at once on two cores each took 80 s: no sample instead of 0, for their neighbours too; and 16 GB."""
     rollout = RolloutConfig()
-    assert rollout.worker_threads * scoring_process.MOST_SCORING_S / 2 < rollout.step_timeout_s
+    assert rollout.worker_threads * scoring_process.MAX_SCORING_S / 2 < rollout.step_timeout_s
     assert rollout.worker_threads * scoring_process.MEMORY_MB <= 4096
     assert score_in_subprocess(lambda: __import__("os").nice(0)) >= min(19, os.nice(0) + 10)
 
@@ -358,7 +358,7 @@ def test_what_is_let_through_is_evaluated_quickly() -> None:
     """The largest numbers that are allowed, with the real sympy."""
     began = time.process_time()
     for answer in ("9**99 * 9**99 * 9**99 * 9**99", "(x + 1)**9 * (y + 1)**9", "sin(99) + exp(9)", "2.5**-99"):
-        assert evaluated_answers._bits(evaluated_answers._parsed(answer)) <= evaluated_answers.MOST_BITS  # type: ignore[arg-type]
+        assert evaluated_answers._bits(evaluated_answers._parsed(answer)) <= evaluated_answers.MAX_BITS  # type: ignore[arg-type]
         sympy.parse_expr(answer)
     assert time.process_time() - began < 5
 

@@ -28,7 +28,7 @@ from roll_flash.errors import ConfigError
 from roll_flash.types import Message
 
 CallFormat = Literal["python", "native"]
-MOST_CALLS_PER_STEP = 64
+MAX_CALLS_PER_STEP = 64
 MARGIN_S = 15.0
 """Seconds added to the checker's timeouts for starting the tool classes."""
 FORCED_STOP_VERDICT = Verdict(False, "multi_turn:force_terminated", "the model was stopped before the last turn ended")
@@ -134,12 +134,12 @@ class BFCL(SandboxEnv):
         """Run the calls of one step and record them for the checker."""
         step: list[str] = []
         shown: list[tuple[str, str]] = []
-        for call in calls[:MOST_CALLS_PER_STEP]:
+        for call in calls[:MAX_CALLS_PER_STEP]:
             result, source = await self._run_call(call)
             shown.append((call.name if isinstance(call, BadCall) else call.written, result))
             step += [source] if source else []
-        if len(calls) > MOST_CALLS_PER_STEP:
-            shown.append(("", f"Error: only the first {MOST_CALLS_PER_STEP} of {len(calls)} calls were run"))
+        if len(calls) > MAX_CALLS_PER_STEP:
+            shown.append(("", f"Error: only the first {MAX_CALLS_PER_STEP} of {len(calls)} calls were run"))
         if step:
             self._turns[-1].append(step)
         if self._call_format == "native":

@@ -23,7 +23,7 @@ from roll_flash.sandboxes.scratch import scratch_folder
 
 VERIFIER_LOGS = "/logs/verifier"
 REWARD_TEXT, REWARD_JSON = f"{VERIFIER_LOGS}/reward.txt", f"{VERIFIER_LOGS}/reward.json"
-MOST_REWARD_BYTES = 1 << 16
+MAX_REWARD_BYTES = 1 << 16
 SHOWN_CHARACTERS = 4000
 ENVIRONMENT = {"PYTHONNOUSERSITE": "1"}
 """Keeps modules that the model planted in its home out of the tests' Python."""
@@ -136,7 +136,7 @@ async def _of_reward_file(sandbox: Sandbox, reward_key: str) -> float:
     """Return the reward from its file. Raises ValueError if it is not a finite number."""
     for path, number in ((REWARD_TEXT, reward_of_text), (REWARD_JSON, lambda text: reward_of_json(text, reward_key))):
         try:
-            text = (await sandbox.read(path, max_bytes=MOST_REWARD_BYTES)).decode(errors="replace")
+            text = (await sandbox.read(path, max_bytes=MAX_REWARD_BYTES)).decode(errors="replace")
         except SandboxFileError:
             continue
         try:

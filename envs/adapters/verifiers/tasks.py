@@ -31,7 +31,7 @@ from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message
 
 Split = Literal["auto", "train", "eval"]
-MOST_TROUBLE_CHARACTERS = 1000
+MAX_ERROR_CHARACTERS = 1000
 
 
 class Verifiers(Env):
@@ -116,7 +116,7 @@ class Verifiers(Env):
         if faults.other:
             raise EnvError(f"{NAME}: {faults.other[0]}")
         reward = float(state["reward"])
-        if trouble := "; ".join(self._trouble + faults.of_text)[:MOST_TROUBLE_CHARACTERS]:
+        if trouble := "; ".join(self._trouble + faults.of_text)[:MAX_ERROR_CHARACTERS]:
             warn_once(trouble)
         return reward, {
             "success": reward >= self._env.pass_threshold,
