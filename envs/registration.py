@@ -39,6 +39,7 @@ ADAPTERS = {
     "Verifiers-v0": "roll_flash.envs.adapters.verifiers.tasks:Verifiers",
 }
 """Adapters to third-party environments. If an optional package is missing, the error names it."""
+AGENT_ENV = "roll_flash.envs.agents.agent_env:AgentEnv"
 AGENTS = {"MiniSweAgent-v0": "mini-swe-agent", "OpenAIAgent-v0": "openai", "SmolAgent-v0": "smolagents"}
 """`AgentEnv-v0` with one of its preset agents."""
 _SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
@@ -58,13 +59,10 @@ def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, An
 
 def register_shipped() -> None:
     """Register all shipped environments."""
-    for id, entry_point in {**SHIPPED, **ADAPTERS}.items():
-        if id not in gymnasium.registry:
-            register_env(id, entry_point)
-    agent_env = "roll_flash.envs.agents.agent_env:AgentEnv"
-    for id, kwargs in {"AgentEnv-v0": {}, **{id: {"agent": agent} for id, agent in AGENTS.items()}}.items():
-        if id not in gymnasium.registry:
-            register_env(id, agent_env, kwargs=kwargs)
+    for id, entry_point in {**SHIPPED, **ADAPTERS, "AgentEnv-v0": AGENT_ENV}.items():
+        register_env(id, entry_point)
+    for id, agent in AGENTS.items():
+        register_env(id, AGENT_ENV, kwargs={"agent": agent})
 
 
 def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:

@@ -35,9 +35,5 @@ class AgentGateway:
 
     @property
     def base_url(self) -> str:
-        """Address for OpenAI clients; Anthropic clients take it without `/v1` (`host_url`)."""
-        return f"{self.host_url}/v1"
-
-    @property
-    def host_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        """Address for OpenAI clients; Anthropic clients take it without `/v1`."""
+        return f"http://127.0.0.1:{self.port}/v1"

@@ -31,7 +31,7 @@ MALFORMED = (
 )
 
 
-def silent(text: str) -> Agent:
+def constant_text(text: str) -> Agent:
     """Return an agent that always gives the same useless text."""
 
     async def act(env: Any, messages: Sequence[Message], turn: int) -> str:
@@ -52,7 +52,7 @@ async def oracle(env: Any, messages: Sequence[Message], turn: int) -> str:
     return str(await call_sync_or_async(env.oracle))
 
 
-def rambling(seed: int) -> Agent:
+def random_fragments(seed: int) -> Agent:
     """Return an agent that repeats its prompt in pieces: words, and example calls with other words in them."""
     chance = random.Random(seed)
 

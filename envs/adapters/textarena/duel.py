@@ -58,7 +58,7 @@ class TextArenaDuel(Env):
         self._opponent_named = opponent
         self._opponent: Opponent | None = None
         if not self.runs_own_loop:
-            self._opponent = make_opponent(opponent, 0)
+            make_opponent(opponent, 0)  # raises for a wrong argument
         self._seat_rule = seat
         self._max_turns = max_turns
         self.seat = 0
