@@ -121,7 +121,7 @@ class AgentEnv(SandboxEnv):
             pids=pids,
         )
         self._seed = 0
-        self._said = b""
+        self._output = b""
         self._answers: list[Message] = []
         self._info: dict[str, Any] = {}
 
@@ -149,11 +149,10 @@ class AgentEnv(SandboxEnv):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         self._seed = random.randrange(1 << 30) if seed is None else seed
-        self._said, self._answers, self._info = b"", [], {}
+        self._output, self._answers, self._info = b"", [], {}
         if self._task is None:
             return self._own_instruction, {}
-        observation, info = await self._task.reset(seed=self._seed)
-        return observation, info
+        return await self._task.reset(seed=self._seed)
 
     async def play(self, gateway: AgentGateway) -> None:
         """Run the program until it ends or reaches its time limit. Raises EnvError if it never called the model."""
@@ -170,13 +169,9 @@ class AgentEnv(SandboxEnv):
             except SandboxDied as error:
                 if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
                     raise
-                self._info = {
-                    "agent_ended": ENDED_OUT_OF_MEMORY,
-                    "agent_s": time.monotonic() - began,
-                    "agent_connections": forward.accepted,
-                }
+                self._info = {"agent_ended": ENDED_OUT_OF_MEMORY, "agent_s": time.monotonic() - began}
                 return
-            self._note_end(result, forward.accepted)
+            self._note_end(result)
         self._answers = gateway.answers()
         if forward.accepted == 0:
             raise EnvError(self._why_no_call(result))
@@ -208,8 +203,8 @@ class AgentEnv(SandboxEnv):
         reward, info = await self._check()
         info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
         if self._partial is not None:
-            said = {f"{FOLDER}/output": self._said, f"{FOLDER}/answers.json": json.dumps(self._answers).encode()}
-            partial, _ = await self._partial(self.sandbox, self._check_variables, said)
+            files = {f"{FOLDER}/output": self._output, f"{FOLDER}/answers.json": json.dumps(self._answers).encode()}
+            partial, _ = await self._partial(self.sandbox, self._check_variables, files)
             info |= {"check": reward, "partial": partial}
             reward = (1 - self._partial_weight) * reward + self._partial_weight * partial
         return reward, info
@@ -255,17 +250,9 @@ class AgentEnv(SandboxEnv):
         return "{instruction}" in (self._command if isinstance(self._command, str) else " ".join(self._command))
 
     def _filled_command(self, instruction: str, model: str) -> str | list[str]:
-        def fill(word: str) -> str:
-            word = word.replace("{folder}", FOLDER).replace("{model}", model)
-            return word.replace("{instruction}", instruction)
-
         if isinstance(self._command, str):  # never inserted into a shell line, which would allow injection
-            return (
-                self._command.replace("{folder}", FOLDER)
-                .replace("{model}", '"$OPENAI_MODEL"')
-                .replace("{instruction}", '"$AGENT_INSTRUCTION"')
-            )
-        return [fill(word) for word in self._command]
+            return _filled(self._command, '"$AGENT_INSTRUCTION"', '"$OPENAI_MODEL"')
+        return [_filled(word, instruction, model) for word in self._command]
 
     def _variables(self, gateway: AgentGateway) -> dict[str, str]:
         host = f"http://127.0.0.1:{GATEWAY_PORT}"
@@ -281,8 +268,8 @@ class AgentEnv(SandboxEnv):
             "SEED": str(self._seed),
         }
 
-    def _note_end(self, result: ExecResult, connections: int) -> None:
-        self._said = result.stdout
+    def _note_end(self, result: ExecResult) -> None:
+        self._output = result.stdout
         ended = "time_limit" if result.timed_out else "crashed" if result.exit_code else "finished"
         self._info = {
             "agent_ended": ended,
@@ -291,7 +278,6 @@ class AgentEnv(SandboxEnv):
             "agent_cpu_s": result.cpu_s,
             "agent_output_bytes": result.stdout_bytes,
             "agent_output_truncated": result.truncated,
-            "agent_connections": connections,
             "agent_output_tail": _tail(result.stdout),
         }
 
@@ -301,6 +287,10 @@ class AgentEnv(SandboxEnv):
             return f"the agent program cannot be started (exit status {result.exit_code}): {said}"
         how = f"ran {self._time_limit_s:g} s" if result.timed_out else f"ended with exit status {result.exit_code}"
         return f"the agent made no call of the model: it {how} and said: {said or 'nothing'}"
+
+
+def _filled(word: str, instruction: str, model: str) -> str:
+    return word.replace("{folder}", FOLDER).replace("{model}", model).replace("{instruction}", instruction)
 
 
 def _preset(agent: str | None, command: str | Sequence[str] | None) -> AgentPreset:

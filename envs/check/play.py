@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from roll_flash.envs.base import SandboxEnv
+from roll_flash.envs.hosting.environments import AsyncEnvironment
+from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.envs.registration import make_env
 from roll_flash.processes.background import DaemonThreads, call_in_thread
 from roll_flash.sandboxes import SandboxError, SandboxPool, SandboxSpec
@@ -61,8 +63,6 @@ class Player:
 
     async def open(self) -> tuple[Any, Any]:
         """Return an environment and its sandbox (None if it needs none). Exceptions of its constructor pass through."""
-        from roll_flash.envs.hosting.sandbox_lease import LazySandbox
-
         env = await call_in_thread(lambda: make_env(self._env_id, **self._kwargs))
         inner = env.unwrapped
         if not isinstance(inner, SandboxEnv):
@@ -73,8 +73,6 @@ class Player:
 
     async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> PlayedEpisode:
         """Play an episode and record its errors. Raises SandboxError if no sandbox can be started."""
-        from roll_flash.envs.hosting.environments import AsyncEnvironment
-
         env, lease = await self.open()
         played = PlayedEpisode(seed)
         wrapped = AsyncEnvironment(env, DaemonThreads())

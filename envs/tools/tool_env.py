@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
 from roll_flash.chat.model_text import cut_middle, last_answer
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
@@ -25,15 +24,15 @@ from roll_flash.envs.rewards.functions import Rubric
 from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
 from roll_flash.envs.tools.prompt import (
-    TOOL_FORMATS,
     ToolFormat,
     describe_tools,
+    known_format,
     show_results,
     tool_info,
     with_system_text,
 )
 from roll_flash.envs.tools.results import limit_prints, render_result
-from roll_flash.errors import EnvError
+from roll_flash.errors import ConfigError, EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes.errors import SandboxBusy, SandboxDied, SandboxError, SandboxFileError
 from roll_flash.types import Message
@@ -112,12 +111,11 @@ class ToolEnv(Env):
     last_calls: Sequence[CallOutcome] = ()
 
     def __init__(self, *, tool_format: ToolFormat | None = None, max_turns: int | None = None) -> None:
-        if tool_format is not None:
-            self.tool_format = tool_format
+        self.tool_format = known_format(tool_format or self.tool_format, type(self).__name__)
         if max_turns is not None:
             self.max_turns = max_turns
-        if self.tool_format not in TOOL_FORMATS or self.max_turns < 1:
-            raise EnvError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, and max_turns at least 1")
+        if self.max_turns < 1:
+            raise ConfigError(f"{type(self).__name__}: max_turns must be at least 1")
         _tools_of(type(self))
 
     async def begin(self, seed: int) -> Observation:
@@ -296,23 +294,13 @@ class _ToolFailed(Exception):
         self.timed_out = timed_out
 
 
-_rubrics: WeakKeyDictionary[type[Any], Rubric] = WeakKeyDictionary()
-_tools: WeakKeyDictionary[type[Any], Mapping[str, Tool]] = WeakKeyDictionary()
-
-
+@functools.cache
 def _rubric_of(env_type: type[Any]) -> Rubric:
-    if env_type not in _rubrics:
-        _rubrics[env_type] = Rubric.of(env_type)
-    return _rubrics[env_type]
+    return Rubric.of(env_type)
 
 
+@functools.cache
 def _tools_of(env_type: type[Any]) -> Mapping[str, Tool]:
-    if env_type not in _tools:
-        _tools[env_type] = _find_tools(env_type)
-    return _tools[env_type]
-
-
-def _find_tools(env_type: type[Any]) -> Mapping[str, Tool]:
     """Return methods in source order, those of base classes first, then the functions in `tools`."""
     names = dict.fromkeys(name for base in reversed(env_type.__mro__) for name in vars(base))
     methods = [method for name in names if options_of(method := getattr(env_type, name)) is not None]
