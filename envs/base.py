@@ -131,3 +131,8 @@ class SandboxEnv(Env):
 
     sandbox_spec: ClassVar[SandboxSpec | None] = None
     sandbox: Sandbox
+
+    async def agent_task(self) -> str:
+        """Write the task's files to the sandbox and return an instruction that names no tool of the environment, for an
+        agent with its own tools (`AgentEnv`). Optional; then `conclude` scores the final state."""
+        raise NotImplementedError(f"{type(self).__name__} gives agents no task: it has no `agent_task`")

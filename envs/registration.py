@@ -42,7 +42,7 @@ ADAPTERS = {
 AGENT_ENV = "roll_flash.envs.agents.agent_env:AgentEnv"
 AGENTS = {"MiniSweAgent-v0": "mini-swe-agent", "OpenAIAgent-v0": "openai", "SmolAgent-v0": "smolagents"}
 """`AgentEnv-v0` with one of its preset agents."""
-_SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
+_SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.TimeLimit)
 
 logger = logging.getLogger("roll_flash.envs")
 
@@ -127,17 +127,14 @@ def _is_registered(name: str) -> bool:
 
 def _make(name: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     env = gymnasium.make(name, disable_env_checker=True, **kwargs)
-    inner = env
-    while isinstance(env.unwrapped, Env) and isinstance(inner, gymnasium.Wrapper):
-        if isinstance(inner, gymnasium.wrappers.TimeLimit):
+    while isinstance(env.unwrapped, Env) and isinstance(env, _SYNC_WRAPPERS):
+        if isinstance(env, gymnasium.wrappers.TimeLimit):
             raise ConfigError(
                 f"{name}: max_episode_steps cannot count the steps of an asynchronous environment; leave it out and "
                 "give `max_turns` in the config, or end the episode in `step`"
             )
-        if not isinstance(inner, _SYNC_WRAPPERS):
-            return env
-        inner = inner.env
-    return inner if isinstance(env.unwrapped, Env) else env
+        env = env.env
+    return env
 
 
 def _near(name: str) -> str:

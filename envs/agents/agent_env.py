@@ -20,7 +20,6 @@ from typing import Any
 from roll_flash.envs.agents.presets import AGENTS_IMAGE, PRESETS, AgentPreset
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.agents.verifier import (
-    AgentTask,
     CommandVerifier,
     check_task_environment,
 )
@@ -104,7 +103,7 @@ class AgentEnv(SandboxEnv):
         self._env = {name: str(value) for name, value in {**preset.env, **(env or {})}.items()}
         self._instruction, self._files, self._set_up = instruction, dict(files or {}), set_up
         self._time_limit_s = time_limit_s
-        self._task: AgentTask | None = None
+        self._task: SandboxEnv | None = None
         if task_env is not None:
             self._task = check_task_environment(make_env(task_env, **(task_kwargs or {})), task_env)
         self._verifier = CommandVerifier(verifier, verifier_files or {}, verifier_timeout_s) if verifier else None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
 from roll_flash.chat.model_text import decimal_number
-from roll_flash.envs.base import Observation, SandboxEnv
+from roll_flash.envs.base import SandboxEnv
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
@@ -91,28 +91,12 @@ def _said_reward(output: str) -> float:
     return 1.0 if value is None else min(max(0.0, value), 1.0)
 
 
-class AgentTask(Protocol):
-    """A `SandboxEnv` whose task can be given to an agent with its own tools, and whose check scores the final state."""
-
-    sandbox: Sandbox
-
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]: ...
-
-    async def agent_task(self) -> str:
-        """Write the task's files to the sandbox; return an instruction that names no tool of the environment."""
-        ...
-
-    async def conclude(self) -> tuple[float, dict[str, Any]]: ...
-
-
-def check_task_environment(env: Any, env_id: str) -> AgentTask:
+def check_task_environment(env: Any, env_id: str) -> SandboxEnv:
     """Return the unwrapped environment. Raises ConfigError if its task cannot be given to an agent."""
     task = env.unwrapped
-    if not isinstance(task, SandboxEnv) or not hasattr(task, "agent_task"):
+    if not isinstance(task, SandboxEnv) or type(task).agent_task is SandboxEnv.agent_task:
         raise ConfigError(
             f"task_env {env_id!r} gives agents no task: it must be a SandboxEnv with "
             "`async def agent_task(self) -> str`, which sets the sandbox up and says what to do"
         )
-    return cast(AgentTask, task)
+    return task
