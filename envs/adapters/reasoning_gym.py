@@ -18,7 +18,12 @@ from roll_flash.chat.model_text import last_answer
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.base import TextSpace
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
-from roll_flash.envs.rewards.scoring_process import ScoringEndedError, join, leave, score_in_subprocess
+from roll_flash.envs.rewards.scoring_process import (
+    ScoringEndedError,
+    register_user,
+    score_in_subprocess,
+    unregister_user,
+)
 from roll_flash.errors import ConfigError, EnvError
 
 logger = logging.getLogger("roll_flash.envs")
@@ -56,7 +61,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
-        join(self)
+        register_user(self)
         self._dataset = self._open(int(self.np_random.integers(MAX_SEEDS)) if seed is None else seed)
         self._entry = self._dataset[0]
         return f"{self._entry['question']}\nReply with <answer>YOUR ANSWER</answer>.", {}
@@ -68,7 +73,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
         return "", score, True, False, info
 
     def close(self) -> None:
-        leave(self)
+        unregister_user(self)
 
     def oracle(self) -> str:
         """Return the right answer, for checks and demonstrations."""
@@ -86,12 +91,12 @@ class ReasoningGym(gymnasium.Env[str, str]):
         most = max(MAX_CHARACTERS, MAX_LENGTH_RATIO * len(str(right or "")))
         if len(answer) > most:
             return 0.0, f"the answer is longer than {most} characters"
-        score, trouble, fault = self._scored_apart(answer)
-        if fault and (right is None or self._scored_apart(str(right))[2]):
+        score, trouble, fault = self._score_in_subprocess(answer)
+        if fault and (right is None or self._score_in_subprocess(str(right))[2]):
             raise EnvError(f"the scorer of the data set {self._name}: {fault}")
         return score, trouble or fault
 
-    def _scored_apart(self, answer: str) -> tuple[float, str, str]:
+    def _score_in_subprocess(self, answer: str) -> tuple[float, str, str]:
         work = partial(_scored, self._dataset, self._scorer, self._entry, answer)
         try:
             score, trouble, fault = score_in_subprocess(work, modules=(__name__, "reasoning_gym"))

@@ -39,7 +39,7 @@ NICENESS = 10
 MAX_MESSAGE_BYTES = 1 << 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 """Environment variables passed on; others may hold the run's keys."""
-_BEGUN, _UNUSED = b"\n", b"-"
+_STARTED, _UNUSED = b"\n", b"-"
 LINGER_S = 3.0
 """Seconds that the server stays without users, because another episode usually follows."""
 _starting = threading.Lock()
@@ -51,12 +51,12 @@ class ScoringEndedError(Exception):
     """The scorer exceeded its time or memory limit."""
 
 
-def join(user: Any) -> None:
+def register_user(user: Any) -> None:
     """Register a user. The server process, once started, stays while it has users."""
     _users.add(user)
 
 
-def leave(user: Any) -> None:
+def unregister_user(user: Any) -> None:
     """Remove a user. May be called more than once."""
     with _starting:
         _users.discard(user)
@@ -71,9 +71,9 @@ def score_in_subprocess(work: Callable[[], Any], *, modules: Sequence[str] = (),
     if not (said := _answer(request, modules)):  # it may just have ended, for example because it had no users
         _start_anew()
         said = _answer(request, modules)
-    if not said.startswith(_BEGUN):
+    if not said.startswith(_STARTED):
         raise EnvError("a scorer's process ended before it began")
-    if said == _BEGUN:
+    if said == _STARTED:
         raise ScoringEndedError(f"it takes more than {seconds:g} s or {MEMORY_MB} MB")
     return json.loads(said)
 
@@ -165,13 +165,13 @@ def _serve(connection: socket.socket) -> None:
     _end_with_asker(connection)
     sys.path[:], seconds = cloudpickle.load(request)
     work = cloudpickle.load(request)
-    connection.sendall(_BEGUN)
+    connection.sendall(_STARTED)
     with open("/proc/self/statm") as usage:
         used = int(usage.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit = used + (MEMORY_MB << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    connection.sendall(_within(work, seconds))
+    connection.sendall(_run_limited(work, seconds))
 
 
 def _end_with_asker(connection: socket.socket) -> None:
@@ -180,7 +180,7 @@ def _end_with_asker(connection: socket.socket) -> None:
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _within(work: Callable[[], Any], seconds: float) -> bytes:
+def _run_limited(work: Callable[[], Any], seconds: float) -> bytes:
     """Return the result; empty if it takes too much memory. A timer ends work that takes too long."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:

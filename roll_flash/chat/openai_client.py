@@ -161,16 +161,16 @@ class OpenAIChatClient:
         failed = throttled = 0
         while True:
             await self._wait_for_turn(deadline_s)
-            trouble = await self._send(body)
-            if isinstance(trouble, bytes):
-                return _json(trouble, self.url)
-            text = trouble if isinstance(trouble, str) else f"HTTP {trouble.status}: {trouble.text}"
-            if isinstance(trouble, _Refusal) and not trouble.is_temporary:
-                message = f"{self.url}: {text}{_advice(trouble.status, self.model)}"
-                raise EndpointRefusedError(message, trouble.status, trouble.text)
-            if isinstance(trouble, _Refusal) and trouble.throttles:
+            outcome = await self._send(body)
+            if isinstance(outcome, bytes):
+                return _json(outcome, self.url)
+            text = outcome if isinstance(outcome, str) else f"HTTP {outcome.status}: {outcome.text}"
+            if isinstance(outcome, _Refusal) and not outcome.is_temporary:
+                message = f"{self.url}: {text}{_advice(outcome.status, self.model)}"
+                raise EndpointRefusedError(message, outcome.status, outcome.text)
+            if isinstance(outcome, _Refusal) and outcome.throttles:
                 throttled += 1
-                await self._back_off(trouble, throttled, text, deadline_s)
+                await self._back_off(outcome, throttled, text, deadline_s)
                 continue
             failed += 1
             if failed >= self._max_attempts:
@@ -179,25 +179,24 @@ class OpenAIChatClient:
 
     async def _back_off(self, refusal: _Refusal, throttled: int, text: str, deadline_s: float) -> None:
         """Make all requests wait for the endpoint's `Retry-After`; without it only this one, with growing back-off."""
-        now = time.monotonic()
         asked_s = refusal.retry_after_s or 0.0
         wait_s = max(self._backoff(throttled), asked_s)
-        if now + wait_s > deadline_s:
-            raise InferenceError(
-                f"{self.url}: throttled: {text}; it would have to wait {wait_s:.0f} s more, past its deadline "
-                "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
-            )
-        self._not_before_s = max(self._not_before_s, now + asked_s)
+        self._require_time(wait_s, deadline_s, text)
+        self._not_before_s = max(self._not_before_s, time.monotonic() + asked_s)
         await asyncio.sleep(wait_s)
 
     async def _wait_for_turn(self, deadline_s: float) -> None:
         while (wait_s := self._not_before_s - time.monotonic()) > 0:
-            if time.monotonic() + wait_s > deadline_s:
-                raise InferenceError(
-                    f"{self.url}: throttled: the endpoint asks to wait {wait_s:.0f} s, past the deadline "
-                    "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
-                )
+            self._require_time(wait_s, deadline_s, "the endpoint asked other requests to wait")
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.1))
+
+    def _require_time(self, wait_s: float, deadline_s: float, why: str) -> None:
+        """Raise InferenceError if a wait would end after the deadline of the request."""
+        if time.monotonic() + wait_s > deadline_s:
+            raise InferenceError(
+                f"{self.url}: throttled: {why}; it would have to wait {wait_s:.0f} s more, past its deadline "
+                "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
+            )
 
     async def _send(self, body: bytes) -> bytes | _Refusal | str:
         """Return the body of the answer, the refusal of the server, or the text of a connection error."""

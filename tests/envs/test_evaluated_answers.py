@@ -26,7 +26,13 @@ from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.adapters.reasoning_gym import ReasoningGym
 from roll_flash.envs.rewards import evaluated_answers, scoring_process
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
-from roll_flash.envs.rewards.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_in_subprocess
+from roll_flash.envs.rewards.scoring_process import (
+    LINGER_S,
+    ScoringEndedError,
+    register_user,
+    score_in_subprocess,
+    unregister_user,
+)
 from roll_flash.errors import EnvError
 
 ARITHMETIC = (
@@ -162,9 +168,9 @@ class SimpleUser:
 @pytest.fixture
 def user() -> Iterator[SimpleUser]:
     one = SimpleUser()
-    join(one)
+    register_user(one)
     yield one
-    leave(one)
+    unregister_user(one)
 
 
 SCORERS = {
@@ -202,11 +208,11 @@ def test_scorers_see_no_key_of_the_run_and_their_process_ends_for_want_of_users(
     assert score_in_subprocess(lambda: __import__("os").environ.get("RUN_KEY")) is None
     process = (scoring_process._server or pytest.fail("there is no process"))[0]
     other = SimpleUser()
-    join(other)
-    leave(user)
+    register_user(other)
+    unregister_user(user)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(LINGER_S + 0.5)
-    leave(other)
+    unregister_user(other)
     assert process.wait(20) == 0
     assert score_in_subprocess(lambda: [1, "a"]) == [1, "a"], "another one takes its place"
 

@@ -24,13 +24,13 @@ _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """One call. `source` is run, unless `trouble` is set, which is then shown to the model."""
+    """One call. `source` is run, unless `error_text` is set, which is then shown to the model."""
 
     name: str
     source: str
     written: str
     """The call as the model wrote it, to show in results."""
-    trouble: str = ""
+    error_text: str = ""
 
 
 class _NoCallError(Exception):

@@ -154,9 +154,9 @@ class BFCL(SandboxEnv):
         if isinstance(call, BadCall):
             use.errors += 1
             return f"Error: {call.message}", ""
-        if call.trouble:
+        if call.error_text:
             use.errors += 1
-            return call.trouble, FAILING_CALL
+            return call.error_text, FAILING_CALL
         backend = self._running_backend()
         started = time.monotonic()
         try:

@@ -82,11 +82,11 @@ class OpenEnv(Env):
         self._turns += 1
         step_ends_at = time.monotonic() + MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s
         self._ends_at = min(step_ends_at, self._began_s + MAX_TOOLS_SHARE_OF_STEP * self.episode_timeout_s)
-        news, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
+        new_messages, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
         self._earned += earned
         truncated = not done and self._turns >= self._max_turns
         info = (await self.conclude())[1] if done or truncated else {}
-        return news, earned, done, truncated, info
+        return new_messages, earned, done, truncated, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return no reward, because the steps have given all of it."""

@@ -97,10 +97,10 @@ class Verifiers(Env):
         if prompt is None:
             reward, info = await self.conclude()
             return "", reward, True, False, info
-        news = prompt[known:]
-        explain_bad_calls(news, calls)
+        new_messages = prompt[known:]
+        explain_bad_calls(new_messages, calls)
         self._prompt = prompt
-        return as_messages(news, self._tool_format), 0.0, False, False, {"tools": self._use_info()}
+        return as_messages(new_messages, self._tool_format), 0.0, False, False, {"tools": self._use_info()}
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the rubric's reward for the rollout in its current state."""
