@@ -109,11 +109,14 @@ class AsyncEnvironment:
             self.unwrapped.episode_timeout_s = episode_s
 
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
-        observation, info = await self._call(self._env.reset, seed=seed)
+        returned = await self._call(self._env.reset, seed=seed)
+        observation, info = _as_tuple(returned, "reset", "(observation, info)", 2)
         return _as_messages(observation), _as_info(info)
 
     async def step(self, action: str) -> Step:
-        observation, reward, terminated, truncated, info = await self._call(self._env.step, action)
+        returned = await self._call(self._env.step, action)
+        shape = "(observation, reward, terminated, truncated, info)"
+        observation, reward, terminated, truncated, info = _as_tuple(returned, "step", shape, 5)
         messages = _as_messages(observation)
         text = "\n".join(str(message.get("content", "")) for message in messages)
         return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), _as_info(info))
@@ -176,6 +179,13 @@ def _has_own_close(env: gymnasium.Env[Any, Any]) -> bool:
     return type(env).close is not gymnasium.Env.close
 
 
+def _as_tuple(returned: Any, method: str, shape: str, length: int) -> tuple[Any, ...]:
+    if isinstance(returned, tuple) and len(returned) == length:
+        return returned
+    found = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
+    raise EnvError(f"{method} returned {found}, not {shape}")
+
+
 def _as_messages(observation: Any) -> list[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": encodable(observation)}] if observation else []
@@ -188,7 +198,7 @@ def _as_messages(observation: Any) -> list[Message]:
         ]
     raise EnvError(
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
-        "render it as text in the environment or in a wrapper"
+        "render it as text in the environment or in a wrapper (GymText-v0 does it for discrete actions)"
     )
 
 

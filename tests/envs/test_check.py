@@ -150,7 +150,7 @@ def test_a_good_environment_passes_every_check() -> None:
         (RaisesOnOddText, "bears malformed text", "UnicodeEncodeError"),
         (PaysTooMuch, "no episode earns more than the full reward", "0 to 5, full is 1 -> set full_reward"),
         (ReturnsFour, "keeps gymnasium's contract", "step returned 4 values"),
-        (ReturnsNumbers, "keeps gymnasium's contract", "must be a dict with role and content"),
+        (ReturnsNumbers, "keeps gymnasium's contract", "a str or a list of messages with roles"),
         (LeavesAProcess, "leaves nothing behind", "process sleep"),
         (LeavesAThread, "leaves nothing behind", "thread left"),
         (LeavesAFile, "leaves nothing behind", "left.txt"),
