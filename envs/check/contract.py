@@ -57,7 +57,7 @@ def _gymnasiums_own_check(env: Any) -> str:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             check_env(env, skip_render_check=True, skip_close_check=True)
-    except (AssertionError, gymnasium.error.Error) as error:
+    except (AssertionError, AttributeError, gymnasium.error.Error) as error:
         hint = "; roll_flash.TextSpace() holds every text" if "space" in str(error) else ""
         return f"gymnasium's checker: {' '.join(str(error).split())[:200]}{hint}"
     return ""

@@ -41,8 +41,6 @@ class BFCL(SandboxEnv):
     turn; `call_timeout_s` limits one call.
     """
 
-    full_reward = 1.0
-
     def __init__(
         self,
         category: str = "multi_turn_base",
