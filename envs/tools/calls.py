@@ -27,7 +27,7 @@ from roll_flash.chat.model_text import (
     after_blanks,
     has_more_values,
     is_deeper,
-    parse_python,
+    parse_python_calls,
     unescaped,
     without_thinking,
 )
@@ -130,14 +130,12 @@ def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[Tool
 def _python_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
     """Parse a list of calls with literal arguments; text that only starts like one gives no calls."""
     try:
-        body = parse_python(text)
+        found = parse_python_calls(text)
     except ValueError as error:
         name = text[1 : text.index("(")].strip()
         return [BadCall(f"The calls are not a valid Python list{error}", name)] if name in tools else []
-    if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
-        return []
     try:
-        return [_python_call(call, tools) for call in body.elts[: MAX_CALLS + 1] if isinstance(call, ast.Call)]
+        return [_python_call(call, tools) for call in found[: MAX_CALLS + 1]]
     except RecursionError:
         return [BadCall("The calls are nested too deeply")]
 

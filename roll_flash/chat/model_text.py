@@ -109,15 +109,19 @@ def encodable(text: str) -> str:
     return text
 
 
-def parse_python(text: str) -> ast.expr:
-    """Parse one Python expression to a tree, without running it. Raises ValueError with one line."""
+def parse_python_calls(text: str) -> list[ast.Call]:
+    """Parse a Python list of calls to trees, without running it; empty for any other expression. Raises ValueError with
+    one line for text that is not Python."""
     if len(text) > MAX_PYTHON_CHARACTERS:
         raise ValueError(f": they are longer than {MAX_PYTHON_CHARACTERS} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about a model's text are useless
-            return ast.parse(text, mode="eval").body
+            body = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ValueError(f" at character {error.offset}" if error.offset else "") from None
     except (ValueError, RecursionError, MemoryError):
         raise ValueError("") from None
+    elements = body.elts if isinstance(body, ast.List) else []
+    calls = [element for element in elements if isinstance(element, ast.Call)]
+    return calls if len(calls) == len(elements) else []
