@@ -3,10 +3,9 @@
 Importing this package registers the shipped environments, so that `gymnasium.make("ShellMath-v0")` works.
 """
 
-from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
+from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult, TextSpace
 from roll_flash.envs.registration import make_env, register_env, register_shipped
 from roll_flash.envs.rewards.functions import Rubric, reward
-from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.envs.tools.functions import tool
 from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
 

@@ -10,11 +10,11 @@ There are three ways to write one. All are registered the same way and run by th
 from __future__ import annotations
 
 import math
+import string
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import gymnasium
 
-from roll_flash.envs.shipped.move_env import TextSpace
 from roll_flash.types import Message
 
 if TYPE_CHECKING:
@@ -25,6 +25,39 @@ Observation = str | list[Message]
 
 StepResult = tuple[Observation, float, bool, bool, dict[str, Any]]
 """`(observation, reward, terminated, truncated, info)`; `info["success"]` is True if the task was solved."""
+
+MAX_SAMPLE_CHARACTERS = 200
+
+
+class TextSpace(gymnasium.Space[Any]):
+    """Space of any `str`, of any length and script, and any list of chat messages.
+
+    `gymnasium.spaces.Text` accepts only a given set of characters, by default letters and digits.
+    """
+
+    def sample(self, mask: Any = None, probability: Any = None) -> str:
+        """Return up to MAX_SAMPLE_CHARACTERS printable characters."""
+        length = int(self.np_random.integers(MAX_SAMPLE_CHARACTERS + 1))
+        return "".join(self.np_random.choice(list(string.printable), size=length))
+
+    def contains(self, x: Any) -> bool:
+        if isinstance(x, str):
+            return True
+        return isinstance(x, list) and all(isinstance(message, dict) and "role" in message for message in x)
+
+    @property
+    def is_np_flattenable(self) -> bool:
+        return False
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TextSpace)
+
+    def __hash__(self) -> int:
+        return hash(TextSpace)
+
+    def __repr__(self) -> str:
+        return "TextSpace()"
+
 
 if TYPE_CHECKING:
 
@@ -98,3 +131,8 @@ class SandboxEnv(Env):
 
     sandbox_spec: ClassVar[SandboxSpec | None] = None
     sandbox: Sandbox
+
+    async def agent_task(self) -> str:
+        """Write the task's files to the sandbox and return an instruction that names no tool of the environment, for an
+        agent with its own tools (`AgentEnv`). Optional; then `conclude` scores the final state."""
+        raise NotImplementedError(f"{type(self).__name__} gives agents no task: it has no `agent_task`")

@@ -39,6 +39,7 @@ ADAPTERS = {
     "Verifiers-v0": "roll_flash.envs.adapters.verifiers.tasks:Verifiers",
 }
 """Adapters to third-party environments. If an optional package is missing, the error names it."""
+AGENT_ENV = "roll_flash.envs.agents.agent_env:AgentEnv"
 AGENTS = {"MiniSweAgent-v0": "mini-swe-agent", "OpenAIAgent-v0": "openai", "SmolAgent-v0": "smolagents"}
 """`AgentEnv-v0` with one of its preset agents."""
 RENAMED = {
@@ -49,7 +50,7 @@ RENAMED = {
     "calls_may_take_s": "calls_timeout_s",
 }
 """Old name of an environment's attribute: new name. Nothing reads an old one, so it would be ignored silently."""
-_SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.PassiveEnvChecker)
+_SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.TimeLimit)
 
 logger = logging.getLogger("roll_flash.envs")
 
@@ -66,13 +67,10 @@ def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, An
 
 def register_shipped() -> None:
     """Register all shipped environments."""
-    for id, entry_point in {**SHIPPED, **ADAPTERS}.items():
-        if id not in gymnasium.registry:
-            register_env(id, entry_point)
-    agent_env = "roll_flash.envs.agents.agent_env:AgentEnv"
-    for id, kwargs in {"AgentEnv-v0": {}, **{id: {"agent": agent} for id, agent in AGENTS.items()}}.items():
-        if id not in gymnasium.registry:
-            register_env(id, agent_env, kwargs=kwargs)
+    for id, entry_point in {**SHIPPED, **ADAPTERS, "AgentEnv-v0": AGENT_ENV}.items():
+        register_env(id, entry_point)
+    for id, agent in AGENTS.items():
+        register_env(id, AGENT_ENV, kwargs={"agent": agent})
 
 
 def make_env(env_id: str, **kwargs: Any) -> gymnasium.Env[Any, Any]:
@@ -150,17 +148,14 @@ def _is_registered(name: str) -> bool:
 
 def _make(name: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
     env = gymnasium.make(name, disable_env_checker=True, **kwargs)
-    inner = env
-    while isinstance(env.unwrapped, Env) and isinstance(inner, gymnasium.Wrapper):
-        if isinstance(inner, gymnasium.wrappers.TimeLimit):
+    while isinstance(env.unwrapped, Env) and isinstance(env, _SYNC_WRAPPERS):
+        if isinstance(env, gymnasium.wrappers.TimeLimit):
             raise ConfigError(
                 f"{name}: max_episode_steps cannot count the steps of an asynchronous environment; leave it out and "
                 "give `max_turns` in the config, or end the episode in `step`"
             )
-        if not isinstance(inner, _SYNC_WRAPPERS):
-            return env
-        inner = inner.env
-    return inner if isinstance(env.unwrapped, Env) else env
+        env = env.env
+    return env
 
 
 def _near(name: str) -> str:

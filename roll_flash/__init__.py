@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll_flash.chat.judge import Judge
     from roll_flash.config.tree import Config, load_config
-    from roll_flash.envs.base import Env, SandboxEnv
+    from roll_flash.envs.base import Env, SandboxEnv, TextSpace
     from roll_flash.envs.registration import make_env, register_env
     from roll_flash.envs.rewards.functions import Rubric, reward
-    from roll_flash.envs.shipped.move_env import TextSpace
     from roll_flash.envs.tools.functions import tool
     from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
     from roll_flash.errors import ConfigError, RollFlashError
@@ -41,7 +40,7 @@ _HOMES = {
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
     "SandboxToolEnv": "roll_flash.envs.tools.tool_env",
-    "TextSpace": "roll_flash.envs.shipped.move_env",
+    "TextSpace": "roll_flash.envs.base",
     "ToolEnv": "roll_flash.envs.tools.tool_env",
     "Judge": "roll_flash.chat.judge",
     "Rubric": "roll_flash.envs.rewards.functions",

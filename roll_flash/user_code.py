@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,6 +28,18 @@ def load_object(reference: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{place} has no {name!r}")
     return getattr(module, name)
+
+
+def load_function(reference: str, argument: str) -> Callable[..., Any]:
+    """Return the function that a reference names. Raises ConfigError that also names `argument`, which gave it."""
+    try:
+        found = load_object(reference)
+    except ConfigError as error:
+        raise ConfigError(f"{argument} {reference!r}: {error}") from None
+    if not callable(found):
+        raise ConfigError(f"{argument} {reference!r} is no function")
+    function: Callable[..., Any] = found
+    return function
 
 
 def load_module(place: str) -> ModuleType:

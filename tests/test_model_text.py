@@ -243,7 +243,7 @@ def test_of_a_text_full_of_calls_the_first_are_read_and_the_model_is_told() -> N
         "[TOOL_CALLS]sh{}",
     ):
         found = parse_tool_calls(unit * 300, TOOLS)
-        assert len(found) == model_text.MOST_CALLS + 1
+        assert len(found) == model_text.MAX_CALLS + 1
         assert found[0].name == "sh"
         assert isinstance(found[-1], BadCall)
         assert "first 256 calls" in found[-1].message
@@ -270,7 +270,7 @@ def test_thousands_of_wrong_values_in_a_call_do_not_hold_up_the_other_episodes(v
 )
 def test_calls_in_a_list_beyond_those_that_are_read_are_not_compared_with_many_tools(text: str) -> None:
     tools = {f"read_file_{number}": TOOLS["sh"] for number in range(30)}
-    assert len(parse_tool_calls(text, tools)) == model_text.MOST_CALLS + 1
+    assert len(parse_tool_calls(text, tools)) == model_text.MAX_CALLS + 1
     assert min(cpu_s_of(lambda said: parse_tool_calls(said, tools), text) for _ in range(2)) < 1.5
 
 

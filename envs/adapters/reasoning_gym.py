@@ -14,11 +14,16 @@ from typing import Any
 
 import gymnasium
 
-from roll_flash.chat.model_text import tagged, without_thinking
+from roll_flash.chat.model_text import last_answer
 from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.envs.base import TextSpace
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
-from roll_flash.envs.rewards.scoring_process import ScoringEndedError, join, leave, score_in_subprocess
-from roll_flash.envs.shipped.move_env import TextSpace
+from roll_flash.envs.rewards.scoring_process import (
+    ScoringEndedError,
+    register_user,
+    score_in_subprocess,
+    unregister_user,
+)
 from roll_flash.errors import ConfigError, EnvError
 
 logger = logging.getLogger("roll_flash.envs")
@@ -28,9 +33,9 @@ WRONG_SCORERS = {
     "game_of_life_halting": "any answer earns 1 for every question",
 }
 """Data sets of reasoning-gym 0.1.25 with a wrong scorer; docs/adapters.md has the reasons."""
-MOST_SEEDS = 1 << 31
-MOST_TROUBLE_CHARACTERS = 1000
-LONGEST_CHARACTERS, MAX_LENGTH_RATIO = 2000, 20
+MAX_SEEDS = 1 << 31
+MAX_ERROR_CHARACTERS = 1000
+MAX_CHARACTERS, MAX_LENGTH_RATIO = 2000, 20
 """Limit on an answer's characters, and relative to the right one: quadratic scorers would exceed any step timeout."""
 
 
@@ -56,21 +61,19 @@ class ReasoningGym(gymnasium.Env[str, str]):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
-        join(self)
-        self._dataset = self._open(int(self.np_random.integers(MOST_SEEDS)) if seed is None else seed)
+        register_user(self)
+        self._dataset = self._open(int(self.np_random.integers(MAX_SEEDS)) if seed is None else seed)
         self._entry = self._dataset[0]
         return f"{self._entry['question']}\nReply with <answer>YOUR ANSWER</answer>.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        text = without_thinking(action)
-        found = tagged(text, "answer")
-        answer = (found[-1] if found else text).strip()
+        answer = last_answer(action)
         score, trouble = self._score(answer) if answer else (0.0, "")
         info = {"success": score >= 1.0, "answer": answer[:1000], **({"score_error": trouble} if trouble else {})}
         return "", score, True, False, info
 
     def close(self) -> None:
-        leave(self)
+        unregister_user(self)
 
     def oracle(self) -> str:
         """Return the right answer, for checks and demonstrations."""
@@ -85,15 +88,15 @@ class ReasoningGym(gymnasium.Env[str, str]):
         Raises EnvError for errors that no answer can cause: a missing package or file of the scorer.
         """
         right = self._entry["answer"]
-        most = max(LONGEST_CHARACTERS, MAX_LENGTH_RATIO * len(str(right or "")))
+        most = max(MAX_CHARACTERS, MAX_LENGTH_RATIO * len(str(right or "")))
         if len(answer) > most:
             return 0.0, f"the answer is longer than {most} characters"
-        score, trouble, fault = self._scored_apart(answer)
-        if fault and (right is None or self._scored_apart(str(right))[2]):
+        score, trouble, fault = self._score_in_subprocess(answer)
+        if fault and (right is None or self._score_in_subprocess(str(right))[2]):
             raise EnvError(f"the scorer of the data set {self._name}: {fault}")
         return score, trouble or fault
 
-    def _scored_apart(self, answer: str) -> tuple[float, str, str]:
+    def _score_in_subprocess(self, answer: str) -> tuple[float, str, str]:
         work = partial(_scored, self._dataset, self._scorer, self._entry, answer)
         try:
             score, trouble, fault = score_in_subprocess(work, modules=(__name__, "reasoning_gym"))
@@ -114,7 +117,7 @@ class ReasoningGym(gymnasium.Env[str, str]):
             if self._name == "composite":
                 spec = importlib.import_module("reasoning_gym.composite").DatasetSpec
                 config = {**config, "datasets": [spec(**{"config": {}, **one}) for one in config.get("datasets", ())]}
-            return package.create_dataset(self._name, **{"seed": seed % MOST_SEEDS, "size": 1, **config})
+            return package.create_dataset(self._name, **{"seed": seed % MAX_SEEDS, "size": 1, **config})
         except (ValueError, AssertionError, TypeError) as error:
             raise ConfigError(f"ReasoningGym-v0: dataset {self._name!r} with {self._config}: {error}") from None
 
@@ -139,6 +142,6 @@ def _scored(dataset: Any, scorer: Any, entry: dict[str, Any], answer: str) -> tu
     except UnsafeAnswerError as error:
         return 0.0, f"the answer is not scored: {error}", ""
     except (ImportError, OSError) as error:
-        return 0.0, "", f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS]
+        return 0.0, "", f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS]
     except Exception as error:  # third-party code may raise anything
-        return 0.0, f"{type(error).__name__}: {error}"[:MOST_TROUBLE_CHARACTERS], ""
+        return 0.0, f"{type(error).__name__}: {error}"[:MAX_ERROR_CHARACTERS], ""

@@ -20,17 +20,17 @@ from typing import Any
 from roll_flash.envs.agents.presets import AGENTS_IMAGE, PRESETS, AgentPreset
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.agents.verifier import (
-    AgentTask,
     CommandVerifier,
-    FunctionVerifier,
     check_task_environment,
 )
 from roll_flash.envs.base import Observation, SandboxEnv
 from roll_flash.envs.registration import make_env
 from roll_flash.envs.tools.tool_env import OUT_OF_MEMORY
 from roll_flash.errors import ConfigError, EnvError
+from roll_flash.processes.background import call_sync_or_async
 from roll_flash.sandboxes import ExecResult, SandboxBusy, SandboxDied, SandboxSpec
 from roll_flash.types import Message
+from roll_flash.user_code import load_function
 
 GATEWAY_PORT = 8011
 """Port of the model in the sandbox, on 127.0.0.1."""
@@ -103,11 +103,11 @@ class AgentEnv(SandboxEnv):
         self._env = {name: str(value) for name, value in {**preset.env, **(env or {})}.items()}
         self._instruction, self._files, self._set_up = instruction, dict(files or {}), set_up
         self._time_limit_s = time_limit_s
-        self._task: AgentTask | None = None
+        self._task: SandboxEnv | None = None
         if task_env is not None:
             self._task = check_task_environment(make_env(task_env, **(task_kwargs or {})), task_env)
         self._verifier = CommandVerifier(verifier, verifier_files or {}, verifier_timeout_s) if verifier else None
-        self._function = FunctionVerifier(verifier_function) if verifier_function else None
+        self._function = load_function(verifier_function, "verifier_function") if verifier_function else None
         self._partial = CommandVerifier(partial_credit, {}, verifier_timeout_s) if partial_credit else None
         self._partial_weight = partial_weight
         self._check_arguments()
@@ -120,7 +120,7 @@ class AgentEnv(SandboxEnv):
             pids=pids,
         )
         self._seed = 0
-        self._said = b""
+        self._output = b""
         self._answers: list[Message] = []
         self._info: dict[str, Any] = {}
 
@@ -143,18 +143,15 @@ class AgentEnv(SandboxEnv):
             raise ConfigError("AgentEnv: `files` and `set_up` go with `instruction`; a `task_env` sets itself up")
         if not 0.0 <= self._partial_weight <= 1.0 or self._time_limit_s <= 0:
             raise ConfigError("AgentEnv: partial_weight lies between 0 and 1, time_limit_s is positive")
-        if self._function is not None:
-            self._function.load()
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
         self._seed = random.randrange(1 << 30) if seed is None else seed
-        self._said, self._answers, self._info = b"", [], {}
+        self._output, self._answers, self._info = b"", [], {}
         if self._task is None:
             return self._own_instruction, {}
-        observation, info = await self._task.reset(seed=self._seed)
-        return observation, info
+        return await self._task.reset(seed=self._seed)
 
     async def play(self, gateway: AgentGateway) -> None:
         """Run the program until it ends or reaches its time limit. Raises EnvError if it never called the model."""
@@ -171,13 +168,9 @@ class AgentEnv(SandboxEnv):
             except SandboxDied as error:
                 if error.reason != OUT_OF_MEMORY or forward.accepted == 0:
                     raise
-                self._info = {
-                    "agent_ended": ENDED_OUT_OF_MEMORY,
-                    "agent_s": time.monotonic() - began,
-                    "agent_connections": forward.accepted,
-                }
+                self._info = {"agent_ended": ENDED_OUT_OF_MEMORY, "agent_s": time.monotonic() - began}
                 return
-            self._note_end(result, forward.accepted)
+            self._note_end(result)
         self._answers = gateway.answers()
         if forward.accepted == 0:
             raise EnvError(self._why_no_call(result))
@@ -209,8 +202,8 @@ class AgentEnv(SandboxEnv):
         reward, info = await self._check()
         info = {**info, **self._info, "success": info.get("success", reward >= 1.0 - 1e-9)}
         if self._partial is not None:
-            said = {f"{FOLDER}/output": self._said, f"{FOLDER}/answers.json": json.dumps(self._answers).encode()}
-            partial, _ = await self._partial(self.sandbox, self._check_variables, said)
+            files = {f"{FOLDER}/output": self._output, f"{FOLDER}/answers.json": json.dumps(self._answers).encode()}
+            partial, _ = await self._partial(self.sandbox, self._check_variables, files)
             info |= {"check": reward, "partial": partial}
             reward = (1 - self._partial_weight) * reward + self._partial_weight * partial
         return reward, info
@@ -247,7 +240,7 @@ class AgentEnv(SandboxEnv):
         if self._task is not None:
             return await self._task.conclude()
         if self._function is not None:
-            return await self._function(self.sandbox, self._seed), {}
+            return float(await call_sync_or_async(self._function, self.sandbox, self._seed)), {}
         assert self._verifier is not None, "checked by the constructor"
         return await self._verifier(self.sandbox, self._check_variables)
 
@@ -256,17 +249,9 @@ class AgentEnv(SandboxEnv):
         return "{instruction}" in (self._command if isinstance(self._command, str) else " ".join(self._command))
 
     def _filled_command(self, instruction: str, model: str) -> str | list[str]:
-        def fill(word: str) -> str:
-            word = word.replace("{folder}", FOLDER).replace("{model}", model)
-            return word.replace("{instruction}", instruction)
-
         if isinstance(self._command, str):  # never inserted into a shell line, which would allow injection
-            return (
-                self._command.replace("{folder}", FOLDER)
-                .replace("{model}", '"$OPENAI_MODEL"')
-                .replace("{instruction}", '"$AGENT_INSTRUCTION"')
-            )
-        return [fill(word) for word in self._command]
+            return _filled(self._command, '"$AGENT_INSTRUCTION"', '"$OPENAI_MODEL"')
+        return [_filled(word, instruction, model) for word in self._command]
 
     def _variables(self, gateway: AgentGateway) -> dict[str, str]:
         host = f"http://127.0.0.1:{GATEWAY_PORT}"
@@ -282,8 +267,8 @@ class AgentEnv(SandboxEnv):
             "SEED": str(self._seed),
         }
 
-    def _note_end(self, result: ExecResult, connections: int) -> None:
-        self._said = result.stdout
+    def _note_end(self, result: ExecResult) -> None:
+        self._output = result.stdout
         ended = "time_limit" if result.timed_out else "crashed" if result.exit_code else "finished"
         self._info = {
             "agent_ended": ended,
@@ -292,7 +277,6 @@ class AgentEnv(SandboxEnv):
             "agent_cpu_s": result.cpu_s,
             "agent_output_bytes": result.stdout_bytes,
             "agent_output_truncated": result.truncated,
-            "agent_connections": connections,
             "agent_output_tail": _tail(result.stdout),
         }
 
@@ -302,6 +286,10 @@ class AgentEnv(SandboxEnv):
             return f"the agent program cannot be started (exit status {result.exit_code}): {said}"
         how = f"ran {self._time_limit_s:g} s" if result.timed_out else f"ended with exit status {result.exit_code}"
         return f"the agent made no call of the model: it {how} and said: {said or 'nothing'}"
+
+
+def _filled(word: str, instruction: str, model: str) -> str:
+    return word.replace("{folder}", FOLDER).replace("{model}", model).replace("{instruction}", instruction)
 
 
 def _preset(agent: str | None, command: str | Sequence[str] | None) -> AgentPreset:

@@ -2,15 +2,15 @@
 
 An environment with `runs_own_loop = True` takes no steps from a worker. The worker makes it, calls `reset(seed=...)`
 (which sets up the task; only its info is kept), opens a session, and awaits `play(access)`, in which the agent calls
-the model over HTTP any number of times. Then `score()` returns the reward, and `close()` ends the episode. By then the
-gateway has seen every call and recorded its tokens.
+the model over HTTP any number of times. Then `score()` returns the reward and info, with `success` if known, and
+`close()` ends the episode. An exception in any of them fails the episode. The gateway has recorded the tokens of every
+call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
 
 from roll_flash.types import Message
 
@@ -35,24 +35,5 @@ class AgentGateway:
 
     @property
     def base_url(self) -> str:
-        """Address for OpenAI clients; Anthropic clients take it without `/v1` (`host_url`)."""
-        return f"{self.host_url}/v1"
-
-    @property
-    def host_url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-
-@runtime_checkable
-class RunsOwnLoop(Protocol):
-    """An (unwrapped) environment whose agent brings its own loop."""
-
-    runs_own_loop: bool
-
-    async def play(self, gateway: AgentGateway) -> None:
-        """Run the agent until it ends. An exception fails the episode, which is then not scored."""
-        ...
-
-    async def score(self) -> tuple[float, dict[str, Any] | Mapping[str, Any]]:
-        """Return the reward, a finite number, and info with `success` if known. Called once, after `play`."""
-        ...
+        """Address for OpenAI clients; Anthropic clients take it without `/v1`."""
+        return f"http://127.0.0.1:{self.port}/v1"

@@ -1,17 +1,15 @@
-"""Checks of an agent's work: a task environment's own check, a command in the sandbox, or a Python function."""
+"""Checks of an agent's work: a task environment's own check, or a command in the sandbox."""
 
 from __future__ import annotations
 
-import importlib
-import inspect
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any
 
-from roll_flash.envs.base import Observation, SandboxEnv
-from roll_flash.errors import ConfigError, EnvError
+from roll_flash.chat.model_text import decimal_number
+from roll_flash.envs.base import SandboxEnv
+from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import Sandbox
 from roll_flash.sandboxes.errors import SandboxFileError
 
@@ -30,7 +28,6 @@ _CLEAN_PATH = (
     '*) [ -w "$d" ] || p=$p${p:+:}$d;; esac; done; unset IFS; PATH=${p:-/usr/local/bin:/usr/bin:/bin}; unset p d\n'
 )
 """Shell code that removes folders an agent could write from the image's PATH."""
-_NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 _NOT_FINITE = re.compile(r"[+-]?(?:nan|inf|infinity)", re.IGNORECASE)
 WRITABLE = ("/sandbox/", "/tmp/", "/dev/shm/")
 
@@ -90,54 +87,16 @@ def _said_reward(output: str) -> float:
     word = output.rstrip().rpartition("\n")[2].strip(" \t\r")
     if _NOT_FINITE.fullmatch(word):
         return 0.0
-    value = max(0.0, float(word)) if _NUMBER.fullmatch(word) else 1.0
-    return min(value, 1.0)
+    value = decimal_number(word)
+    return 1.0 if value is None else min(max(0.0, value), 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class FunctionVerifier:
-    """`package.module:function`, called with the sandbox and the seed; may be a coroutine. Returns a number."""
-
-    name: str
-
-    def load(self) -> Any:
-        """Import the function. Raises ConfigError."""
-        module, _, function = self.name.partition(":")
-        try:
-            return getattr(importlib.import_module(module), function)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(f"verifier_function {self.name!r} cannot be loaded: {error}") from None
-
-    async def __call__(self, sandbox: Sandbox, seed: int) -> float:
-        given = self.load()(sandbox, seed)
-        value = float(await given if inspect.isawaitable(given) else given)
-        if not math.isfinite(value):
-            raise EnvError(f"verifier_function {self.name}: {value} is no reward")
-        return value
-
-
-class AgentTask(Protocol):
-    """A `SandboxEnv` whose task can be given to an agent with its own tools, and whose check scores the final state."""
-
-    sandbox: Sandbox
-
-    async def reset(
-        self, *, seed: int | None = None, options: dict[str, Any] | None = None
-    ) -> tuple[Observation, dict[str, Any]]: ...
-
-    async def agent_task(self) -> str:
-        """Write the task's files to the sandbox; return an instruction that names no tool of the environment."""
-        ...
-
-    async def conclude(self) -> tuple[float, dict[str, Any]]: ...
-
-
-def check_task_environment(env: Any, env_id: str) -> AgentTask:
+def check_task_environment(env: Any, env_id: str) -> SandboxEnv:
     """Return the unwrapped environment. Raises ConfigError if its task cannot be given to an agent."""
     task = env.unwrapped
-    if not isinstance(task, SandboxEnv) or not hasattr(task, "agent_task"):
+    if not isinstance(task, SandboxEnv) or type(task).agent_task is SandboxEnv.agent_task:
         raise ConfigError(
             f"task_env {env_id!r} gives agents no task: it must be a SandboxEnv with "
             "`async def agent_task(self) -> str`, which sets the sandbox up and says what to do"
         )
-    return cast(AgentTask, task)
+    return task

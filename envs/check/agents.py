@@ -7,7 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from roll_flash.envs.check.play import Agent, call
+from roll_flash.envs.check.play import Agent
+from roll_flash.processes.background import call_sync_or_async
 from roll_flash.types import Message
 
 _FRAGMENT = re.compile(r"<([A-Za-z_]\w*)>[^<>]{0,200}</\1>")
@@ -30,7 +31,7 @@ MALFORMED = (
 )
 
 
-def silent(text: str) -> Agent:
+def constant_text(text: str) -> Agent:
     """Return an agent that always gives the same useless text."""
 
     async def act(env: Any, messages: Sequence[Message], turn: int) -> str:
@@ -48,10 +49,10 @@ async def talkative(env: Any, messages: Sequence[Message], turn: int) -> str:
 
 
 async def oracle(env: Any, messages: Sequence[Message], turn: int) -> str:
-    return str(await call(env.oracle))
+    return str(await call_sync_or_async(env.oracle))
 
 
-def rambling(seed: int) -> Agent:
+def random_fragments(seed: int) -> Agent:
     """Return an agent that repeats its prompt in pieces: words, and example calls with other words in them."""
     chance = random.Random(seed)
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from roll_flash.envs.check import agents
 from roll_flash.envs.check.contract import contract_broken
 from roll_flash.envs.check.leftovers import Snapshot, own_temporary_folder, wait_until_nothing_new
@@ -80,17 +82,17 @@ def check_environment(
 class _Episodes:
     """All played episodes, by agent."""
 
-    silent: list[PlayedEpisode] = field(default_factory=list)
-    rambling: list[PlayedEpisode] = field(default_factory=list)
+    idle: list[PlayedEpisode] = field(default_factory=list)
+    random: list[PlayedEpisode] = field(default_factory=list)
     again: list[PlayedEpisode] = field(default_factory=list)
-    """The rambling agent again, with the same text on the same seeds."""
+    """The random agent again, on the same seeds."""
     talkative: list[PlayedEpisode] = field(default_factory=list)
     malformed: list[PlayedEpisode] = field(default_factory=list)
     oracle: list[PlayedEpisode] | None = None
 
     @property
     def all(self) -> list[PlayedEpisode]:
-        return [*self.silent, *self.rambling, *self.again, *self.talkative, *self.malformed, *(self.oracle or ())]
+        return [*self.idle, *self.random, *self.again, *self.talkative, *self.malformed, *(self.oracle or ())]
 
 
 async def _check(
@@ -100,35 +102,35 @@ async def _check(
     with own_temporary_folder() as temporary:
         at_first = Snapshot.take(temporary)
         async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
-            env, _ = await _made(player, env_id)
+            env, _ = await _open(player, env_id)
             has_oracle = callable(getattr(env.unwrapped, "oracle", None))
-            await player.play(agents.silent(""), seeds[0])
+            await player.play(agents.constant_text(""), seeds[0])
         # Threads and processes that a library starts at its first use do not count as leftovers; files do.
         before = replace(Snapshot.take(temporary), files=at_first.files)
         async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
             broken = await contract_broken(player, seeds[0], timeout_s)
-            games = None if broken else await _play_all(player, seeds, has_oracle)
-        left = await asyncio.to_thread(_left, before, temporary, run)
+            episodes = None if broken else await _play_all(player, seeds, has_oracle)
+        left = await asyncio.to_thread(_leftovers, before, temporary, run)
     ask: tuple[Callable[[_Episodes], EnvCheck], ...] = (
         _reproduces,
         _differs,
         _nothing_earns_nothing,
-        _survives("a random agent", lambda games: games.rambling),
-        _survives("a talkative agent", lambda games: games.talkative),
-        _survives("malformed text", lambda games: games.malformed),
+        _survives("a random agent", lambda episodes: episodes.random),
+        _survives("a talkative agent", lambda episodes: episodes.talkative),
+        _survives("malformed text", lambda episodes: episodes.malformed),
         _oracle_earns_all,
         _rewards_in_range,
         _is_quick(timeout_s),
     )
     contract = _answer("keeps gymnasium's contract", not broken, broken or "reset, step and close", _CONTRACT_ADVICE)
-    answers = () if games is None else (check(games) for check in ask)  # otherwise the other checks are noise
+    answers = () if episodes is None else (check(episodes) for check in ask)  # otherwise the other checks are noise
     return EnvReport(env_id, (contract, *answers, _leaves_nothing(left)))
 
 
 _CONTRACT_ADVICE = "see https://gymnasium.farama.org/api/env and docs/environments.md"
 
 
-async def _made(player: Player, env_id: str) -> tuple[Any, Any]:
+async def _open(player: Player, env_id: str) -> tuple[Any, Any]:
     try:
         return await player.open()
     except ConfigError:
@@ -142,17 +144,20 @@ async def _play_all(player: Player, seeds: Sequence[int], has_oracle: bool) -> _
         return [await player.play(agent(seed), seed, with_full_reward=full) for seed in chosen]
 
     return _Episodes(
-        silent=[*await play(lambda _: agents.silent(""), seeds[:2], True), *await play(lambda _: _IDLE, seeds[:2])],
-        rambling=await play(agents.rambling, seeds),
-        again=await play(agents.rambling, seeds),
+        idle=[
+            *await play(lambda _: agents.constant_text(""), seeds[:2], True),
+            *await play(lambda _: _IDLE, seeds[:2]),
+        ],
+        random=await play(agents.random_fragments, seeds),
+        again=await play(agents.random_fragments, seeds),
         talkative=await play(lambda _: agents.talkative, seeds[:1]),
         malformed=await play(lambda _: agents.malformed, seeds[:1])
-        + [await player.play(agents.silent(text), seeds[0]) for text in agents.MALFORMED],
+        + [await player.play(agents.constant_text(text), seeds[0]) for text in agents.MALFORMED],
         oracle=await play(lambda _: agents.oracle, seeds, True) if has_oracle else None,
     )
 
 
-_IDLE = agents.silent("<answer>done</answer>")
+_IDLE = agents.constant_text("<answer>done</answer>")
 """Claims that the task is done."""
 
 
@@ -160,32 +165,32 @@ def _answer(name: str, holds: bool, detail: str, advice: str) -> EnvCheck:
     return EnvCheck(name, "pass" if holds else "fail", detail, "" if holds else advice)
 
 
-def _reproduces(games: _Episodes) -> EnvCheck:
+def _reproduces(episodes: _Episodes) -> EnvCheck:
     different = [
         first.seed
-        for first, second in zip(games.rambling, games.again, strict=True)
+        for first, second in zip(episodes.random, episodes.again, strict=True)
         if (first.prompt, first.steps) != (second.prompt, second.steps)
     ]
     return _answer(
         "same seed and actions, same episode",
         not different,
-        f"seed {different[0]} differs" if different else f"{len(games.rambling)} seeds",
+        f"seed {different[0]} differs" if different else f"{len(episodes.random)} seeds",
         "draw everything from random.Random(seed) in reset; show no times, paths or addresses",
     )
 
 
-def _differs(games: _Episodes) -> EnvCheck:
-    tasks = len({repr(played.prompt) for played in games.rambling})
-    detail = f"{tasks} different tasks from {len(games.rambling)} seeds"
+def _differs(episodes: _Episodes) -> EnvCheck:
+    tasks = len({repr(played.prompt) for played in episodes.random})
+    detail = f"{tasks} different tasks from {len(episodes.random)} seeds"
     if tasks > 1:
         return EnvCheck("different seeds, different tasks", "pass", detail)
     return EnvCheck("different seeds, different tasks", "skip", detail, "fine if there is only one task; else use seed")
 
 
-def _nothing_earns_nothing(games: _Episodes) -> EnvCheck:
-    paid = [played for played in games.silent if played.reward > TOLERANCE or played.success]
-    best = max((played.reward for played in games.silent), default=0.0)
-    errors = [played.error for played in games.silent if played.error]
+def _nothing_earns_nothing(episodes: _Episodes) -> EnvCheck:
+    paid = [played for played in episodes.idle if played.reward > TOLERANCE or played.success]
+    best = max((played.reward for played in episodes.idle), default=0.0)
+    errors = [played.error for played in episodes.idle if played.error]
     return _answer(
         "doing nothing earns nothing",
         not paid and not errors,
@@ -197,8 +202,8 @@ def _nothing_earns_nothing(games: _Episodes) -> EnvCheck:
 
 
 def _survives(who: str, chosen: Callable[[_Episodes], list[PlayedEpisode]]) -> Callable[[_Episodes], EnvCheck]:
-    def check(games: _Episodes) -> EnvCheck:
-        played = chosen(games)
+    def check(episodes: _Episodes) -> EnvCheck:
+        played = chosen(episodes)
         errors = [one.error for one in played if one.error]
         turns = sum(len(one.steps) for one in played)
         best = max((one.reward for one in played), default=0.0)
@@ -212,11 +217,11 @@ def _survives(who: str, chosen: Callable[[_Episodes], list[PlayedEpisode]]) -> C
     return check
 
 
-def _oracle_earns_all(games: _Episodes) -> EnvCheck:
+def _oracle_earns_all(episodes: _Episodes) -> EnvCheck:
     name = "the oracle earns the full reward"
-    if games.oracle is None:
+    if episodes.oracle is None:
         return EnvCheck(name, "skip", "it has no oracle", "define oracle(), which returns the right action now")
-    for played in games.oracle:
+    for played in episodes.oracle:
         told = "an end" if played.ended else f"no end after {len(played.steps)} turns"
         full = played.full_reward if played.full_reward is not None else 1.0
         short = played.reward < full - TOLERANCE
@@ -226,13 +231,13 @@ def _oracle_earns_all(games: _Episodes) -> EnvCheck:
                 "either the task cannot be solved as it is, or the oracle or the reward is wrong; success must be True"
             )
             return EnvCheck(name, "fail", detail, advice)
-    turns = sum(len(played.steps) for played in games.oracle) / len(games.oracle)
-    return EnvCheck(name, "pass", f"{len(games.oracle)} seeds, {turns:.1f} turns each")
+    turns = sum(len(played.steps) for played in episodes.oracle) / len(episodes.oracle)
+    return EnvCheck(name, "pass", f"{len(episodes.oracle)} seeds, {turns:.1f} turns each")
 
 
-def _rewards_in_range(games: _Episodes) -> EnvCheck:
-    earned = [played.reward for played in games.all]
-    full = max((played.full_reward for played in games.all if played.full_reward is not None), default=math.inf)
+def _rewards_in_range(episodes: _Episodes) -> EnvCheck:
+    earned = [played.reward for played in episodes.all]
+    full = max((played.full_reward for played in episodes.all if played.full_reward is not None), default=math.inf)
     too_much = [reward for reward in earned if reward > full + TOLERANCE]
     return _answer(
         "no episode earns more than the full reward",
@@ -243,24 +248,18 @@ def _rewards_in_range(games: _Episodes) -> EnvCheck:
 
 
 def _is_quick(timeout_s: float) -> Callable[[_Episodes], EnvCheck]:
-    def check(games: _Episodes) -> EnvCheck:
-        steps = sorted(1000 * took_s for played in games.all for took_s in played.step_s) or [0.0]
-        resets = sorted(1000 * played.reset_s for played in games.all)
-        detail = (
-            f"step p50 {_percentile(steps, 0.5):.1f} ms, p95 {_percentile(steps, 0.95):.1f} ms; "
-            f"reset p50 {_percentile(resets, 0.5):.1f} ms"
-        )
-        holds = _percentile(steps, 0.95) < 1000 * timeout_s / 2
+    def check(episodes: _Episodes) -> EnvCheck:
+        steps = [1000 * took_s for played in episodes.all for took_s in played.step_s] or [0.0]
+        resets = [1000 * played.reset_s for played in episodes.all]
+        p50_ms, p95_ms = np.percentile(steps, (50, 95))
+        detail = f"step p50 {p50_ms:.1f} ms, p95 {p95_ms:.1f} ms; reset p50 {np.median(resets):.1f} ms"
+        holds = bool(p95_ms < 1000 * timeout_s / 2)
         return _answer("steps in time", holds, detail, "near the deadline of a step: do less in it, or raise it")
 
     return check
 
 
-def _percentile(ordered: Sequence[float], share: float) -> float:
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-def _left(before: Snapshot, temporary: Path, run: str) -> list[str]:
+def _leftovers(before: Snapshot, temporary: Path, run: str) -> list[str]:
     sandboxes = [f"sandbox {entry.name}" for entry in list_sandboxes() if entry.run == run]
     return [*sandboxes, *wait_until_nothing_new(before, temporary)]
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll_flash.processes.supervise import descendants
 from roll_flash.sandboxes.scratch import scratch_folder
 
 SETTLE_S = 5.0
@@ -28,7 +28,7 @@ class Snapshot:
         """Record the children and threads of this process, and the files in its working and temporary folders."""
         here = {str(path) for path in Path.cwd().iterdir() if path.name != "__pycache__"}
         return cls(
-            processes=frozenset(_descendants()),
+            processes=frozenset(_processes()),
             threads=frozenset(
                 f"{thread.name} ({thread.ident})"
                 for thread in threading.enumerate()
@@ -63,23 +63,8 @@ def own_temporary_folder() -> Iterator[Path]:
             tempfile.tempdir = previous
 
 
-def _descendants() -> Iterator[str]:
-    """Yield `name (pid)` of all descendants of this process; none if there is no /proc."""
-    parents: dict[str, str] = {}
-    names: dict[str, str] = {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            name, _, rest = (folder / "stat").read_text().partition("(")[2].rpartition(")")
-        except OSError:  # the process has just ended
-            continue
-        state, parent = rest.split()[:2]
-        if state != "Z":
-            parents[folder.name] = parent
-            names[folder.name] = name
-    here = str(os.getpid())
-    for pid, name in names.items():
-        above = parents[pid]
-        while above in parents and above != here:
-            above = parents[above]
-        if above == here:
-            yield f"{name} ({pid})"
+def _processes() -> Iterator[str]:
+    """Yield `name (pid)` of all descendants of this process."""
+    for pid in descendants():
+        with suppress(OSError):  # it has just ended
+            yield f"{Path(f'/proc/{pid}/comm').read_text().strip()} ({pid})"

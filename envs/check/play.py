@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from roll_flash.envs.base import SandboxEnv
+from roll_flash.envs.hosting.environments import AsyncEnvironment
+from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.envs.registration import make_env
 from roll_flash.processes.background import DaemonThreads, call_in_thread
 from roll_flash.sandboxes import SandboxError, SandboxPool, SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied
 from roll_flash.types import Message
 
-MOST_TURNS = 64
+MAX_TURNS = 64
 
 Agent = Callable[[Any, Sequence[Message], int], Awaitable[str]]
 """Takes the environment, the messages so far and the turn (from 0); returns the text of the agent."""
@@ -62,8 +63,6 @@ class Player:
 
     async def open(self) -> tuple[Any, Any]:
         """Return an environment and its sandbox (None if it needs none). Exceptions of its constructor pass through."""
-        from roll_flash.envs.hosting.sandbox_lease import LazySandbox
-
         env = await call_in_thread(lambda: make_env(self._env_id, **self._kwargs))
         inner = env.unwrapped
         if not isinstance(inner, SandboxEnv):
@@ -74,8 +73,6 @@ class Player:
 
     async def play(self, agent: Agent, seed: int, *, with_full_reward: bool = False) -> PlayedEpisode:
         """Play an episode and record its errors. Raises SandboxError if no sandbox can be started."""
-        from roll_flash.envs.hosting.environments import AsyncEnvironment
-
         env, lease = await self.open()
         played = PlayedEpisode(seed)
         wrapped = AsyncEnvironment(env, DaemonThreads())
@@ -102,7 +99,7 @@ class Player:
             played.reset_s = time.monotonic() - began
         if with_full_reward:
             played.full_reward = float(getattr(env.unwrapped, "full_reward", 1.0))
-        for turn in range(MOST_TURNS):
+        for turn in range(MAX_TURNS):
             played.part = f"step {turn + 1}"
             async with asyncio.timeout(self._timeout_s):
                 action = await agent(env.unwrapped, _messages(played), turn)
@@ -132,11 +129,3 @@ def _messages(played: PlayedEpisode) -> list[Message]:
     for action, answer, _ in played.steps:
         messages += [{"role": "assistant", "content": action}, *answer]
     return messages
-
-
-async def call(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method, blocking or coroutine."""
-    if inspect.iscoroutinefunction(method):
-        return await method(*args, **kwargs)
-    result = await call_in_thread(lambda: method(*args, **kwargs))
-    return await result if inspect.isawaitable(result) else result

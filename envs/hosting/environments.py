@@ -1,6 +1,6 @@
 """One async interface for all kinds of environments.
 
-`open_environment` makes the gymnasium environment of a task and returns it as `AsyncEnvironment`: coroutines are
+`EnvironmentMaker` makes the gymnasium environment of a task and returns it as `AsyncEnvironment`: coroutines are
 awaited, blocking environments run in a thread pool, and both answer with chat messages.
 """
 
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import gymnasium
 
@@ -43,36 +43,34 @@ class BadRewardError(EnvError):
     """A reward that is not a finite number."""
 
 
-def check_environment(
-    env_id: str, kwargs: Mapping[str, Any], rollout: RolloutConfig | None = None
-) -> SandboxEnv | None:
-    """Make the environment once; return it if it needs a sandbox. Raises ConfigError with the reason."""
+def check_environments(tasks: Iterable[Task], rollout: RolloutConfig) -> list[SandboxEnv]:
+    """Make the environment of each task once; return those that need a sandbox. Raises ConfigError with the reason."""
+    made = [_checked(task, rollout) for task in tasks]
+    return [env for env in made if isinstance(env, SandboxEnv)]
+
+
+def _checked(task: Task, rollout: RolloutConfig) -> Any:
     try:
-        env = make_env(env_id, **kwargs)
-        if rollout is not None and isinstance(env.unwrapped, Env):
-            _check_timeouts(env_id, env.unwrapped, rollout)
+        env = make_env(task.env_id, **task.kwargs).unwrapped
+        if isinstance(env, Env):
+            _check_timeouts(task.env_id, env, rollout)
+        return env
     except ConfigError as error:
         raise ConfigError(f"envs: {error}") from None
     except Exception as error:  # user code may raise anything
-        raise ConfigError(f"envs: {env_id!r} with kwargs {dict(kwargs)}: {type(error).__name__}: {error}") from None
-    return env.unwrapped if isinstance(env.unwrapped, SandboxEnv) else None
+        with_kwargs = f"{task.env_id!r} with kwargs {dict(task.kwargs)}"
+        raise ConfigError(f"envs: {with_kwargs}: {type(error).__name__}: {error}") from None
 
 
 def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
     """Raise ConfigError for a timeout below the environment's own limits: a model could then cause lost samples."""
-    least = {"step_timeout_s": env.min_step_timeout_s(), "episode_timeout_s": env.min_episode_timeout_s()}
-    for name, least_s in least.items():
-        if (allowed_s := getattr(rollout, name)) < least_s:
+    minimum = {"step_timeout_s": env.min_step_timeout_s(), "episode_timeout_s": env.min_episode_timeout_s()}
+    for name, min_s in minimum.items():
+        if (allowed_s := getattr(rollout, name)) < min_s:
             raise ConfigError(
-                f"{env_id}: rollout.{name}={allowed_s:g} is less than the {least_s:g} s that its own limits add up to, "
-                f"checks included; what is given up is no sample: set rollout.{name} to {least_s:g} or more"
+                f"{env_id}: rollout.{name}={allowed_s:g} is less than the {min_s:g} s that its own limits add up to, "
+                f"checks included; what is given up is no sample: set rollout.{name} to {min_s:g} or more"
             )
-
-
-def check_environments(tasks: Iterable[Task], rollout: RolloutConfig | None = None) -> list[SandboxEnv]:
-    """Make the environment of each task once; return those that need a sandbox. Raises ConfigError."""
-    made = [check_environment(task.env_id, task.kwargs, rollout) for task in tasks]
-    return [env for env in made if env is not None]
 
 
 class AsyncEnvironment:
@@ -85,55 +83,51 @@ class AsyncEnvironment:
 
     @property
     def sandbox_env(self) -> SandboxEnv | None:
-        unwrapped = self._env.unwrapped
-        return unwrapped if isinstance(unwrapped, SandboxEnv) else None
+        return self.unwrapped if isinstance(self.unwrapped, SandboxEnv) else None
 
     @property
-    def unwrapped(self) -> gymnasium.Env[Any, Any]:
+    def unwrapped(self) -> Any:
         return self._env.unwrapped
 
     @property
     def runs_own_loop(self) -> bool:
-        """True if its agent brings its own loop (`roll_flash.envs.agents.session_access.RunsOwnLoop`)."""
-        return getattr(self._env.unwrapped, "runs_own_loop", False) is True
+        """True if its agent brings its own loop (`roll_flash.envs.agents.session_access`)."""
+        return getattr(self.unwrapped, "runs_own_loop", False) is True
 
     async def play(self, gateway: AgentGateway) -> None:
-        await self._call(self._own("play"), gateway)
+        await self._call(self.unwrapped.play, gateway)
 
     async def score(self) -> tuple[float, Mapping[str, Any]]:
         """Return the reward of the agent's work and info. Raises BadRewardError for a value that is not finite."""
-        reward, info = await self._call(self._own("score"))
+        reward, info = await self._call(self.unwrapped.score)
         return _as_reward(reward), _as_info(info)
 
     def allow(self, step_s: float, episode_s: float) -> None:
         """Set the environment's time limits of one step and of the whole episode."""
-        if isinstance(self._env.unwrapped, Env):
-            self._env.unwrapped.step_timeout_s = step_s
-            self._env.unwrapped.episode_timeout_s = episode_s
+        if self._is_async:
+            self.unwrapped.step_timeout_s = step_s
+            self.unwrapped.episode_timeout_s = episode_s
 
     async def reset(self, seed: int) -> tuple[list[Message], Mapping[str, Any]]:
-        observation, info = await self._call(self._env.reset, seed=seed)
+        returned = await self._call(self._env.reset, seed=seed)
+        observation, info = _as_tuple(returned, "reset", "(observation, info)", 2)
         return _as_messages(observation), _as_info(info)
 
     async def step(self, action: str) -> Step:
-        observation, reward, terminated, truncated, info = await self._call(self._env.step, action)
+        returned = await self._call(self._env.step, action)
+        shape = "(observation, reward, terminated, truncated, info)"
+        observation, reward, terminated, truncated, info = _as_tuple(returned, "step", shape, 5)
         messages = _as_messages(observation)
         text = "\n".join(str(message.get("content", "")) for message in messages)
         return Step(messages, text, _as_reward(reward), bool(terminated), bool(truncated), _as_info(info))
 
     async def conclude(self) -> tuple[float, Mapping[str, Any]]:
         """Return the reward of the episode so far if the environment defines it; called if a run ends the episode."""
-        method = getattr(self._env.unwrapped, "conclude", None)
+        method = getattr(self.unwrapped, "conclude", None)
         if method is None:
             return 0.0, {}
         reward, info = await self._call(method)
         return _as_reward(reward), _as_info(info)
-
-    def _own(self, name: str) -> Callable[..., Any]:
-        method = getattr(self._env.unwrapped, name, None)
-        if method is None:
-            raise EnvError(f"{type(self._env.unwrapped).__name__} plays itself and has no method {name!r}")
-        return cast(Callable[..., Any], method)
 
     async def close(self) -> None:
         if self._is_async or _has_own_close(self._env):
@@ -170,11 +164,6 @@ class EnvironmentMaker:
         return AsyncEnvironment(env, self._executor)
 
 
-async def open_environment(task: Task, executor: Executor) -> AsyncEnvironment:
-    """Make the environment of one task in a thread of `executor`."""
-    return await EnvironmentMaker(executor).open(task)
-
-
 def _make(task: Task) -> tuple[gymnasium.Env[Any, Any], float]:
     began = time.perf_counter()
     env = make_env(task.env_id, **task.kwargs)
@@ -190,6 +179,13 @@ def _has_own_close(env: gymnasium.Env[Any, Any]) -> bool:
     return type(env).close is not gymnasium.Env.close
 
 
+def _as_tuple(returned: Any, method: str, shape: str, length: int) -> tuple[Any, ...]:
+    if isinstance(returned, tuple) and len(returned) == length:
+        return returned
+    found = f"{len(returned)} values" if isinstance(returned, tuple) else type(returned).__name__
+    raise EnvError(f"{method} returned {found}, not {shape}")
+
+
 def _as_messages(observation: Any) -> list[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": encodable(observation)}] if observation else []
@@ -202,7 +198,7 @@ def _as_messages(observation: Any) -> list[Message]:
         ]
     raise EnvError(
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
-        "render it as text in the environment or in a wrapper"
+        "render it as text in the environment or in a wrapper (GymText-v0 does it for discrete actions)"
     )
 
 

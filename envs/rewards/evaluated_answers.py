@@ -14,8 +14,8 @@ import re
 import sys
 from typing import Any
 
-LONGEST_CHARACTERS = 5_000
-MOST_BITS = 2_000.0
+MAX_CHARACTERS = 5_000
+MAX_BITS = 2_000.0
 """Approximate limit on the bits of any number in an expression: `9**9**9` would hold the GIL for ever."""
 FUNCTIONS = frozenset(
     [
@@ -58,7 +58,7 @@ def check_answer(answer: str, scorer: Any, right: str = "") -> None:
             tree = None
         if tree is not None and with_sympy and _exceeds_arithmetic(tree, _parsed(right)):
             tree = None
-        if tree is None or (_bits(tree) > MOST_BITS if with_sympy else not _is_data(tree, source)):
+        if tree is None or (_bits(tree) > MAX_BITS if with_sympy else not _is_data(tree, source)):
             raise UnsafeAnswerError("it is not plain arithmetic" if with_sympy else "it is not plain data")
     except RecursionError:
         raise UnsafeAnswerError("it is nested too deeply") from None
@@ -80,8 +80,8 @@ def _source_of(scorer: type[Any]) -> str:
 
 def _parsed(answer: str) -> ast.expr | None:
     """Return None for text that is not an expression. Raises UnsafeAnswerError, RecursionError."""
-    if len(answer) > LONGEST_CHARACTERS:
-        raise UnsafeAnswerError(f"it is longer than {LONGEST_CHARACTERS} characters")
+    if len(answer) > MAX_CHARACTERS:
+        raise UnsafeAnswerError(f"it is longer than {MAX_CHARACTERS} characters")
     try:
         return ast.parse(answer, mode="eval").body
     except SyntaxError:

@@ -7,14 +7,13 @@ episode, which is then not trained on; it never counts as reward 0.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from roll_flash.errors import EnvError
-from roll_flash.processes.background import call_in_thread
+from roll_flash.processes.background import call_sync_or_async
 
 When = Literal["turn", "final"]
 REWARD_TIMEOUT_S = 60.0
@@ -106,10 +105,7 @@ async def _ask(function: Callable[..., Any], env: Any, timeout_s: float) -> floa
     scope = asyncio.timeout(timeout_s)
     try:
         async with scope:
-            if inspect.iscoroutinefunction(function):
-                value = await function(env)
-            else:
-                value = await call_in_thread(lambda: function(env))
+            value = await call_sync_or_async(function, env)
     except TimeoutError as error:
         if not scope.expired():
             raise EnvError(f"reward {name} raised TimeoutError: {error}") from error

@@ -27,7 +27,7 @@ import cloudpickle
 
 from roll_flash.errors import EnvError
 
-MOST_SCORING_S = 3.0
+MAX_SCORING_S = 3.0
 """Processor time in seconds per call. All worker threads (`rollout.worker_threads`) may use it at once; even on two
 cores that must end within the step timeout, because a timeout gives no sample."""
 WAIT_S = 60.0
@@ -36,10 +36,10 @@ MEMORY_MB = 128
 """Extra memory in MB that a call may use above the forked process. All threads of a worker may use it at once."""
 NICENESS = 10
 """Gives the worker's other episodes and the learner priority."""
-MOST_SAID_BYTES = 1 << 16
+MAX_MESSAGE_BYTES = 1 << 16
 _KEPT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR")
 """Environment variables passed on; others may hold the run's keys."""
-_BEGUN, _UNUSED = b"\n", b"-"
+_STARTED, _UNUSED = b"\n", b"-"
 LINGER_S = 3.0
 """Seconds that the server stays without users, because another episode usually follows."""
 _starting = threading.Lock()
@@ -51,12 +51,12 @@ class ScoringEndedError(Exception):
     """The scorer exceeded its time or memory limit."""
 
 
-def join(user: Any) -> None:
+def register_user(user: Any) -> None:
     """Register a user. The server process, once started, stays while it has users."""
     _users.add(user)
 
 
-def leave(user: Any) -> None:
+def unregister_user(user: Any) -> None:
     """Remove a user. May be called more than once."""
     with _starting:
         _users.discard(user)
@@ -65,17 +65,15 @@ def leave(user: Any) -> None:
                 _server[1].send(_UNUSED)
 
 
-def score_in_subprocess(
-    work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MOST_SCORING_S
-) -> Any:
+def score_in_subprocess(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = MAX_SCORING_S) -> Any:
     """Return the result of `work`, as JSON data. `modules` are slow imports. Raises ScoringEndedError, EnvError."""
     request = cloudpickle.dumps((sys.path, seconds)) + cloudpickle.dumps(work)
     if not (said := _answer(request, modules)):  # it may just have ended, for example because it had no users
         _start_anew()
         said = _answer(request, modules)
-    if not said.startswith(_BEGUN):
+    if not said.startswith(_STARTED):
         raise EnvError("a scorer's process ended before it began")
-    if said == _BEGUN:
+    if said == _STARTED:
         raise ScoringEndedError(f"it takes more than {seconds:g} s or {MEMORY_MB} MB")
     return json.loads(said)
 
@@ -99,7 +97,7 @@ def _answer(request: bytes, modules: Sequence[str]) -> bytes:
 
 def _read(connection: socket.socket) -> bytes:
     said = b""
-    while len(said) < MOST_SAID_BYTES and (piece := connection.recv(MOST_SAID_BYTES)):
+    while len(said) < MAX_MESSAGE_BYTES and (piece := connection.recv(MAX_MESSAGE_BYTES)):
         said += piece
     return said
 
@@ -141,7 +139,7 @@ def main() -> None:
     requests = socket.socket(fileno=0)
     while True:
         try:
-            said, (*received,), _, _ = socket.recv_fds(requests, MOST_SAID_BYTES, 1)
+            said, (*received,), _, _ = socket.recv_fds(requests, MAX_MESSAGE_BYTES, 1)
         except TimeoutError:
             return
         if not said:
@@ -167,13 +165,13 @@ def _serve(connection: socket.socket) -> None:
     _end_with_asker(connection)
     sys.path[:], seconds = cloudpickle.load(request)
     work = cloudpickle.load(request)
-    connection.sendall(_BEGUN)
+    connection.sendall(_STARTED)
     with open("/proc/self/statm") as usage:
         used = int(usage.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     limit = used + (MEMORY_MB << 20)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    connection.sendall(_within(work, seconds))
+    connection.sendall(_run_limited(work, seconds))
 
 
 def _end_with_asker(connection: socket.socket) -> None:
@@ -182,7 +180,7 @@ def _end_with_asker(connection: socket.socket) -> None:
     fcntl.fcntl(connection, fcntl.F_SETFL, fcntl.fcntl(connection, fcntl.F_GETFL) | os.O_ASYNC)
 
 
-def _within(work: Callable[[], Any], seconds: float) -> bytes:
+def _run_limited(work: Callable[[], Any], seconds: float) -> bytes:
     """Return the result; empty if it takes too much memory. A timer ends work that takes too long."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:

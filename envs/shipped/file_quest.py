@@ -19,8 +19,8 @@ from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.scratch import scratch_folder
 
 PARTIAL = 0.5
-MOST_BYTES = 1 << 20
-MOST_FILES = 200
+MAX_BYTES = 1 << 20
+MAX_FILES = 200
 
 
 class FileQuest(SandboxToolEnv):
@@ -80,7 +80,7 @@ class FileQuest(SandboxToolEnv):
         with scratch_folder("quest") as folder:
             root = folder / "found"
             try:
-                report = await self.sandbox.get_tree(".", root, max_bytes=MOST_BYTES, max_entries=MOST_FILES)
+                report = await self.sandbox.get_tree(".", root, max_bytes=MAX_BYTES, max_entries=MAX_FILES)
             except SandboxFileError:
                 return {}
             except OSError as error:

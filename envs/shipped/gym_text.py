@@ -40,7 +40,7 @@ _BACKGROUNDS = ("41", "42", "43")
 """Background colours that mark the player in gymnasium's pictures."""
 _EACH_MOVE_COSTS = ("CliffWalking", "Taxi", "MountainCar", "Acrobot")
 _ENDS_WITH_SUCCESS = ("CliffWalking", "Taxi")
-LONGEST_PLAN = 1000
+MAX_PLAN_MOVES = 1000
 
 
 class GymText(MoveEnv):
@@ -119,7 +119,7 @@ class GymText(MoveEnv):
         transitions = transitions_of(self._env)
         assert transitions is not None
         self._policy = self._policy or best_actions(transitions)
-        return likely_path(transitions, int(state), self._policy, LONGEST_PLAN)
+        return likely_path(transitions, int(state), self._policy, MAX_PLAN_MOVES)
 
     @property
     def _first_action(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import string
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,39 +11,10 @@ import gymnasium
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv, generate_random_map
 
 from roll_flash.chat.model_text import tagged, without_thinking
+from roll_flash.envs.base import TextSpace
 from roll_flash.envs.held_out import HELD_OUT_SEEDS, draw_problem
 
 _BETWEEN = re.compile(r"[\s,;|]+|->|\.(?=\s|$)")
-
-
-class TextSpace(gymnasium.Space[Any]):
-    """Space of any `str`, of any length and script, and any list of chat messages.
-
-    `gymnasium.spaces.Text` accepts only a given set of characters, by default letters and digits.
-    """
-
-    def sample(self, mask: Any = None, probability: Any = None) -> str:
-        """Return up to LONGEST_SAMPLE printable characters."""
-        length = int(self.np_random.integers(LONGEST_SAMPLE + 1))
-        return "".join(self.np_random.choice(list(string.printable), size=length))
-
-    def contains(self, x: Any) -> bool:
-        if isinstance(x, str):
-            return True
-        return isinstance(x, list) and all(isinstance(message, dict) and "role" in message for message in x)
-
-    @property
-    def is_np_flattenable(self) -> bool:
-        return False
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TextSpace)
-
-    def __hash__(self) -> int:
-        return hash(TextSpace)
-
-    def __repr__(self) -> str:
-        return "TextSpace()"
 
 
 def parse_moves(text: str, words: Sequence[str]) -> list[int] | None:
@@ -135,9 +105,6 @@ class MoveEnv(gymnasium.Env[str, str]):
 
     def _reward_of_unused_moves(self) -> float:
         return self.move_cost * (self._max_turns * self._moves_per_turn - self._moves) if self.move_cost else 0.0
-
-
-LONGEST_SAMPLE = 200
 
 
 class TextFrozenLake(MoveEnv):

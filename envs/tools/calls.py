@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_flash.chat.model_text import (
-    MOST_CALLS,
-    MOST_DEPTH,
-    MOST_VALUES,
+    MAX_CALLS,
+    MAX_DEPTH,
+    MAX_VALUES,
     after_blanks,
     has_more_values,
     is_deeper,
-    parse_python,
+    parse_python_calls,
     unescaped,
     without_thinking,
 )
@@ -69,13 +69,13 @@ class BadCall:
 
 
 def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
-    """Return at most MOST_CALLS calls in the order of the text; empty if there are none."""
+    """Return at most MAX_CALLS calls in the order of the text; empty if there are none."""
     text = without_thinking(text)
     if start := _LLAMA_START.match(text):
         return _bounded(_json_calls(text[start.end() :], tools))
     if _MISTRAL in text:
         parts = [part for part in text.split(_MISTRAL)[1:] if part.strip()]
-        return _bounded([call for part in parts[: MOST_CALLS + 1] for call in _mistral_calls(part, tools)])
+        return _bounded([call for part in parts[: MAX_CALLS + 1] for call in _mistral_calls(part, tools)])
     if _LIST_START.match(text) or ((match := _NAMED_JSON.match(text)) and match[1] in tools):
         return _bounded(_mistral_calls(text, tools))
     if start := _PYTHON_START.match(text):
@@ -87,19 +87,19 @@ def parse_tool_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[To
 
 
 def _bounded(calls: list[ToolCall | BadCall]) -> list[ToolCall | BadCall]:
-    kept = [_bounded_call(call) for call in calls[:MOST_CALLS]]
-    if len(calls) <= MOST_CALLS:
+    kept = [_bounded_call(call) for call in calls[:MAX_CALLS]]
+    if len(calls) <= MAX_CALLS:
         return kept
-    return [*kept, BadCall(f"Only the first {MOST_CALLS} calls were read")]
+    return [*kept, BadCall(f"Only the first {MAX_CALLS} calls were read")]
 
 
 def _bounded_call(call: ToolCall | BadCall) -> ToolCall | BadCall:
     if isinstance(call, BadCall):
         return call
-    if has_more_values(call.arguments, MOST_VALUES):
-        return BadCall(f"{call.name}: its arguments have more than {MOST_VALUES} values", call.name)
-    if is_deeper(call.arguments, MOST_DEPTH):
-        return BadCall(f"{call.name}: its arguments are nested more than {MOST_DEPTH} deep", call.name)
+    if has_more_values(call.arguments, MAX_VALUES):
+        return BadCall(f"{call.name}: its arguments have more than {MAX_VALUES} values", call.name)
+    if is_deeper(call.arguments, MAX_DEPTH):
+        return BadCall(f"{call.name}: its arguments are nested more than {MAX_DEPTH} deep", call.name)
     return call
 
 
@@ -124,20 +124,18 @@ def _mistral_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[Tool
     if named:
         return [_call_of({"name": named[1], "arguments": value}, tools)]
     entries = value if isinstance(value, list) else [value]
-    return [_call_of(entry, tools) for entry in entries[: MOST_CALLS + 1]]
+    return [_call_of(entry, tools) for entry in entries[: MAX_CALLS + 1]]
 
 
 def _python_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
     """Parse a list of calls with literal arguments; text that only starts like one gives no calls."""
     try:
-        body = parse_python(text)
+        found = parse_python_calls(text)
     except ValueError as error:
         name = text[1 : text.index("(")].strip()
         return [BadCall(f"The calls are not a valid Python list{error}", name)] if name in tools else []
-    if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
-        return []
     try:
-        return [_python_call(call, tools) for call in body.elts[: MOST_CALLS + 1] if isinstance(call, ast.Call)]
+        return [_python_call(call, tools) for call in found[: MAX_CALLS + 1]]
     except RecursionError:
         return [BadCall("The calls are nested too deeply")]
 
@@ -163,7 +161,7 @@ def _tagged_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolC
     opening = re.compile(rf"<(?:tool_call|(?:{names})(?:\s[^<>]*?)?/?)>" if names else "<tool_call>")
     found: list[ToolCall | BadCall] = []
     position = 0
-    while len(found) <= MOST_CALLS and (match := opening.search(text, position)):
+    while len(found) <= MAX_CALLS and (match := opening.search(text, position)):
         if match[0] == _HERMES_OPEN:
             call, position = _hermes_call(text, match.end(), tools)
         else:
@@ -189,7 +187,7 @@ def _hermes_call(text: str, start: int, tools: Mapping[str, ToolDescription]) ->
 def _json_calls(text: str, tools: Mapping[str, ToolDescription]) -> list[ToolCall | BadCall]:
     found: list[ToolCall | BadCall] = []
     position = 0
-    while position < len(text) and len(found) <= MOST_CALLS:
+    while position < len(text) and len(found) <= MAX_CALLS:
         try:
             value, position = _decoder.raw_decode(text, position)
         except (ValueError, RecursionError) as error:

@@ -20,7 +20,7 @@ from roll_flash.errors import EnvError
 
 TOOL_TIMEOUT_S = 30.0
 TOOL_OUTPUT_CHARACTERS = 4000
-MOST_ERRORS = 1000
+MAX_ERRORS = 1000
 """Maximum number of wrong values that are described, as describing more takes seconds."""
 _MARK = "__roll_flash_tool__"
 
@@ -175,7 +175,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _say(error: pydantic.ValidationError) -> str:
-    if (count := error.error_count()) > MOST_ERRORS:
+    if (count := error.error_count()) > MAX_ERRORS:
         return f"{count} of the values in its arguments are of the wrong type"
     said = []
     for problem in error.errors()[:3]:

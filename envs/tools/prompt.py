@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from roll_flash.envs.tools.functions import ToolDescription
 from roll_flash.errors import ConfigError
@@ -18,7 +18,7 @@ TOOL_SCHEMAS = "tool_schemas"
 """Key in the info of `reset` for the tool schemas in OpenAI form, which the chat template shows if it can."""
 
 ToolFormat = Literal["native", "hermes", "llama3", "tags"]
-TOOL_FORMATS: tuple[ToolFormat, ...] = ("native", "hermes", "llama3", "tags")
+TOOL_FORMATS: tuple[ToolFormat, ...] = get_args(ToolFormat)
 
 
 def known_format(tool_format: str, environment: str) -> ToolFormat:

@@ -45,14 +45,14 @@ def _decoded(data: bytes, max_characters: int) -> str:
     return f"{head}\n[... {len(data) - 2 * limit} bytes left out ...]\n{tail}"
 
 
-MOST_CHARACTERS = 1 << 16
+MAX_CHARACTERS = 1 << 16
 
 
 @dataclass(slots=True)
 class Allowance:
     """Number of characters that may still be printed, and number of characters dropped."""
 
-    left: int = MOST_CHARACTERS
+    left: int = MAX_CHARACTERS
     left_out: int = 0
 
     def take(self, text: str) -> str:
@@ -86,7 +86,7 @@ class _LimitedStream:
 
 @contextmanager
 def limit_prints() -> Iterator[Allowance]:
-    """Cut prints inside the block at MOST_CHARACTERS, also in threads that inherit this context.
+    """Cut prints inside the block at MAX_CHARACTERS, also in threads that inherit this context.
 
     The streams stay wrapped, so a thread that outlives its call is still cut. Subprocesses of a tool are not cut.
     """

@@ -15,25 +15,24 @@ import math
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary
 
-from roll_flash.chat.model_text import cut_middle, tagged, without_thinking
+from roll_flash.chat.model_text import cut_middle, last_answer
 from roll_flash.envs.base import Env, Observation, SandboxEnv, StepResult
 from roll_flash.envs.rewards.functions import Rubric
 from roll_flash.envs.tools.calls import ANSWER_TAG, BadCall, ToolCall, parse_tool_calls
 from roll_flash.envs.tools.functions import Tool, ToolDefinitionError, WrongArguments, make_tool, options_of
 from roll_flash.envs.tools.prompt import (
-    TOOL_FORMATS,
     ToolFormat,
     describe_tools,
+    known_format,
     show_results,
     tool_info,
     with_system_text,
 )
 from roll_flash.envs.tools.results import limit_prints, render_result
-from roll_flash.errors import EnvError
+from roll_flash.errors import ConfigError, EnvError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes.errors import SandboxBusy, SandboxDied, SandboxError, SandboxFileError
 from roll_flash.types import Message
@@ -61,9 +60,6 @@ class ToolUse:
     def successes(self) -> int:
         return self.calls - self.errors
 
-    def as_info(self) -> dict[str, float]:
-        return {"calls": self.calls, "errors": self.errors, "timeouts": self.timeouts, "seconds": self.seconds}
-
 
 @dataclass(frozen=True, slots=True)
 class CallOutcome:
@@ -82,7 +78,7 @@ class _Episode:
     use: dict[str, ToolUse] = field(default_factory=dict)
     calls_s: float = 0.0
     """Seconds that the calls of all turns so far took."""
-    tools_end_at: float = math.inf
+    calls_end_at: float = math.inf
     """Deadline of this turn's calls, on the clock `time.monotonic()`."""
     turn: int = 0
     finished: bool = False
@@ -115,12 +111,11 @@ class ToolEnv(Env):
     last_calls: Sequence[CallOutcome] = ()
 
     def __init__(self, *, tool_format: ToolFormat | None = None, max_turns: int | None = None) -> None:
-        if tool_format is not None:
-            self.tool_format = tool_format
+        self.tool_format = known_format(tool_format or self.tool_format, type(self).__name__)
         if max_turns is not None:
             self.max_turns = max_turns
-        if self.tool_format not in TOOL_FORMATS or self.max_turns < 1:
-            raise EnvError(f"tool_format must be one of {', '.join(TOOL_FORMATS)}, and max_turns at least 1")
+        if self.max_turns < 1:
+            raise ConfigError(f"{type(self).__name__}: max_turns must be at least 1")
         _tools_of(type(self))
 
     async def begin(self, seed: int) -> Observation:
@@ -139,23 +134,17 @@ class ToolEnv(Env):
     def turn(self) -> int:
         return self._episode.turn
 
-    @property
-    def tools_timeout_s(self) -> float:
-        """Time limit in seconds for all calls of one turn. The rest of `step_timeout_s` is for the rewards, so a model
-        with slow calls gets an error message instead of a failed episode."""
+    def calls_timeout_s(self, spent_s: float) -> float:
+        """As in `Env`, but more of the step if a tool has a long timeout. A model with slow calls gets an error message
+        instead of a failed episode."""
         longest_s = max((tool.options.timeout_s for tool in _tools_of(type(self)).values()), default=0.0)
-        return min(MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
+        of_step_s = min(MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
+        return min(of_step_s, self.episode_timeout_s / 2 - spent_s)
 
     @property
-    def episode_tools_timeout_s(self) -> float:
-        """Time limit in seconds for all calls of an episode. The rest of `episode_timeout_s` is for the model and the
-        rewards."""
-        return self.episode_timeout_s / 2
-
-    @property
-    def tools_left_s(self) -> float:
-        """Seconds of `tools_timeout_s` that remain in this turn."""
-        return max(0.0, self._episode.tools_end_at - time.monotonic())
+    def calls_left_s(self) -> float:
+        """Seconds that remain for the calls of this turn."""
+        return max(0.0, self._episode.calls_end_at - time.monotonic())
 
     def used(self, tool: str) -> ToolUse:
         """Return the usage of the tool with this name so far in the episode."""
@@ -195,12 +184,11 @@ class ToolEnv(Env):
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
 
     def _tool_info(self) -> dict[str, Any]:
-        return {"tools": {name: use.as_info() for name, use in self._episode.use.items()}}
+        return {"tools": {name: asdict(use) for name, use in self._episode.use.items()}}
 
     async def _run_calls(self, calls: Sequence[ToolCall | BadCall]) -> Observation:
         began = time.monotonic()
-        left_s = self.episode_tools_timeout_s - self._episode.calls_s
-        self._episode.tools_end_at = began + min(self.tools_timeout_s, left_s)
+        self._episode.calls_end_at = began + self.calls_timeout_s(self._episode.calls_s)
         outcomes = [await self._run_call(call) for call in calls[: self.max_calls_per_turn]]
         self._episode.calls_s += time.monotonic() - began
         self.last_calls = tuple(outcomes)
@@ -211,9 +199,7 @@ class ToolEnv(Env):
 
     async def _take_answer(self, action: str) -> Observation | None:
         self.last_calls = ()
-        text = without_thinking(action)
-        answers = tagged(text, ANSWER_TAG)
-        self.final_answer = (answers[-1] if answers else text).strip()
+        self.final_answer = last_answer(action)
         return await self.answered(self.final_answer)
 
     async def _run_call(self, call: ToolCall | BadCall) -> CallOutcome:
@@ -241,7 +227,7 @@ class ToolEnv(Env):
 
     async def _run_tool(self, tool: Tool, arguments: Mapping[str, Any]) -> str:
         function = functools.partial(tool.function, *((self,) if tool.takes_env else ()), **arguments)
-        limit = min(tool.options.timeout_s, self.tools_left_s)
+        limit = min(tool.options.timeout_s, self.calls_left_s)
         if limit <= 0:
             raise _ToolFailed(self._not_run_message(), timed_out=True)
         scope = asyncio.timeout(limit)
@@ -264,7 +250,7 @@ class ToolEnv(Env):
             raise _ToolFailed(f"{tool.name} raised {type(error).__name__}: {error}") from None
 
     def _not_run_message(self) -> str:
-        of = "episode" if self._episode.calls_s >= self.episode_tools_timeout_s else "turn"
+        of = "episode" if self.calls_timeout_s(self._episode.calls_s) <= 0 else "turn"
         return f"not run: the calls of this {of} have taken all of its time"
 
     def _with_system(self, messages: list[Message]) -> list[Message]:
@@ -308,23 +294,13 @@ class _ToolFailed(Exception):
         self.timed_out = timed_out
 
 
-_rubrics: WeakKeyDictionary[type[Any], Rubric] = WeakKeyDictionary()
-_tools: WeakKeyDictionary[type[Any], Mapping[str, Tool]] = WeakKeyDictionary()
-
-
+@functools.cache
 def _rubric_of(env_type: type[Any]) -> Rubric:
-    if env_type not in _rubrics:
-        _rubrics[env_type] = Rubric.of(env_type)
-    return _rubrics[env_type]
+    return Rubric.of(env_type)
 
 
+@functools.cache
 def _tools_of(env_type: type[Any]) -> Mapping[str, Tool]:
-    if env_type not in _tools:
-        _tools[env_type] = _find_tools(env_type)
-    return _tools[env_type]
-
-
-def _find_tools(env_type: type[Any]) -> Mapping[str, Tool]:
     """Return methods in source order, those of base classes first, then the functions in `tools`."""
     names = dict.fromkeys(name for base in reversed(env_type.__mro__) for name in vars(base))
     methods = [method for name in names if options_of(method := getattr(env_type, name)) is not None]

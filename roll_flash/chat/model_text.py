@@ -13,15 +13,16 @@ import re
 import warnings
 from typing import Any
 
-MOST_CALLS = 256
+MAX_CALLS = 256
 """Maximum number of tool calls read from one text: each JSON error costs a scan of the text before it."""
-LONGEST_PYTHON_CHARACTERS = 20_000
+MAX_PYTHON_CHARACTERS = 20_000
 """Maximum length of tool calls written as Python: Python's parser is slow for some texts that are not programs."""
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Maximum nesting of lists and objects: deeper values can be parsed, but later copying or writing them fails."""
-MOST_VALUES = 20_000
+MAX_VALUES = 20_000
 """Maximum number of values in the arguments of one call: checking each against several types takes 10 microseconds."""
 _BLANKS = re.compile(r"\s*+")
+_DECIMAL = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 _THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
@@ -46,6 +47,18 @@ def tagged(text: str, *names: str, ignore_case: bool = False) -> list[str]:
         found.append(text[start.end() : end.start()])
         position = end.end()
     return found
+
+
+def last_answer(text: str) -> str:
+    """Return the content of the last `<answer>`, else the whole text; without thinking and without outer blanks."""
+    text = without_thinking(text)
+    answers = tagged(text, "answer")
+    return (answers[-1] if answers else text).strip()
+
+
+def decimal_number(text: str) -> float | None:
+    """Return the value of a plain decimal number; None for all else that `float` reads, such as `nan` or `1_0`."""
+    return float(text) if _DECIMAL.fullmatch(text) else None
 
 
 def cut_middle(text: str, max_characters: int) -> str:
@@ -96,15 +109,19 @@ def encodable(text: str) -> str:
     return text
 
 
-def parse_python(text: str) -> ast.expr:
-    """Parse one Python expression to a tree, without running it. Raises ValueError with one line."""
-    if len(text) > LONGEST_PYTHON_CHARACTERS:
-        raise ValueError(f": they are longer than {LONGEST_PYTHON_CHARACTERS} characters")
+def parse_python_calls(text: str) -> list[ast.Call]:
+    """Parse a Python list of calls to trees, without running it; empty for any other expression. Raises ValueError with
+    one line for text that is not Python."""
+    if len(text) > MAX_PYTHON_CHARACTERS:
+        raise ValueError(f": they are longer than {MAX_PYTHON_CHARACTERS} characters")
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warnings about a model's text are useless
-            return ast.parse(text, mode="eval").body
+            body = ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ValueError(f" at character {error.offset}" if error.offset else "") from None
     except (ValueError, RecursionError, MemoryError):
         raise ValueError("") from None
+    elements = body.elts if isinstance(body, ast.List) else []
+    calls = [element for element in elements if isinstance(element, ast.Call)]
+    return calls if len(calls) == len(elements) else []

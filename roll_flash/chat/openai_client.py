@@ -37,7 +37,7 @@ MAX_ERROR_BYTES = 1 << 20
 """Number of bytes of an error answer that are read for its text."""
 MAX_TOKENS = 1 << 31
 """Maximum token count that an endpoint may report for one answer."""
-LONGEST_BACKOFF_S = 30.0
+MAX_BACKOFF_S = 30.0
 _shortening = reprlib.Repr()
 _shortening.maxstring = _shortening.maxother = 80
 CONTEXT_ERROR_TEXTS = ("context length", "context_length", "context size", "context window", "prompt is too long")
@@ -86,7 +86,7 @@ class _Refusal:
         return (self.status == 429 and "insufficient_quota" not in self.text) or asked_to_wait
 
     @property
-    def is_authorized(self) -> bool:
+    def is_temporary(self) -> bool:
         return self.throttles or (self.status in RETRIED_STATUS and self.status != 429)
 
 
@@ -161,16 +161,16 @@ class OpenAIChatClient:
         failed = throttled = 0
         while True:
             await self._wait_for_turn(deadline_s)
-            trouble = await self._send(body)
-            if not isinstance(trouble, (str, _Refusal)):
-                return trouble.value
-            text = trouble if isinstance(trouble, str) else f"HTTP {trouble.status}: {trouble.text}"
-            if isinstance(trouble, _Refusal) and not trouble.is_authorized:
-                message = f"{self.url}: {text}{_advice(trouble.status, self.model)}"
-                raise EndpointRefusedError(message, trouble.status, trouble.text)
-            if isinstance(trouble, _Refusal) and trouble.throttles:
+            outcome = await self._send(body)
+            if isinstance(outcome, bytes):
+                return _json(outcome, self.url)
+            text = outcome if isinstance(outcome, str) else f"HTTP {outcome.status}: {outcome.text}"
+            if isinstance(outcome, _Refusal) and not outcome.is_temporary:
+                message = f"{self.url}: {text}{_advice(outcome.status, self.model)}"
+                raise EndpointRefusedError(message, outcome.status, outcome.text)
+            if isinstance(outcome, _Refusal) and outcome.throttles:
                 throttled += 1
-                await self._back_off(trouble, throttled, text, deadline_s)
+                await self._back_off(outcome, throttled, text, deadline_s)
                 continue
             failed += 1
             if failed >= self._max_attempts:
@@ -179,28 +179,27 @@ class OpenAIChatClient:
 
     async def _back_off(self, refusal: _Refusal, throttled: int, text: str, deadline_s: float) -> None:
         """Make all requests wait for the endpoint's `Retry-After`; without it only this one, with growing back-off."""
-        now = time.monotonic()
         asked_s = refusal.retry_after_s or 0.0
         wait_s = max(self._backoff(throttled), asked_s)
-        if now + wait_s > deadline_s:
-            raise InferenceError(
-                f"{self.url}: throttled: {text}; it would have to wait {wait_s:.0f} s more, past its deadline "
-                "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
-            )
-        self._not_before_s = max(self._not_before_s, now + asked_s)
+        self._require_time(wait_s, deadline_s, text)
+        self._not_before_s = max(self._not_before_s, time.monotonic() + asked_s)
         await asyncio.sleep(wait_s)
 
     async def _wait_for_turn(self, deadline_s: float) -> None:
         while (wait_s := self._not_before_s - time.monotonic()) > 0:
-            if time.monotonic() + wait_s > deadline_s:
-                raise InferenceError(
-                    f"{self.url}: throttled: the endpoint asks to wait {wait_s:.0f} s, past the deadline "
-                    "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
-                )
+            self._require_time(wait_s, deadline_s, "the endpoint asked other requests to wait")
             await asyncio.sleep(wait_s * random.uniform(1.0, 1.1))
 
-    async def _send(self, body: bytes) -> _Answer | _Refusal | str:
-        """Return the answer, the refusal of the server, or the text of a connection error."""
+    def _require_time(self, wait_s: float, deadline_s: float, why: str) -> None:
+        """Raise InferenceError if a wait would end after the deadline of the request."""
+        if time.monotonic() + wait_s > deadline_s:
+            raise InferenceError(
+                f"{self.url}: throttled: {why}; it would have to wait {wait_s:.0f} s more, past its deadline "
+                "(rollout.generate_timeout_s); lower --max-concurrent, or run again later to resume"
+            )
+
+    async def _send(self, body: bytes) -> bytes | _Refusal | str:
+        """Return the body of the answer, the refusal of the server, or the text of a connection error."""
         try:
             post = self._open_session().post(self.url, data=body, headers=self._headers, allow_redirects=False)
             async with post as response:
@@ -208,7 +207,7 @@ class OpenAIChatClient:
                     return _redirected(response)
                 content = await self._content(response)
                 if response.ok:
-                    return _Answer(_json(content, self.url))
+                    return content
                 text = _error_text(content, response.reason or "")
                 return _Refusal(response.status, text, _seconds(response.headers))
         except aiohttp.InvalidURL as error:
@@ -245,13 +244,8 @@ class OpenAIChatClient:
 
     def _backoff(self, attempt: int) -> float:
         """Return an exponential back-off in seconds, with jitter."""
-        longest: float = min(LONGEST_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
+        longest: float = min(MAX_BACKOFF_S, self._backoff_s * 2 ** (attempt - 1))
         return longest * random.uniform(0.5, 1.0)
-
-
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    value: Any
 
 
 def _is_http(url: str) -> bool:

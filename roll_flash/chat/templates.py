@@ -40,6 +40,8 @@ that cannot fit would take many seconds and gigabytes."""
 _SOME_ANSWER = "[[an answer of the model]]"
 """Placeholder of a sampled turn when the template is rendered; the text after it is the delta."""
 
+_EXCHANGE: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
+"""A conversation to try a template with."""
 _SOME_NAME, _SOME_RESULT = "some_tool_of_ours", "[[a result of a tool]]"
 _SOME_TOOL = {
     "type": "function",
@@ -121,10 +123,9 @@ class ChatTemplate:
     @cached_property
     def shows_tools(self) -> bool:
         """True if the template renders declared tools, and does not change them when messages follow."""
-        messages: list[Message] = [{"role": "user", "content": "."}]
         try:
-            self._check(messages, [_SOME_TOOL])
-            return _SOME_NAME in self._render(messages, with_header=True, tools=[_SOME_TOOL])
+            self._check(_EXCHANGE[:1], [_SOME_TOOL])
+            return _SOME_NAME in self._render(_EXCHANGE[:1], with_header=True, tools=[_SOME_TOOL])
         except ModelError:
             return False
 
@@ -134,9 +135,8 @@ class ChatTemplate:
         if not self.shows_tools:
             return False
         result: Message = {"role": "tool", "tool_call_id": "call00000", "name": _SOME_NAME, "content": _SOME_RESULT}
-        before: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
         try:
-            return _SOME_RESULT in self._render([*before, result], with_header=True, tools=[_SOME_TOOL])
+            return _SOME_RESULT in self._render([*_EXCHANGE, result], with_header=True, tools=[_SOME_TOOL])
         except ModelError:
             return False
 
@@ -158,8 +158,7 @@ class ChatTemplate:
     ) -> list[int]:
         """Return the tokens after the model's text: end of turn (unless it is already `after`, the last token),
         `messages`, header of the next turn. `room` as in `prompt`."""
-        before: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
-        text = self._render([*before, *messages], with_header=True, tools=tools)
+        text = self._render([*_EXCHANGE, *messages], with_header=True, tools=tools)
         _, found, rest = text.partition(_SOME_ANSWER)
         if not found or not rest:
             raise ModelError(
@@ -175,8 +174,7 @@ class ChatTemplate:
         if key in self._checked:
             return
         alone = self._render(messages, with_header=False, tools=tools)
-        answer: Message = {"role": "assistant", "content": _SOME_ANSWER}
-        followed = self._render([*messages, answer, {"role": "user", "content": "."}], with_header=True, tools=tools)
+        followed = self._render([*messages, _EXCHANGE[1], _EXCHANGE[0]], with_header=True, tools=tools)
         if not followed.startswith(alone):
             place = next(i for i, (a, b) in enumerate(zip(alone, followed + "\0", strict=False)) if a != b)
             raise ModelError(

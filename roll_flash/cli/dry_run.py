@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from roll_flash.config.tree import Config
-from roll_flash.envs.hosting.environments import AsyncEnvironment, open_environment
+from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.errors import EnvError, RollFlashError
 from roll_flash.processes.background import DaemonThreads
@@ -29,7 +29,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
 
 
 async def _try_environment(config: Config, task: Task) -> list[str]:
-    env = await open_environment(task, DaemonThreads())
+    env = await EnvironmentMaker(DaemonThreads()).open(task)
     try:
         if env.sandbox_env is None:
             return [await _reset(config, task, env)]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from roll_flash.chat.model_text import MOST_DEPTH, is_deeper, without_thinking
+from roll_flash.chat.model_text import MAX_DEPTH, is_deeper, without_thinking
 from roll_flash.types import FinishReason, Message
 
 Key = bytes
@@ -172,4 +172,4 @@ def parsed_arguments(arguments: Any) -> Any:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    return arguments if is_deeper([value], MOST_DEPTH) else value
+    return arguments if is_deeper([value], MAX_DEPTH) else value

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
+import inspect
 import logging
 import queue
 import threading
@@ -273,3 +275,12 @@ async def call_in_thread(function: Callable[[], T]) -> T:
     """Await a blocking call. Cancellation abandons the thread, because Python cannot end it."""
     result: T = await asyncio.get_running_loop().run_in_executor(DaemonThreads(), function)
     return result
+
+
+async def call_sync_or_async(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Await a function of a user: a coroutine function directly, any other in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*args, **kwargs)
+    named_call = functools.wraps(function)(lambda: function(*args, **kwargs))  # the thread has the function's name
+    result = await call_in_thread(named_call)
+    return await result if inspect.isawaitable(result) else result

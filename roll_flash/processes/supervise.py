@@ -149,7 +149,7 @@ class _SharedMemory:
     def look(self, at_most_every_s: float = 0.0) -> None:
         if time.monotonic() - self._looked_s >= at_most_every_s:
             self._looked_s = time.monotonic()
-            self._paths.update(*(_mapped_shared_memory(pid) for pid in _descendants()))
+            self._paths.update(*(_mapped_shared_memory(pid) for pid in descendants()))
 
     def remove(self) -> None:
         """Remove the files that no other process uses."""
@@ -191,13 +191,13 @@ def _owner_is_gone(wait_s: float = 0.5) -> bool:
 
 def _end_descendants() -> None:
     """Terminate, then kill; cleanup processes last, if possible they exit by themselves."""
-    _signal(_descendants(), signal.SIGTERM)
+    _signal(descendants(), signal.SIGTERM)
     _wait_until_gone(TERMINATE_GRACE_S, trackers=False)
-    while workers := [pid for pid in _descendants() if not _is_tracker(pid)]:
+    while workers := [pid for pid in descendants() if not _is_tracker(pid)]:
         _signal(workers, signal.SIGKILL)
         time.sleep(POLL_S)
     _wait_until_gone(TRACKER_GRACE_S, trackers=True)
-    while left := _descendants():
+    while left := descendants():
         _signal(left, signal.SIGKILL)
         time.sleep(POLL_S)
 
@@ -205,12 +205,12 @@ def _end_descendants() -> None:
 def _wait_until_gone(limit_s: float, *, trackers: bool) -> None:
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
-        if all(not trackers and _is_tracker(pid) for pid in _descendants()):
+        if all(not trackers and _is_tracker(pid) for pid in descendants()):
             return
         time.sleep(POLL_S)
 
 
-def _descendants() -> list[int]:
+def descendants() -> list[int]:
     """All living processes below this one, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):

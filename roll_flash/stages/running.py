@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -14,7 +13,7 @@ from typing import Any
 from roll_flash.config.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
-from roll_flash.processes.background import call_in_thread, error_of, start_background
+from roll_flash.processes.background import call_sync_or_async, error_of, start_background
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream import REWARD, Consumer, Row, Stage, TrajectoryStream
 from roll_flash.stream.blocks import fetch_trajectories
@@ -150,12 +149,7 @@ def _log_error(log: Log, name: str, rows: Sequence[Row], error: str) -> None:
 
 async def _score(scorer: RewardStage, trajectories: list[Trajectory]) -> list[float]:
     """Return the scores. Raises RunError unless there is one finite number per trajectory."""
-    function: Any = scorer.score
-    if inspect.iscoroutinefunction(function):
-        found = await function(trajectories)
-    else:
-        found = await call_in_thread(lambda: function(trajectories))
-    scores = list(found)
+    scores = list(await call_sync_or_async(scorer.score, trajectories))
     if len(scores) != len(trajectories):
         raise RunError(f"{len(scores)} scores for {len(trajectories)} trajectories")
     return [
@@ -174,7 +168,7 @@ def _checked(value: Any, what: str) -> float:
 async def _call_if_there(scorer: RewardStage, method: str) -> None:
     function = getattr(scorer, method, None)
     if function is not None:
-        await (function() if inspect.iscoroutinefunction(function) else call_in_thread(function))
+        await call_sync_or_async(function)
 
 
 async def _start(name: str, scorer: RewardStage) -> None:

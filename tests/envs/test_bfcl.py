@@ -16,7 +16,7 @@ from bfcl_replay import Outcome, corrupted_case, official, oracle, replay, scrip
 from roll_flash.envs.adapters.bfcl.backend import backend_spec
 from roll_flash.envs.adapters.bfcl.calls import FunctionCall, parse_calls
 from roll_flash.envs.adapters.bfcl.env import BFCL
-from roll_flash.envs.adapters.bfcl.items import CATEGORIES, describe_function, load_items, package
+from roll_flash.envs.adapters.bfcl.items import CATEGORIES, describe_function, import_bfcl, load_items
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox
 from roll_flash.envs.tools.calls import parse_tool_calls
 from roll_flash.envs.tools.prompt import TOOL_SCHEMAS
@@ -231,7 +231,7 @@ def test_only_known_functions_and_literals_are_ever_run(text: str) -> None:
 def test_without_its_package_it_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "bfcl_eval", None)
     with pytest.raises(ConfigError, match="bfcl-eval is not installed; pip install --no-deps bfcl-eval"):
-        package()
+        import_bfcl("bfcl_eval")
 
 
 @pytest.mark.docker

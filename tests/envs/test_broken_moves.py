@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from roll_flash.envs.adapters.textarena import table as textarena_table
+from roll_flash.envs.adapters.textarena import game as textarena_game
 from roll_flash.envs.adapters.textarena.duel import TextArenaDuel
 from roll_flash.envs.adapters.textarena.games import TextArena
 from roll_flash.errors import EnvError
@@ -54,7 +54,7 @@ class Guess:
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     kinds = SimpleNamespace(ObservationType=SimpleNamespace(PLAYER_ACTION="action"))
     package = SimpleNamespace(make=lambda game, **_: Guess(), core=kinds)
-    monkeypatch.setattr(textarena_table, "import_optional", lambda *_, **__: package)
+    monkeypatch.setattr(textarena_game, "import_optional", lambda *_, **__: package)
 
 
 def test_a_move_for_which_a_game_raises_earns_nothing_and_is_a_sample() -> None:

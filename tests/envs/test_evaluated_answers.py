@@ -26,7 +26,13 @@ from roll_flash.config.tree import RolloutConfig
 from roll_flash.envs.adapters.reasoning_gym import ReasoningGym
 from roll_flash.envs.rewards import evaluated_answers, scoring_process
 from roll_flash.envs.rewards.evaluated_answers import UnsafeAnswerError, check_answer
-from roll_flash.envs.rewards.scoring_process import LINGER_S, ScoringEndedError, join, leave, score_in_subprocess
+from roll_flash.envs.rewards.scoring_process import (
+    LINGER_S,
+    ScoringEndedError,
+    register_user,
+    score_in_subprocess,
+    unregister_user,
+)
 from roll_flash.errors import EnvError
 
 ARITHMETIC = (
@@ -162,9 +168,9 @@ class SimpleUser:
 @pytest.fixture
 def user() -> Iterator[SimpleUser]:
     one = SimpleUser()
-    join(one)
+    register_user(one)
     yield one
-    leave(one)
+    unregister_user(one)
 
 
 SCORERS = {
@@ -202,11 +208,11 @@ def test_scorers_see_no_key_of_the_run_and_their_process_ends_for_want_of_users(
     assert score_in_subprocess(lambda: __import__("os").environ.get("RUN_KEY")) is None
     process = (scoring_process._server or pytest.fail("there is no process"))[0]
     other = SimpleUser()
-    join(other)
-    leave(user)
+    register_user(other)
+    unregister_user(user)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(LINGER_S + 0.5)
-    leave(other)
+    unregister_user(other)
     assert process.wait(20) == 0
     assert score_in_subprocess(lambda: [1, "a"]) == [1, "a"], "another one takes its place"
 
@@ -216,7 +222,7 @@ def test_a_crowd_of_answers_that_take_for_ever_is_scored_within_a_step_and_leave
 ) -> None:
     """Of 32 at once on two cores each took 80 s: no sample instead of 0, for their neighbours too; and 16 GB."""
     rollout = RolloutConfig()
-    assert rollout.worker_threads * scoring_process.MOST_SCORING_S / 2 < rollout.step_timeout_s
+    assert rollout.worker_threads * scoring_process.MAX_SCORING_S / 2 < rollout.step_timeout_s
     assert rollout.worker_threads * scoring_process.MEMORY_MB <= 4096
     assert score_in_subprocess(lambda: __import__("os").nice(0)) >= min(19, os.nice(0) + 10)
 
@@ -358,7 +364,7 @@ def test_what_is_let_through_is_evaluated_quickly() -> None:
     """The largest numbers that are allowed, with the real sympy."""
     began = time.process_time()
     for answer in ("9**99 * 9**99 * 9**99 * 9**99", "(x + 1)**9 * (y + 1)**9", "sin(99) + exp(9)", "2.5**-99"):
-        assert evaluated_answers._bits(evaluated_answers._parsed(answer)) <= evaluated_answers.MOST_BITS  # type: ignore[arg-type]
+        assert evaluated_answers._bits(evaluated_answers._parsed(answer)) <= evaluated_answers.MAX_BITS  # type: ignore[arg-type]
         sympy.parse_expr(answer)
     assert time.process_time() - began < 5
 

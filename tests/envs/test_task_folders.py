@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from roll_flash.envs.adapters.task_folders.env import MARGIN_S, TaskFolder, find_tasks, load_task
+from roll_flash.envs.adapters.task_folders.env import MARGIN_S, TaskFolder
+from roll_flash.envs.adapters.task_folders.format import find_tasks, load_task
 from roll_flash.envs.adapters.task_folders.tests import reward_of_json, reward_of_text
 from roll_flash.envs.check.checks import check_environment
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox

@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from roll_flash.chat.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAIChatClient, _reply, api_key_from
-from roll_flash.envs.hosting.environments import open_environment
+from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.rollout.conversation import ChatPolicy, ContextFullError
@@ -319,7 +319,7 @@ def test_tokens_are_known_of_every_turn_and_of_an_attempt_that_failed() -> None:
             async with serving(Script(*responses)) as url:
                 client = OpenAIChatClient(url, "small")
                 policy = ChatPolicy(client, spec.sampling)
-                opened = functools.partial(open_environment, spec.task, executor)
+                opened = functools.partial(EnvironmentMaker(executor).open, spec.task)
                 try:
                     return await run_episode(spec, opened, policy, Deadlines(10, 10, 30), Progress())
                 finally:

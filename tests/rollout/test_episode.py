@@ -20,10 +20,10 @@ from roll_flash.envs import Env, ToolEnv, register_env, reward, tool
 from roll_flash.envs.hosting.environments import (
     AsyncEnvironment,
     BadRewardError,
+    EnvironmentMaker,
     _as_messages,
     _as_reward,
-    check_environment,
-    open_environment,
+    check_environments,
 )
 from roll_flash.errors import ConfigError, InferenceError, ModelError
 from roll_flash.processes.background import call_in_thread
@@ -271,10 +271,11 @@ def test_limits_that_a_slow_model_could_use_to_void_its_episodes_are_refused_at_
     env_id: str, kwargs: dict[str, Any], step_s: float, episode_s: float
 ) -> None:
     enough = {"step_timeout_s": step_s, "episode_timeout_s": episode_s}
-    check_environment(env_id, kwargs, RolloutConfig(**enough))
+    tasks = [Task("t", env_id, 0, kwargs)]
+    check_environments(tasks, RolloutConfig(**enough))
     for name, least_s in enough.items():
         with pytest.raises(ConfigError, match=rf"{env_id}: rollout.{name}=60 .* to {least_s} or more"):
-            check_environment(env_id, kwargs, RolloutConfig(**{**enough, name: 60}))
+            check_environments(tasks, RolloutConfig(**{**enough, name: 60}))
 
 
 WORK = '{"name": "work", "parameters": {}}'
@@ -415,7 +416,7 @@ def test_a_registered_async_environment_is_made_by_gymnasium() -> None:
 
     async def reset() -> Any:
         with ThreadPoolExecutor(1) as threads:
-            env = await open_environment(Task("t", "EchoForTest-v0", 5), threads)
+            env = await EnvironmentMaker(threads).open(Task("t", "EchoForTest-v0", 5))
             return await env.reset(5)
 
     assert asyncio.run(reset())[0] == [{"role": "user", "content": "seed 5"}]
@@ -433,7 +434,7 @@ def test_a_registered_async_environment_is_made_by_gymnasium() -> None:
 )
 def test_an_environment_that_cannot_be_made_is_one_clear_line(env_id: str, kwargs: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says) as caught:
-        check_environment(env_id, kwargs)
+        check_environments([Task("t", env_id, 0, kwargs)], RolloutConfig())
     assert "\n" not in str(caught.value)
 
 

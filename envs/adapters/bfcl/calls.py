@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.chat.model_text import parse_python, without_thinking
+from roll_flash.chat.model_text import parse_python_calls, without_thinking
 from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls
 from roll_flash.envs.tools.functions import ToolDescription
 
@@ -24,17 +24,13 @@ _ARITHMETIC = (ast.BinOp, ast.UnaryOp, ast.Constant, ast.operator, ast.unaryop)
 
 @dataclass(frozen=True, slots=True)
 class FunctionCall:
-    """One call. `source` is run, unless `trouble` is set, which is then shown to the model."""
+    """One call. `source` is run, unless `error_text` is set, which is then shown to the model."""
 
     name: str
     source: str
     written: str
     """The call as the model wrote it, to show in results."""
-    trouble: str = ""
-
-
-class _NoCallError(Exception):
-    """Text that is not a list of calls."""
+    error_text: str = ""
 
 
 def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[FunctionCall | BadCall]:
@@ -47,7 +43,7 @@ def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[Fun
         ]
     try:
         return [_of_python(call, functions) for call in _python_calls(text)]
-    except (_NoCallError, ValueError, RecursionError):  # also numbers and nesting beyond Python's limits
+    except (ValueError, RecursionError):  # also numbers and nesting beyond Python's limits
         return []
 
 
@@ -74,13 +70,7 @@ def _python_calls(text: str) -> Sequence[ast.Call]:
     text = text.strip("`\n ")
     text = text if text.startswith("[") else "[" + text
     text = text if text.endswith("]") else text + "]"
-    try:
-        body = parse_python(text.strip("'"))
-    except ValueError:
-        raise _NoCallError from None
-    if not isinstance(body, ast.List) or not all(isinstance(element, ast.Call) for element in body.elts):
-        raise _NoCallError
-    return [element for element in body.elts if isinstance(element, ast.Call)]
+    return parse_python_calls(text.strip("'"))
 
 
 def _of_python(call: ast.Call, functions: Collection[str]) -> FunctionCall:
@@ -92,7 +82,7 @@ def _of_python(call: ast.Call, functions: Collection[str]) -> FunctionCall:
 
 
 def _source(node: ast.expr, functions: Collection[str]) -> str:
-    """Return source with only literals and calls of known functions. Raises _NoCallError for other code."""
+    """Return source with only literals and calls of known functions. Raises ValueError for other code."""
     match node:
         case ast.Constant():
             return repr("..." if node.value is Ellipsis else node.value)
@@ -112,13 +102,13 @@ def _source(node: ast.expr, functions: Collection[str]) -> str:
                 return "{" + ", ".join(f"{key}: {value}" for key, value in zip(keys, values, strict=True)) + "}"
         case ast.Call():
             return _call_source(node, functions)
-    raise _NoCallError
+    raise ValueError("neither literals nor calls")
 
 
 def _call_source(call: ast.Call, functions: Collection[str]) -> str:
     name = ast.unparse(call.func)
     if any(keyword.arg is None for keyword in call.keywords):
-        raise _NoCallError
+        raise ValueError("an argument without a name")
     positional = [_source(value, functions) for value in call.args]
     named = [f"{keyword.arg}={_source(keyword.value, functions)}" for keyword in call.keywords]
     return f"{name}({', '.join([*positional, *named])})" if name in functions else FAILING_CALL

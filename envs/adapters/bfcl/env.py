@@ -13,6 +13,7 @@ import json
 import random
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from roll_flash.envs.adapters.bfcl.backend import CHECK_TIMEOUT_S, BfclBackend, ServerEndedError, Verdict, backend_spec
@@ -27,7 +28,7 @@ from roll_flash.errors import ConfigError
 from roll_flash.types import Message
 
 CallFormat = Literal["python", "native"]
-MOST_CALLS_PER_STEP = 64
+MAX_CALLS_PER_STEP = 64
 MARGIN_S = 15.0
 """Seconds added to the checker's timeouts for starting the tool classes."""
 FORCED_STOP_VERDICT = Verdict(False, "multi_turn:force_terminated", "the model was stopped before the last turn ended")
@@ -39,8 +40,6 @@ class BFCL(SandboxEnv):
     chat template; calls are parsed in both formats. The model fails after `max_steps_per_turn` steps with calls in one
     turn; `call_timeout_s` limits one call.
     """
-
-    full_reward = 1.0
 
     def __init__(
         self,
@@ -133,12 +132,12 @@ class BFCL(SandboxEnv):
         """Run the calls of one step and record them for the checker."""
         step: list[str] = []
         shown: list[tuple[str, str]] = []
-        for call in calls[:MOST_CALLS_PER_STEP]:
+        for call in calls[:MAX_CALLS_PER_STEP]:
             result, source = await self._run_call(call)
             shown.append((call.name if isinstance(call, BadCall) else call.written, result))
             step += [source] if source else []
-        if len(calls) > MOST_CALLS_PER_STEP:
-            shown.append(("", f"Error: only the first {MOST_CALLS_PER_STEP} of {len(calls)} calls were run"))
+        if len(calls) > MAX_CALLS_PER_STEP:
+            shown.append(("", f"Error: only the first {MAX_CALLS_PER_STEP} of {len(calls)} calls were run"))
         if step:
             self._turns[-1].append(step)
         if self._call_format == "native":
@@ -153,9 +152,9 @@ class BFCL(SandboxEnv):
         if isinstance(call, BadCall):
             use.errors += 1
             return f"Error: {call.message}", ""
-        if call.trouble:
+        if call.error_text:
             use.errors += 1
-            return call.trouble, FAILING_CALL
+            return call.error_text, FAILING_CALL
         backend = self._running_backend()
         started = time.monotonic()
         try:
@@ -180,7 +179,7 @@ class BFCL(SandboxEnv):
         info: dict[str, Any] = {
             "item": self._item.item_id,
             "user_turns": len(self._turns),
-            "tools": {name: use.as_info() for name, use in self._use.items()},
+            "tools": {name: asdict(use) for name, use in self._use.items()},
         }
         if verdict is not None:
             info |= {"success": verdict.valid, "bfcl_error": verdict.error_type, "bfcl_message": verdict.error_message}

@@ -51,14 +51,14 @@ class BfclItem:
         return "long_context" in self.item_id
 
 
-def package() -> Any:
-    """Import bfcl_eval. Raises ConfigError with the install command."""
-    return import_optional("bfcl_eval", package="bfcl-eval", needed_by=ENVIRONMENT, pip_options="--no-deps ")
+def import_bfcl(module: str) -> Any:
+    """Import a module of bfcl-eval. Raises ConfigError with the install command."""
+    return import_optional(module, package="bfcl-eval", needed_by=ENVIRONMENT, pip_options="--no-deps ")
 
 
 def package_folder() -> Path:
     """Return the package's folder. Raises ConfigError."""
-    return Path(package().__file__).parent
+    return Path(import_bfcl("bfcl_eval").__file__).parent
 
 
 @functools.cache
@@ -104,13 +104,8 @@ def _item(entry: Mapping[str, Any], answer: Sequence[Sequence[str]], documented:
 
 @functools.cache
 def _documented_functions() -> Mapping[str, Sequence[Mapping[str, Any]]]:
-    backend = import_optional(
-        "bfcl_eval.constants.executable_backend_config",
-        package="bfcl-eval",
-        needed_by=ENVIRONMENT,
-        pip_options="--no-deps ",
-    )
     folder = package_folder() / "data" / "multi_turn_func_doc"
+    backend = import_bfcl("bfcl_eval.constants.executable_backend_config")
     files: Mapping[str, str] = backend.MULTI_TURN_FUNC_DOC_FILE_MAPPING
     return {name: _read_lines(folder / file) for name, file in files.items()}
 

@@ -6,8 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from roll_flash.envs.adapters.bfcl.items import ENVIRONMENT
-from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.envs.adapters.bfcl.items import import_bfcl
 from roll_flash.types import Message
 
 
@@ -42,6 +41,4 @@ def python_results(shown: Sequence[tuple[str, str]]) -> Message:
 
 
 def _prompts() -> Any:
-    return import_optional(
-        "bfcl_eval.constants.default_prompts", package="bfcl-eval", needed_by=ENVIRONMENT, pip_options="--no-deps "
-    )
+    return import_bfcl("bfcl_eval.constants.default_prompts")

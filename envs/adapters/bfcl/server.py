@@ -12,7 +12,7 @@ import sys
 from types import ModuleType
 from typing import Any, TextIO
 
-MOST_RESULT_CHARACTERS = 1 << 18
+MAX_RESULT_CHARACTERS = 1 << 18
 
 
 class _ContextVar:
@@ -99,9 +99,9 @@ def _check(item: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bounded(result: str) -> str:
-    if len(result) <= MOST_RESULT_CHARACTERS:
+    if len(result) <= MAX_RESULT_CHARACTERS:
         return result
-    half = MOST_RESULT_CHARACTERS // 2
+    half = MAX_RESULT_CHARACTERS // 2
     return f"{result[:half]}\n[... {len(result) - 2 * half} characters left out ...]\n{result[-half:]}"
 
 

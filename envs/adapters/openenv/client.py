@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from roll_flash.envs.adapters.openenv.actions import JsonActions, TextActions, actions_of, as_text, takes_tools
@@ -82,11 +82,11 @@ class OpenEnv(Env):
         self._turns += 1
         step_ends_at = time.monotonic() + MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s
         self._ends_at = min(step_ends_at, self._began_s + MAX_TOOLS_SHARE_OF_STEP * self.episode_timeout_s)
-        news, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
+        new_messages, earned, done = await (self._call_tools(action) if self._tools else self._act(action))
         self._earned += earned
         truncated = not done and self._turns >= self._max_turns
         info = (await self.conclude())[1] if done or truncated else {}
-        return news, earned, done, truncated, info
+        return new_messages, earned, done, truncated, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return no reward, because the steps have given all of it."""
@@ -154,7 +154,7 @@ class OpenEnv(Env):
             shown.append(said)
             earned += reward
         self._calls_s += time.monotonic() - began
-        return self._shown(shown), earned, done
+        return show_results(shown, self._tool_format) if shown else [], earned, done
 
     async def _call_tool(self, call: ToolCall | BadCall) -> tuple[str, float, bool]:
         if isinstance(call, BadCall):
@@ -171,9 +171,6 @@ class OpenEnv(Env):
         self._wrong += bool(fault)
         said = f"Error: {_plain(fault)}" if fault else _plain(observation.get("result"))
         return said, float(answer.get("reward") or 0.0), bool(answer.get("done"))
-
-    def _shown(self, results: Sequence[str]) -> list[Message]:
-        return show_results(results, self._tool_format) if results else []
 
 
 def _plain(value: Any) -> str:

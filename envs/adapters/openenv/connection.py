@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
-from roll_flash.chat.model_text import MOST_DEPTH, encodable, is_deeper
+from roll_flash.chat.model_text import MAX_DEPTH, encodable, is_deeper
 from roll_flash.errors import ConfigError, EnvError
 
 NAME = "OpenEnv-v0"
@@ -162,8 +162,8 @@ def _as_json(request: Mapping[str, Any]) -> str:
 
     Raises WrongAction for JSON that a model can write but the server cannot read, as it would end the session.
     """
-    if is_deeper(request, MOST_DEPTH):
-        raise WrongAction(f"it is nested more than {MOST_DEPTH} deep")
+    if is_deeper(request, MAX_DEPTH):
+        raise WrongAction(f"it is nested more than {MAX_DEPTH} deep")
     try:
         return encodable(json.dumps(request, allow_nan=False, ensure_ascii=False))
     except ValueError:

@@ -40,8 +40,6 @@ from roll_flash.processes.background import call_in_thread
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.errors import SandboxDied, SandboxImageError
 
-__all__ = ["FolderTask", "TaskFolder", "find_tasks", "load_task"]
-
 TOOL_TIMEOUT_BOUND_S = 24 * 3600.0
 """Upper bound for tool and reward timeouts; the task's own limits apply."""
 MARGIN_S = 20.0
@@ -86,17 +84,12 @@ class TaskFolder(SandboxToolEnv):
         self._reward_key = reward_key
         self._artifacts = _absolute(artifacts)
         self._task: FolderTask | None = None
-        self._spent_s = 0.0
-        self._is_ready = False
-        self._verifier_output, self._verifier_error = "", ""
         if len(self._tasks) == 1:
             self._choose(load_task(self._tasks[0], self._options))
 
     async def begin(self, seed: int) -> str:
         chosen = self._tasks[seed % len(self._tasks)]
         self._choose(await call_in_thread(lambda: load_task(chosen, self._options)))
-        self._spent_s, self._is_ready = 0.0, False
-        self._verifier_output, self._verifier_error = "", ""
         return self.task.instruction
 
     @property
@@ -109,7 +102,7 @@ class TaskFolder(SandboxToolEnv):
         """Run a shell command and see its output. Each command is a new shell."""
         await self._make_ready()
         left_s = self.task.agent_timeout_s - self._spent_s
-        timeout_s = min(self._command_timeout_s, left_s, max(OUTPUT_MARGIN_S, self.tools_left_s - OUTPUT_MARGIN_S))
+        timeout_s = min(self._command_timeout_s, left_s, max(OUTPUT_MARGIN_S, self.calls_left_s - OUTPUT_MARGIN_S))
         began = time.monotonic()
         try:
             return await self.sandbox.exec(command, timeout=timeout_s, cwd=self.task.workdir, max_output=1 << 16)
@@ -206,16 +199,14 @@ class TaskFolder(SandboxToolEnv):
         agent_s, tests_s = longest_limits(self._folder, self._options)
         return agent_s + 2 * (tests_s + MARGIN_S)
 
-    @property
-    def tools_timeout_s(self) -> float:
-        return self.step_timeout_s - 2 * (self.task.test_timeout_s + MARGIN_S)
-
-    @property
-    def episode_tools_timeout_s(self) -> float:
-        return self.episode_timeout_s - 2 * (self.task.test_timeout_s + MARGIN_S)
+    def calls_timeout_s(self, spent_s: float) -> float:
+        """Return the time limit in seconds for all calls of one turn: what the tests, run twice, leave."""
+        return min(self.step_timeout_s, self.episode_timeout_s - spent_s) - 2 * (self.task.test_timeout_s + MARGIN_S)
 
     def _choose(self, task: FolderTask) -> None:
         self._task = task
+        self._spent_s, self._is_ready = 0.0, False
+        self._verifier_output, self._verifier_error = "", ""
         self.sandbox_spec = task.spec  # type: ignore[misc]
         self.instructions = (
             f"You work in a shell on a computer of your own. Commands start in {task.workdir}. "

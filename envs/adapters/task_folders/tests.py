@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.chat.model_text import cut_middle
+from roll_flash.chat.model_text import cut_middle, decimal_number
 from roll_flash.envs.adapters.task_folders.format import FolderTask
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_in_thread
@@ -22,13 +23,11 @@ from roll_flash.sandboxes.scratch import scratch_folder
 
 VERIFIER_LOGS = "/logs/verifier"
 REWARD_TEXT, REWARD_JSON = f"{VERIFIER_LOGS}/reward.txt", f"{VERIFIER_LOGS}/reward.json"
-MOST_REWARD_BYTES = 1 << 16
+MAX_REWARD_BYTES = 1 << 16
 SHOWN_CHARACTERS = 4000
 ENVIRONMENT = {"PYTHONNOUSERSITE": "1"}
 """Keeps modules that the model planted in its home out of the tests' Python."""
 EMPTY_ARCHIVE = b"PK\5\6" + bytes(18)
-ENOTDIR = 20
-_NUMBER = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
 _SUMMARY = re.compile(r"^=+ short test summary info =+$(.*)", re.MULTILINE | re.DOTALL)
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
 
@@ -45,7 +44,7 @@ class NoVerdictError(Exception):
 class Verdict:
     reward: float
     output: str
-    """Output of the tests, cut_middle."""
+    """Output of the tests, without its middle if it is long."""
 
 
 async def make_folders(sandbox: Sandbox, task: FolderTask) -> None:
@@ -82,9 +81,9 @@ async def _copy(sandbox: Sandbox, path: str, target: Sandbox) -> None:
         try:
             await sandbox.get_tree(path, folder)
         except SandboxFileError as error:
-            if error.errno != ENOTDIR:
-                if error.errno == 2:
-                    return
+            if error.errno == errno.ENOENT:
+                return
+            if error.errno != errno.ENOTDIR:
                 raise
             await target.write(path, await sandbox.read(path), mode=0o755)
         else:
@@ -137,7 +136,7 @@ async def _of_reward_file(sandbox: Sandbox, reward_key: str) -> float:
     """Return the reward from its file. Raises ValueError if it is not a finite number."""
     for path, number in ((REWARD_TEXT, reward_of_text), (REWARD_JSON, lambda text: reward_of_json(text, reward_key))):
         try:
-            text = (await sandbox.read(path, max_bytes=MOST_REWARD_BYTES)).decode(errors="replace")
+            text = (await sandbox.read(path, max_bytes=MAX_REWARD_BYTES)).decode(errors="replace")
         except SandboxFileError:
             continue
         try:
@@ -149,10 +148,9 @@ async def _of_reward_file(sandbox: Sandbox, reward_key: str) -> float:
 
 def reward_of_text(text: str) -> float:
     """Return the reward in the text. Raises ValueError for all but a plain decimal number."""
-    text = text.strip()
-    value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    if not math.isfinite(value):
-        raise ValueError(f"{text[:60]!r} is no finite number")
+    value = decimal_number(text.strip())
+    if value is None or not math.isfinite(value):
+        raise ValueError(f"{text.strip()[:60]!r} is no finite number")
     return value
 
 

@@ -9,24 +9,22 @@ policy trains on both seats.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from roll_flash.chat.model_text import without_thinking
-from roll_flash.envs.adapters.textarena.opponents import SELF, Opponent, make_opponent
-from roll_flash.envs.adapters.textarena.table import GameRaisedError, Table
+from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient
+from roll_flash.envs.adapters.textarena.game import Game, GameRaisedError
+from roll_flash.envs.adapters.textarena.opponents import SELF, Move, Opponent, make_opponent
+from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.base import Env, StepResult
 from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message
 
-if TYPE_CHECKING:
-    from roll_flash.envs.agents.session_access import AgentGateway
-
 Seat = Literal["by seed", 0, 1]
-Move = Callable[[Sequence[Message]], Awaitable[str]]
-MOST_OPENINGS = 10
-MOST_OPPONENT_TURNS = 200
+MAX_OPENINGS = 10
+MAX_OPPONENT_TURNS = 200
 """Maximum consecutive turns of the opponent; a game with more has hung."""
 TURNS_USED_UP = 403
 """HTTP status of the gateway at the turn limit: the game is then scored in its current state."""
@@ -54,13 +52,13 @@ class TextArenaDuel(Env):
     ) -> None:
         if seat not in ("by seed", 0, 1) or max_turns < 1:
             raise ConfigError("TextArenaDuel-v0: seat must be 0, 1 or 'by seed', and max_turns at least 1")
-        self._table = Table("TextArenaDuel-v0", game, game_kwargs or {}, players=2)
+        self._game = Game("TextArenaDuel-v0", game, game_kwargs or {}, players=2)
         self.runs_own_loop = opponent == SELF
         """True if the gateway answers for both seats (`play`); False if `step` is called for one seat."""
         self._opponent_named = opponent
         self._opponent: Opponent | None = None
         if not self.runs_own_loop:
-            self._opponent = make_opponent(opponent, 0)
+            make_opponent(opponent, 0)  # raises for a wrong argument
         self._seat_rule = seat
         self._max_turns = max_turns
         self.seat = 0
@@ -82,7 +80,7 @@ class TextArenaDuel(Env):
             await self.close()
             self._opponent = opponent = make_opponent(self._opponent_named, seed)
             await self._open(opponent.move)
-        return self._tell(), {"seat": self.seat}
+        return self._add_new_messages(), {"seat": self.seat}
 
     async def step(self, action: str) -> StepResult:
         if self.runs_own_loop:
@@ -91,7 +89,7 @@ class TextArenaDuel(Env):
         assert self._opponent is not None, "reset() comes first"
         await self._await_turn(self._opponent.move)
         if not self._is_over and self._turns < self._max_turns:
-            return self._tell()[-1:], 0.0, False, False, {}
+            return self._add_new_messages()[-1:], 0.0, False, False, {}
         reward, info = await self.score()
         return "", reward, self._is_over, not self._is_over, info
 
@@ -101,21 +99,19 @@ class TextArenaDuel(Env):
 
     async def play(self, gateway: AgentGateway) -> None:
         """Play both seats; the other seat uses a session that is not recorded."""
-        from roll_flash.chat.openai_client import EndpointRefusedError, OpenAIChatClient
-
         keys = [gateway.unrecorded_key, gateway.unrecorded_key]
         keys[self.seat] = gateway.api_key
         clients = [OpenAIChatClient(gateway.base_url, gateway.model, key) for key in keys]
 
         async def ask(messages: Sequence[Message]) -> str:
             body = {"model": gateway.model, "messages": list(messages)}
-            answer = await clients[self._table.player].complete(body, timeout_s=CALL_TIMEOUT_S)
+            answer = await clients[self._game.player].complete(body, timeout_s=CALL_TIMEOUT_S)
             return str(answer["choices"][0]["message"]["content"] or "")
 
         try:
             await self._open(ask)
             while not self._is_over and self._turns < self._max_turns:
-                await self._move(await ask(self._tell()))
+                await self._move(await ask(self._add_new_messages()))
                 await self._await_turn(ask)
         except EndpointRefusedError as error:
             if error.status != TURNS_USED_UP and "context_length" not in error.said:
@@ -131,7 +127,7 @@ class TextArenaDuel(Env):
             return 0.0, {"success": False, "seat": self.seat, "reason": "not over"}
         if self._broken:
             return -1.0, {"success": False, "seat": self.seat, "reason": self._broken}
-        earned, reason = self._table.outcome()
+        earned, reason = self._game.outcome()
         reward = earned.get(self.seat, 0.0)
         return reward, {"success": reward >= 1.0, "seat": self.seat, "reason": reason}
 
@@ -142,39 +138,39 @@ class TextArenaDuel(Env):
 
     async def _deal(self) -> None:
         self._turns, self._is_over, self._conversations, self._broken = 0, False, ([], []), ""
-        await call_in_thread(lambda: self._table.reset(self._game_seed))
+        await call_in_thread(lambda: self._game.reset(self._game_seed))
 
     async def _open(self, opponent: Move) -> None:
         """Play to this seat's first turn. If the other seat loses before it, start anew: the game teaches nothing."""
-        for _ in range(MOST_OPENINGS):
+        for _ in range(MAX_OPENINGS):
             await self._await_turn(opponent)
             if not self._is_over:
                 return
             await self._deal()
         raise EnvError(
-            f"TextArenaDuel-v0: the opponent ended {MOST_OPENINGS} games before the first turn of seat {self.seat}, as "
+            f"TextArenaDuel-v0: the opponent ended {MAX_OPENINGS} games before the first turn of seat {self.seat}, as "
             "by moves that the game cannot read; begin with opponent=random, or with a model that knows the game"
         )
 
     async def _await_turn(self, opponent: Move) -> None:
-        for _ in range(MOST_OPPONENT_TURNS):
-            if self._is_over or self._table.player == self.seat:
+        for _ in range(MAX_OPPONENT_TURNS):
+            if self._is_over or self._game.player == self.seat:
                 return
-            await self._move(await opponent(self._tell()))
-        raise EnvError(f"TextArenaDuel-v0: the opponent had {MOST_OPPONENT_TURNS} turns in a row")
+            await self._move(await opponent(self._add_new_messages()))
+        raise EnvError(f"TextArenaDuel-v0: the opponent had {MAX_OPPONENT_TURNS} turns in a row")
 
-    def _tell(self) -> list[Message]:
-        """Tell the current player the news; return that player's whole conversation."""
-        conversation = self._conversations[self._table.player]
-        conversation.append({"role": "user", "content": self._table.news()})
+    def _add_new_messages(self) -> list[Message]:
+        """Add the game's new messages for the current player; return that player's whole conversation."""
+        conversation = self._conversations[self._game.player]
+        conversation.append({"role": "user", "content": self._game.new_messages()})
         return conversation
 
     async def _move(self, text: str) -> None:
-        player = self._table.player
+        player = self._game.player
         self._turns += player == self.seat
         self._conversations[player].append({"role": "assistant", "content": text})
         try:
-            self._is_over = await call_in_thread(lambda: self._table.move(without_thinking(text)))
+            self._is_over = await call_in_thread(lambda: self._game.move(without_thinking(text)))
         except GameRaisedError as error:
             if player != self.seat:
                 raise EnvError(f"TextArenaDuel-v0: the game raised for a move of the other seat: {error}") from None

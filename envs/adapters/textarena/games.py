@@ -12,8 +12,8 @@ from typing import Any
 import gymnasium
 
 from roll_flash.chat.model_text import without_thinking
-from roll_flash.envs.adapters.textarena.table import GameRaisedError, Table
-from roll_flash.envs.shipped.move_env import TextSpace
+from roll_flash.envs.adapters.textarena.game import Game, GameRaisedError
+from roll_flash.envs.base import TextSpace
 
 
 class TextArena(gymnasium.Env[str, str]):
@@ -29,26 +29,26 @@ class TextArena(gymnasium.Env[str, str]):
     def __init__(
         self, game: str = "GuessTheNumber-v0", game_kwargs: Mapping[str, Any] | None = None, max_turns: int = 20
     ) -> None:
-        self._table = Table("TextArena-v0", game, game_kwargs or {}, players=1)
+        self._game = Game("TextArena-v0", game, game_kwargs or {}, players=1)
         self._max_turns = max_turns
         self._turns = 0
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         super().reset(seed=seed)
         self._turns = 0
-        self._table.reset(int(self.np_random.integers(1 << 31)) if seed is None else seed)
-        return self._table.news(), {}
+        self._game.reset(int(self.np_random.integers(1 << 31)) if seed is None else seed)
+        return self._game.new_messages(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self._turns += 1
         try:
-            is_over = self._table.move(without_thinking(action))
+            is_over = self._game.move(without_thinking(action))
         except GameRaisedError as error:
             return "", 0.0, True, False, {"success": False, "reason": str(error)}
         if not is_over:
             truncated = self._turns >= self._max_turns
-            return self._table.news(), 0.0, False, truncated, {"success": False} if truncated else {}
-        earned, reason = self._table.outcome()
+            return self._game.new_messages(), 0.0, False, truncated, {"success": False} if truncated else {}
+        earned, reason = self._game.outcome()
         reward = earned.get(0, 0.0)
         return "", reward, True, False, {"success": reward >= 1.0, "reason": reason}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Literal
 
 from roll_flash.envs.adapters.verifiers.faults import (
@@ -30,7 +31,7 @@ from roll_flash.errors import ConfigError, EnvError
 from roll_flash.types import Message
 
 Split = Literal["auto", "train", "eval"]
-MOST_TROUBLE_CHARACTERS = 1000
+MAX_ERROR_CHARACTERS = 1000
 
 
 class Verifiers(Env):
@@ -96,10 +97,10 @@ class Verifiers(Env):
         if prompt is None:
             reward, info = await self.conclude()
             return "", reward, True, False, info
-        news = prompt[known:]
-        explain_bad_calls(news, calls)
+        new_messages = prompt[known:]
+        explain_bad_calls(new_messages, calls)
         self._prompt = prompt
-        return as_messages(news, self._tool_format), 0.0, False, False, {"tools": self._use_info()}
+        return as_messages(new_messages, self._tool_format), 0.0, False, False, {"tools": self._use_info()}
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the rubric's reward for the rollout in its current state."""
@@ -115,7 +116,7 @@ class Verifiers(Env):
         if faults.other:
             raise EnvError(f"{NAME}: {faults.other[0]}")
         reward = float(state["reward"])
-        if trouble := "; ".join(self._trouble + faults.of_text)[:MOST_TROUBLE_CHARACTERS]:
+        if trouble := "; ".join(self._trouble + faults.of_text)[:MAX_ERROR_CHARACTERS]:
             warn_once(trouble)
         return reward, {
             "success": reward >= self._env.pass_threshold,
@@ -166,7 +167,7 @@ class Verifiers(Env):
             use.errors += isinstance(call, BadCall)
 
     def _use_info(self) -> dict[str, Any]:
-        return {name: use.as_info() for name, use in self._use.items()}
+        return {name: asdict(use) for name, use in self._use.items()}
 
 
 def _no_client() -> Any:

@@ -2,7 +2,7 @@
 
 Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 writes only
 `{"name": ..., "parameters": {...}}`. An invalid call stays text, so that the agent sees it and can react.
-Text after the first MOST_CALLS calls stays text too.
+Text after the first MAX_CALLS calls stays text too.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Collection
 from typing import Any
 
-from roll_flash.chat.model_text import MOST_CALLS, after_blanks, encodable
+from roll_flash.chat.model_text import MAX_CALLS, after_blanks, encodable
 from roll_flash.gateway.model_call import ToolCall
 
 THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
@@ -48,7 +48,7 @@ def _tagged_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     kept: list[str] = []
     calls: list[ToolCall] = []
     position = 0
-    for _ in range(MOST_CALLS):
+    for _ in range(MAX_CALLS):
         if (found := text.find(CALL_OPEN, position)) < 0:
             break
         start = after_blanks(text, found + len(CALL_OPEN))
@@ -71,7 +71,7 @@ def _bare_calls(text: str, names: Collection[str]) -> tuple[ToolCall, ...]:
     calls: list[ToolCall] = []
     position = 0
     while position < len(text):
-        if len(calls) == MOST_CALLS:
+        if len(calls) == MAX_CALLS:
             return ()
         call, position = _decode(text, position)
         if call is None or call.name not in names:

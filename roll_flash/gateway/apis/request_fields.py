@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from roll_flash.chat.model_text import MOST_DEPTH, is_deeper
+from roll_flash.chat.model_text import MAX_DEPTH, is_deeper
 from roll_flash.gateway.apis.api_error import ApiError, bad_request, unsupported
 from roll_flash.types import Message
 
@@ -32,8 +32,8 @@ def decode_object(content: bytes) -> dict[str, Any]:
         raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if not isinstance(body, dict):
         raise bad_request("the body must be a JSON object", code="invalid_json")
-    if is_deeper(body, MOST_DEPTH):
-        raise bad_request(f"the body is nested more than {MOST_DEPTH} deep", code="invalid_json")
+    if is_deeper(body, MAX_DEPTH):
+        raise bad_request(f"the body is nested more than {MAX_DEPTH} deep", code="invalid_json")
     return body
 
 

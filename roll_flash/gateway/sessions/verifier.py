@@ -7,14 +7,14 @@ number and a dict of info, in which `success` says if the task was solved. It ma
 from __future__ import annotations
 
 import asyncio
-import inspect
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.errors import RollFlashError
+from roll_flash.processes.background import call_sync_or_async
 from roll_flash.types import Trajectory, as_reward
-from roll_flash.user_code import load_object
+from roll_flash.user_code import load_function
 
 TIMEOUT_S = 600.0
 
@@ -27,16 +27,13 @@ class Verifier:
     def __init__(self, reference: str) -> None:
         """Raises ConfigError if the function cannot be loaded."""
         self.reference = reference
-        self._function = _load(reference)
+        self._function = load_function(reference, "--verifier")
 
     async def score(self, episode: Trajectory) -> tuple[float, dict[str, Any]]:
         """Call the verifier. Raises VerifierError."""
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                if inspect.iscoroutinefunction(self._function):
-                    found = await self._function(episode)
-                else:
-                    found = await asyncio.to_thread(self._function, episode)
+                found = await call_sync_or_async(self._function, episode)
         except TimeoutError:
             raise VerifierError(f"{self.reference} took longer than {TIMEOUT_S:g} s") from None
         except (Exception, SystemExit) as error:  # user code may raise anything
@@ -48,13 +45,3 @@ class Verifier:
             return as_reward(reward, f"what {self.reference} returned"), dict(info)
         except ValueError as error:
             raise VerifierError(str(error)) from None
-
-
-def _load(reference: str) -> Callable[[Trajectory], Any]:
-    try:
-        function: Callable[[Trajectory], Any] = load_object(reference)
-    except ConfigError as error:
-        raise ConfigError(f"--verifier: {error}") from None
-    if not callable(function):
-        raise ConfigError(f"--verifier: {reference} is no function")
-    return function

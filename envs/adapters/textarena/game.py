@@ -1,7 +1,7 @@
-"""A game of the package textarena, for one or more players: the news for each player, and each player's reward.
+"""A game of the package textarena: each player's new messages and reward.
 
-The package draws from Python's shared generator, which other episodes' threads also use. A table has its own generator,
-so that the same seed and moves give the same game. Its methods block and must run in one thread at a time.
+The package draws from Python's shared generator, which other episodes' threads also use. Here each game has its own
+generator, so that the same seed and moves give the same game. Its methods block and must run in one thread at a time.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.errors import ConfigError
 
 _shared_random = threading.Lock()
-MOST_SHOWN_CHARACTERS = 200
-MOST_CHARACTERS = 2000
+MAX_SHOWN_CHARACTERS = 200
+MAX_CHARACTERS = 2000
 """Maximum characters of a move, from its end: the games' regular expressions take quadratic time."""
 _MANY_BLANKS = re.compile(r"\s{9,}+")
 """Runs of blanks take cubic time, during which no other thread of the worker runs."""
@@ -28,7 +28,7 @@ class GameRaisedError(Exception):
     """The game raised for a player's text: this counts as a wrong move and ends the game."""
 
 
-class Table:
+class Game:
     """One game. Raises ConfigError for an unknown game, or one with another number of players."""
 
     def __init__(self, needed_by: str, game: str, game_kwargs: Mapping[str, Any], players: int) -> None:
@@ -36,7 +36,7 @@ class Table:
         self._players = players
         self._random_state: Any = random.Random(0).getstate()
         try:
-            # The raw form returns only news since the last turn; the other forms repeat the whole game each time.
+            # The raw form returns only messages since the last turn; the other forms repeat the whole game each time.
             self._game = self._package.make(game if game.endswith("-raw") else f"{game}-raw", **game_kwargs)
             self.reset(0)
         except (ValueError, AssertionError, TypeError, LookupError, ImportError, SyntaxError) as error:
@@ -51,7 +51,7 @@ class Table:
         """Player whose turn it is."""
         return int(self._game.state.current_player_id)
 
-    def news(self) -> str:
+    def new_messages(self) -> str:
         """Return all text that is new to the current player, without the player's own words."""
         own = self._package.core.ObservationType.PLAYER_ACTION
         player, said = self._game.get_observation()
@@ -65,14 +65,14 @@ class Table:
     def move(self, text: str) -> bool:
         """Make a move; return True if the game is over. Raises GameRaisedError, and the game's own error for a missing
         package or file."""
-        text = _MANY_BLANKS.sub(" ", text)[-MOST_CHARACTERS:]
+        text = _MANY_BLANKS.sub(" ", text)[-MAX_CHARACTERS:]
         try:
             with self._own_random():
                 is_over, _ = self._game.step(text)
         except Exception as error:  # third-party code may raise anything
             if isinstance(error, ImportError | OSError) or type(error) is LookupError:  # nltk without its data
                 raise
-            raise GameRaisedError(f"{type(error).__name__}: {error}"[:MOST_SHOWN_CHARACTERS]) from error
+            raise GameRaisedError(f"{type(error).__name__}: {error}"[:MAX_SHOWN_CHARACTERS]) from error
         return bool(is_over)
 
     def outcome(self) -> tuple[Mapping[int, float], str]:
