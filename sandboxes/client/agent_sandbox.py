@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.sandboxes.client import files
-from roll_flash.sandboxes.client.channels import PingChannel
 from roll_flash.sandboxes.client.commands import Command, CommandStream, inside, run_command
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.forward import Forward
-from roll_flash.sandboxes.client.frames import Request
 from roll_flash.sandboxes.client.reset import describe_folders, is_reusable, reset
 from roll_flash.sandboxes.client.shell import Shell
 from roll_flash.sandboxes.client.usage import read_usage
@@ -202,10 +200,7 @@ class AgentSandbox:
         return await read_usage(self._connection) if self.provider == "docker" else {}
 
     async def ping(self, *, timeout: float = 10.0) -> None:
-        channel = PingChannel()
-        number = self._connection.open(Request.PING, b"", channel)
-        async with self._connection.finishing(number, timeout):
-            await channel.done
+        await files.ping(self._connection, timeout)
 
     async def snapshot(self) -> SandboxSpec:
         tree = await capture(self._connection, self.spec)

@@ -20,7 +20,6 @@ from roll_flash.sandboxes.client.frames import (
     parse_error,
     parse_exit,
     parse_u32,
-    parse_u64,
 )
 from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 
@@ -161,7 +160,6 @@ class FileChannel(Channel):
         elif frame.type == Reply.GRANT:
             self._granted(frame)
         elif frame.type == Reply.DONE:
-            parse_u64(frame.payload)
             self.settle()
         elif frame.type == Reply.ERROR:
             number, message = parse_error(frame.payload)
@@ -183,16 +181,8 @@ class FileChannel(Channel):
         return self.pieces.popleft()
 
 
-class PingChannel(Channel):
-    def receive(self, frame: Frame) -> bool:
-        if frame.type != Reply.PONG or len(frame.payload) != 8:
-            raise FrameError("a wrong answer to a ping")
-        self.settle()
-        return True
-
-
 class AbandonedChannel(Channel):
     """Discards the remaining replies to a cancelled request."""
 
     def receive(self, frame: Frame) -> bool:
-        return frame.type in (Reply.EXIT, Reply.DONE, Reply.ERROR, Reply.PONG)
+        return frame.type in (Reply.EXIT, Reply.DONE, Reply.ERROR)

@@ -131,7 +131,6 @@ def result_of(end: frames.Exit, stdout: bytes, stderr: bytes, cap: int) -> ExecR
         cpu_s=end.cpu_us / 1e6,
         peak_memory_kb=end.peak_memory_kb,
         signal=end.signal or None,
-        cancelled=bool(end.flags & ExitFlag.CANCELLED),
     )
 
 
@@ -213,16 +212,6 @@ class CommandStream:
     async def close_stdin(self) -> None:
         if not self._open_channel().done.done():
             self._connection.send(Request.END, self._number)
-
-    async def signal(self, number: int) -> None:
-        """Send a signal to the command's process group."""
-        if not self._open_channel().done.done():
-            self._connection.send(Request.SIGNAL, self._number, frames.u32(number))
-
-    async def cancel(self) -> None:
-        """Kill the command and its process tree; `wait` then returns its result."""
-        if not self._open_channel().done.done():
-            self._connection.send(Request.CANCEL, self._number)
 
     def _open_channel(self) -> CommandChannel:
         if self._channel is None:

@@ -38,10 +38,6 @@ class Forward:
         """Number of connections from inside so far."""
         return self._relay.accepted if self._relay is not None else 0
 
-    @property
-    def open_connections(self) -> int:
-        return self._relay.open_connections if self._relay is not None else 0
-
     async def __aenter__(self) -> Forward:
         self._relay = Relay(self._start, self.port, self._serve, evict_after_s=EVICT_AFTER_S)
         await self._relay.start()

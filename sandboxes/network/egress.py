@@ -44,14 +44,13 @@ class _Refused(Exception):
 
 
 class Egress:
-    """Proxy that runs as long as its sandbox. Counts allowed and refused connections."""
+    """Proxy that runs as long as its sandbox."""
 
     def __init__(self, start: Callable[[Command], CommandStream], allow: tuple[str, ...]) -> None:
         self._relay = Relay(start, PROXY_PORT, self._serve, evict_after_s=EVICT_AFTER_S)
         self._allow = allow
         self._lookups = asyncio.Semaphore(LOOKUPS_OF_ONE)
         self._said: set[str] = set()
-        self.allowed = self.refused = 0
 
     async def start(self) -> None:
         """Start the relay. Raises SandboxStartError."""
@@ -68,13 +67,11 @@ class Egress:
                 host, port, first = _target(head)
                 reader, writer = await self._connect(host, port)
         except _Refused:
-            self.refused += 1
             await _refuse(connection, "403 Forbidden")
             return
         except (OSError, ValueError):  # TimeoutError is an OSError
             await _refuse(connection, "502 Bad Gateway")
             return
-        self.allowed += 1
         await self._join(connection, reader, writer, first, rest)
 
     async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -174,8 +174,6 @@ class Relay:
         self._complaint = bytearray()
         self.accepted = 0
         """Number of connections from inside so far."""
-        self.restarts = 0
-        self.evicted = 0
 
     @property
     def open_connections(self) -> int:
@@ -214,7 +212,6 @@ class Relay:
                 if not self._ready.done():
                     self._ready.set_exception(SandboxStartError(self._why("ended at once")))
                     return
-                self.restarts += 1
                 await asyncio.sleep(RESTART_S)
         except (SandboxError, FrameError) as error:
             _log.debug("the relay of a sandbox ended with it: %s", error)
@@ -274,7 +271,6 @@ class Relay:
                 latest = time.monotonic() - self._evict_after_s
                 idle = sorted((one for one in self._connections.values() if one.moved_at <= latest), key=_moved_at)
                 for connection in idle[:EVICT_AT_ONCE]:
-                    self.evicted += 1
                     self._serving[connection].cancel()
                 await asyncio.sleep(EVICT_S)
         finally:
