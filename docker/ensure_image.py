@@ -23,14 +23,10 @@ def main() -> int:
         print("image: no Docker engine, so none is needed")
         return 0
     try:
-        asyncio.run(ensure_image(report=_say, provide_debootstrap=_provide_debootstrap))
+        asyncio.run(ensure_image(_provide_debootstrap))
     except RollFlashError as error:
         return use_local(str(error), check_bubblewrap())
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
 
 
 def _provide_debootstrap() -> None:

@@ -83,7 +83,7 @@ async def _require_image(provider: Provider, spec: SandboxSpec) -> None:
         if not await provider.has_image(DEFAULT_IMAGE):
             raise SandboxUnavailable(
                 f"the engine has no image {DEFAULT_IMAGE}; to build it: "
-                "python -m roll_flash.sandboxes.images.default_image ensure"
+                "python -m roll_flash.sandboxes.images.default_image"
             )
     except BaseException:
         await provider.close()

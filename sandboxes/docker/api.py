@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -77,7 +78,7 @@ class EngineApi:
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> httpx.Response:
         """Send a request. Raises SandboxError for a status of 400 or above that is not in `accept`."""
-        try:
+        with self._reaching():
             response = await self._client.request(
                 method,
                 f"/v{self.version}{path}",
@@ -87,10 +88,6 @@ class EngineApi:
                 headers={"Content-Type": "application/x-tar"} if content is not None else None,
                 timeout=httpx.Timeout(timeout_s, pool=None),
             )
-        except httpx.ConnectError as error:
-            raise SandboxUnreachable(str(self.address.connection_error(error))) from None
-        except httpx.HTTPError as error:
-            raise SandboxUnreachable(f"the Docker engine at {self.address.host}: {error!r}") from None
         if response.status_code >= 400 and response.status_code not in accept:
             raise _error_of(method, path, response)
         return response
@@ -107,17 +104,27 @@ class EngineApi:
         content: AsyncIterator[bytes] | bytes | None = None,
         idle_timeout_s: float | None = REQUEST_TIMEOUT_S,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Send a request and yield its JSON lines. Raises SandboxError; httpx errors pass through."""
+        """Send a request and yield the JSON lines of the answer. Raises SandboxError, ValueError for other lines."""
         timeout = httpx.Timeout(idle_timeout_s, pool=None)
-        async with self._client.stream(
-            method, f"/v{self.version}{path}", params=query, content=content, timeout=timeout
-        ) as response:
-            if response.status_code >= 400:
-                await response.aread()
-                raise _error_of(method, path, response)
-            async for line in response.aiter_lines():
-                if line.strip():
-                    yield json.loads(line)
+        url = f"/v{self.version}{path}"
+        with self._reaching():
+            async with self._client.stream(method, url, params=query, content=content, timeout=timeout) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    raise _error_of(method, path, response)
+                async for line in response.aiter_lines():
+                    if line.strip():
+                        yield json.loads(line)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise SandboxUnreachable for the errors of a connection to the engine."""
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise SandboxUnreachable(str(self.address.connection_error(error))) from None
+        except httpx.HTTPError as error:
+            raise SandboxUnreachable(f"the Docker engine at {self.address.host}: {error!r}") from None
 
     async def attach(self, container: str, connection: AgentConnection) -> None:
         """Attach `connection` to a container's standard streams. Raises SandboxStartError, SandboxUnreachable."""
@@ -223,7 +230,7 @@ def _error_of(method: str, path: str, response: httpx.Response) -> SandboxError:
         message = response.text[:300] or f"status {response.status_code}"
     if response.status_code == 404 and "image" in message.lower():
         return SandboxImageMissing(
-            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images.default_image ensure`"
+            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images.default_image`"
         )
     if "no space left" in message:
         return disk_full(message)

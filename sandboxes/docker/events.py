@@ -7,8 +7,6 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 
-import httpx
-
 from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxError
 
@@ -43,7 +41,7 @@ class EngineEvents:
                 events = self._engine.stream("GET", "/events", query={"filters": filters}, idle_timeout_s=None)
                 async for event in events:
                     self._take(event)
-            except (httpx.HTTPError, SandboxError, ValueError):
+            except (SandboxError, ValueError):
                 await asyncio.sleep(RECONNECT_S)
 
     def forget(self, name: str) -> None:

@@ -38,8 +38,7 @@ from roll_flash.sandboxes.errors import (
 )
 from roll_flash.sandboxes.identity import GROUP, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.images.build import image_of, one_at_a_time
-from roll_flash.sandboxes.images.default_image import find_image
-from roll_flash.sandboxes.images.kept import SNAPSHOTS, remove_image
+from roll_flash.sandboxes.images.stored_images import SNAPSHOTS, inspect_image, remove_image
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.scratch import own_folders
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -111,7 +110,7 @@ class DockerProvider:
             self._watching = asyncio.create_task(self._events.watch(), name="engine events")
 
     async def has_image(self, image: str) -> bool:
-        return await find_image(self.engine, image) is not None
+        return await inspect_image(self.engine, image) is not None
 
     def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
         return self._engine_isolation.describe(spec)

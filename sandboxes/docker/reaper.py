@@ -23,7 +23,7 @@ from roll_flash.sandboxes.identity import (
     LABEL_RUN,
     Owner,
 )
-from roll_flash.sandboxes.images.kept import SNAPSHOTS, list_images, prune_builds, remove_image
+from roll_flash.sandboxes.images.stored_images import SNAPSHOTS, list_images, prune_builds, remove_image
 from roll_flash.sandboxes.local.cgroup import LeakedCgroup, leaked_cgroups, sweep_cgroups
 from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_folders
 

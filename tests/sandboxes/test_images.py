@@ -31,10 +31,10 @@ from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.files.build_context import packed_files
 from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.images import build as image_build
-from roll_flash.sandboxes.images import kept as kept_images
+from roll_flash.sandboxes.images import stored_images
 from roll_flash.sandboxes.images.build import build_error, image_key, one_at_a_time
 from roll_flash.sandboxes.images.default_image import ensure_image
-from roll_flash.sandboxes.images.kept import BUILDS, prune_builds, use_build
+from roll_flash.sandboxes.images.stored_images import BUILDS, prune_builds, use_build
 from roll_flash.sandboxes.opening import connect_provider
 
 pytestmark = pytest.mark.docker
@@ -127,7 +127,7 @@ def test_a_lost_network_bridge_is_named_with_what_to_do() -> None:
         "failed to create endpoint interesting_jepsen on network bridge: adding interface vethc5e6865 to bridge "
         "docker0 failed: could not find bridge docker0: route ip+net: no such network interface"
     )
-    assert "network bridge is gone, restart the engine" in str(build_error(said))
+    assert "network bridge is gone, restart the engine" in str(build_error("image:1", said))
 
 
 def test_a_writable_root_is_forked_and_its_image_is_removed_at_the_end(docker: str) -> None:
@@ -178,10 +178,9 @@ def _import_bare(name: str, program: bytes) -> None:
     subprocess.run(["docker", "import", "-", name], input=packed.getvalue(), capture_output=True, check=True)
 
 
-def test_ensuring_an_image_that_is_there_does_nothing(docker: str) -> None:
-    said: list[str] = []
-    asyncio.run(ensure_image(report=said.append))
-    assert said == ["sandbox image roll-flash-sandbox:latest is there"]
+def test_ensuring_an_image_that_is_there_does_nothing(docker: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(ensure_image())
+    assert capsys.readouterr().out == "sandbox image roll-flash-sandbox:latest is there\n"
 
 
 def locks() -> set[str]:
@@ -237,12 +236,12 @@ def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
 ) -> None:
     image = f"{BUILDS}:{image_key(dockerfile, BUILT)}"
 
-    listed = kept_images.list_images
+    listed = stored_images.list_images
 
     async def only_this(*words: Any) -> list[dict[str, Any]]:
         return [found for found in await listed(*words) if image in found["RepoTags"]]
 
-    monkeypatch.setattr(kept_images, "list_images", only_this)
+    monkeypatch.setattr(stored_images, "list_images", only_this)
 
     async def grow_old() -> None:
         engine = EngineApi(EngineAddress.from_environment())
@@ -252,9 +251,9 @@ def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
                 assert await prune_builds(engine, 1e-3) == []  # a container uses it
             assert await prune_builds(engine) == []
             await asyncio.sleep(1)
-            monkeypatch.setattr(kept_images, "NOTE_EVERY_S", 0.5)
+            monkeypatch.setattr(stored_images, "NOTE_EVERY_S", 0.5)
             assert await use_build(engine, image)  # notes the use
-            age_s = await kept_images._unused_s(engine, image)
+            age_s = await stored_images._unused_s(engine, image)
             assert age_s is not None
             assert age_s < 1
             await asyncio.sleep(0.01)
