@@ -24,8 +24,7 @@ from pathlib import Path
 from roll_flash.doctor import check_docker, check_image
 from roll_flash.envs.agents.presets import AGENTS_IMAGE
 from roll_flash.errors import RollFlashError
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.images.build import build_image, file_content
 from roll_flash.sandboxes.images.stored_images import inspect_image
@@ -49,9 +48,7 @@ USER sandbox
 
 async def ensure() -> None:
     """Raises SandboxError with what to do."""
-    engine = EngineApi(EngineAddress.from_environment())
-    try:
-        await engine.connect()
+    async with open_engine() as engine:
         base = await inspect_image(engine, DEFAULT_IMAGE)
         if base is None:
             raise SandboxImageError(f"{DEFAULT_IMAGE} is not there, on which {AGENTS_IMAGE} is built: make image")
@@ -65,8 +62,6 @@ async def ensure() -> None:
             context = await asyncio.to_thread(_context, Path(folder))
             await build_image(engine, AGENTS_IMAGE, file_content(context), labels)
         print(f"agents image {AGENTS_IMAGE}: fetched and built in {time.monotonic() - began:.0f} s")
-    finally:
-        await engine.close()
 
 
 def _recipe(base: str) -> str:

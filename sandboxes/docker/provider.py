@@ -20,9 +20,8 @@ from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.files import paused
 from roll_flash.sandboxes.client.frames import Demultiplexer
-from roll_flash.sandboxes.docker.address import EngineAddress
 from roll_flash.sandboxes.docker.agent_volume import fill, filler_config, make_volume
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import EngineAddress, EngineApi
 from roll_flash.sandboxes.docker.container_config import container_config, volume_name, volume_paths
 from roll_flash.sandboxes.docker.events import EngineEvents
 from roll_flash.sandboxes.docker.guard import IMAGE, Guard

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import EngineApi, open_engine
 from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.sandboxes.identity import (
     LABEL,
@@ -77,16 +76,13 @@ async def _with_engines(hosts: Sequence[str], action: Action) -> list[SandboxEnt
 
 
 async def _with_engine(host: str | None, action: Action) -> list[SandboxEntry]:
-    engine = EngineApi(EngineAddress.from_environment(host))
     try:
-        await engine.connect()
-        return await action(engine)
+        async with open_engine(host) as engine:
+            return await action(engine)
     except SandboxUnavailable:
         if host is not None:
             raise
         return []
-    finally:
-        await engine.close()
 
 
 async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
@@ -98,12 +94,6 @@ async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
         *(_entry(item, engine.address.host) for item in containers),
         *(_entry(item, engine.address.host, name) for item in images for name in item["RepoTags"]),
     ]
-
-
-async def labelled(engine: EngineApi, label: str | None) -> list[str]:
-    """Return the ids of containers in any state with a label; None: all containers of the engine."""
-    query = {"all": "1", **({"filters": json.dumps({"label": [label]})} if label else {})}
-    return [str(item["Id"]) for item in await engine.json("GET", "/containers/json", query=query)]
 
 
 async def sweep(engine: EngineApi) -> list[SandboxEntry]:

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from roll_flash.errors import RollFlashError
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import EngineApi, open_engine
 from roll_flash.sandboxes.errors import SandboxImageError
 from roll_flash.sandboxes.files.build_context import build_archive
 from roll_flash.sandboxes.images.build import build_image, file_content
@@ -56,9 +55,7 @@ async def ensure_image(provide_debootstrap: Callable[[], None] | None = None) ->
 
     `provide_debootstrap` is called before `debootstrap` is needed; it may install it.
     """
-    engine = EngineApi(EngineAddress.from_environment())
-    try:
-        await engine.connect()
+    async with open_engine() as engine:
         if await inspect_image(engine, DEFAULT_IMAGE) is not None:
             _print(f"sandbox image {DEFAULT_IMAGE} is there")
             return
@@ -70,8 +67,6 @@ async def ensure_image(provide_debootstrap: Callable[[], None] | None = None) ->
                 await asyncio.to_thread(provide_debootstrap)
             await _build_by_debootstrap(engine)
         _print(f"sandbox image {DEFAULT_IMAGE} built in {time.monotonic() - began:.0f} s")
-    finally:
-        await engine.close()
 
 
 def _print(line: str) -> None:

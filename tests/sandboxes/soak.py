@@ -7,6 +7,7 @@ tests/sandboxes/test_sandbox_soak.py` is the long form.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import random
 import re
@@ -17,9 +18,7 @@ import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
-from roll_flash.sandboxes.docker.reaper import labelled
+from roll_flash.sandboxes.docker.api import EngineAddress, EngineApi, open_engine
 from roll_flash.sandboxes.errors import SandboxError
 from roll_flash.sandboxes.identity import LABEL_RUN
 
@@ -64,15 +63,11 @@ async def soak(leases: int, *, seed: int = 0, sockets: bool = True) -> SoakRepor
     name = f"soak-{uuid.uuid4().hex[:8]}"
     report = SoakReport()
     began = time.monotonic()
-    engine = EngineApi(EngineAddress.from_environment())
-    try:
-        await engine.connect()
+    async with open_engine() as engine:
         connections = _connections(engine.address) if sockets else None
         chance = random.Random(seed)
         await asyncio.gather(*(_controllers(name, leases, chance, report) for _ in range(CONTROLLERS)))
         await _settle(engine, name, connections, report)
-    finally:
-        await engine.close()
     report.duration_s = time.monotonic() - began
     return report
 
@@ -113,12 +108,18 @@ async def _next_line(stdout: asyncio.StreamReader) -> str:
     return line.decode().strip()
 
 
+async def _labelled(engine: EngineApi, label: str | None) -> list[str]:
+    """Return the ids of containers in any state with a label; None: all containers of the engine."""
+    query = {"all": "1", **({"filters": json.dumps({"label": [label]})} if label else {})}
+    return [str(item["Id"]) for item in await engine.json("GET", "/containers/json", query=query)]
+
+
 async def _settle(engine: EngineApi, name: str, connections: int | None, report: SoakReport) -> None:
     end = time.monotonic() + (SETTLE_S if connections is None else SOCKETS_SETTLE_S)
     while True:
-        report.left_containers = await labelled(engine, f"{LABEL_RUN}={name}")
+        report.left_containers = await _labelled(engine, f"{LABEL_RUN}={name}")
         report.left_processes = await asyncio.to_thread(_marked_processes, name)
-        report.left_processes += await asyncio.to_thread(_orphans_of_containers, await labelled(engine, None))
+        report.left_processes += await asyncio.to_thread(_orphans_of_containers, await _labelled(engine, None))
         if connections is not None:
             report.left_sockets = max(0, _connections(engine.address) - connections)
         if report.ok or time.monotonic() > end:

@@ -31,8 +31,13 @@ from roll_flash.sandboxes import (
     reap,
 )
 from roll_flash.sandboxes.docker import engines as engine_set_module
-from roll_flash.sandboxes.docker.address import DEFAULT_HOST, EngineAddress
-from roll_flash.sandboxes.docker.api import NEWEST_VERSION, OLDEST_VERSION, negotiated_version
+from roll_flash.sandboxes.docker.api import (
+    DEFAULT_HOST,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    EngineAddress,
+    negotiated_version,
+)
 from roll_flash.sandboxes.docker.engines import EngineSet
 from roll_flash.sandboxes.opening import connect_provider
 

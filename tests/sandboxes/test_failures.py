@@ -22,8 +22,7 @@ from roll_flash.sandboxes import (
 from roll_flash.sandboxes.client.agent_program import agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.frames import HEADER, MAX_REQUEST, Request
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import EngineAddress, EngineApi
 from roll_flash.sandboxes.docker.events import EngineEvents
 from roll_flash.sandboxes.opening import connect_provider
 

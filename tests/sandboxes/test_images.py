@@ -26,8 +26,7 @@ from roll_flash.sandboxes import (
     open_sandbox,
 )
 from roll_flash.sandboxes.client.agent_program import cache_folder
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.files.build_context import packed_files
 from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.images import build as image_build
@@ -244,9 +243,7 @@ def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
     monkeypatch.setattr(stored_images, "list_images", only_this)
 
     async def grow_old() -> None:
-        engine = EngineApi(EngineAddress.from_environment())
-        await engine.connect()
-        try:
+        async with open_engine() as engine:
             async with open_sandbox(SandboxSpec(dockerfile=dockerfile, context=BUILT), provider="docker"):
                 assert await prune_builds(engine, 1e-3) == []  # a container uses it
             assert await prune_builds(engine) == []
@@ -259,8 +256,6 @@ def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
             await asyncio.sleep(0.01)
             assert [name for name, _ in await prune_builds(engine, 1e-3)] == [image]
             assert not await use_build(engine, image)
-        finally:
-            await engine.close()
 
     asyncio.run(grow_old())
 
