@@ -45,7 +45,7 @@ def main() -> int:
 def _provide(engine: Check) -> Check:
     """Install and start an engine. Raises EngineUnavailable with the reason if that cannot be done here."""
     if os.environ.get("DOCKER_HOST"):
-        raise EngineUnavailable(f"{engine.detail} (DOCKER_HOST); unset it to use an engine of this machine")
+        raise EngineUnavailable(f"{engine.detail}; unset DOCKER_HOST to use an engine of this machine")
     if os.geteuid() != 0:
         raise EngineUnavailable(f"{engine.detail}; to have one: {engine.fix}")
     if shutil.which("dockerd") is None:
