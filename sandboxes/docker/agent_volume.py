@@ -7,12 +7,9 @@ in use. Running sandboxes keep the old file when it is replaced.
 
 from __future__ import annotations
 
-import hashlib
 import io
 import tarfile
 import uuid
-
-import httpx
 
 from roll_flash.sandboxes.client.agent_program import FOLDER, AgentProgram
 from roll_flash.sandboxes.docker.api import EngineApi
@@ -41,31 +38,15 @@ def filler_config(image: str, volume: str) -> dict[str, object]:
 
 async def fill(engine: EngineApi, filler: str, agent: AgentProgram) -> bool:
     """Ensure that the volume holds the complete agent; True if it was written. Raises SandboxStartError."""
-    if await _holds(engine, filler, agent):
+    path, wanted = f"{FOLDER}/agent", (MODE, agent.content)
+    if await engine.read_file(filler, path) == wanted:
         return False
-    query, path = {"path": FOLDER}, f"/containers/{filler}/archive"
-    await engine.call("PUT", path, query=query, content=_archive(agent))
-    if not await _holds(engine, filler, agent):
+    await engine.call("PUT", f"/containers/{filler}/archive", query={"path": FOLDER}, content=_archive(agent))
+    if await engine.read_file(filler, path) != wanted:
         raise SandboxStartError(
             f"the volume {volume_name(agent)} does not keep the agent that is written to it; is the engine's disk full?"
         )
     return True
-
-
-async def _holds(engine: EngineApi, filler: str, agent: AgentProgram) -> bool:
-    path, query = f"/containers/{filler}/archive", {"path": f"{FOLDER}/agent"}
-    found: httpx.Response = await engine.call("GET", path, query=query, accept=(404,))
-    if found.status_code == 404:
-        return False
-    try:
-        with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
-            member = archive.next()
-            content = archive.extractfile(member) if member is not None and member.isreg() else None
-            if member is None or content is None or member.mode & 0o777 != MODE:
-                return False
-            return hashlib.sha256(content.read()).digest() == hashlib.sha256(agent.content).digest()
-    except (tarfile.TarError, EOFError):
-        return False
 
 
 def _archive(agent: AgentProgram) -> bytes:

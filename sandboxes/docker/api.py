@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import ssl
+import tarfile
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -162,6 +164,20 @@ class EngineApi:
 
     async def json(self, method: str, path: str, **options: Any) -> Any:
         return (await self.call(method, path, **options)).json()
+
+    async def read_file(self, container: str, path: str) -> tuple[int, bytes] | None:
+        """Return mode and content of a file in a container; None if it is missing or no regular file."""
+        query = {"path": path}
+        found = await self.call("GET", f"/containers/{container}/archive", query=query, accept=(404,))
+        if found.status_code == 404:
+            return None
+        try:
+            with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
+                member = archive.next()
+                content = archive.extractfile(member) if member is not None and member.isreg() else None
+                return (member.mode & 0o777, content.read()) if member is not None and content is not None else None
+        except (tarfile.TarError, EOFError):
+            return None
 
     async def stream(
         self,

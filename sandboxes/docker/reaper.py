@@ -27,8 +27,6 @@ from roll_flash.sandboxes.local.cgroup import LeakedCgroup, leaked_cgroups, swee
 from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_folders
 
 Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]
-FOREIGN_AGE_S = 86400.0
-"""Age in seconds at which a sandbox of another machine counts as leaked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +161,6 @@ def _local_entry(group: LeakedCgroup) -> SandboxEntry:
 
 def _is_leaked(marks: dict[str, str], age_s: float) -> bool:
     try:
-        lives = Owner.parse(marks.get(LABEL_OWNER, "")).lives()
+        return Owner.parse(marks.get(LABEL_OWNER, "")).is_gone(age_s)
     except ValueError:
         return False
-    return not lives if lives is not None else age_s > FOREIGN_AGE_S
