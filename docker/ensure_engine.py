@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import apt
-from local_instead import use_local
 
 from roll_flash.doctor import Check, check_bubblewrap, check_docker
 
@@ -40,6 +39,17 @@ def main() -> int:
             return use_local(str(reason), bubblewrap)
     print(f"sandbox: docker ({engine.detail})")
     return 0
+
+
+def use_local(reason: str, bubblewrap: Check) -> int:
+    """The exit status: 0 if the weaker `local` sandbox can be used instead, 1 if none can."""
+    if bubblewrap.ok:
+        print(f"sandbox: the weaker `local` sandbox (bubblewrap) is used, because {reason}")
+        return 0
+    print(
+        f"sandbox: none can be used: {reason}; and bubblewrap: {bubblewrap.detail} ({bubblewrap.fix})", file=sys.stderr
+    )
+    return 1
 
 
 def _provide(engine: Check) -> Check:

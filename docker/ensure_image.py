@@ -11,7 +11,7 @@ import shutil
 import sys
 
 import apt
-from local_instead import use_local
+from ensure_engine import use_local
 
 from roll_flash.doctor import check_bubblewrap, check_docker
 from roll_flash.errors import RollFlashError

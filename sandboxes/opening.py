@@ -103,8 +103,7 @@ async def open_sandbox(
     spec: SandboxSpec | None = None,
     *,
     provider: str | Provider = "auto",
-    run: str | None = None,
-    start_timeout: float = START_TIMEOUT_S,
+    run: str = "",
 ) -> AsyncIterator[Sandbox]:
     """Open one sandbox for the duration of an `async with`. Raises SandboxError if it cannot be started.
 
@@ -112,7 +111,7 @@ async def open_sandbox(
     """
     connected = await connect_provider(provider, spec=spec) if isinstance(provider, str) else provider
     try:
-        sandbox = await connected.open(spec or SandboxSpec(), run=run or "", timeout_s=start_timeout)
+        sandbox = await connected.open(spec or SandboxSpec(), run=run, timeout_s=START_TIMEOUT_S)
         try:
             yield sandbox
         finally:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from errno import ENOENT
+
 from roll_flash.sandboxes.client.agent_program import FOLDER
 from roll_flash.sandboxes.client.commands import Command, run_command
 from roll_flash.sandboxes.client.connection import AgentConnection
@@ -79,4 +81,4 @@ async def _emptied(connection: AgentConnection, folder: str) -> bool:
         await remove(connection, folder + "/")
         return not await list_tree(connection, folder, 1)
     except SandboxFileError as error:
-        return error.errno == 2
+        return error.errno == ENOENT

@@ -17,7 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 
-from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.client.frames import STDOUT, Demultiplexer, FrameError
 from roll_flash.sandboxes.errors import (
     SandboxDiskFull,
@@ -246,23 +246,19 @@ async def open_engine(host: str | None = None) -> AsyncIterator[EngineApi]:
         await engine.close()
 
 
-class _AttachProtocol(asyncio.Protocol):
+class _AttachProtocol(StreamProtocol):
     """Sends the upgrade request, checks the answer, then passes on the demultiplexed stream."""
 
     def __init__(self, connection: AgentConnection, request: bytes) -> None:
+        super().__init__(connection)
         self.upgraded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._connection = connection
         self._request = request
         self._header = bytearray()
         self._demultiplexer = Demultiplexer()
-        self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not isinstance: Ray uses uvloop, whose transports are no subclasses.
-        transport = cast(asyncio.WriteTransport, transport)
-        self._transport = transport
-        self._connection.opened(transport)
-        transport.write(self._request)
+        super().connection_made(transport)
+        cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         if not self.upgraded.done():
@@ -291,13 +287,7 @@ class _AttachProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._refuse("it closed the connection")
-        self._connection.end_of_stream()
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()
+        super().connection_lost(exc)
 
 
 def negotiated_version(host: str, oldest: str, newest: str) -> str:

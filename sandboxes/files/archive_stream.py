@@ -6,6 +6,7 @@ import bz2
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from errno import EFBIG
 from typing import Protocol
 
 from roll_flash.sandboxes.errors import SandboxFileError
@@ -19,7 +20,6 @@ BLOCK = 512
 MAX_LZMA_BYTES = 1 << 27
 """Maximum bytes of memory for the dictionary of an .xz file; `xz -9` needs half of it."""
 HEADERS_PER_ENTRY = 4
-EFBIG = 27
 
 
 class ArchiveError(Exception):

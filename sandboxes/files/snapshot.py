@@ -10,13 +10,14 @@ import io
 import os
 import stat
 import tarfile
+from errno import EFBIG, EINVAL
 
 from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archive_stream import ArchiveError, Blocks, Budget, decompressed
-from roll_flash.sandboxes.files.archives import EFBIG, EINVAL, max_packed
+from roll_flash.sandboxes.files.archives import max_packed
 from roll_flash.sandboxes.files.tar_reader import tar_members
 from roll_flash.sandboxes.files.trees import MAX_ENTRIES, is_safe_name
 from roll_flash.sandboxes.spec import SandboxSpec

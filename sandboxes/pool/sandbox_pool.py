@@ -48,10 +48,9 @@ class SandboxPool:
         provider: str | Provider = "auto",
         engines: Sequence[str] = (),
         size: int = 8,
-        run: str | None = None,
+        run: str = "",
         max_parallel_starts: int = DEFAULT_PARALLEL_STARTS,
         start_timeout: float = START_TIMEOUT_S,
-        lease_timeout: float = DEFAULT_LEASE_S,
         reuse: bool = False,
     ) -> None:
         self._provider_choice = provider
@@ -59,10 +58,9 @@ class SandboxPool:
         self._engines = tuple(engines)
         self._connecting = asyncio.Lock()
         self._size = size
-        self._run = run or ""
+        self._run = run
         self._max_parallel_starts = max_parallel_starts
         self._start_timeout_s = start_timeout
-        self._lease_timeout_s = lease_timeout
         self._reuse = reuse
         self._shelves: dict[SandboxSpec, WarmSandboxes] = {}
         self._starts: set[asyncio.Task[None]] = set()
@@ -95,14 +93,15 @@ class SandboxPool:
         self._put(shelf, await self._given(shelf, future))
 
     @asynccontextmanager
-    async def lease(self, spec: SandboxSpec | None = None, *, timeout: float | None = None) -> AsyncIterator[Sandbox]:
+    async def lease(
+        self, spec: SandboxSpec | None = None, *, timeout: float = DEFAULT_LEASE_S
+    ) -> AsyncIterator[Sandbox]:
         """Lease a sandbox for the duration of an `async with`, at most `timeout` seconds.
 
         Raises SandboxError if no sandbox can be started. After the timeout the pool closes the sandbox, and its calls
         raise SandboxDied with reason `lease`.
         """
         wanted = spec or SandboxSpec()
-        limit_s = float(timeout or self._lease_timeout_s)
         await self._connect(wanted)
         shelf = self._shelf(wanted)
         asked = time.monotonic()
@@ -112,7 +111,7 @@ class SandboxPool:
         began = time.monotonic()
         self._stats.leases += 1
         self._stats.wait_s.add(began - asked)
-        timer = asyncio.get_running_loop().call_later(limit_s, self._expire, sandbox, limit_s)
+        timer = asyncio.get_running_loop().call_later(timeout, self._expire, sandbox, timeout)
         try:
             yield sandbox
         finally:
