@@ -59,7 +59,11 @@ async def connect_provider(
     """
     if name != "auto":
         provider = make_provider(name, engines=engines, max_parallel_starts=max_parallel_starts)
-        await _connect(provider)
+        try:
+            await provider.connect()
+        except BaseException:
+            await provider.close()
+            raise
         return provider
     try:
         docker = await connect_provider("docker", engines=engines, max_parallel_starts=max_parallel_starts)
@@ -85,14 +89,6 @@ async def _require_image(provider: Provider, spec: SandboxSpec) -> None:
                 f"the engine has no image {DEFAULT_IMAGE}; to build it: "
                 "python -m roll_flash.sandboxes.images.default_image"
             )
-    except BaseException:
-        await provider.close()
-        raise
-
-
-async def _connect(provider: Provider) -> None:
-    try:
-        await provider.connect()
     except BaseException:
         await provider.close()
         raise

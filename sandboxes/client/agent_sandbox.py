@@ -271,13 +271,10 @@ class AgentSandbox:
         try:
             if self._egress is not None:
                 await self._egress.close()
-            await self._end_others()
+            # Also those that are starting: the provider may be closed next.
+            await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._child_sandboxes))
         finally:
             await self._remove()
-
-    async def _end_others(self) -> None:
-        """Close the other sandboxes, also those that are starting: the provider may be closed next."""
-        await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._child_sandboxes))
 
     async def _remove(self) -> None:
         try:

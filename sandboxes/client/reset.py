@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from errno import ENOENT
 
-from roll_flash.sandboxes.client.agent_program import FOLDER
+from roll_flash.sandboxes.client.agent_program import AGENT
 from roll_flash.sandboxes.client.commands import Command, run_command
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.files import kill_all, list_tree, remove
@@ -33,7 +33,7 @@ def is_reusable(spec: SandboxSpec) -> bool:
 
 async def describe_folders(connection: AgentConnection, spec: SandboxSpec, *words: str) -> bytes:
     """Return a line per writable folder: mode, flags, owner, attributes; empty on failure. Raises SandboxError."""
-    told = await _run(connection, spec, [f"{FOLDER}/agent", "--folders", *words, *_folders(spec)])
+    told = await _run(connection, spec, [AGENT, "--folders", *words, *_folders(spec)])
     return told.stdout if told.exit_code == 0 else b""
 
 

@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from roll_flash.sandboxes.client.agent_program import AgentProgram, agent_program
+from roll_flash.sandboxes.client.agent_program import AGENT, agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.files import paused
 from roll_flash.sandboxes.client.frames import Demultiplexer
-from roll_flash.sandboxes.docker.agent_volume import fill, filler_config, make_volume
+from roll_flash.sandboxes.docker.agent_volume import fill, filler_config, make_volume, volume_name
 from roll_flash.sandboxes.docker.api import EngineAddress, EngineApi
-from roll_flash.sandboxes.docker.container_config import container_config, volume_name, volume_paths
+from roll_flash.sandboxes.docker.container_config import container_config, volume_paths
 from roll_flash.sandboxes.docker.events import EngineEvents
 from roll_flash.sandboxes.docker.guard import IMAGE, Guard
 from roll_flash.sandboxes.docker.isolation import EngineIsolation
@@ -69,7 +69,7 @@ class DockerProvider:
     def __init__(self, host: str | None = None, *, max_parallel_starts: int = 8) -> None:
         self.engine = EngineApi(EngineAddress.from_environment(host))
         self._starts = asyncio.Semaphore(max_parallel_starts)
-        self._agent: AgentProgram | None = None
+        self._agent: bytes | None = None
         self._volume_lock = asyncio.Lock()
         self._volume_is_good = False
         self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
@@ -141,7 +141,7 @@ class DockerProvider:
         async with self._starts:
             image = await image_of(self.engine, spec)
             volumes = volume_paths(await self._declared_volumes(image), spec)
-            agent = await self._provide_agent(image)
+            agent_volume = volume_name(await self._provide_agent(image))
             name, number = new_user(self._engine_isolation.users(spec))
             self._events.forget(name)
             user = spec.user or f"{number}:{GROUP}"
@@ -162,7 +162,9 @@ class DockerProvider:
             network = (joins or name) if spec.network == "internal" else ""
             marks = labels(run, network)
             with self._passwd(spec, image, number) as passwd:
-                body = container_config(spec, image, agent, marks, joins, user=user, volumes=volumes, passwd=passwd)
+                body = container_config(
+                    spec, image, agent_volume, marks, joins, user=user, volumes=volumes, passwd=passwd
+                )
                 await self._start(sandbox, connection, body, timeout_s)
         self._live.add(name)
         return sandbox
@@ -261,8 +263,7 @@ class DockerProvider:
 
     async def _keep_root(self, name: str, spec: SandboxSpec) -> None:
         """Write the root's changes from memory to the path that the engine commits. Raises SandboxFileError."""
-        assert self._agent is not None
-        command = [*self._agent.command, "--keep-root", str(spec.root_size_mb << 20)]
+        command = [AGENT, "--keep-root", str(spec.root_size_mb << 20)]
         body = {"Cmd": command, "User": "0:0", "AttachStderr": True, "AttachStdout": True}
         made = await self.engine.json("POST", f"/containers/{name}/exec", body=body)
         path = f"/exec/{made['Id']}"
@@ -312,7 +313,7 @@ class DockerProvider:
             await asyncio.to_thread(self._guard.stop)
             await self.engine.close()
 
-    async def _provide_agent(self, image: str) -> AgentProgram:
+    async def _provide_agent(self, image: str) -> bytes:
         """Return the agent after checking the engine's agent volume, once and again after a failed start.
 
         Fills the volume if necessary, and reads the users of each image once.
@@ -326,7 +327,7 @@ class DockerProvider:
                 self._volume_is_good = True
             return self._agent
 
-    async def _fill_volume(self, agent: AgentProgram, image: str) -> None:
+    async def _fill_volume(self, agent: bytes, image: str) -> None:
         name = f"roll-flash-filler-{uuid.uuid4().hex[:12]}"
         body = filler_config(image, await make_volume(self.engine, agent))
         creating = asyncio.ensure_future(self._create(name, body))

@@ -14,9 +14,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from operator import attrgetter
 from typing import Any
 
-from roll_flash.sandboxes.client.agent_program import FOLDER
+from roll_flash.sandboxes.client.agent_program import AGENT
 from roll_flash.sandboxes.client.commands import Command, CommandStream
 from roll_flash.sandboxes.client.frames import (
     CHUNK,
@@ -53,7 +54,7 @@ _log = logging.getLogger("roll_flash.sandboxes")
 
 
 def relay_command(port: int) -> Command:
-    return Command([f"{FOLDER}/agent", "--relay", str(port)], None, grace=0.0, has_stdin=True)
+    return Command([AGENT, "--relay", str(port)], None, grace=0.0, has_stdin=True)
 
 
 class RelayedConnection:
@@ -269,8 +270,8 @@ class Relay:
         try:
             while len(self._connections) >= MAX_CONNECTIONS:
                 latest = time.monotonic() - self._evict_after_s
-                idle = sorted((one for one in self._connections.values() if one.moved_at <= latest), key=_moved_at)
-                for connection in idle[:EVICT_AT_ONCE]:
+                idle = [one for one in self._connections.values() if one.moved_at <= latest]
+                for connection in sorted(idle, key=attrgetter("moved_at"))[:EVICT_AT_ONCE]:
                     self._serving[connection].cancel()
                 await asyncio.sleep(EVICT_S)
         finally:
@@ -295,10 +296,6 @@ class Relay:
             if self._connections.get(connection.channel) is connection:
                 del self._connections[connection.channel]
             await connection.close()
-
-
-def _moved_at(connection: RelayedConnection) -> float:
-    return connection.moved_at
 
 
 async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
