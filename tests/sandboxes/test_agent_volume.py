@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from roll_flash.sandboxes import SandboxSpec
+from roll_flash.sandboxes import SandboxSpec, SandboxStartError, open_sandbox
 from roll_flash.sandboxes.client import agent_program
 from roll_flash.sandboxes.docker import provider as docker_provider
 from roll_flash.sandboxes.docker.agent_volume import volume_name
@@ -51,19 +51,16 @@ def damage(how: str, agent: bytes) -> None:
         subprocess.run(["docker", "rm", "-f", name], check=True, capture_output=True)
 
 
+async def start_one() -> None:
+    async with open_sandbox(provider="docker") as sandbox:
+        assert (await sandbox.exec("echo up")).stdout == b"up\n"
+
+
 @pytest.mark.parametrize("how", ["truncated", "empty", "not executable", "removed"])
 def test_a_damaged_agent_volume_is_repaired_by_the_next_controller(agent: bytes, how: str) -> None:
-    async def start() -> None:
-        provider = DockerProvider()
-        await provider.connect()
-        sandbox = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
-        assert (await sandbox.exec("echo up")).stdout == b"up\n"
-        await sandbox.close()
-        await provider.close()
-
-    asyncio.run(start())
+    asyncio.run(start_one())
     damage(how, agent)
-    asyncio.run(start())
+    asyncio.run(start_one())
 
 
 def test_a_volume_that_is_damaged_under_a_controller_costs_one_start_and_no_running_sandbox(
@@ -97,21 +94,8 @@ def test_a_transfer_that_is_cut_short_leaves_no_agent_that_could_be_run(
             options["accept"] = (400, 500)
         return await call(engine, method, path, **options)  # type: ignore[arg-type]
 
-    async def start(fails: bool) -> None:
-        provider = DockerProvider()
-        await provider.connect()
-        try:
-            if fails:
-                with pytest.raises(Exception, match="does not keep the agent"):
-                    await provider.open(SandboxSpec(), run="volume", timeout_s=60)
-                return
-            sandbox = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
-            assert (await sandbox.exec("echo up")).stdout == b"up\n"
-            await sandbox.close()
-        finally:
-            await provider.close()
-
     monkeypatch.setattr(EngineApi, "call", cut)
-    asyncio.run(start(fails=True))
+    with pytest.raises(SandboxStartError, match="does not keep the agent"):
+        asyncio.run(start_one())
     monkeypatch.setattr(EngineApi, "call", call)
-    asyncio.run(start(fails=False))
+    asyncio.run(start_one())

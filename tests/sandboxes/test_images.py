@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import signal
 import subprocess
-import tarfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from abuse import attack_program
+from second_engine import bare_image
 
 from roll_flash.sandboxes import (
     SandboxFileError,
@@ -34,7 +33,6 @@ from roll_flash.sandboxes.images import stored_images
 from roll_flash.sandboxes.images.build import build_error, image_key, one_at_a_time
 from roll_flash.sandboxes.images.default_image import ensure_image
 from roll_flash.sandboxes.images.stored_images import BUILDS, prune_builds, use_build
-from roll_flash.sandboxes.opening import connect_provider
 
 pytestmark = pytest.mark.docker
 BASE = "FROM roll-flash-sandbox:latest\n"
@@ -149,32 +147,18 @@ def test_an_image_without_shell_or_python_works_unchanged(docker: str) -> None:
     """Only one static program in it, and no file of ours."""
 
     async def run() -> None:
-        name = f"roll-flash-test:{uuid.uuid4().hex[:12]}"
-        await asyncio.to_thread(_import_bare, name, attack_program())
-        try:
-            connected = await connect_provider("docker")
-            sandbox = await connected.open(SandboxSpec(image=name), run="test", timeout_s=30)
-            try:
-                assert (await sandbox.exec(["/attack", "stream-socket", "1"])).stdout == b"0\n"
-                assert (await sandbox.exec("true")).exit_code == 127
-                await sandbox.write("file", b"x")
-                assert await sandbox.read("file") == b"x"
-            finally:
-                await sandbox.close()
-                await connected.close()
-        finally:
-            await asyncio.to_thread(subprocess.run, ["docker", "rmi", "-f", name], capture_output=True, check=True)
+        async with open_sandbox(SandboxSpec(image=name), provider="docker") as sandbox:
+            assert (await sandbox.exec(["/attack", "stream-socket", "1"])).stdout == b"0\n"
+            assert (await sandbox.exec("true")).exit_code == 127
+            await sandbox.write("file", b"x")
+            assert await sandbox.read("file") == b"x"
 
-    asyncio.run(run())
-
-
-def _import_bare(name: str, program: bytes) -> None:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        member = tarfile.TarInfo("attack")
-        member.size, member.mode = len(program), 0o755
-        archive.addfile(member, io.BytesIO(program))
-    subprocess.run(["docker", "import", "-", name], input=packed.getvalue(), capture_output=True, check=True)
+    name = f"roll-flash-test:{uuid.uuid4().hex[:12]}"
+    subprocess.run(["docker", "import", "-", name], input=bare_image(), capture_output=True, check=True)
+    try:
+        asyncio.run(run())
+    finally:
+        subprocess.run(["docker", "rmi", "-f", name], capture_output=True, check=True)
 
 
 def test_ensuring_an_image_that_is_there_does_nothing(docker: str, capsys: pytest.CaptureFixture[str]) -> None:
