@@ -12,8 +12,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 
 from roll_flash.sandboxes.errors import SandboxDied, SandboxFileError
-from roll_flash.sandboxes.opening import START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.protocol import DescribesIsolation, Provider, Sandbox
+from roll_flash.sandboxes.providers import START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.scratch import scratch_folder
 from roll_flash.sandboxes.spec import SandboxSpec
 

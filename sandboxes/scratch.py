@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes.identity import Owner, boot_id, short_boot_id
+from roll_flash.sandboxes.owner import Owner, boot_id, short_boot_id
 
 PREFIX = "roll-flash"
 SHORT_PREFIX = "rf"

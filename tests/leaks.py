@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from roll_flash.sandboxes import list_sandboxes
-from roll_flash.sandboxes.identity import Owner
+from roll_flash.sandboxes.owner import Owner
 
 GRACE_S = 8.0
 """Containers remove themselves after their controller ends, and Ray's processes take a moment to go."""

@@ -129,14 +129,14 @@ class CommandChannel(Channel):
 class FileChannel(Channel):
     """Channel of a file operation: pieces of a file, entries of a tree, or nothing, then DONE or ERROR.
 
-    `most_bytes`: maximum number of bytes of the file. `entries`: maximum number of entries of the tree.
+    `max_bytes`: maximum number of bytes of the file. `entries`: maximum number of entries of the tree.
     """
 
-    def __init__(self, label: str, *, window: int = 0, most_bytes: int = 0, entries: int = 0) -> None:
+    def __init__(self, label: str, *, window: int = 0, max_bytes: int = 0, entries: int = 0) -> None:
         super().__init__()
         self._label = label
         self._credit = window
-        self._bytes_left = most_bytes
+        self._bytes_left = max_bytes
         self._entries_left = entries
         self._listing_left = MAX_LISTING
         self.pieces: deque[bytes] = deque()

@@ -16,7 +16,7 @@ from roll_flash.sandboxes.client.frames import CHUNK, MAX_CAP, WINDOW, ExecFlag,
 from roll_flash.sandboxes.result import ExecResult, OutputChunk
 from roll_flash.sandboxes.spec import SandboxSpec
 
-LONGEST_TIMEOUT_S = 7 * 86400.0
+MAX_TIMEOUT_S = 7 * 86400.0
 ANSWER_MARGIN_S = 15.0
 """Seconds after a command's own deadline at which a sandbox without an answer counts as unreachable."""
 PROCESS_WAIT_S = 2.0
@@ -39,7 +39,7 @@ class Command:
 
     @property
     def timeout_s(self) -> float:
-        return LONGEST_TIMEOUT_S if self.timeout is None else float(self.timeout)
+        return MAX_TIMEOUT_S if self.timeout is None else float(self.timeout)
 
     @property
     def answer_within_s(self) -> float:
@@ -50,11 +50,11 @@ class Command:
         argv = ["/bin/sh", "-c", self.command] if isinstance(self.command, str) else list(self.command)
         if not argv or not all(isinstance(word, str) for word in argv):
             raise ValueError("a command is a shell line (str) or a non-empty sequence of str")
-        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
-            raise ValueError(f"timeout={self.timeout}: must be positive and at most {LONGEST_TIMEOUT_S:g} seconds")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout={self.timeout}: must be positive and at most {MAX_TIMEOUT_S:g} seconds")
         if not window and not 1 <= self.max_output <= MAX_CAP:
             raise ValueError(f"max_output={self.max_output}: must lie between 1 and {MAX_CAP}")
-        if not 0 <= self.grace <= LONGEST_TIMEOUT_S:
+        if not 0 <= self.grace <= MAX_TIMEOUT_S:
             raise ValueError(f"grace={self.grace}: must not be negative")
         flags = (ExecFlag.STDIN if self.has_stdin else 0) | (ExecFlag.MERGE if self.merge_stderr else 0)
         return frames.exec_request(

@@ -19,7 +19,7 @@ FILE_TIMEOUT_S = 300.0
 
 async def read_file(connection: AgentConnection, path: str, max_bytes: int) -> bytes:
     """Return the content of a file. Raises SandboxFileError, also if it is larger than `max_bytes`."""
-    channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, most_bytes=max_bytes)
+    channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, max_bytes=max_bytes)
     number = connection.open(Request.READ, frames.read_request(path, max_bytes, WINDOW), channel)
     data = bytearray()
     async with connection.finishing(number, FILE_TIMEOUT_S):

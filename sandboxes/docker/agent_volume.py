@@ -15,7 +15,7 @@ import uuid
 from roll_flash.sandboxes.client.agent_program import AGENT, FOLDER
 from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxStartError
-from roll_flash.sandboxes.identity import LABEL, labels
+from roll_flash.sandboxes.owner import LABEL, labels
 
 MODE = 0o111
 """Not readable: the kernel then protects processes of this program (a relay has the sandbox's user) from their first

@@ -42,7 +42,7 @@ def container_config(
     image: str,
     agent_volume: str,
     container_labels: dict[str, str],
-    joins: str | None = None,
+    network_container: str | None = None,
     *,
     user: str,
     volumes: Sequence[str] = (),
@@ -53,8 +53,9 @@ def container_config(
     A writable root: the agent starts as root, mounts a layer in memory over the read-only root, and switches to the
     user (agent/root.c). The image's volumes are ordinary folders of that root, with the image's content.
 
-    `joins`: container whose loopback-only network namespace is shared; None: a new one. `user`: numeric user and group.
-    `volumes`: result of `volume_paths` for the image. `passwd`: file on the engine's machine for /etc/passwd.
+    `network_container`: container whose loopback-only network namespace is shared; None: a new one. `user`: numeric
+    user and group. `volumes`: result of `volume_paths` for the image. `passwd`: file on the engine's machine for
+    /etc/passwd.
     """
     number, group = user.split(":")
     as_root = ["--root", number, group, *volumes] if spec.writable_root else []
@@ -67,12 +68,12 @@ def container_config(
         "Env": [f"HOME={spec.workdir}", *(["USER=sandbox", "LOGNAME=sandbox"] if spec.user is None else [])],
         **ATTACHED,
         "Labels": container_labels,
-        **_network(spec, joins),
+        **_network(spec, network_container),
         "HostConfig": {
             "AutoRemove": True,
             "LogConfig": {"Type": "none", "Config": {}},
-            "NetworkMode": "none" if joins is None else f"container:{joins}",
-            "Dns": ["127.0.0.1"] if joins is None else None,
+            "NetworkMode": "none" if network_container is None else f"container:{network_container}",
+            "Dns": ["127.0.0.1"] if network_container is None else None,
             **_rights(spec),
             **_limits(spec),
             "ReadonlyRootfs": True,
@@ -97,13 +98,13 @@ def _rights(spec: SandboxSpec) -> dict[str, Any]:
 
 def _limits(spec: SandboxSpec) -> dict[str, Any]:
     """Resource limits of the container."""
-    most = {"nofile": spec.open_files, "core": CORE_LIMIT, "sigpending": MAX_SIGNALS_AND_TIMERS}
+    limits = {"nofile": spec.open_files, "core": CORE_LIMIT, "sigpending": MAX_SIGNALS_AND_TIMERS}
     return {
         "Memory": spec.memory_mb << 20,
         "MemorySwap": spec.memory_mb << 20,
         "NanoCpus": round(spec.cpus * 1e9),
         "PidsLimit": spec.pids,
-        "Ulimits": [{"Name": name, "Soft": limit, "Hard": limit} for name, limit in most.items()],
+        "Ulimits": [{"Name": name, "Soft": limit, "Hard": limit} for name, limit in limits.items()],
         "ShmSize": SHM_MB << 20,
     }
 
@@ -154,10 +155,10 @@ def volume_paths(declared: Iterable[str], spec: SandboxSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _network(spec: SandboxSpec, joins: str | None) -> dict[str, Any]:
+def _network(spec: SandboxSpec, network_container: str | None) -> dict[str, Any]:
     """Network options. `NetworkDisabled` starts twice as fast, but omits the /etc/hosts that sandboxes on an internal
     network need for `localhost`. A container that joins another gets its host name.
     """
-    if joins is not None:
+    if network_container is not None:
         return {}
     return {"Hostname": "sandbox", "NetworkDisabled": spec.network != "internal"}

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from roll_flash.sandboxes.docker.api import EngineApi
-from roll_flash.sandboxes.identity import DOCKER_USERS, GROUP
+from roll_flash.sandboxes.owner import DOCKER_USERS, GROUP
 from roll_flash.sandboxes.scratch import scratch_folder
 
 PATH = "/etc/passwd"

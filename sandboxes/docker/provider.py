@@ -35,9 +35,9 @@ from roll_flash.sandboxes.errors import (
     SandboxStartError,
     SandboxUnreachable,
 )
-from roll_flash.sandboxes.identity import GROUP, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.images.build import image_of, one_at_a_time
 from roll_flash.sandboxes.images.stored_images import SNAPSHOTS, inspect_image, remove_image
+from roll_flash.sandboxes.owner import GROUP, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.scratch import own_folders
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -77,7 +77,7 @@ class DockerProvider:
         self._guard = Guard(SNAPSHOTS, own_folders())
         self._guarding: asyncio.Future[None] | None = None
         self._snapshots: list[str] = []
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._live: set[str] = set()
         self._prune_at = 0.0
         self._machine_memory_mb = 0
@@ -121,12 +121,12 @@ class DockerProvider:
             )
         return await self._open(spec, run, timeout_s, None)
 
-    async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
-        """Open a sandbox; `joins`: container whose internal network it joins."""
+    async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, network_container: str | None) -> Sandbox:
+        """Open a sandbox; `network_container`: container whose internal network it joins; None: none."""
         self._engine_isolation.check(spec)
         while True:
             try:
-                return await self._open_named(spec, run, timeout_s, joins)
+                return await self._open_named(spec, run, timeout_s, network_container)
             except _NameTaken:
                 continue
             except _FilesNotSeen:
@@ -136,7 +136,9 @@ class DockerProvider:
                     self.engine.address.host,
                 )
 
-    async def _open_named(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
+    async def _open_named(
+        self, spec: SandboxSpec, run: str, timeout_s: float, network_container: str | None
+    ) -> Sandbox:
         """Open a sandbox under a random name. Raises _NameTaken, _FilesNotSeen."""
         async with self._starts:
             image = await image_of(self.engine, spec)
@@ -146,7 +148,7 @@ class DockerProvider:
             self._events.forget(name)
             user = spec.user or f"{number}:{GROUP}"
             connection = AgentConnection(name)
-            connection.explain = lambda: self._events.why(name)
+            connection.explain = lambda: self._events.death_reason(name)
             sandbox = AgentSandbox(
                 name=name,
                 provider=self.name,
@@ -155,15 +157,15 @@ class DockerProvider:
                 connection=connection,
                 end=lambda: self.remove(name),
                 commit=lambda: self._commit(connection, run, spec),
-                open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
+                open_beside=lambda wanted: self._open(wanted, run, timeout_s, network_container or name),
                 open_fresh=lambda: self._open(spec, run, timeout_s, None),
                 reusable=not volumes and not user.startswith("0:"),
             )
-            network = (joins or name) if spec.network == "internal" else ""
+            network = (network_container or name) if spec.network == "internal" else ""
             marks = labels(run, network)
             with self._passwd(spec, image, number) as passwd:
                 body = container_config(
-                    spec, image, agent_volume, marks, joins, user=user, volumes=volumes, passwd=passwd
+                    spec, image, agent_volume, marks, network_container, user=user, volumes=volumes, passwd=passwd
                 )
                 await self._start(sandbox, connection, body, timeout_s)
         self._live.add(name)
@@ -213,7 +215,7 @@ class DockerProvider:
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
         """Create the container. Raises _NameTaken, _FilesNotSeen."""
-        with self._asking(name, body["Image"]):
+        with self._requesting(name, body["Image"]):
             try:
                 answer = await self.engine.call(
                     "POST", "/containers/create", query={"name": name}, body=body, accept=(409,)
@@ -224,21 +226,21 @@ class DockerProvider:
             raise _NameTaken(f"the engine has a container named {name}")
 
     @contextmanager
-    def _asking(self, name: str, image: str = IMAGE) -> Iterator[None]:
+    def _requesting(self, name: str, image: str = IMAGE) -> Iterator[None]:
         """Report a request to the guard: if the engine creates the object later, the guard and `sweep` remove it."""
-        self._guard.asked(name, image)
-        self._asked.add(name)
+        self._guard.request_sent(name, image)
+        self._requested.add(name)
         try:
             yield
         except SandboxUnreachable:
             raise
         except SandboxError:
-            self._guard.answered(name)
+            self._guard.request_done(name)
             raise
         else:
-            self._guard.answered(name)
+            self._guard.request_done(name)
         finally:
-            self._asked.discard(name)
+            self._requested.discard(name)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
         """Remove a container after its creation ends: the engine would finish the creation after an early removal."""
@@ -256,7 +258,7 @@ class DockerProvider:
         repository, _, tag = image.partition(":")
         query = {"container": name, "repo": repository, "tag": tag}
         body = {"Labels": labels(run)}
-        with self._asking(image):
+        with self._requesting(image):
             await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
         self._snapshots.append(image)
         return image
@@ -289,12 +291,12 @@ class DockerProvider:
     async def sweep(self) -> int:
         """Remove leftovers of dead controllers, and objects of this provider whose creation was never answered."""
         for entry in await list_entries(self.engine):
-            if entry.name in self._guard.unanswered and entry.name not in self._asked:
+            if entry.name in self._guard.pending and entry.name not in self._requested:
                 if entry.kind == "snapshot":
                     await remove_image(self.engine, entry.name, force=True)
                 else:
                     await self.remove(entry.name, has_run=False)
-                self._guard.answered(entry.name)
+                self._guard.request_done(entry.name)
         if time.monotonic() < self._prune_at:
             return len(await remove_leaked(self.engine))
         self._prune_at = time.monotonic() + PRUNE_EVERY_S

@@ -14,7 +14,9 @@ from typing import Any
 
 from roll_flash.sandboxes.docker.api import EngineApi, open_engine
 from roll_flash.sandboxes.errors import SandboxUnavailable
-from roll_flash.sandboxes.identity import (
+from roll_flash.sandboxes.images.stored_images import SNAPSHOTS, list_images, prune_builds, remove_image
+from roll_flash.sandboxes.local.cgroup import LeakedCgroup, leaked_cgroups, sweep_cgroups
+from roll_flash.sandboxes.owner import (
     LABEL,
     LABEL_CREATED,
     LABEL_NETWORK,
@@ -22,8 +24,6 @@ from roll_flash.sandboxes.identity import (
     LABEL_RUN,
     Owner,
 )
-from roll_flash.sandboxes.images.stored_images import SNAPSHOTS, list_images, prune_builds, remove_image
-from roll_flash.sandboxes.local.cgroup import LeakedCgroup, leaked_cgroups, sweep_cgroups
 from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_folders
 
 Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]

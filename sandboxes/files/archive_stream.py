@@ -141,11 +141,11 @@ class Blocks:
             yield piece
         self._take(padding)
 
-    def drain(self, most: int) -> None:
-        """Read to the end to detect damage there. Raises ArchiveError if more than `most` bytes remain."""
+    def drain(self, max_bytes: int) -> None:
+        """Read to the end to detect damage there. Raises ArchiveError if more than `max_bytes` remain."""
         while piece := self._take(CHUNK):
-            most -= len(piece)
-            if most < 0:
+            max_bytes -= len(piece)
+            if max_bytes < 0:
                 raise ArchiveError("something large follows its end")
 
     def _take(self, count: int) -> bytes:

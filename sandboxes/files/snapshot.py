@@ -44,8 +44,8 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     return packed.getvalue()
 
 
-async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry, most: int) -> int:
-    """Add one entry and return its bytes read, at most `most`: the sizes in a sandbox's listing are not trusted."""
+async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry, max_bytes: int) -> int:
+    """Add one entry and return the number of bytes read, at most `max_bytes`: sizes of a sandbox are not trusted."""
     path = f"{folder}/{os.fsdecode(entry.path)}"
     member = tarfile.TarInfo(path.lstrip("/"))
     member.mode = stat.S_IMODE(entry.mode) & 0o777
@@ -56,7 +56,7 @@ async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: st
         member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(entry.target)
         archive.addfile(member)
     elif stat.S_ISREG(entry.mode):
-        content = await files.read_file(connection, path, most)
+        content = await files.read_file(connection, path, max_bytes)
         member.size = len(content)
         archive.addfile(member, io.BytesIO(content))
     return member.size

@@ -130,11 +130,11 @@ async def _fetch_files(
             await asyncio.to_thread(writer.write_file, name, data, entry.mode & 0o777 | 0o600)
             return len(data)
 
-    await _together([fetch(entry, name) for entry, name in entries])
+    await _gather_or_cancel([fetch(entry, name) for entry, name in entries])
     return moved
 
 
-async def _together(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
+async def _gather_or_cancel(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
     """Run all moves and return their results; on the first error cancel the rest and raise it."""
     tasks = [asyncio.ensure_future(move) for move in moves]
     try:
@@ -184,7 +184,7 @@ async def _send(connection: AgentConnection, outgoing: _Outgoing, path: str) -> 
     await files.make_directory(connection, path, 0o755)
     for name in outgoing.folders:
         await files.make_directory(connection, f"{target}/{name}", 0o755)
-    sent = await _together([send(*file) for file in outgoing.files])
+    sent = await _gather_or_cancel([send(*file) for file in outgoing.files])
     for name, leads_to in outgoing.links:
         await files.make_symlink(connection, leads_to, f"{target}/{name}")
     return TreeReport(len(sent), sum(sent), outgoing.left_out)

@@ -17,8 +17,8 @@ from roll_flash.sandboxes.client.agent_program import cache_folder
 from roll_flash.sandboxes.docker.api import EngineApi, disk_full
 from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError, SandboxStartError
 from roll_flash.sandboxes.files.build_context import build_archive
-from roll_flash.sandboxes.identity import LABEL
 from roll_flash.sandboxes.images.stored_images import BUILDS, use_build
+from roll_flash.sandboxes.owner import LABEL
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 IDLE_TIMEOUT_S = 600.0

@@ -14,7 +14,7 @@ from typing import Any
 
 from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxError
-from roll_flash.sandboxes.identity import LABEL
+from roll_flash.sandboxes.owner import LABEL
 
 SNAPSHOTS = "roll-flash-snapshot"
 BUILDS = "roll-flash-build"

@@ -21,8 +21,8 @@ from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.docker.container_config import SHM_MB
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
-from roll_flash.sandboxes.identity import GROUP, LOCAL_USERS, new_user
 from roll_flash.sandboxes.local.cgroup import Cgroup, can_limit, make_cgroup, sweep_cgroups
+from roll_flash.sandboxes.owner import GROUP, LOCAL_USERS, new_user
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
@@ -231,8 +231,8 @@ def _fill(fd: int, content: bytes) -> None:
 
 def _limit_files(spec: SandboxSpec) -> list[str]:
     """Return a command prefix that sets the spec's limit on open files, or this process's limit if that is lower."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = spec.open_files if most == resource.RLIM_INFINITY else min(spec.open_files, most)
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = spec.open_files if maximum == resource.RLIM_INFINITY else min(spec.open_files, maximum)
     return ["/bin/sh", "-c", 'ulimit -n "$0" && exec "$@"', str(limit)]
 
 

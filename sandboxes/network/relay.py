@@ -48,7 +48,7 @@ START_TIMEOUT_S = 10.0
 RESTART_S = 0.5
 FLUSH_TIMEOUT_S = 30.0
 """Maximum seconds to deliver the last data of a connection. It counts as a connection of the relay until then."""
-MAX_COMPLAINT = 300
+MAX_STDERR_BYTES = 300
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
@@ -140,7 +140,7 @@ class RelayedConnection:
         if self._broken:
             call()
 
-    async def lose(self) -> None:
+    async def connection_lost(self) -> None:
         async with self._changed:
             self._lost = True
             self._pieces.clear()
@@ -172,7 +172,7 @@ class Relay:
         self._serving: dict[RelayedConnection, asyncio.Task[None]] = {}
         self._evicting = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._complaint = bytearray()
+        self._stderr = bytearray()
         self.accepted = 0
         """Number of connections from inside so far."""
 
@@ -211,17 +211,17 @@ class Relay:
             while True:
                 await self._run_once()
                 if not self._ready.done():
-                    self._ready.set_exception(SandboxStartError(self._why("ended at once")))
+                    self._ready.set_exception(SandboxStartError(self._start_error("ended at once")))
                     return
                 await asyncio.sleep(RESTART_S)
         except (SandboxError, FrameError) as error:
             _log.debug("the relay of a sandbox ended with it: %s", error)
             if not self._ready.done():
                 is_sandbox = isinstance(error, SandboxError)
-                self._ready.set_exception(error if is_sandbox else SandboxStartError(self._why(str(error))))
+                self._ready.set_exception(error if is_sandbox else SandboxStartError(self._start_error(str(error))))
 
-    def _why(self, otherwise: str) -> str:
-        said = self._complaint.decode(errors="replace").strip()
+    def _start_error(self, otherwise: str) -> str:
+        said = self._stderr.decode(errors="replace").strip()
         return f"a sandbox cannot listen on its port {self._port}: {said or otherwise}"
 
     async def _run_once(self) -> None:
@@ -231,19 +231,19 @@ class Relay:
             async with self._stream as stream:
                 async for chunk in stream:
                     if chunk.source == "stderr":
-                        self._complaint += chunk.data[: MAX_COMPLAINT - len(self._complaint)]
+                        self._stderr += chunk.data[: MAX_STDERR_BYTES - len(self._stderr)]
                         continue
                     for frame in decoder.feed(chunk.data):
-                        await self._take(frame)
+                        await self._handle(frame)
                         taken += 1
                         if taken % FRAMES_AT_ONCE == 0:
                             await asyncio.sleep(FRAMES_PAUSE_S)
         finally:
             lost, self._connections = self._connections, {}
             for connection in lost.values():
-                await connection.lose()
+                await connection.connection_lost()
 
-    async def _take(self, frame: Frame) -> None:
+    async def _handle(self, frame: Frame) -> None:
         if frame.type == Reply.READY:
             if not self._ready.done():
                 self._ready.set_result(None)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from roll_flash.sandboxes.docker.api import EngineAddress, EngineApi, open_engine
 from roll_flash.sandboxes.errors import SandboxError
-from roll_flash.sandboxes.identity import LABEL_RUN
+from roll_flash.sandboxes.owner import LABEL_RUN
 
 CONTROLLER = Path(__file__).with_name("soak_controller.py")
 CONTROLLERS = 2

@@ -144,10 +144,10 @@ async def reason_of(*told: dict[str, object]) -> str:
     """`told`: one before the sandbox is found dead, one a moment after."""
     async with open_engine() as engine:
         events = EngineEvents(engine, "label")
-        events._take(told[0])
-        asking = asyncio.ensure_future(events.why("it"))
+        events._record(told[0])
+        asking = asyncio.ensure_future(events.death_reason("it"))
         await asyncio.sleep(0.01)
-        events._take(told[1])
+        events._record(told[1])
         return (await asking)[0]
 
 

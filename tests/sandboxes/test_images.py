@@ -27,12 +27,12 @@ from roll_flash.sandboxes import (
 from roll_flash.sandboxes.client.agent_program import cache_folder
 from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.files.build_context import packed_files
-from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.images import build as image_build
 from roll_flash.sandboxes.images import stored_images
 from roll_flash.sandboxes.images.build import build_error, image_key, one_at_a_time
 from roll_flash.sandboxes.images.default_image import ensure_image
 from roll_flash.sandboxes.images.stored_images import BUILDS, prune_builds, use_build
+from roll_flash.sandboxes.owner import Owner
 
 pytestmark = pytest.mark.docker
 BASE = "FROM roll-flash-sandbox:latest\n"

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from roll_flash.sandboxes import SandboxPool, list_sandboxes, reap
-from roll_flash.sandboxes.identity import process_started
 from roll_flash.sandboxes.local.cgroup import can_limit
+from roll_flash.sandboxes.owner import process_started
 
 GONE_WITHIN_S = 30.0
 """The benchmark holds it to 2 s; here the machine may be busy."""
