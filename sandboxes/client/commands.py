@@ -7,7 +7,6 @@ import posixpath
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from roll_flash.sandboxes.client import frames
 from roll_flash.sandboxes.client.channels import Channel, CommandChannel
@@ -168,16 +167,11 @@ class CommandStream:
         self._number = self._connection.open(Request.EXEC, self._request, self._channel)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self.result is None:
             self._connection.abandon(self._number)
 
-    def __aiter__(self) -> AsyncIterator[OutputChunk]:
-        return self._chunks()
-
-    async def _chunks(self) -> AsyncIterator[OutputChunk]:
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
         while (chunk := await self.next()) is not None:
             yield chunk
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from types import TracebackType
 
 from roll_flash.sandboxes.client.commands import Command, CommandStream
 from roll_flash.sandboxes.network.relay import Relay, RelayedConnection, join
@@ -43,9 +42,7 @@ class Forward:
         await self._relay.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._relay is not None, "__aenter__ comes first"
         await self._relay.close()
 

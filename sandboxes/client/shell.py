@@ -73,7 +73,7 @@ class Shell:
         if self._stream is not None:
             stream, self._stream = self._stream, None
             self.replaced += 1
-            await stream.__aexit__(None, None, None)
+            await stream.__aexit__()
 
 
 def _script(command: str, word: str) -> bytes:

@@ -28,10 +28,10 @@ class EngineEvents:
     def __init__(self, engine: EngineApi, label: str) -> None:
         self._engine = engine
         self._label = label
-        self._codes: OrderedDict[str, int] = OrderedDict()
-        self._died_s: OrderedDict[str, float] = OrderedDict()
+        self._deaths: OrderedDict[str, tuple[int, float]] = OrderedDict()
+        """Exit code and time of death in seconds, on the engine's clock, by container."""
         self._oom_s: OrderedDict[str, float] = OrderedDict()
-        """Time in seconds at which each container last ran out of memory, on the engine's clock."""
+        """Time in seconds at which each container last ran out of memory."""
         self._event_arrived = asyncio.Event()
 
     async def watch(self) -> None:
@@ -46,7 +46,7 @@ class EngineEvents:
 
     def forget(self, name: str) -> None:
         """Delete the events of `name`, which a new container will use."""
-        for seen in (self._codes, self._died_s, self._oom_s):
+        for seen in (self._deaths, self._oom_s):
             seen.pop(name, None)
 
     def _record(self, event: dict[str, object]) -> None:
@@ -56,18 +56,17 @@ class EngineEvents:
         if event.get("Action") == "oom":
             self._oom_s[name] = _event_time_s(event)
         else:
-            self._codes[name] = int(marks.get("exitCode", -1))
-            self._died_s[name] = _event_time_s(event)
-        for seen in (self._codes, self._died_s, self._oom_s):
+            self._deaths[name] = (int(marks.get("exitCode", -1)), _event_time_s(event))
+        for seen in (self._deaths, self._oom_s):
             while len(seen) > MAX_RECORDED_EVENTS:
                 seen.popitem(last=False)
         self._event_arrived.set()
 
     async def death_reason(self, name: str) -> tuple[str, str]:
         """Return (reason of SandboxDied, text). Waits WAIT_S and OOM_WAIT_S for events that may still arrive."""
-        if not await self._wait_until(lambda: name in self._codes, WAIT_S):
+        if not await self._wait_until(lambda: name in self._deaths, WAIT_S):
             return await self._unknown_reason()
-        code = self._codes[name]
+        code, _ = self._deaths[name]
         if code == SIGKILL_CODE and await self._wait_until(lambda: self._died_of_oom(name), OOM_WAIT_S):
             return "oom", "it ran out of memory and the kernel ended it; raise memory_mb"
         if gone := await self._engine_error():
@@ -77,7 +76,7 @@ class EngineEvents:
         return "agent", f"its agent ended with status {code}"
 
     def _died_of_oom(self, name: str) -> bool:
-        return name in self._oom_s and abs(self._died_s[name] - self._oom_s[name]) <= OOM_NEAR_S
+        return name in self._oom_s and abs(self._deaths[name][1] - self._oom_s[name]) <= OOM_NEAR_S
 
     async def _wait_until(self, condition: Callable[[], bool], within_s: float) -> bool:
         try:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from errno import EBADF, EINVAL
 from pathlib import Path
-from types import TracebackType
 
 from roll_flash.sandboxes.errors import SandboxFileError
 
@@ -35,7 +34,7 @@ class TreeWriter:
     def __enter__(self) -> TreeWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             os.close(self._root)
             self._root = -1

@@ -164,7 +164,6 @@ class Relay:
         self._port = port
         self._serve = serve
         self._evict_after_s = evict_after_s
-        self._stream: CommandStream | None = None
         self._sending = asyncio.Lock()
         self._connections: dict[int, RelayedConnection] = {}
         """Connections of the current relay process by channel; a restarted process counts from 1 again."""
@@ -226,15 +225,14 @@ class Relay:
 
     async def _run_once(self) -> None:
         decoder, taken = FrameDecoder(), 0
-        self._stream = self._start(relay_command(self._port))
         try:
-            async with self._stream as stream:
+            async with self._start(relay_command(self._port)) as stream:
                 async for chunk in stream:
                     if chunk.source == "stderr":
                         self._stderr += chunk.data[: MAX_STDERR_BYTES - len(self._stderr)]
                         continue
                     for frame in decoder.feed(chunk.data):
-                        await self._handle(frame)
+                        await self._handle(frame, stream)
                         taken += 1
                         if taken % FRAMES_AT_ONCE == 0:
                             await asyncio.sleep(FRAMES_PAUSE_S)
@@ -243,7 +241,7 @@ class Relay:
             for connection in lost.values():
                 await connection.connection_lost()
 
-    async def _handle(self, frame: Frame) -> None:
+    async def _handle(self, frame: Frame, stream: CommandStream) -> None:
         if frame.type == Reply.READY:
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -251,7 +249,7 @@ class Relay:
             if frame.channel in self._connections or len(self._connections) >= 2 * MAX_CONNECTIONS:
                 raise FrameError("the relay took more connections than it may")
             self.accepted += 1
-            connection = RelayedConnection(frame.channel, self._sender(self._stream))
+            connection = RelayedConnection(frame.channel, self._sender(stream))
             self._connections[frame.channel] = connection
             self._serving[connection] = self._spawn(self._serve_one(connection))
             if len(self._connections) >= MAX_CONNECTIONS and not self._evicting:
@@ -277,9 +275,7 @@ class Relay:
         finally:
             self._evicting = False
 
-    def _sender(self, stream: CommandStream | None) -> Callable[[bytes], Awaitable[None]]:
-        assert stream is not None
-
+    def _sender(self, stream: CommandStream) -> Callable[[bytes], Awaitable[None]]:
         async def send(frame: bytes) -> None:
             """Send one frame at a time, so that frames do not mix. Frames to an ended relay are discarded."""
             async with self._sending:
