@@ -28,8 +28,8 @@ from pathlib import Path
 from machine import machine
 
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, list_sandboxes
-from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
+from roll_flash.sandboxes.providers import connect_provider
 
 PEER_VERSION = "1.4.0"
 RESULTS = Path(__file__).parent / "results"

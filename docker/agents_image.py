@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import json
 import os
 import platform
 import shutil
@@ -20,16 +19,15 @@ import sys
 import tarfile
 import tempfile
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 from roll_flash.doctor import check_docker, check_image
 from roll_flash.envs.agents.presets import AGENTS_IMAGE
 from roll_flash.errors import RollFlashError
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.errors import SandboxImageError
-from roll_flash.sandboxes.images.default_image import find_image
+from roll_flash.sandboxes.images.build import build_image, file_content
+from roll_flash.sandboxes.images.stored_images import inspect_image
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE
 
 REQUIREMENTS = Path(__file__).parent.parent / "requirements" / "agents.txt"
@@ -38,9 +36,7 @@ LIBRARY = f"/usr/local/lib/python{PYTHON}/dist-packages"
 SYSTEM_PACKAGES = (f"libpython{PYTHON}-stdlib", "libsqlite3-0", "libncursesw6", "libreadline8", "media-types")
 LABEL_AGENTS = "roll-flash.agents"
 FETCH_TIMEOUT_S = 600.0
-BUILD_IDLE_TIMEOUT_S = 600.0
 MAX_ERROR = 600
-CHUNK = 1 << 20
 
 FROM_DEBS = "COPY root/ /\n"
 FROM_APT = f"RUN apt-get update && apt-get install -y --no-install-recommends {' '.join(SYSTEM_PACKAGES)}\n"
@@ -50,40 +46,27 @@ USER sandbox
 """
 
 
-async def ensure(image: str = AGENTS_IMAGE) -> None:
+async def ensure() -> None:
     """Raises SandboxError with what to do."""
-    engine = EngineApi(EngineAddress.from_environment(None))
-    try:
-        await engine.connect()
-        base = await find_image(engine, DEFAULT_IMAGE)
+    async with open_engine() as engine:
+        base = await inspect_image(engine, DEFAULT_IMAGE)
         if base is None:
-            raise SandboxImageError(f"{DEFAULT_IMAGE} is not there, on which {image} is built: make image")
-        recipe = _recipe(base)
-        if await _built_from(engine, image) == recipe:
-            print(f"agents image {image} is there")
+            raise SandboxImageError(f"{DEFAULT_IMAGE} is not there, on which {AGENTS_IMAGE} is built: make image")
+        labels = {LABEL_AGENTS: _recipe(base["Id"])}
+        existing = await inspect_image(engine, AGENTS_IMAGE)
+        if existing is not None and labels.items() <= (existing["Config"]["Labels"] or {}).items():
+            print(f"agents image {AGENTS_IMAGE} is there")
             return
         began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="roll-flash-agents-") as folder:
             context = await asyncio.to_thread(_context, Path(folder))
-            fetched_s = time.monotonic() - began
-            await _build(engine, image, context, recipe)
-        print(f"agents image {image}: fetched in {fetched_s:.0f} s, built in {time.monotonic() - began:.0f} s in all")
-    finally:
-        await engine.close()
+            await build_image(engine, AGENTS_IMAGE, file_content(context), labels)
+        print(f"agents image {AGENTS_IMAGE}: fetched and built in {time.monotonic() - began:.0f} s")
 
 
 def _recipe(base: str) -> str:
     parts = (base, REQUIREMENTS.read_text(), *SYSTEM_PACKAGES, FROM_DEBS, REST)
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-async def _built_from(engine: EngineApi, image: str) -> str | None:
-    """The recipe of the image that is there."""
-    answer = await engine.call("GET", f"/images/{image}/json", accept=(404,))
-    if answer.status_code == 404:
-        return None
-    labels: dict[str, str] = answer.json()["Config"]["Labels"] or {}
-    return labels.get(LABEL_AGENTS)
 
 
 def _context(folder: Path) -> Path:
@@ -161,22 +144,6 @@ def _run(command: list[str], *, cwd: Path | None = None) -> None:
     if done.returncode:
         said = done.stderr.decode(errors="replace").strip()[-MAX_ERROR:]
         raise SandboxImageError(f"{' '.join(command[:4])} failed: {said}")
-
-
-async def _build(engine: EngineApi, image: str, context: Path, recipe: str) -> None:
-    async def content() -> AsyncIterator[bytes]:
-        with context.open("rb") as opened:
-            while piece := await asyncio.to_thread(opened.read, CHUNK):
-                yield piece
-
-    query = {"t": image, "rm": "1", "forcerm": "1", "labels": json.dumps({LABEL_AGENTS: recipe})}
-    async for line in engine.stream(
-        "POST", "/build", query=query, content=content(), idle_timeout_s=BUILD_IDLE_TIMEOUT_S
-    ):
-        if "error" in line:
-            raise SandboxImageError(f"building {image} failed: {str(line['error'])[:MAX_ERROR]}")
-        if said := str(line.get("stream", "")).strip():
-            print(f"  {said[:120]}", flush=True)
 
 
 def main() -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 
 INSTALL_TIMEOUT_S = 300.0
 
@@ -13,13 +14,22 @@ class PackageUnavailable(Exception):
     """Why a system package cannot be had on this machine."""
 
 
-def can_install() -> bool:
+def provide(program: str, package: str) -> None:
+    """Install the package of an optional program, if it is missing and this user may; print why that failed."""
+    if shutil.which(program) is None and _can_install():
+        try:
+            install(package)
+        except PackageUnavailable as error:
+            print(f"setup: {error}", file=sys.stderr)
+
+
+def _can_install() -> bool:
     return os.geteuid() == 0 and shutil.which("apt-get") is not None
 
 
 def install(package: str) -> None:
     """Raises PackageUnavailable."""
-    if not can_install():
+    if not _can_install():
         raise PackageUnavailable(f"{package} is not installed, and installing it needs root and apt-get")
     print(f"setup: installing the system package {package}", flush=True)
     environment = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}

@@ -16,7 +16,6 @@ import time
 from pathlib import Path
 
 import apt
-from local_instead import use_local
 
 from roll_flash.doctor import Check, check_bubblewrap, check_docker
 
@@ -32,42 +31,37 @@ class EngineUnavailable(Exception):
 
 def main() -> int:
     engine = check_docker()
-    bubblewrap = _provide_bubblewrap()
+    apt.provide("bwrap", "bubblewrap")  # of the `local` sandbox
     if not engine.ok:
         try:
             engine = _provide(engine)
-        except EngineUnavailable as reason:
-            return use_local(str(reason), bubblewrap)
+        except (EngineUnavailable, apt.PackageUnavailable) as reason:
+            return use_local(str(reason))
     print(f"sandbox: docker ({engine.detail})")
     return 0
 
 
+def use_local(reason: str) -> int:
+    """The exit status: 0 if the weaker `local` sandbox can be used instead, 1 if none can."""
+    bubblewrap = check_bubblewrap()
+    if bubblewrap.ok:
+        print(f"sandbox: the weaker `local` sandbox (bubblewrap) is used, because {reason}")
+        return 0
+    print(
+        f"sandbox: none can be used: {reason}; and bubblewrap: {bubblewrap.detail} ({bubblewrap.fix})", file=sys.stderr
+    )
+    return 1
+
+
 def _provide(engine: Check) -> Check:
-    """Install and start an engine. Raises EngineUnavailable with the reason if that cannot be done here."""
+    """Install and start an engine. Raises EngineUnavailable, PackageUnavailable with the reason."""
     if os.environ.get("DOCKER_HOST"):
-        raise EngineUnavailable(f"{engine.detail} (DOCKER_HOST); unset it to use an engine of this machine")
+        raise EngineUnavailable(f"{engine.detail} (DOCKER_HOST is set; unset it to use an engine of this machine)")
     if os.geteuid() != 0:
         raise EngineUnavailable(f"{engine.detail}; to have one: {engine.fix}")
     if shutil.which("dockerd") is None:
-        _install("docker.io")
+        apt.install("docker.io")
     return _start_service() or _start_by_hand()
-
-
-def _provide_bubblewrap() -> Check:
-    """The program behind the `local` sandbox, installed if that can be done here."""
-    if shutil.which("bwrap") is None and apt.can_install():
-        try:
-            apt.install("bubblewrap")
-        except apt.PackageUnavailable as error:
-            print(f"engine: {error}", file=sys.stderr)
-    return check_bubblewrap()
-
-
-def _install(package: str) -> None:
-    try:
-        apt.install(package)
-    except apt.PackageUnavailable as error:
-        raise EngineUnavailable(str(error)) from None
 
 
 def _start_service() -> Check | None:

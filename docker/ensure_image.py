@@ -7,13 +7,13 @@ Exit status 0 if either sandbox can be used, 1 if neither.
 from __future__ import annotations
 
 import asyncio
-import shutil
 import sys
+from functools import partial
 
 import apt
-from local_instead import use_local
+from ensure_engine import use_local
 
-from roll_flash.doctor import check_bubblewrap, check_docker
+from roll_flash.doctor import check_docker
 from roll_flash.errors import RollFlashError
 from roll_flash.sandboxes.images.default_image import ensure_image
 
@@ -23,22 +23,10 @@ def main() -> int:
         print("image: no Docker engine, so none is needed")
         return 0
     try:
-        asyncio.run(ensure_image(report=_say, provide_debootstrap=_provide_debootstrap))
+        asyncio.run(ensure_image(partial(apt.provide, "debootstrap", "debootstrap")))
     except RollFlashError as error:
-        return use_local(str(error), check_bubblewrap())
+        return use_local(str(error))
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, flush=True)
-
-
-def _provide_debootstrap() -> None:
-    if shutil.which("debootstrap") is None and apt.can_install():
-        try:
-            apt.install("debootstrap")
-        except apt.PackageUnavailable as error:
-            print(f"image: {error}", file=sys.stderr)
 
 
 if __name__ == "__main__":

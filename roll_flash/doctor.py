@@ -6,6 +6,7 @@ Heavy packages are looked up in their metadata, never imported.
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
 import os
 import platform
@@ -24,7 +25,6 @@ MINIMUM_PYTHON = (3, 11)
 MINIMUM_MEMORY_GIB = 8.0
 MINIMUM_DISK_GIB = 5.0
 MINIMUM_SHM_GIB = 1.0
-ENGINE_TIMEOUT_S = 2
 COMMAND_TIMEOUT_S = 2.0
 GIB = 1024**3
 QUICKSTART_MODEL = "smollm2-135m"
@@ -132,44 +132,36 @@ def check_ray() -> Check:
 
 def check_docker() -> Check:
     """Check the Docker engine. It is required only if the weaker `local` sandbox does not work either."""
-    import docker.errors
+    from roll_flash.sandboxes import SandboxError
 
     required = not check_bubblewrap().ok
     try:
-        with closing(docker.from_env(timeout=ENGINE_TIMEOUT_S)) as client:
-            found = client.version()
-    except docker.errors.DockerException as error:
-        detail, fix = _explain_engine(error)
-        return Check("docker", False, detail, fix, required)
+        found = asyncio.run(_ask_engine("/version"))
+    except SandboxError as error:
+        fix = "make engine (as root) starts one; or use sandbox.provider=local"
+        return Check("docker", False, str(error), fix, required)
     return Check("docker", True, f"engine {found['Version']}, API {found['ApiVersion']}, {found['Arch']}")
 
 
-def _explain_engine(error: Exception) -> tuple[str, str]:
-    """Find the cause in the error text of the Docker SDK, which hides it in a chain of errors."""
-    host = os.environ.get("DOCKER_HOST", "the default socket")
-    text = str(error)
-    if "PermissionError" in text or "Permission denied" in text:
-        return f"no permission on {host}", "join the group docker (usermod -aG docker $USER, then log in again)"
-    if "FileNotFoundError" in text or "ConnectionRefused" in text or "Connection refused" in text:
-        return f"no engine answers at {host}", "start one (make engine, as root), or use sandbox.provider=local"
-    last = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
-    return f"engine at {host}: {last[:120]}", "see that `docker version` works, or use sandbox.provider=local"
-
-
 def check_image() -> Check:
-    import docker.errors
-
     from roll_flash.config.tree import SandboxConfig
+    from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 
     image = SandboxConfig().image
     try:
-        with closing(docker.from_env(timeout=ENGINE_TIMEOUT_S)) as client:
-            size = client.images.get(image).attrs["Size"]
-    except docker.errors.ImageNotFound:
+        size = asyncio.run(_ask_engine(f"/images/{image}/json"))["Size"]
+    except SandboxImageMissing:
         return Check("image", False, f"{image} is not built", "make image", required=False)
-    except docker.errors.DockerException:
+    except SandboxError:
         return Check("image", False, f"{image}: no engine to ask", "make engine image", required=False)
     return Check("image", True, f"{image}, {size / 1e6:.0f} MB")
+
+
+async def _ask_engine(path: str) -> dict[str, Any]:
+    from roll_flash.sandboxes.docker.api import open_engine
+
+    async with open_engine() as engine:
+        return dict(await engine.json("GET", path))
 
 
 def check_model() -> Check:

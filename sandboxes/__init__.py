@@ -19,10 +19,10 @@ from roll_flash.sandboxes.errors import (
     SandboxUnreachable,
 )
 from roll_flash.sandboxes.files.trees import TreeReport
-from roll_flash.sandboxes.opening import open_sandbox
 from roll_flash.sandboxes.pool.sandbox_pool import SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.sandboxes.protocol import Provider, Sandbox
+from roll_flash.sandboxes.providers import open_sandbox
 from roll_flash.sandboxes.result import ExecResult, Histogram, OutputChunk, SandboxStats
 from roll_flash.sandboxes.spec import SandboxSpec
 

@@ -26,7 +26,6 @@ class ExecResult:
     peak_memory_kb: int = 0
     """Largest resident size in KiB of one of those processes."""
     signal: int | None = None
-    cancelled: bool = False
 
     @property
     def ok(self) -> bool:

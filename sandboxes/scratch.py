@@ -16,13 +16,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes.identity import Owner, boot_id, short_boot_id
+from roll_flash.sandboxes.owner import Owner, boot_id, short_boot_id
 
 PREFIX = "roll-flash"
 SHORT_PREFIX = "rf"
 OWNER_FILE = ".owner"
-FOREIGN_AGE_S = 86400.0
-"""Age in seconds after which a folder of another boot or process namespace counts as leaked."""
 NAME = re.compile(rf"{PREFIX}-(?P<boot>[0-9a-f]{{8}})-(?P<pid>\d+)-(?P<started>\d+)-(?P<kind>[a-z]+)-\w+")
 
 
@@ -70,7 +68,8 @@ def scratch_folders() -> list[ScratchFolder]:
             except (OSError, ValueError):  # it was just removed, or is no scratch folder
                 continue
             if owner is not None:
-                found.append(_folder(path, owner, max(0.0, time.time() - status.st_mtime)))
+                age_s = max(0.0, time.time() - status.st_mtime)
+                found.append(ScratchFolder(path, str(owner), age_s, owner.is_gone(age_s)))
     return found
 
 
@@ -82,11 +81,6 @@ def _owner(path: Path) -> Owner | None:
         return Owner(boot, int(match["pid"]), int(match["started"]))
     file = path / OWNER_FILE
     return Owner.parse(file.read_text()) if file.is_file() else None
-
-
-def _folder(path: Path, owner: Owner, age_s: float) -> ScratchFolder:
-    lives = owner.lives()
-    return ScratchFolder(path, str(owner), age_s, not lives if lives is not None else age_s > FOREIGN_AGE_S)
 
 
 def sweep_folders() -> list[ScratchFolder]:

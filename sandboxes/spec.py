@@ -1,4 +1,4 @@
-"""The specification of a sandbox. Frozen and hashable, so that a pool can keep one shelf per spec."""
+"""The specification of a sandbox. Frozen and hashable, so that a pool can keep warm sandboxes per spec."""
 
 from __future__ import annotations
 

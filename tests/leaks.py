@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.doctor import check_docker
-from roll_flash.sandboxes.identity import LABEL, LABEL_OWNER, Owner
+from roll_flash.sandboxes import list_sandboxes
+from roll_flash.sandboxes.owner import Owner
 
 GRACE_S = 8.0
 """Containers remove themselves after their controller ends, and Ray's processes take a moment to go."""
@@ -76,16 +76,7 @@ def _is_ours_or_orphaned(owner: str) -> bool:
 
 def _containers() -> dict[str, str]:
     """Names and owners of all containers with our label, stopped ones too; none without an engine."""
-    if not check_docker().ok:
-        return {}
-    import docker
-
-    client = docker.from_env(timeout=10)
-    try:
-        found = client.api.containers(all=True, filters={"label": LABEL})
-    finally:
-        client.close()
-    return {item["Names"][0].lstrip("/"): item["Labels"].get(LABEL_OWNER, "") for item in found}
+    return {entry.name: entry.owner for entry in list_sandboxes() if entry.kind == "container"}
 
 
 def _marked_processes(marker: str) -> list[int]:

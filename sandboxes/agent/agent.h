@@ -26,9 +26,9 @@ enum {
 };
 
 /* Controller to agent. */
-enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYMLINK, REMOVE, SIGNAL, KILL_ALL, PAUSE, GO_ON };
+enum { EXEC = 1, DATA, END, CANCEL, CREDIT, READ, WRITE, PING, LIST, MKDIR, SYMLINK, REMOVE, KILL_ALL, PAUSE, RESUME };
 /* Agent to controller. */
-enum { READY = 64, OUT, ERR, EXIT, DONE, ERROR, PONG, GRANT, ENTRY };
+enum { READY = 64, OUT, ERR, EXIT, DONE, ERROR, GRANT, ENTRY };
 
 enum { EXEC_STDIN = 1, EXEC_MERGE = 2 };
 enum { EXIT_TIMED_OUT = 1, EXIT_CANCELLED = 2, EXIT_NOT_STARTED = 4, EXIT_BUSY = 8 };
@@ -53,7 +53,7 @@ char *take_string(struct reader *reader);
 void put_u32(unsigned char **at, uint32_t value);
 void put_u64(unsigned char **at, uint64_t value);
 void send_error(uint32_t channel, int error, const char *what);
-void send_done(uint32_t channel, uint64_t value);
+void send_done(uint32_t channel);
 void die(const char *what) __attribute__((noreturn));
 int64_t now_us(void);
 bool pace_allows(int64_t due_us);
@@ -66,14 +66,12 @@ bool command_data(uint32_t channel, const unsigned char *data, size_t length);
 bool command_end(uint32_t channel);
 bool command_credit(uint32_t channel, uint32_t bytes);
 bool command_cancel(uint32_t channel);
-bool command_signal(uint32_t channel, int number);
 void commands_kill_all(uint32_t channel);
 void commands_reap(void);
 void commands_tick(void);
 size_t commands_poll(struct pollfd *entries, size_t capacity);
 void commands_ready(const struct pollfd *entries, size_t count);
 int64_t commands_deadline(void);
-uint32_t commands_alive(void);
 bool commands_wait(void);
 
 /* members.c: the processes of each command. */
@@ -114,7 +112,7 @@ int folders(int count, char **words);
 void root_enter(char **words, size_t count);
 void root_keep(uint64_t limit);
 void root_pause(uint32_t channel);
-void root_go_on(uint32_t channel);
+void root_resume(uint32_t channel);
 
 /* confine.c: the system call filter. */
 void confine(void);

@@ -50,7 +50,6 @@ void commands_prepare(void) {
     ignored_most = files.rlim_cur / 4 < MAX_CHANNELS ? (size_t)files.rlim_cur / 4 - 2 : MAX_CHANNELS;
 }
 
-uint32_t commands_alive(void) { return alive; }
 bool commands_wait(void) { return held_back; }
 
 static struct command *find(uint32_t channel) {
@@ -219,13 +218,6 @@ bool command_cancel(uint32_t channel) {
     return true;
 }
 
-bool command_signal(uint32_t channel, int number) {
-    struct command *command = find(channel);
-    if (!command) return false;
-    if (!command->exited && number > 0 && number < 65) kill(-command->pid, number);
-    return true;
-}
-
 /* True if a streamed piece may be sent once `piece_due_us` has come. */
 static bool may_stream(const struct command *command) {
     return command->credit > 0 && wire_backlog() <= OUTPUT_SOFT_LIMIT;
@@ -355,7 +347,7 @@ void commands_kill_all(uint32_t channel) {
         usleep(1000);
     }
     commands_reap();
-    send_done(channel, 0);
+    send_done(channel);
 }
 
 static void time_out(struct command *command, int64_t now) {

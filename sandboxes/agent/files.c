@@ -102,7 +102,7 @@ static bool pump(struct transfer *transfer) {
         return false;
     }
     if (got == 0) {
-        send_done(transfer->channel, transfer->moved);
+        send_done(transfer->channel);
         drop(transfer);
         return false;
     }
@@ -191,7 +191,6 @@ bool file_data(uint32_t channel, const unsigned char *data, size_t length) {
             fail(transfer, errno);
             return true;
         }
-        transfer->moved += (uint64_t)took;
         data += took;
         length -= (size_t)took;
     }
@@ -208,7 +207,7 @@ bool file_end(uint32_t channel) {
     }
     free(transfer->temporary);
     transfer->temporary = NULL;
-    send_done(channel, transfer->moved);
+    send_done(channel);
     drop(transfer);
     return true;
 }
@@ -236,7 +235,7 @@ void file_mkdir(uint32_t channel, struct reader *payload) {
     if (!error && mkdir(path, mode & 0777) < 0) error = errno;
     if (error == EEXIST && lstat(path, &status) == 0 && S_ISDIR(status.st_mode)) error = 0;
     if (error) send_error(channel, error, path);
-    else send_done(channel, 0);
+    else send_done(channel);
     free(path);
 }
 
@@ -246,7 +245,7 @@ void file_symlink(uint32_t channel, struct reader *payload) {
     int error = make_parents(path);
     if (!error && symlink(target, path) < 0) error = errno;
     if (error) send_error(channel, error, path);
-    else send_done(channel, 0);
+    else send_done(channel);
     free(target);
     free(path);
 }

@@ -21,18 +21,9 @@ static void forward(uint8_t type, uint32_t channel, struct reader *payload) {
     } else if (type == CREDIT) {
         uint32_t bytes = take_u32(payload);
         if (!command_credit(channel, bytes)) file_credit(channel, bytes);
-    } else if (type == SIGNAL) {
-        command_signal(channel, (int)take_u32(payload));
     } else {
         die("the controller sent a frame of a kind that is not known");
     }
-}
-
-static void send_pong(uint32_t channel) {
-    unsigned char frame[8], *at = frame;
-    put_u32(&at, commands_alive());
-    put_u32(&at, (uint32_t)wire_backlog());
-    wire_send(PONG, channel, frame, sizeof frame);
 }
 
 static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
@@ -40,14 +31,14 @@ static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
         case EXEC: command_start(channel, payload); break;
         case READ: file_read(channel, payload); break;
         case WRITE: file_write(channel, payload); break;
-        case PING: send_pong(channel); break;
+        case PING: send_done(channel); break;
         case LIST: walk_list(channel, payload); break;
         case MKDIR: file_mkdir(channel, payload); break;
         case SYMLINK: file_symlink(channel, payload); break;
         case REMOVE: file_remove(channel, payload); break;
         case KILL_ALL: commands_kill_all(channel); break;
         case PAUSE: root_pause(channel); break;
-        case GO_ON: root_go_on(channel); break;
+        case RESUME: root_resume(channel); break;
         default: forward(type, channel, payload);
     }
 }
@@ -63,11 +54,9 @@ static void dispatch_all(void) {
 }
 
 static void greet(void) {
-    unsigned char frame[32], *at = frame;
+    unsigned char frame[4], *at = frame;
     put_u32(&at, PROTOCOL_VERSION);
-    put_u32(&at, (uint32_t)getpid());
-    memcpy(at, "c", 1);
-    wire_send(READY, 0, frame, 9);
+    wire_send(READY, 0, frame, sizeof frame);
 }
 
 static int prepare(void) {
@@ -122,10 +111,6 @@ static void loop(int signals) {
 }
 
 int main(int count, char **words) {
-    if (count > 1 && !strcmp(words[1], "--version")) {
-        printf("roll-flash agent, protocol %d\n", PROTOCOL_VERSION);
-        return 0;
-    }
     if (count > 2 && !strcmp(words[1], "--folders")) return folders(count - 2, words + 2);
     if (count > 2 && !strcmp(words[1], "--relay")) relay((uint16_t)atoi(words[2]));
     if (count > 2 && !strcmp(words[1], "--keep-root")) {

@@ -271,10 +271,10 @@ void root_pause(uint32_t channel) {
         send_error(channel, error, what);
         return;
     }
-    send_done(channel, 0);
+    send_done(channel);
 }
 
-void root_go_on(uint32_t channel) {
+void root_resume(uint32_t channel) {
     members_pause(false);
-    send_done(channel, 0);
+    send_done(channel);
 }

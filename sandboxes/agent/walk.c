@@ -23,7 +23,7 @@ struct walk {
     int error;
 };
 
-/* ENTRY: u32 mode, u64 size, i64 mtime, u32 length and path (relative), u32 length and link target. */
+/* ENTRY: u32 mode, u64 size, u32 length and path (relative), u32 length and link target. */
 static void send_entry(struct walk *walk, int folder, const char *name, const struct stat *status, size_t prefix) {
     unsigned char frame[32 + 4096 + 4096], *at = frame;
     char target[4096];
@@ -32,7 +32,6 @@ static void send_entry(struct walk *walk, int folder, const char *name, const st
     const char *path = walk->path + prefix;
     put_u32(&at, status->st_mode);
     put_u64(&at, (uint64_t)status->st_size);
-    put_u64(&at, (uint64_t)status->st_mtime);
     put_u32(&at, (uint32_t)strlen(path));
     memcpy(at, path, strlen(path));
     at += strlen(path);
@@ -84,7 +83,7 @@ void walk_list(uint32_t channel, struct reader *payload) {
     if (folder < 0) walk->error = errno;
     else visit(walk, folder, 0, 0);
     if (walk->error) send_error(channel, walk->error, path);
-    else send_done(channel, walk->count);
+    else send_done(channel);
     free(path);
     free(walk);
 }
@@ -128,6 +127,6 @@ void file_remove(uint32_t channel, struct reader *payload) {
         error = remove_at(AT_FDCWD, path, 0);
     }
     if (error) send_error(channel, error, path);
-    else send_done(channel, 0);
+    else send_done(channel);
     free(path);
 }

@@ -176,8 +176,4 @@ void send_error(uint32_t channel, int error, const char *what) {
     wire_send(ERROR, channel, frame, 4 + (size_t)length);
 }
 
-void send_done(uint32_t channel, uint64_t value) {
-    unsigned char frame[8], *at = frame;
-    put_u64(&at, value);
-    wire_send(DONE, channel, frame, sizeof frame);
-}
+void send_done(uint32_t channel) { wire_send(DONE, channel, NULL, 0); }

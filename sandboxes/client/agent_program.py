@@ -14,7 +14,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,19 +26,12 @@ FLAGS = ("-std=gnu11", "-D_GNU_SOURCE", "-Os", "-s", "-static", "-Wall", "-Wextr
 PROCESSORS = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
 
 
-@dataclass(frozen=True, slots=True)
-class AgentProgram:
-    content: bytes
-    digest: str
-    """First 16 hexadecimal digits of the content's SHA-256."""
-    command: tuple[str, ...]
-    """Command that starts the agent inside a sandbox (FOLDER/agent)."""
-
-
 FOLDER = "/.roll-flash"
+AGENT = f"{FOLDER}/agent"
+"""Path of the agent inside a sandbox."""
 
 
-def agent_program(processor: str | None = None) -> AgentProgram:
+def agent_program(processor: str | None = None) -> bytes:
     """Return the agent for a processor (default: this machine's), and build it if necessary.
 
     Raises SandboxUnavailable if the processor is not supported or the build fails.
@@ -55,10 +47,9 @@ def agent_program(processor: str | None = None) -> AgentProgram:
 
 
 @cache
-def _program(processor: str) -> AgentProgram:
+def _program(processor: str) -> bytes:
     shipped = SOURCES / f"agent-{processor}"
-    content = (shipped if shipped.exists() else _cached_build(processor)).read_bytes()
-    return AgentProgram(content, _digest(content), (f"{FOLDER}/agent",))
+    return (shipped if shipped.exists() else _cached_build(processor)).read_bytes()
 
 
 def cache_folder() -> Path:
@@ -66,10 +57,6 @@ def cache_folder() -> Path:
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "roll-flash"
     root.mkdir(parents=True, exist_ok=True)
     return root
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def _cached_build(processor: str) -> Path:
@@ -83,17 +70,12 @@ def _cached_build(processor: str) -> Path:
         if not target.exists():
             for unfinished in root.glob("agent-*.new"):  # left by a killed compilation: this process holds the lock
                 unfinished.unlink()
-            build(processor, target)
+            compile_static(processor, sorted(SOURCES.glob("*.c")), target)
     return target
 
 
-def build(processor: str, target: Path) -> None:
-    """Compile the agent into `target`, written atomically. Raises SandboxUnavailable."""
-    compile_static(processor, sorted(SOURCES.glob("*.c")), target)
-
-
 def compile_static(processor: str, sources: Sequence[Path], target: Path) -> None:
-    """Compile C sources into a static Linux program. Raises SandboxUnavailable."""
+    """Compile C sources into a static Linux program, written atomically. Raises SandboxUnavailable."""
     temporary = target.with_name(f"{target.name}.{os.getpid()}.new")
     command = [*_compiler(processor), *FLAGS, *map(str, sources), "-o", str(temporary)]
     try:

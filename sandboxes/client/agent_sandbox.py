@@ -11,11 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.sandboxes.client import files
-from roll_flash.sandboxes.client.channels import PingChannel
 from roll_flash.sandboxes.client.commands import Command, CommandStream, inside, run_command
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.forward import Forward
-from roll_flash.sandboxes.client.frames import Request
 from roll_flash.sandboxes.client.reset import describe_folders, is_reusable, reset
 from roll_flash.sandboxes.client.shell import Shell
 from roll_flash.sandboxes.client.usage import read_usage
@@ -80,7 +78,6 @@ class AgentSandbox:
         self._opening: set[asyncio.Task[Sandbox]] = set()
         self._egress: Egress | None = None
         self._ending: asyncio.Task[None] | None = None
-        self._daemon_died = False
         self._counts = CommandCounts()
         self._folders = b""
         self._used_before: dict[str, int] = {}
@@ -202,10 +199,7 @@ class AgentSandbox:
         return await read_usage(self._connection) if self.provider == "docker" else {}
 
     async def ping(self, *, timeout: float = 10.0) -> None:
-        channel = PingChannel()
-        number = self._connection.open(Request.PING, b"", channel)
-        async with self._connection.finishing(number, timeout):
-            await channel.done
+        await files.ping(self._connection, timeout)
 
     async def snapshot(self) -> SandboxSpec:
         tree = await capture(self._connection, self.spec)
@@ -267,28 +261,25 @@ class AgentSandbox:
     async def close(self, *, reason: str = "closed") -> None:
         if self._ending is None:
             error = self._connection.error
-            self._daemon_died = isinstance(error, SandboxDied) and error.reason == "daemon"
+            daemon_died = isinstance(error, SandboxDied) and error.reason == "daemon"
             self._connection.lost(SandboxDied(f"sandbox {self.name} is closed ({reason})", reason))
-            self._ending = asyncio.ensure_future(self._finish())
+            self._ending = asyncio.ensure_future(self._finish(daemon_died))
         await asyncio.shield(self._ending)
 
-    async def _finish(self) -> None:
+    async def _finish(self, daemon_died: bool) -> None:
         try:
             if self._egress is not None:
                 await self._egress.close()
-            await self._end_others()
+            # Also those that are starting: the provider may be closed next.
+            await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._child_sandboxes))
         finally:
-            await self._remove()
+            await self._remove(daemon_died)
 
-    async def _end_others(self) -> None:
-        """Close the other sandboxes, also those that are starting: the provider may be closed next."""
-        await asyncio.gather(*map(_give_up, self._opening), *(sandbox.close() for sandbox in self._child_sandboxes))
-
-    async def _remove(self) -> None:
+    async def _remove(self, daemon_died: bool) -> None:
         try:
             await self._end()
         except SandboxUnreachable as error:
-            if not self._daemon_died:
+            if not daemon_died:
                 raise
             _log.warning(
                 "sandbox %s is left to its engine, which removes it when it starts again: %s", self.name, error

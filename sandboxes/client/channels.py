@@ -20,7 +20,6 @@ from roll_flash.sandboxes.client.frames import (
     parse_error,
     parse_exit,
     parse_u32,
-    parse_u64,
 )
 from roll_flash.sandboxes.errors import SandboxError, SandboxFileError
 
@@ -130,14 +129,14 @@ class CommandChannel(Channel):
 class FileChannel(Channel):
     """Channel of a file operation: pieces of a file, entries of a tree, or nothing, then DONE or ERROR.
 
-    `most_bytes`: maximum number of bytes of the file. `entries`: maximum number of entries of the tree.
+    `max_bytes`: maximum number of bytes of the file. `entries`: maximum number of entries of the tree.
     """
 
-    def __init__(self, label: str, *, window: int = 0, most_bytes: int = 0, entries: int = 0) -> None:
+    def __init__(self, label: str, *, window: int = 0, max_bytes: int = 0, entries: int = 0) -> None:
         super().__init__()
         self._label = label
         self._credit = window
-        self._bytes_left = most_bytes
+        self._bytes_left = max_bytes
         self._entries_left = entries
         self._listing_left = MAX_LISTING
         self.pieces: deque[bytes] = deque()
@@ -161,7 +160,6 @@ class FileChannel(Channel):
         elif frame.type == Reply.GRANT:
             self._granted(frame)
         elif frame.type == Reply.DONE:
-            parse_u64(frame.payload)
             self.settle()
         elif frame.type == Reply.ERROR:
             number, message = parse_error(frame.payload)
@@ -183,16 +181,8 @@ class FileChannel(Channel):
         return self.pieces.popleft()
 
 
-class PingChannel(Channel):
-    def receive(self, frame: Frame) -> bool:
-        if frame.type != Reply.PONG or len(frame.payload) != 8:
-            raise FrameError("a wrong answer to a ping")
-        self.settle()
-        return True
-
-
 class AbandonedChannel(Channel):
     """Discards the remaining replies to a cancelled request."""
 
     def receive(self, frame: Frame) -> bool:
-        return frame.type in (Reply.EXIT, Reply.DONE, Reply.ERROR, Reply.PONG)
+        return frame.type in (Reply.EXIT, Reply.DONE, Reply.ERROR)

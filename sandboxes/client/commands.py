@@ -7,7 +7,6 @@ import posixpath
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 
 from roll_flash.sandboxes.client import frames
 from roll_flash.sandboxes.client.channels import Channel, CommandChannel
@@ -16,7 +15,7 @@ from roll_flash.sandboxes.client.frames import CHUNK, MAX_CAP, WINDOW, ExecFlag,
 from roll_flash.sandboxes.result import ExecResult, OutputChunk
 from roll_flash.sandboxes.spec import SandboxSpec
 
-LONGEST_TIMEOUT_S = 7 * 86400.0
+MAX_TIMEOUT_S = 7 * 86400.0
 ANSWER_MARGIN_S = 15.0
 """Seconds after a command's own deadline at which a sandbox without an answer counts as unreachable."""
 PROCESS_WAIT_S = 2.0
@@ -39,7 +38,7 @@ class Command:
 
     @property
     def timeout_s(self) -> float:
-        return LONGEST_TIMEOUT_S if self.timeout is None else float(self.timeout)
+        return MAX_TIMEOUT_S if self.timeout is None else float(self.timeout)
 
     @property
     def answer_within_s(self) -> float:
@@ -50,11 +49,11 @@ class Command:
         argv = ["/bin/sh", "-c", self.command] if isinstance(self.command, str) else list(self.command)
         if not argv or not all(isinstance(word, str) for word in argv):
             raise ValueError("a command is a shell line (str) or a non-empty sequence of str")
-        if not 0 < self.timeout_s <= LONGEST_TIMEOUT_S:
-            raise ValueError(f"timeout={self.timeout}: must be positive and at most {LONGEST_TIMEOUT_S:g} seconds")
+        if not 0 < self.timeout_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"timeout={self.timeout}: must be positive and at most {MAX_TIMEOUT_S:g} seconds")
         if not window and not 1 <= self.max_output <= MAX_CAP:
             raise ValueError(f"max_output={self.max_output}: must lie between 1 and {MAX_CAP}")
-        if not 0 <= self.grace <= LONGEST_TIMEOUT_S:
+        if not 0 <= self.grace <= MAX_TIMEOUT_S:
             raise ValueError(f"grace={self.grace}: must not be negative")
         flags = (ExecFlag.STDIN if self.has_stdin else 0) | (ExecFlag.MERGE if self.merge_stderr else 0)
         return frames.exec_request(
@@ -131,7 +130,6 @@ def result_of(end: frames.Exit, stdout: bytes, stderr: bytes, cap: int) -> ExecR
         cpu_s=end.cpu_us / 1e6,
         peak_memory_kb=end.peak_memory_kb,
         signal=end.signal or None,
-        cancelled=bool(end.flags & ExitFlag.CANCELLED),
     )
 
 
@@ -169,16 +167,11 @@ class CommandStream:
         self._number = self._connection.open(Request.EXEC, self._request, self._channel)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         if self.result is None:
             self._connection.abandon(self._number)
 
-    def __aiter__(self) -> AsyncIterator[OutputChunk]:
-        return self._chunks()
-
-    async def _chunks(self) -> AsyncIterator[OutputChunk]:
+    async def __aiter__(self) -> AsyncIterator[OutputChunk]:
         while (chunk := await self.next()) is not None:
             yield chunk
 
@@ -213,16 +206,6 @@ class CommandStream:
     async def close_stdin(self) -> None:
         if not self._open_channel().done.done():
             self._connection.send(Request.END, self._number)
-
-    async def signal(self, number: int) -> None:
-        """Send a signal to the command's process group."""
-        if not self._open_channel().done.done():
-            self._connection.send(Request.SIGNAL, self._number, frames.u32(number))
-
-    async def cancel(self) -> None:
-        """Kill the command and its process tree; `wait` then returns its result."""
-        if not self._open_channel().done.done():
-            self._connection.send(Request.CANCEL, self._number)
 
     def _open_channel(self) -> CommandChannel:
         if self._channel is None:

@@ -68,7 +68,7 @@ class AgentConnection:
             self.lost(SandboxDied(f"sandbox {self.name} broke the protocol and was given up: {error}", "protocol"))
 
     def _greeted(self, payload: bytes) -> None:
-        version = parse_u32(payload[:4])
+        version = parse_u32(payload)
         if version != PROTOCOL_VERSION:
             raise FrameError(f"the agent speaks protocol {version}, not {PROTOCOL_VERSION}")
         self._ready.set_result(None)

@@ -19,7 +19,7 @@ FILE_TIMEOUT_S = 300.0
 
 async def read_file(connection: AgentConnection, path: str, max_bytes: int) -> bytes:
     """Return the content of a file. Raises SandboxFileError, also if it is larger than `max_bytes`."""
-    channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, most_bytes=max_bytes)
+    channel = FileChannel(f"sandbox {connection.name}: read", window=WINDOW, max_bytes=max_bytes)
     number = connection.open(Request.READ, frames.read_request(path, max_bytes, WINDOW), channel)
     data = bytearray()
     async with connection.finishing(number, FILE_TIMEOUT_S):
@@ -85,8 +85,14 @@ async def paused(connection: AgentConnection) -> AsyncIterator[None]:
             await asyncio.shield(_simple(connection, Request.RESUME, b"", "go on"))
 
 
-async def _simple(connection: AgentConnection, kind: Request, payload: bytes, what: str) -> None:
+async def ping(connection: AgentConnection, timeout_s: float) -> None:
+    await _simple(connection, Request.PING, b"", "ping", timeout_s)
+
+
+async def _simple(
+    connection: AgentConnection, kind: Request, payload: bytes, what: str, timeout_s: float = FILE_TIMEOUT_S
+) -> None:
     channel = FileChannel(f"sandbox {connection.name}: {what}")
     number = connection.open(kind, payload, channel)
-    async with connection.finishing(number, FILE_TIMEOUT_S):
+    async with connection.finishing(number, timeout_s):
         await channel.done

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from types import TracebackType
 
 from roll_flash.sandboxes.client.commands import Command, CommandStream
 from roll_flash.sandboxes.network.relay import Relay, RelayedConnection, join
@@ -38,18 +37,12 @@ class Forward:
         """Number of connections from inside so far."""
         return self._relay.accepted if self._relay is not None else 0
 
-    @property
-    def open_connections(self) -> int:
-        return self._relay.open_connections if self._relay is not None else 0
-
     async def __aenter__(self) -> Forward:
         self._relay = Relay(self._start, self.port, self._serve, evict_after_s=EVICT_AFTER_S)
         await self._relay.start()
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._relay is not None, "__aenter__ comes first"
         await self._relay.close()
 

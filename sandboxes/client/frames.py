@@ -40,10 +40,9 @@ class Request(enum.IntEnum):
     MKDIR = 10
     SYMLINK = 11
     REMOVE = 12
-    SIGNAL = 13
-    KILL_ALL = 14
-    PAUSE = 15
-    RESUME = 16
+    KILL_ALL = 13
+    PAUSE = 14
+    RESUME = 15
 
 
 class Reply(enum.IntEnum):
@@ -53,9 +52,8 @@ class Reply(enum.IntEnum):
     EXIT = 67
     DONE = 68
     ERROR = 69
-    PONG = 70
-    GRANT = 71
-    ENTRY = 72
+    GRANT = 70
+    ENTRY = 71
 
 
 class ExecFlag(enum.IntFlag):
@@ -98,14 +96,13 @@ class Entry:
 
     mode: int
     size: int
-    mtime: int
     path: bytes
     target: bytes
 
 
 _EXIT = struct.Struct("<IiIQQQQQ")
 _EXEC = struct.Struct("<IIIIIII")
-_ENTRY = struct.Struct("<IQq")
+_ENTRY = struct.Struct("<IQ")
 _U32 = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 
@@ -167,10 +164,6 @@ def parse_u32(payload: bytes) -> int:
     return int(_unpack(_U32, payload)[0])
 
 
-def parse_u64(payload: bytes) -> int:
-    return int(_unpack(_U64, payload)[0])
-
-
 def parse_error(payload: bytes) -> tuple[int, str]:
     if len(payload) < _U32.size:
         raise FrameError("an ERROR frame is too short")
@@ -180,12 +173,12 @@ def parse_error(payload: bytes) -> tuple[int, str]:
 def parse_entry(payload: bytes) -> Entry:
     if len(payload) < _ENTRY.size:
         raise FrameError("an ENTRY frame is too short")
-    mode, size, mtime = _ENTRY.unpack_from(payload)
+    mode, size = _ENTRY.unpack_from(payload)
     path, at = _take_text(payload, _ENTRY.size)
     target, at = _take_text(payload, at)
     if at != len(payload):
         raise FrameError("an ENTRY frame is too long")
-    return Entry(mode, size, mtime, path, target)
+    return Entry(mode, size, path, target)
 
 
 def _take_text(payload: bytes, at: int) -> tuple[bytes, int]:
@@ -206,9 +199,8 @@ def _unpack(layout: struct.Struct, payload: bytes) -> tuple[int, ...]:
 class FrameDecoder:
     """Decodes bytes into frames. Buffers at most one incomplete frame."""
 
-    def __init__(self, max_payload: int = MAX_REPLY) -> None:
+    def __init__(self) -> None:
         self._buffer = bytearray()
-        self._max_payload = max_payload
 
     def feed(self, data: bytes | memoryview) -> Iterator[Frame]:
         """Yield every complete frame. Raises FrameError at the first header that is out of bounds."""
@@ -218,8 +210,8 @@ class FrameDecoder:
         try:
             while len(buffer) - at >= HEADER.size:
                 kind, channel, length = HEADER.unpack_from(buffer, at)
-                if length > self._max_payload:
-                    raise FrameError(f"a frame of {length} bytes; {self._max_payload} is the limit")
+                if length > MAX_REPLY:
+                    raise FrameError(f"a frame of {length} bytes; {MAX_REPLY} is the limit")
                 end = at + HEADER.size + length
                 if end > len(buffer):
                     break

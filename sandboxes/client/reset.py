@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from roll_flash.sandboxes.client.agent_program import FOLDER
+from errno import ENOENT
+
+from roll_flash.sandboxes.client.agent_program import AGENT
 from roll_flash.sandboxes.client.commands import Command, run_command
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.files import kill_all, list_tree, remove
@@ -31,7 +33,7 @@ def is_reusable(spec: SandboxSpec) -> bool:
 
 async def describe_folders(connection: AgentConnection, spec: SandboxSpec, *words: str) -> bytes:
     """Return a line per writable folder: mode, flags, owner, attributes; empty on failure. Raises SandboxError."""
-    told = await _run(connection, spec, [f"{FOLDER}/agent", "--folders", *words, *_folders(spec)])
+    told = await _run(connection, spec, [AGENT, "--folders", *words, *_folders(spec)])
     return told.stdout if told.exit_code == 0 else b""
 
 
@@ -79,4 +81,4 @@ async def _emptied(connection: AgentConnection, folder: str) -> bool:
         await remove(connection, folder + "/")
         return not await list_tree(connection, folder, 1)
     except SandboxFileError as error:
-        return error.errno == 2
+        return error.errno == ENOENT

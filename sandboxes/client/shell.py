@@ -35,13 +35,13 @@ class Shell:
         self._stream: CommandStream | None = None
         self._lock = asyncio.Lock()
         self.replaced = 0
-        """Number of shells ended so far, including by `close`."""
+        """Number of shells ended so far."""
 
     async def __aenter__(self) -> Shell:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self.close()
+        await self._drop()
 
     async def run(self, command: str, *, timeout: float = 60.0, max_output: int = 1 << 17) -> ExecResult:
         """Run a command in the current state of the shell, with empty standard input.
@@ -69,14 +69,11 @@ class Shell:
                 await self._drop()
             return replace(result, duration_s=time.monotonic() - began)
 
-    async def close(self) -> None:
-        await self._drop()
-
     async def _drop(self) -> None:
         if self._stream is not None:
             stream, self._stream = self._stream, None
             self.replaced += 1
-            await stream.__aexit__(None, None, None)
+            await stream.__aexit__()
 
 
 def _script(command: str, word: str) -> bytes:

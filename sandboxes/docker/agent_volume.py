@@ -12,20 +12,21 @@ import io
 import tarfile
 import uuid
 
-import httpx
-
-from roll_flash.sandboxes.client.agent_program import FOLDER, AgentProgram
+from roll_flash.sandboxes.client.agent_program import AGENT, FOLDER
 from roll_flash.sandboxes.docker.api import EngineApi
-from roll_flash.sandboxes.docker.container_config import volume_name
 from roll_flash.sandboxes.errors import SandboxStartError
-from roll_flash.sandboxes.identity import LABEL, labels
+from roll_flash.sandboxes.owner import LABEL, labels
 
 MODE = 0o111
 """Not readable: the kernel then protects processes of this program (a relay has the sandbox's user) from their first
 instruction on. Code inside could open the descriptors of a readable one before it protects itself."""
 
 
-async def make_volume(engine: EngineApi, agent: AgentProgram) -> str:
+def volume_name(agent: bytes) -> str:
+    return f"roll-flash-agent-{hashlib.sha256(agent).hexdigest()[:16]}"
+
+
+async def make_volume(engine: EngineApi, agent: bytes) -> str:
     """Create the agent's volume if it does not exist, and return its name."""
     volume = volume_name(agent)
     await engine.call("POST", "/volumes/create", body={"Name": volume, "Labels": {LABEL: "agent"}})
@@ -39,42 +40,26 @@ def filler_config(image: str, volume: str) -> dict[str, object]:
     return {"Image": image, "Cmd": ["/none"], "Labels": labels("agent"), "HostConfig": host}
 
 
-async def fill(engine: EngineApi, filler: str, agent: AgentProgram) -> bool:
+async def fill(engine: EngineApi, filler: str, agent: bytes) -> bool:
     """Ensure that the volume holds the complete agent; True if it was written. Raises SandboxStartError."""
-    if await _holds(engine, filler, agent):
+    wanted = (MODE, agent)
+    if await engine.read_file(filler, AGENT) == wanted:
         return False
-    query, path = {"path": FOLDER}, f"/containers/{filler}/archive"
-    await engine.call("PUT", path, query=query, content=_archive(agent))
-    if not await _holds(engine, filler, agent):
+    await engine.call("PUT", f"/containers/{filler}/archive", query={"path": FOLDER}, content=_archive(agent))
+    if await engine.read_file(filler, AGENT) != wanted:
         raise SandboxStartError(
             f"the volume {volume_name(agent)} does not keep the agent that is written to it; is the engine's disk full?"
         )
     return True
 
 
-async def _holds(engine: EngineApi, filler: str, agent: AgentProgram) -> bool:
-    path, query = f"/containers/{filler}/archive", {"path": f"{FOLDER}/agent"}
-    found: httpx.Response = await engine.call("GET", path, query=query, accept=(404,))
-    if found.status_code == 404:
-        return False
-    try:
-        with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
-            member = archive.next()
-            content = archive.extractfile(member) if member is not None and member.isreg() else None
-            if member is None or content is None or member.mode & 0o777 != MODE:
-                return False
-            return hashlib.sha256(content.read()).digest() == hashlib.sha256(agent.content).digest()
-    except (tarfile.TarError, EOFError):
-        return False
-
-
-def _archive(agent: AgentProgram) -> bytes:
+def _archive(agent: bytes) -> bytes:
     whole = tarfile.TarInfo(f"agent-{uuid.uuid4().hex[:12]}")
-    whole.size, whole.mode = len(agent.content), MODE
+    whole.size, whole.mode = len(agent), MODE
     name = tarfile.TarInfo("agent")
     name.type, name.linkname, name.mode = tarfile.LNKTYPE, whole.name, MODE
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        archive.addfile(whole, io.BytesIO(agent.content))
+        archive.addfile(whole, io.BytesIO(agent))
         archive.addfile(name)
     return packed.getvalue()

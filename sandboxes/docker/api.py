@@ -3,31 +3,102 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-from collections.abc import AsyncIterator, Mapping
+import os
+import ssl
+import tarfile
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import httpx
 
-from roll_flash.sandboxes.client.connection import AgentConnection
+from roll_flash.sandboxes.client.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.client.frames import STDOUT, Demultiplexer, FrameError
-from roll_flash.sandboxes.docker.address import EngineAddress
 from roll_flash.sandboxes.errors import (
     SandboxDiskFull,
     SandboxError,
     SandboxImageMissing,
+    SandboxPermissionDenied,
     SandboxStartError,
     SandboxUnavailable,
     SandboxUnreachable,
 )
 
+DEFAULT_HOST = "unix:///var/run/docker.sock"
+CERTIFICATE_FILES = ("ca.pem", "cert.pem", "key.pem")
 OLDEST_VERSION = "1.41"
 NEWEST_VERSION = "1.44"
 """Supported API versions: engine 20.10 supports none above 1.41, engine 29 none below 1.44."""
 REQUEST_TIMEOUT_S = 30.0
 PROBE_TIMEOUT_S = 5.0
 MAX_HEADER = 1 << 14
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAddress:
+    """`unix:///path`, `tcp://host:port`, or `tcp` with TLS (`certificates`: a folder like DOCKER_CERT_PATH)."""
+
+    host: str
+    certificates: str | None = None
+
+    @classmethod
+    def from_environment(cls, host: str | None = None) -> EngineAddress:
+        """Return the address in `host`, else DOCKER_HOST, else the default socket.
+
+        TLS is used for `tcp://host:port?certificates=FOLDER`, and for every tcp address with DOCKER_TLS_VERIFY. Raises
+        SandboxUnavailable for an address that is neither `unix://` nor `tcp://`.
+        """
+        address, _, query = (host or os.environ.get("DOCKER_HOST") or DEFAULT_HOST).partition("?")
+        named = parse_qs(query).get("certificates")
+        if not address.startswith(("unix://", "tcp://")):
+            raise SandboxUnavailable(f"{address}: a Docker engine's address is unix:///path or tcp://host:port")
+        if address.startswith("unix://"):
+            return cls(address)
+        verify = os.environ.get("DOCKER_TLS_VERIFY", "") not in ("", "0")
+        folder = os.environ.get("DOCKER_CERT_PATH") or str(Path.home() / ".docker")
+        return cls(address, named[0] if named else folder if verify else None)
+
+    @property
+    def socket_path(self) -> str | None:
+        return self.host.removeprefix("unix://") if self.host.startswith("unix://") else None
+
+    @property
+    def base_url(self) -> str:
+        where = "docker" if self.socket_path else urlsplit(self.host).netloc
+        return f"{'https' if self.certificates else 'http'}://{where}"
+
+    def tls(self) -> ssl.SSLContext | None:
+        """Return the TLS context; None without TLS. Raises SandboxUnavailable for unusable certificates."""
+        if self.certificates is None:
+            return None
+        authority, certificate, key = (str(Path(self.certificates) / name) for name in CERTIFICATE_FILES)
+        try:
+            context = ssl.create_default_context(cafile=authority)
+            context.load_cert_chain(certificate, key)
+        except OSError as error:  # ssl.SSLError is one
+            raise SandboxUnavailable(
+                f"{self.host}: the certificates in {self.certificates} cannot be used ({error}); "
+                f"it must hold {', '.join(CERTIFICATE_FILES)}"
+            ) from None
+        return context
+
+    def connection_error(self, error: Exception) -> SandboxUnavailable:
+        """Return the error for a failed connection, with instructions for the user."""
+        path = self.socket_path
+        if path and os.path.exists(path) and not os.access(path, os.R_OK | os.W_OK, effective_ids=True):
+            return SandboxPermissionDenied(
+                f"no permission on the Docker socket {path}; add this user to the group `docker`, or run as root"
+            )
+        if "CERTIFICATE" in str(error).upper():
+            return SandboxUnavailable(
+                f"the Docker engine at {self.host} is not the one that {self.certificates}/ca.pem signed for ({error})"
+            )
+        return SandboxUnavailable(f"no Docker engine answers at {self.host} ({error}); start one or set DOCKER_HOST")
 
 
 class EngineApi:
@@ -77,7 +148,7 @@ class EngineApi:
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> httpx.Response:
         """Send a request. Raises SandboxError for a status of 400 or above that is not in `accept`."""
-        try:
+        with self._reaching():
             response = await self._client.request(
                 method,
                 f"/v{self.version}{path}",
@@ -87,16 +158,26 @@ class EngineApi:
                 headers={"Content-Type": "application/x-tar"} if content is not None else None,
                 timeout=httpx.Timeout(timeout_s, pool=None),
             )
-        except httpx.ConnectError as error:
-            raise SandboxUnreachable(str(self.address.connection_error(error))) from None
-        except httpx.HTTPError as error:
-            raise SandboxUnreachable(f"the Docker engine at {self.address.host}: {error!r}") from None
         if response.status_code >= 400 and response.status_code not in accept:
             raise _error_of(method, path, response)
         return response
 
     async def json(self, method: str, path: str, **options: Any) -> Any:
         return (await self.call(method, path, **options)).json()
+
+    async def read_file(self, container: str, path: str) -> tuple[int, bytes] | None:
+        """Return mode and content of a file in a container; None if it is missing or no regular file."""
+        query = {"path": path}
+        found = await self.call("GET", f"/containers/{container}/archive", query=query, accept=(404,))
+        if found.status_code == 404:
+            return None
+        try:
+            with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
+                member = archive.next()
+                content = archive.extractfile(member) if member is not None and member.isreg() else None
+                return (member.mode & 0o777, content.read()) if member is not None and content is not None else None
+        except (tarfile.TarError, EOFError):
+            return None
 
     async def stream(
         self,
@@ -107,17 +188,27 @@ class EngineApi:
         content: AsyncIterator[bytes] | bytes | None = None,
         idle_timeout_s: float | None = REQUEST_TIMEOUT_S,
     ) -> AsyncIterator[dict[str, Any]]:
-        """Send a request and yield its JSON lines. Raises SandboxError; httpx errors pass through."""
+        """Send a request and yield the JSON lines of the answer. Raises SandboxError, ValueError for other lines."""
         timeout = httpx.Timeout(idle_timeout_s, pool=None)
-        async with self._client.stream(
-            method, f"/v{self.version}{path}", params=query, content=content, timeout=timeout
-        ) as response:
-            if response.status_code >= 400:
-                await response.aread()
-                raise _error_of(method, path, response)
-            async for line in response.aiter_lines():
-                if line.strip():
-                    yield json.loads(line)
+        url = f"/v{self.version}{path}"
+        with self._reaching():
+            async with self._client.stream(method, url, params=query, content=content, timeout=timeout) as response:
+                if response.status_code >= 400:
+                    await response.aread()
+                    raise _error_of(method, path, response)
+                async for line in response.aiter_lines():
+                    if line.strip():
+                        yield json.loads(line)
+
+    @contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raise SandboxUnreachable for the errors of a connection to the engine."""
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise SandboxUnreachable(str(self.address.connection_error(error))) from None
+        except httpx.HTTPError as error:
+            raise SandboxUnreachable(f"the Docker engine at {self.address.host}: {error!r}") from None
 
     async def attach(self, container: str, connection: AgentConnection) -> None:
         """Attach `connection` to a container's standard streams. Raises SandboxStartError, SandboxUnreachable."""
@@ -141,23 +232,33 @@ class EngineApi:
             raise SandboxUnreachable(f"attaching to container {container[:12]}: {error!r}") from None
 
 
-class _AttachProtocol(asyncio.Protocol):
+@asynccontextmanager
+async def open_engine(host: str | None = None) -> AsyncIterator[EngineApi]:
+    """Connect to an engine for an `async with`. Raises SandboxUnavailable.
+
+    `host`: see `EngineAddress.from_environment`.
+    """
+    engine = EngineApi(EngineAddress.from_environment(host))
+    try:
+        await engine.connect()
+        yield engine
+    finally:
+        await engine.close()
+
+
+class _AttachProtocol(StreamProtocol):
     """Sends the upgrade request, checks the answer, then passes on the demultiplexed stream."""
 
     def __init__(self, connection: AgentConnection, request: bytes) -> None:
+        super().__init__(connection)
         self.upgraded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._connection = connection
         self._request = request
         self._header = bytearray()
         self._demultiplexer = Demultiplexer()
-        self._transport: asyncio.WriteTransport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # Not isinstance: Ray uses uvloop, whose transports are no subclasses.
-        transport = cast(asyncio.WriteTransport, transport)
-        self._transport = transport
-        self._connection.opened(transport)
-        transport.write(self._request)
+        super().connection_made(transport)
+        cast(asyncio.WriteTransport, transport).write(self._request)
 
     def data_received(self, data: bytes) -> None:
         if not self.upgraded.done():
@@ -186,13 +287,7 @@ class _AttachProtocol(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._refuse("it closed the connection")
-        self._connection.end_of_stream()
-
-    def pause_writing(self) -> None:
-        self._connection.pause_writing()
-
-    def resume_writing(self) -> None:
-        self._connection.resume_writing()
+        super().connection_lost(exc)
 
 
 def negotiated_version(host: str, oldest: str, newest: str) -> str:
@@ -223,7 +318,7 @@ def _error_of(method: str, path: str, response: httpx.Response) -> SandboxError:
         message = response.text[:300] or f"status {response.status_code}"
     if response.status_code == 404 and "image" in message.lower():
         return SandboxImageMissing(
-            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images.default_image ensure`"
+            f"{message}; pull it, build it, or run `python -m roll_flash.sandboxes.images.default_image`"
         )
     if "no space left" in message:
         return disk_full(message)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import posixpath
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.sandboxes.client.agent_program import FOLDER, AgentProgram
+from roll_flash.sandboxes.client.agent_program import AGENT, FOLDER
 from roll_flash.sandboxes.errors import SandboxSpecError
 from roll_flash.sandboxes.spec import SandboxSpec
 
@@ -41,9 +40,9 @@ ATTACHED = {
 def container_config(
     spec: SandboxSpec,
     image: str,
-    agent: AgentProgram,
+    agent_volume: str,
     container_labels: dict[str, str],
-    joins: str | None = None,
+    network_container: str | None = None,
     *,
     user: str,
     volumes: Sequence[str] = (),
@@ -51,42 +50,46 @@ def container_config(
 ) -> dict[str, Any]:
     """Return the container's configuration.
 
-    `joins`: container whose loopback-only network namespace is shared; None: a new one. `user`: numeric user and group.
-    `volumes`: result of `volume_paths` for the image. `passwd`: file on the engine's machine for /etc/passwd.
+    A writable root: the agent starts as root, mounts a layer in memory over the read-only root, and switches to the
+    user (agent/root.c). The image's volumes are ordinary folders of that root, with the image's content.
+
+    `network_container`: container whose loopback-only network namespace is shared; None: a new one. `user`: numeric
+    user and group. `volumes`: result of `volume_paths` for the image. `passwd`: file on the engine's machine for
+    /etc/passwd.
     """
     number, group = user.split(":")
-    root = _writable_root(spec, agent, number, group, volumes) if spec.writable_root else None
+    as_root = ["--root", number, group, *volumes] if spec.writable_root else []
     return {
         "Image": image,
-        "Entrypoint": root.entrypoint if root else list(agent.command),
+        "Entrypoint": [AGENT, *as_root],
         "Cmd": [],
-        "User": "0:0" if root else user,
+        "User": "0:0" if spec.writable_root else user,
         "WorkingDir": spec.workdir,
         "Env": [f"HOME={spec.workdir}", *(["USER=sandbox", "LOGNAME=sandbox"] if spec.user is None else [])],
         **ATTACHED,
         "Labels": container_labels,
-        **_network(spec, joins),
+        **_network(spec, network_container),
         "HostConfig": {
             "AutoRemove": True,
             "LogConfig": {"Type": "none", "Config": {}},
-            "NetworkMode": "none" if joins is None else f"container:{joins}",
-            "Dns": ["127.0.0.1"] if joins is None else None,
-            **_rights(spec, root),
+            "NetworkMode": "none" if network_container is None else f"container:{network_container}",
+            "Dns": ["127.0.0.1"] if network_container is None else None,
+            **_rights(spec),
             **_limits(spec),
             "ReadonlyRootfs": True,
-            "Tmpfs": _writable_places(spec, f"uid={number},gid={group}", volumes) | (root.tmpfs if root else {}),
-            "Mounts": _mounts(agent, passwd),
+            "Tmpfs": _writable_places(spec, f"uid={number},gid={group}", volumes),
+            "Mounts": _mounts(agent_volume, passwd),
         },
     }
 
 
-def _rights(spec: SandboxSpec, root: _Root | None) -> dict[str, Any]:
+def _rights(spec: SandboxSpec) -> dict[str, Any]:
     """Privileges of the container; the agent adds its own seccomp filter."""
     return {
         "IpcMode": "private",
         "CapDrop": ["ALL"],
-        "CapAdd": list(ROOT_CAPABILITIES) if root else [],
-        "SecurityOpt": ["no-new-privileges", *(["apparmor=unconfined"] if root else [])],
+        "CapAdd": list(ROOT_CAPABILITIES) if spec.writable_root else [],
+        "SecurityOpt": ["no-new-privileges", *(["apparmor=unconfined"] if spec.writable_root else [])],
         "Privileged": False,
         "Runtime": spec.runtime or "",
         "UsernsMode": "host" if spec.userns == "host" else "",
@@ -95,13 +98,13 @@ def _rights(spec: SandboxSpec, root: _Root | None) -> dict[str, Any]:
 
 def _limits(spec: SandboxSpec) -> dict[str, Any]:
     """Resource limits of the container."""
-    most = {"nofile": spec.open_files, "core": CORE_LIMIT, "sigpending": MAX_SIGNALS_AND_TIMERS}
+    limits = {"nofile": spec.open_files, "core": CORE_LIMIT, "sigpending": MAX_SIGNALS_AND_TIMERS}
     return {
         "Memory": spec.memory_mb << 20,
         "MemorySwap": spec.memory_mb << 20,
         "NanoCpus": round(spec.cpus * 1e9),
         "PidsLimit": spec.pids,
-        "Ulimits": [{"Name": name, "Soft": limit, "Hard": limit} for name, limit in most.items()],
+        "Ulimits": [{"Name": name, "Soft": limit, "Hard": limit} for name, limit in limits.items()],
         "ShmSize": SHM_MB << 20,
     }
 
@@ -110,43 +113,28 @@ def _writable_places(spec: SandboxSpec, owner: str, volumes: Sequence[str]) -> d
     """Writable paths and their mount options: each a tmpfs with limited size and number of files."""
     options = f"rw,nosuid,nodev,exec,nr_inodes={spec.tmpfs_inodes},{owner}"
     volume_mb = min(spec.tmpfs_size_mb, max(1, (spec.memory_mb - 2 * spec.tmpfs_size_mb) // (len(volumes) or 1)))
-    return {
+    places = {
         **dict.fromkeys(volumes, f"{options},size={volume_mb}m,mode=0755"),
         spec.workdir: f"{options},size={spec.tmpfs_size_mb}m,mode=0750",
         "/tmp": f"{options},size={spec.tmpfs_size_mb}m,mode=1777",
     }
+    if spec.writable_root:
+        inodes = max(spec.tmpfs_inodes, spec.root_size_mb * INODES_PER_MB)
+        places[ROOT_LAYER] = f"rw,nosuid,nodev,exec,size={spec.root_size_mb}m,nr_inodes={inodes},mode=0700"
+    return places
 
 
-def _mounts(agent: AgentProgram, passwd: str | None) -> list[dict[str, Any]]:
+def _mounts(agent_volume: str, passwd: str | None) -> list[dict[str, Any]]:
     """Read-only mounts: the agent's volume and the passwd file."""
     program = {
         "Type": "volume",
-        "Source": volume_name(agent),
+        "Source": agent_volume,
         "Target": FOLDER,
         "ReadOnly": True,
         "VolumeOptions": {"NoCopy": True},
     }
     users = {"Type": "bind", "Source": passwd, "Target": "/etc/passwd", "ReadOnly": True}
     return [program, users] if passwd else [program]
-
-
-@dataclass(frozen=True, slots=True)
-class _Root:
-    entrypoint: list[str]
-    tmpfs: dict[str, str]
-
-
-def _writable_root(spec: SandboxSpec, agent: AgentProgram, number: str, group: str, volumes: Sequence[str]) -> _Root:
-    """Entrypoint and tmpfs of a writable root: the agent starts as root, mounts a layer in memory over the read-only
-    root, and switches to the user (agent/root.c).
-
-    The image's volumes are ordinary folders of that root, with the image's content.
-    """
-    inodes = max(spec.tmpfs_inodes, spec.root_size_mb * INODES_PER_MB)
-    return _Root(
-        [*agent.command, "--root", number, group, *volumes],
-        {ROOT_LAYER: f"rw,nosuid,nodev,exec,size={spec.root_size_mb}m,nr_inodes={inodes},mode=0700"},
-    )
 
 
 def volume_paths(declared: Iterable[str], spec: SandboxSpec) -> tuple[str, ...]:
@@ -167,14 +155,10 @@ def volume_paths(declared: Iterable[str], spec: SandboxSpec) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _network(spec: SandboxSpec, joins: str | None) -> dict[str, Any]:
+def _network(spec: SandboxSpec, network_container: str | None) -> dict[str, Any]:
     """Network options. `NetworkDisabled` starts twice as fast, but omits the /etc/hosts that sandboxes on an internal
     network need for `localhost`. A container that joins another gets its host name.
     """
-    if joins is not None:
+    if network_container is not None:
         return {}
     return {"Hostname": "sandbox", "NetworkDisabled": spec.network != "internal"}
-
-
-def volume_name(agent: AgentProgram) -> str:
-    return f"roll-flash-agent-{agent.digest}"

@@ -43,7 +43,7 @@ class _EngineHandle:
         self.connected = False
         self.opening = 0
         self.failures = 0
-        self.aside_until = 0.0
+        self.paused_until = 0.0
         self._connecting = asyncio.Lock()
 
     async def connect(self) -> None:
@@ -59,11 +59,11 @@ class _EngineHandle:
     def back_off(self, error: SandboxError) -> None:
         wait_s = min(MAX_BACKOFF_S, INITIAL_BACKOFF_S * 2**self.failures)
         self.failures += 1
-        self.aside_until = time.monotonic() + wait_s
-        _log.warning("the engine at %s is set aside for %g s: %s", self.host, wait_s, error)
+        self.paused_until = time.monotonic() + wait_s
+        _log.warning("the engine at %s is paused for %g s: %s", self.host, wait_s, error)
 
-    def works(self) -> None:
-        self.failures, self.aside_until = 0, 0.0
+    def reset_backoff(self) -> None:
+        self.failures, self.paused_until = 0, 0.0
 
 
 class EngineSet:
@@ -100,10 +100,10 @@ class EngineSet:
         return {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in (found[0] if found else ())}
 
     async def open(self, spec: SandboxSpec, *, run: str, timeout_s: float) -> Sandbox:
-        asked: list[_EngineHandle] = []
+        tried: list[_EngineHandle] = []
         refusals: list[SandboxError] = []
-        while (member := self._next(asked)) is not None:
-            asked.append(member)
+        while (member := self._next(tried)) is not None:
+            tried.append(member)
             member.opening += 1
             try:
                 await member.connect()
@@ -114,7 +114,7 @@ class EngineSet:
             except SPEC_OR_IMAGE_ERRORS as error:
                 refusals.append(error)
             else:
-                member.works()
+                member.reset_backoff()
                 return sandbox
             finally:
                 member.opening -= 1
@@ -122,19 +122,19 @@ class EngineSet:
             raise refusals[-1]
         raise SandboxStartError(f"no engine could start a sandbox: {'; '.join(map(str, refusals))}")
 
-    def _next(self, asked: Sequence[_EngineHandle]) -> _EngineHandle | None:
+    def _next(self, tried: Sequence[_EngineHandle]) -> _EngineHandle | None:
         """Return the least loaded engine that is not paused; if all are, the one whose pause ends first."""
-        left = [member for member in self._members if member not in asked]
+        left = [member for member in self._members if member not in tried]
         now = time.monotonic()
-        fit = [member for member in left if member.aside_until <= now]
+        fit = [member for member in left if member.paused_until <= now]
         if fit:
             return min(fit, key=lambda member: member.load)
-        return min(left, key=lambda member: member.aside_until, default=None)
+        return min(left, key=lambda member: member.paused_until, default=None)
 
     async def sweep(self) -> int:
         removed = 0
         for member in self._members:
-            if not member.connected or member.aside_until > time.monotonic():
+            if not member.connected or member.paused_until > time.monotonic():
                 continue
             try:
                 removed += await member.provider.sweep()

@@ -15,19 +15,19 @@ from pathlib import Path
 
 from roll_flash.sandboxes.docker.watchdog import READY
 from roll_flash.sandboxes.errors import SandboxUnavailable
-from roll_flash.sandboxes.identity import LABEL_OWNER, Owner
+from roll_flash.sandboxes.owner import LABEL_OWNER, Owner
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 10.0
 IMAGE = "-"
-"""Value of `image` in `Guard.asked` if the request creates an image, not a container."""
+"""Value of `image` in `Guard.request_sent` if the request creates an image, not a container."""
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
 class Guard:
-    """Client of the watchdog. Call `start` first, `asked` before each request that creates an object in the engine,
-    and `answered` after it."""
+    """Client of the watchdog. Call `start` first, `request_sent` before each request that creates an object in the
+    engine, and `request_done` after it."""
 
     def __init__(self, snapshots: str, folders: str) -> None:
         """`snapshots`: repository of the images to remove; `folders`: glob pattern of the folders to remove."""
@@ -35,7 +35,7 @@ class Guard:
         self._folders = folders
         self._command: list[str] = []
         self._process: subprocess.Popen[bytes] | None = None
-        self._unanswered: dict[str, str] = {}
+        self._pending: dict[str, str] = {}
         self._stopped = False
 
     def start(self, host: str, version: str, certificates: str) -> None:
@@ -59,7 +59,7 @@ class Guard:
         assert process.stdout is not None
         try:
             process.wait(timeout=START_TIMEOUT_S)  # the watchdog forks and continues in the child
-            watches = _answers(process, START_TIMEOUT_S) and os.read(process.stdout.fileno(), len(READY)) == READY
+            watches = _is_readable(process, START_TIMEOUT_S) and os.read(process.stdout.fileno(), len(READY)) == READY
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
@@ -69,25 +69,25 @@ class Guard:
             raise SandboxUnavailable(f"the sandboxes' watchdog does not start; try `{' '.join(self._command[:4])}`")
         os.set_blocking(process.stdin.fileno(), False)
         self._process = process
-        for name, image in self._unanswered.items():
-            self._say(f"+{name} {image}\n")
+        for name, image in self._pending.items():
+            self._send(f"+{name} {image}\n")
 
-    def asked(self, name: str, image: str = IMAGE) -> None:
+    def request_sent(self, name: str, image: str = IMAGE) -> None:
         """Record a request to the engine for a container with this name and image, or for an image with this name."""
-        self._unanswered[name] = image
-        self._say(f"+{name} {image}\n")
+        self._pending[name] = image
+        self._send(f"+{name} {image}\n")
 
-    def answered(self, name: str) -> None:
+    def request_done(self, name: str) -> None:
         """Record the answer: the object exists and carries its owner's label, or will never exist."""
-        if self._unanswered.pop(name, None) is not None:
-            self._say(f"-{name}\n")
+        if self._pending.pop(name, None) is not None:
+            self._send(f"-{name}\n")
 
     @property
-    def unanswered(self) -> frozenset[str]:
+    def pending(self) -> frozenset[str]:
         """Names of objects that the engine may still create."""
-        return frozenset(self._unanswered)
+        return frozenset(self._pending)
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         if self._stopped:
             return
         process = self._process
@@ -102,18 +102,18 @@ class Guard:
         self._launch()
 
     def stop(self) -> None:
-        """Tell the watchdog that only unanswered requests are left; it searches for those, then ends by itself."""
+        """Tell the watchdog that only pending requests are left; it searches for those, then ends by itself."""
         process, self._process, self._stopped = self._process, None, True
         if process is None or process.stdin is None:
             return
         with contextlib.suppress(BrokenPipeError, BlockingIOError):
             os.write(process.stdin.fileno(), b"q\n")
-        if not self._unanswered:
-            _answers(process, END_TIMEOUT_S)  # readable at end-of-file
+        if not self._pending:
+            _is_readable(process, END_TIMEOUT_S)  # readable at end-of-file
         _close_pipes(process)
 
 
-def _answers(process: subprocess.Popen[bytes], within_s: float) -> bool:
+def _is_readable(process: subprocess.Popen[bytes], within_s: float) -> bool:
     assert process.stdout is not None
     return bool(select.select([process.stdout], [], [], within_s)[0])
 

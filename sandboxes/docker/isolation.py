@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from roll_flash.sandboxes.errors import SandboxSpecError
-from roll_flash.sandboxes.identity import DOCKER_USERS, REMAPPED_USERS
+from roll_flash.sandboxes.owner import DOCKER_USERS, REMAPPED_USERS
 from roll_flash.sandboxes.spec import SandboxSpec
 
 

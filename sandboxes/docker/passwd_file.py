@@ -7,36 +7,30 @@ read-only; so containers of remote engines, or of engines with user namespaces, 
 from __future__ import annotations
 
 import base64
-import io
 import json
-import tarfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from roll_flash.sandboxes.docker.api import EngineApi
-from roll_flash.sandboxes.identity import DOCKER_USERS, GROUP
+from roll_flash.sandboxes.owner import DOCKER_USERS, GROUP
 from roll_flash.sandboxes.scratch import scratch_folder
 
 PATH = "/etc/passwd"
 NOT_SEEN = "bind source path does not exist"
 """Error text of an engine that cannot see this machine's files."""
-MOST_BYTES = 1 << 18
+MAX_BYTES = 1 << 18
 """Maximum size of /etc/passwd: in a snapshot the model controls the file, and it is held in memory."""
 
 
 async def read_users(engine: EngineApi, container: str) -> str | None:
     """Return the /etc/passwd of a container's image; "" if missing, None if it is no regular file or too large."""
-    where, query = f"/containers/{container}/archive", {"path": PATH}
-    head = await engine.call("HEAD", where, query=query, accept=(404,))
+    head = await engine.call("HEAD", f"/containers/{container}/archive", query={"path": PATH}, accept=(404,))
     if head.status_code == 404:
         return ""
-    if json.loads(base64.b64decode(head.headers["X-Docker-Container-Path-Stat"]))["size"] > MOST_BYTES:
+    if json.loads(base64.b64decode(head.headers["X-Docker-Container-Path-Stat"]))["size"] > MAX_BYTES:
         return None
-    found = await engine.call("GET", where, query=query)
-    with tarfile.open(fileobj=io.BytesIO(found.content)) as archive:
-        member = archive.next()
-        content = archive.extractfile(member) if member is not None and member.isreg() else None
-        return content.read().decode(errors="surrogateescape") if content is not None else None
+    found = await engine.read_file(container, PATH)
+    return found[1].decode(errors="surrogateescape") if found is not None else None
 
 
 @contextmanager

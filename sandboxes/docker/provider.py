@@ -15,15 +15,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from roll_flash.sandboxes.client.agent_program import AgentProgram, agent_program
+from roll_flash.sandboxes.client.agent_program import AGENT, agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.files import paused
 from roll_flash.sandboxes.client.frames import Demultiplexer
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.agent_volume import fill, filler_config, make_volume
-from roll_flash.sandboxes.docker.api import EngineApi
-from roll_flash.sandboxes.docker.container_config import container_config, volume_name, volume_paths
+from roll_flash.sandboxes.docker.agent_volume import fill, filler_config, make_volume, volume_name
+from roll_flash.sandboxes.docker.api import EngineAddress, EngineApi
+from roll_flash.sandboxes.docker.container_config import container_config, volume_paths
 from roll_flash.sandboxes.docker.events import EngineEvents
 from roll_flash.sandboxes.docker.guard import IMAGE, Guard
 from roll_flash.sandboxes.docker.isolation import EngineIsolation
@@ -36,10 +35,9 @@ from roll_flash.sandboxes.errors import (
     SandboxStartError,
     SandboxUnreachable,
 )
-from roll_flash.sandboxes.identity import GROUP, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.images.build import image_of, one_at_a_time
-from roll_flash.sandboxes.images.default_image import find_image
-from roll_flash.sandboxes.images.kept import SNAPSHOTS, remove_image
+from roll_flash.sandboxes.images.stored_images import SNAPSHOTS, inspect_image, remove_image
+from roll_flash.sandboxes.owner import GROUP, LABEL_OWNER, Owner, labels, new_user
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.scratch import own_folders
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -71,7 +69,7 @@ class DockerProvider:
     def __init__(self, host: str | None = None, *, max_parallel_starts: int = 8) -> None:
         self.engine = EngineApi(EngineAddress.from_environment(host))
         self._starts = asyncio.Semaphore(max_parallel_starts)
-        self._agent: AgentProgram | None = None
+        self._agent: bytes | None = None
         self._volume_lock = asyncio.Lock()
         self._volume_is_good = False
         self._events = EngineEvents(self.engine, f"{LABEL_OWNER}={Owner.current()}")
@@ -79,7 +77,7 @@ class DockerProvider:
         self._guard = Guard(SNAPSHOTS, own_folders())
         self._guarding: asyncio.Future[None] | None = None
         self._snapshots: list[str] = []
-        self._asked: set[str] = set()
+        self._requested: set[str] = set()
         self._live: set[str] = set()
         self._prune_at = 0.0
         self._machine_memory_mb = 0
@@ -111,7 +109,7 @@ class DockerProvider:
             self._watching = asyncio.create_task(self._events.watch(), name="engine events")
 
     async def has_image(self, image: str) -> bool:
-        return await find_image(self.engine, image) is not None
+        return await inspect_image(self.engine, image) is not None
 
     def describe_isolation(self, spec: SandboxSpec) -> dict[str, str]:
         return self._engine_isolation.describe(spec)
@@ -123,12 +121,12 @@ class DockerProvider:
             )
         return await self._open(spec, run, timeout_s, None)
 
-    async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
-        """Open a sandbox; `joins`: container whose internal network it joins."""
+    async def _open(self, spec: SandboxSpec, run: str, timeout_s: float, network_container: str | None) -> Sandbox:
+        """Open a sandbox; `network_container`: container whose internal network it joins; None: none."""
         self._engine_isolation.check(spec)
         while True:
             try:
-                return await self._open_named(spec, run, timeout_s, joins)
+                return await self._open_named(spec, run, timeout_s, network_container)
             except _NameTaken:
                 continue
             except _FilesNotSeen:
@@ -138,17 +136,19 @@ class DockerProvider:
                     self.engine.address.host,
                 )
 
-    async def _open_named(self, spec: SandboxSpec, run: str, timeout_s: float, joins: str | None) -> Sandbox:
+    async def _open_named(
+        self, spec: SandboxSpec, run: str, timeout_s: float, network_container: str | None
+    ) -> Sandbox:
         """Open a sandbox under a random name. Raises _NameTaken, _FilesNotSeen."""
         async with self._starts:
             image = await image_of(self.engine, spec)
             volumes = volume_paths(await self._declared_volumes(image), spec)
-            agent = await self._provide_agent(image)
+            agent_volume = volume_name(await self._provide_agent(image))
             name, number = new_user(self._engine_isolation.users(spec))
             self._events.forget(name)
             user = spec.user or f"{number}:{GROUP}"
             connection = AgentConnection(name)
-            connection.explain = lambda: self._events.why(name)
+            connection.explain = lambda: self._events.death_reason(name)
             sandbox = AgentSandbox(
                 name=name,
                 provider=self.name,
@@ -157,14 +157,16 @@ class DockerProvider:
                 connection=connection,
                 end=lambda: self.remove(name),
                 commit=lambda: self._commit(connection, run, spec),
-                open_beside=lambda wanted: self._open(wanted, run, timeout_s, joins or name),
+                open_beside=lambda wanted: self._open(wanted, run, timeout_s, network_container or name),
                 open_fresh=lambda: self._open(spec, run, timeout_s, None),
                 reusable=not volumes and not user.startswith("0:"),
             )
-            network = (joins or name) if spec.network == "internal" else ""
+            network = (network_container or name) if spec.network == "internal" else ""
             marks = labels(run, network)
             with self._passwd(spec, image, number) as passwd:
-                body = container_config(spec, image, agent, marks, joins, user=user, volumes=volumes, passwd=passwd)
+                body = container_config(
+                    spec, image, agent_volume, marks, network_container, user=user, volumes=volumes, passwd=passwd
+                )
                 await self._start(sandbox, connection, body, timeout_s)
         self._live.add(name)
         return sandbox
@@ -213,7 +215,7 @@ class DockerProvider:
 
     async def _create(self, name: str, body: dict[str, Any]) -> None:
         """Create the container. Raises _NameTaken, _FilesNotSeen."""
-        with self._asking(name, body["Image"]):
+        with self._requesting(name, body["Image"]):
             try:
                 answer = await self.engine.call(
                     "POST", "/containers/create", query={"name": name}, body=body, accept=(409,)
@@ -224,21 +226,21 @@ class DockerProvider:
             raise _NameTaken(f"the engine has a container named {name}")
 
     @contextmanager
-    def _asking(self, name: str, image: str = IMAGE) -> Iterator[None]:
+    def _requesting(self, name: str, image: str = IMAGE) -> Iterator[None]:
         """Report a request to the guard: if the engine creates the object later, the guard and `sweep` remove it."""
-        self._guard.asked(name, image)
-        self._asked.add(name)
+        self._guard.request_sent(name, image)
+        self._requested.add(name)
         try:
             yield
         except SandboxUnreachable:
             raise
         except SandboxError:
-            self._guard.answered(name)
+            self._guard.request_done(name)
             raise
         else:
-            self._guard.answered(name)
+            self._guard.request_done(name)
         finally:
-            self._asked.discard(name)
+            self._requested.discard(name)
 
     async def _discard(self, name: str, connection: AgentConnection, creating: asyncio.Future[None]) -> None:
         """Remove a container after its creation ends: the engine would finish the creation after an early removal."""
@@ -256,15 +258,14 @@ class DockerProvider:
         repository, _, tag = image.partition(":")
         query = {"container": name, "repo": repository, "tag": tag}
         body = {"Labels": labels(run)}
-        with self._asking(image):
+        with self._requesting(image):
             await self.engine.call("POST", "/commit", query=query, body=body, timeout_s=COMMIT_TIMEOUT_S)
         self._snapshots.append(image)
         return image
 
     async def _keep_root(self, name: str, spec: SandboxSpec) -> None:
         """Write the root's changes from memory to the path that the engine commits. Raises SandboxFileError."""
-        assert self._agent is not None
-        command = [*self._agent.command, "--keep-root", str(spec.root_size_mb << 20)]
+        command = [AGENT, "--keep-root", str(spec.root_size_mb << 20)]
         body = {"Cmd": command, "User": "0:0", "AttachStderr": True, "AttachStdout": True}
         made = await self.engine.json("POST", f"/containers/{name}/exec", body=body)
         path = f"/exec/{made['Id']}"
@@ -290,12 +291,12 @@ class DockerProvider:
     async def sweep(self) -> int:
         """Remove leftovers of dead controllers, and objects of this provider whose creation was never answered."""
         for entry in await list_entries(self.engine):
-            if entry.name in self._guard.unanswered and entry.name not in self._asked:
+            if entry.name in self._guard.pending and entry.name not in self._requested:
                 if entry.kind == "snapshot":
                     await remove_image(self.engine, entry.name, force=True)
                 else:
                     await self.remove(entry.name, has_run=False)
-                self._guard.answered(entry.name)
+                self._guard.request_done(entry.name)
         if time.monotonic() < self._prune_at:
             return len(await remove_leaked(self.engine))
         self._prune_at = time.monotonic() + PRUNE_EVERY_S
@@ -314,7 +315,7 @@ class DockerProvider:
             await asyncio.to_thread(self._guard.stop)
             await self.engine.close()
 
-    async def _provide_agent(self, image: str) -> AgentProgram:
+    async def _provide_agent(self, image: str) -> bytes:
         """Return the agent after checking the engine's agent volume, once and again after a failed start.
 
         Fills the volume if necessary, and reads the users of each image once.
@@ -328,7 +329,7 @@ class DockerProvider:
                 self._volume_is_good = True
             return self._agent
 
-    async def _fill_volume(self, agent: AgentProgram, image: str) -> None:
+    async def _fill_volume(self, agent: bytes, image: str) -> None:
         name = f"roll-flash-filler-{uuid.uuid4().hex[:12]}"
         body = filler_config(image, await make_volume(self.engine, agent))
         creating = asyncio.ensure_future(self._create(name, body))

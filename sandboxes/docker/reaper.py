@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import EngineApi, open_engine
 from roll_flash.sandboxes.errors import SandboxUnavailable
-from roll_flash.sandboxes.identity import (
+from roll_flash.sandboxes.images.stored_images import SNAPSHOTS, list_images, prune_builds, remove_image
+from roll_flash.sandboxes.local.cgroup import LeakedCgroup, leaked_cgroups, sweep_cgroups
+from roll_flash.sandboxes.owner import (
     LABEL,
     LABEL_CREATED,
     LABEL_NETWORK,
@@ -23,13 +24,9 @@ from roll_flash.sandboxes.identity import (
     LABEL_RUN,
     Owner,
 )
-from roll_flash.sandboxes.images.kept import SNAPSHOTS, list_images, prune_builds, remove_image
-from roll_flash.sandboxes.local.cgroup import LeakedCgroup, leaked_cgroups, sweep_cgroups
 from roll_flash.sandboxes.scratch import ScratchFolder, scratch_folders, sweep_folders
 
 Action = Callable[[EngineApi], Awaitable[list["SandboxEntry"]]]
-FOREIGN_AGE_S = 86400.0
-"""Age in seconds at which a sandbox of another machine counts as leaked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,16 +74,13 @@ async def _with_engines(hosts: Sequence[str], action: Action) -> list[SandboxEnt
 
 
 async def _with_engine(host: str | None, action: Action) -> list[SandboxEntry]:
-    engine = EngineApi(EngineAddress.from_environment(host))
     try:
-        await engine.connect()
-        return await action(engine)
+        async with open_engine(host) as engine:
+            return await action(engine)
     except SandboxUnavailable:
         if host is not None:
             raise
         return []
-    finally:
-        await engine.close()
 
 
 async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
@@ -98,12 +92,6 @@ async def list_entries(engine: EngineApi) -> list[SandboxEntry]:
         *(_entry(item, engine.address.host) for item in containers),
         *(_entry(item, engine.address.host, name) for item in images for name in item["RepoTags"]),
     ]
-
-
-async def labelled(engine: EngineApi, label: str | None) -> list[str]:
-    """Return the ids of containers in any state with a label; None: all containers of the engine."""
-    query = {"all": "1", **({"filters": json.dumps({"label": [label]})} if label else {})}
-    return [str(item["Id"]) for item in await engine.json("GET", "/containers/json", query=query)]
 
 
 async def sweep(engine: EngineApi) -> list[SandboxEntry]:
@@ -173,7 +161,6 @@ def _local_entry(group: LeakedCgroup) -> SandboxEntry:
 
 def _is_leaked(marks: dict[str, str], age_s: float) -> bool:
     try:
-        lives = Owner.parse(marks.get(LABEL_OWNER, "")).lives()
+        return Owner.parse(marks.get(LABEL_OWNER, "")).is_gone(age_s)
     except ValueError:
         return False
-    return not lives if lives is not None else age_s > FOREIGN_AGE_S

@@ -94,7 +94,7 @@ class Journal:
     """Unanswered requests: names of containers with their images, names of images with `-`."""
 
     def __init__(self) -> None:
-        self.unanswered: dict[str, str] = {}
+        self.pending: dict[str, str] = {}
         self._rest = b""
 
     def follow(self, owner: str) -> bool:
@@ -118,13 +118,13 @@ class Journal:
     def _note(self, line: str) -> None:
         name, _, image = line[1:].partition(" ")
         if line.startswith("+"):
-            self.unanswered[name] = image
+            self.pending[name] = image
         else:
-            self.unanswered.pop(name, None)
+            self.pending.pop(name, None)
 
 
 def _lives(owner: str) -> bool:
-    """Same as `identity.Owner.lives`."""
+    """Same as `owner.Owner.lives`."""
     _, pid, started = owner.split(":")
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
@@ -134,20 +134,20 @@ def _lives(owner: str) -> bool:
 
 
 class Sweep:
-    """Removal of leftovers. `died` False: the controller ended normally; only unanswered requests are searched for."""
+    """Removal of leftovers. `died` False: the controller ended normally; only pending requests are searched for."""
 
-    def __init__(self, engine: Engine, label: str, died: bool, unanswered: dict[str, str], snapshots: str) -> None:
+    def __init__(self, engine: Engine, label: str, died: bool, pending: dict[str, str], snapshots: str) -> None:
         self._engine = engine
         self._label = label
         self._died = died
-        self._unanswered = unanswered
+        self._pending = pending
         self._snapshots = snapshots
         self._placeholders: set[str] = set()
 
     def run(self) -> None:
         now = quiet_since = reached = time.monotonic()
         end = now + SWEEP_TIMEOUT_S
-        while now < min(end, reached + UNREACHABLE_S) and (self._unanswered or now < quiet_since + SWEEP_IDLE_S):
+        while now < min(end, reached + UNREACHABLE_S) and (self._pending or now < quiet_since + SWEEP_IDLE_S):
             try:
                 if self._round():
                     quiet_since = time.monotonic()
@@ -169,26 +169,26 @@ class Sweep:
             found |= self._remove_container(item)
         for item in self._engine.listed("/images/json", label=self._label, reference=self._snapshots):
             found |= self._remove_image(item)
-        for name, image in list(self._unanswered.items()):
+        for name, image in list(self._pending.items()):
             found |= image != "-" and self._take_name(name, image)
         return found
 
     def _remove_container(self, item: Any) -> bool:
         names = {str(name).lstrip("/") for name in item["Names"] or ()}
-        if names & self._placeholders or not (self._died or names & self._unanswered.keys()):
+        if names & self._placeholders or not (self._died or names & self._pending.keys()):
             return False
         if item["State"] == "created":
             # If removed before it ran, an attached container keeps its connection in the engine forever.
             self._engine.call("POST", f"/containers/{item['Id']}/start")
         self._engine.call("DELETE", f"/containers/{item['Id']}?force=1&v=1")
-        self._settle(names)
+        self._forget(names)
         return True
 
     def _remove_image(self, item: Any) -> bool:
-        names = {name for name in item["RepoTags"] or () if self._died or name in self._unanswered}
+        names = {name for name in item["RepoTags"] or () if self._died or name in self._pending}
         for name in names:
             self._engine.call("DELETE", f"/images/{name}?force=1")
-        self._settle(names)
+        self._forget(names)
         return bool(names)
 
     def _take_name(self, name: str, image: str) -> bool:
@@ -204,12 +204,12 @@ class Sweep:
             self._placeholders.add(name)
         if status not in (201, 400, 404):
             return False
-        self._settle({name})
+        self._forget({name})
         return True
 
-    def _settle(self, names: set[str]) -> None:
+    def _forget(self, names: set[str]) -> None:
         for name in names:
-            self._unanswered.pop(name, None)
+            self._pending.pop(name, None)
 
 
 def leave_controller() -> None:
@@ -231,8 +231,8 @@ def main() -> None:
     if died:
         for folder in glob.glob(folders):
             shutil.rmtree(folder, ignore_errors=True)
-    if died or journal.unanswered:
-        Sweep(engine, label, died, journal.unanswered, snapshots).run()
+    if died or journal.pending:
+        Sweep(engine, label, died, journal.pending, snapshots).run()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import bz2
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from errno import EFBIG
 from typing import Protocol
 
 from roll_flash.sandboxes.errors import SandboxFileError
@@ -19,7 +20,6 @@ BLOCK = 512
 MAX_LZMA_BYTES = 1 << 27
 """Maximum bytes of memory for the dictionary of an .xz file; `xz -9` needs half of it."""
 HEADERS_PER_ENTRY = 4
-EFBIG = 27
 
 
 class ArchiveError(Exception):
@@ -141,11 +141,11 @@ class Blocks:
             yield piece
         self._take(padding)
 
-    def drain(self, most: int) -> None:
-        """Read to the end to detect damage there. Raises ArchiveError if more than `most` bytes remain."""
+    def drain(self, max_bytes: int) -> None:
+        """Read to the end to detect damage there. Raises ArchiveError if more than `max_bytes` remain."""
         while piece := self._take(CHUNK):
-            most -= len(piece)
-            if most < 0:
+            max_bytes -= len(piece)
+            if max_bytes < 0:
                 raise ArchiveError("something large follows its end")
 
     def _take(self, count: int) -> bytes:

@@ -12,13 +12,12 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator
+from errno import EFBIG, EINVAL
 from typing import IO, BinaryIO
 
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archive_stream import (
     CHUNK,
-    EFBIG,
-    MAX_RATIO,
     ArchiveError,
     Blocks,
     Budget,
@@ -27,9 +26,6 @@ from roll_flash.sandboxes.files.archive_stream import (
 from roll_flash.sandboxes.files.tar_reader import Member, tar_members
 from roll_flash.sandboxes.files.tree_model import EscapesTree, File, Folder, Link, Node, follow, parts_of, walk
 
-__all__ = ["EFBIG", "EINVAL", "MAX_RATIO", "max_packed", "unpack"]
-
-EINVAL = 22
 ZIP_METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 """Accepted compression methods: for others, `zipfile` does not limit the output of one step."""
 ZIP_MEMBER, ZIP_MEMBER_BYTES = b"PK\x01\x02", 46

@@ -10,13 +10,14 @@ import io
 import os
 import stat
 import tarfile
+from errno import EFBIG, EINVAL
 
 from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.errors import SandboxFileError
 from roll_flash.sandboxes.files.archive_stream import ArchiveError, Blocks, Budget, decompressed
-from roll_flash.sandboxes.files.archives import EFBIG, EINVAL, max_packed
+from roll_flash.sandboxes.files.archives import max_packed
 from roll_flash.sandboxes.files.tar_reader import tar_members
 from roll_flash.sandboxes.files.trees import MAX_ENTRIES, is_safe_name
 from roll_flash.sandboxes.spec import SandboxSpec
@@ -43,8 +44,8 @@ async def capture(connection: AgentConnection, spec: SandboxSpec) -> bytes:
     return packed.getvalue()
 
 
-async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry, most: int) -> int:
-    """Add one entry and return its bytes read, at most `most`: the sizes in a sandbox's listing are not trusted."""
+async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: str, entry: Entry, max_bytes: int) -> int:
+    """Add one entry and return the number of bytes read, at most `max_bytes`: sizes of a sandbox are not trusted."""
     path = f"{folder}/{os.fsdecode(entry.path)}"
     member = tarfile.TarInfo(path.lstrip("/"))
     member.mode = stat.S_IMODE(entry.mode) & 0o777
@@ -55,7 +56,7 @@ async def _add(archive: tarfile.TarFile, connection: AgentConnection, folder: st
         member.type, member.linkname = tarfile.SYMTYPE, os.fsdecode(entry.target)
         archive.addfile(member)
     elif stat.S_ISREG(entry.mode):
-        content = await files.read_file(connection, path, most)
+        content = await files.read_file(connection, path, max_bytes)
         member.size = len(content)
         archive.addfile(member, io.BytesIO(content))
     return member.size

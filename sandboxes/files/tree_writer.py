@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from errno import EBADF, EINVAL
 from pathlib import Path
-from types import TracebackType
 
 from roll_flash.sandboxes.errors import SandboxFileError
 
-EINVAL = 22
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -26,7 +24,7 @@ class TreeWriter:
     def __init__(self, destination: Path) -> None:
         self._destination = destination
         self._lock = threading.Lock()
-        with self._saying(""):
+        with self._file_errors(""):
             destination.mkdir(parents=True, exist_ok=True)
             self._root = os.open(destination, _FOLDER)
         if os.listdir(self._root):
@@ -36,7 +34,7 @@ class TreeWriter:
     def __enter__(self) -> TreeWriter:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._lock:
             os.close(self._root)
             self._root = -1
@@ -61,7 +59,7 @@ class TreeWriter:
     @contextmanager
     def _parent_of(self, path: str) -> Iterator[tuple[int, str]]:
         *above, name = path.split("/")
-        with self._saying(path):
+        with self._file_errors(path):
             folder = self._open_root()
             try:
                 for part in above:
@@ -77,11 +75,11 @@ class TreeWriter:
         descriptor number."""
         with self._lock:
             if self._root < 0:
-                raise OSError(errno.EBADF, "given up")
+                raise OSError(EBADF, "given up")
             return os.dup(self._root)
 
     @contextmanager
-    def _saying(self, path: str) -> Iterator[None]:
+    def _file_errors(self, path: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:

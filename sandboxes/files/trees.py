@@ -8,6 +8,7 @@ import stat
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from errno import EFBIG, EINVAL
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,7 +17,7 @@ from roll_flash.sandboxes.client import files
 from roll_flash.sandboxes.client.connection import AgentConnection
 from roll_flash.sandboxes.client.frames import Entry
 from roll_flash.sandboxes.errors import SandboxFileError
-from roll_flash.sandboxes.files.archives import EFBIG, EINVAL, max_packed, unpack
+from roll_flash.sandboxes.files.archives import max_packed, unpack
 from roll_flash.sandboxes.files.tree_model import EscapesTree, File, Folder, Link, StepCounter, follow, parts_of, walk
 from roll_flash.sandboxes.files.tree_writer import TreeWriter
 
@@ -129,11 +130,11 @@ async def _fetch_files(
             await asyncio.to_thread(writer.write_file, name, data, entry.mode & 0o777 | 0o600)
             return len(data)
 
-    await _together([fetch(entry, name) for entry, name in entries])
+    await _gather_or_cancel([fetch(entry, name) for entry, name in entries])
     return moved
 
 
-async def _together(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
+async def _gather_or_cancel(moves: list[Coroutine[Any, Any, int]]) -> list[int]:
     """Run all moves and return their results; on the first error cancel the rest and raise it."""
     tasks = [asyncio.ensure_future(move) for move in moves]
     try:
@@ -161,7 +162,7 @@ async def put_tree(
     """Copy a directory, or the content of a tar or zip archive (a file, or its bytes), into a directory of the sandbox.
 
     Raises SandboxFileError, before anything is sent, for an archive that leads out of the directory, is too large or
-    unpacks to more than `archives.MAX_RATIO` times its size.
+    unpacks to more than `archive_stream.MAX_RATIO` times its size.
     """
     if not isinstance(source, bytes) and await asyncio.to_thread(source.is_dir):
         return await _send(connection, await asyncio.to_thread(_of_folder, source, max_bytes, max_entries), path)
@@ -183,7 +184,7 @@ async def _send(connection: AgentConnection, outgoing: _Outgoing, path: str) -> 
     await files.make_directory(connection, path, 0o755)
     for name in outgoing.folders:
         await files.make_directory(connection, f"{target}/{name}", 0o755)
-    sent = await _together([send(*file) for file in outgoing.files])
+    sent = await _gather_or_cancel([send(*file) for file in outgoing.files])
     for name, leads_to in outgoing.links:
         await files.make_symlink(connection, leads_to, f"{target}/{name}")
     return TreeReport(len(sent), sum(sent), outgoing.left_out)

@@ -13,14 +13,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-import httpx
-
 from roll_flash.sandboxes.client.agent_program import cache_folder
 from roll_flash.sandboxes.docker.api import EngineApi, disk_full
 from roll_flash.sandboxes.errors import SandboxDiskFull, SandboxImageError, SandboxStartError
 from roll_flash.sandboxes.files.build_context import build_archive
-from roll_flash.sandboxes.identity import LABEL
-from roll_flash.sandboxes.images.kept import BUILDS, use_build
+from roll_flash.sandboxes.images.stored_images import BUILDS, use_build
+from roll_flash.sandboxes.owner import LABEL
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
 IDLE_TIMEOUT_S = 600.0
@@ -29,6 +27,7 @@ LOCK_TIMEOUTS_S = {"agent": 600.0, "build": 3600.0}
 """Maximum seconds to wait for a lock of each kind, over all its holders: one may be a stopped process."""
 LOCKS = 16
 PROGRESS_S = 5.0
+PIECE_BYTES = 1 << 20
 
 
 def image_key(dockerfile: str, context: bytes = b"") -> str:
@@ -47,7 +46,7 @@ async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
         return image
     async with one_at_a_time("build", image):
         if not await use_build(engine, image):
-            await _build(engine, image, build_archive(spec.dockerfile, spec.context))
+            await build_image(engine, image, build_archive(spec.dockerfile, spec.context), {LABEL: "image"})
     return image
 
 
@@ -88,28 +87,35 @@ async def _acquire(lock: int, path: Path, timeout_s: float) -> None:
         await asyncio.sleep(LOCK_POLL_S)
 
 
-async def _build(engine: EngineApi, image: str, archive: bytes) -> None:
+async def build_image(
+    engine: EngineApi, image: str, archive: bytes | AsyncIterator[bytes], labels: dict[str, str] | None = None
+) -> None:
+    """Build an image from an archive with a Dockerfile. Raises SandboxImageError, SandboxDiskFull."""
     progress = _Progress(image)
-    query = {"t": image, "rm": "1", "forcerm": "1", "labels": json.dumps({LABEL: "image"})}
-    try:
-        async for line in engine.stream("POST", "/build", query=query, content=archive, idle_timeout_s=IDLE_TIMEOUT_S):
-            if "error" in line:
-                raise build_error(str(line["error"]))
-            if said := str(line.get("stream", "")).strip():
-                progress.note(said)
-    except httpx.HTTPError as error:
-        raise SandboxImageError(f"building the image of a spec: the engine stopped answering: {error!r}") from None
+    query = {"t": image, "rm": "1", "forcerm": "1", "labels": json.dumps(labels or {})}
+    async for line in engine.stream("POST", "/build", query=query, content=archive, idle_timeout_s=IDLE_TIMEOUT_S):
+        if "error" in line:
+            raise build_error(image, str(line["error"]))
+        if said := str(line.get("stream", "")).strip():
+            progress.note(said)
     progress.done()
 
 
-def build_error(said: str) -> SandboxImageError | SandboxDiskFull:
+async def file_content(path: Path) -> AsyncIterator[bytes]:
+    """Yield the content of a file in pieces, to send it as a request."""
+    with await asyncio.to_thread(path.open, "rb") as opened:
+        while piece := await asyncio.to_thread(opened.read, PIECE_BYTES):
+            yield piece
+
+
+def build_error(image: str, said: str) -> SandboxImageError | SandboxDiskFull:
     """Return the error for the engine's message about a failed build."""
     if "no space left" in said:
         return disk_full(said)
     if "could not find bridge" in said:
         # Observed after a second engine on the same machine, configured without a bridge, had removed it.
         said = f"the engine's network bridge is gone, restart the engine ({said})"
-    return SandboxImageError(f"building the image of a spec failed: {said[:300]}")
+    return SandboxImageError(f"building {image} failed: {said[:300]}")
 
 
 class _Progress:

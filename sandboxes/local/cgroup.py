@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes.identity import Owner, boot_id, short_boot_id
+from roll_flash.sandboxes.owner import Owner, boot_id, short_boot_id
 from roll_flash.sandboxes.spec import SandboxSpec
 
 ROOT = Path("/sys/fs/cgroup")

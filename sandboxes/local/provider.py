@@ -16,13 +16,13 @@ import signal
 import socket
 from pathlib import Path
 
-from roll_flash.sandboxes.client.agent_program import FOLDER, AgentProgram, agent_program
+from roll_flash.sandboxes.client.agent_program import AGENT, agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.connection import AgentConnection, StreamProtocol
 from roll_flash.sandboxes.docker.container_config import SHM_MB
 from roll_flash.sandboxes.errors import SandboxSpecError, SandboxStartError, SandboxUnavailable
-from roll_flash.sandboxes.identity import GROUP, LOCAL_USERS, new_user
 from roll_flash.sandboxes.local.cgroup import Cgroup, can_limit, make_cgroup, sweep_cgroups
+from roll_flash.sandboxes.owner import GROUP, LOCAL_USERS, new_user
 from roll_flash.sandboxes.protocol import Isolation, Sandbox
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
@@ -40,7 +40,7 @@ class LocalProvider:
 
     def __init__(self, *, max_parallel_starts: int = 8) -> None:
         self._starts = asyncio.Semaphore(max_parallel_starts)
-        self._agent: AgentProgram | None = None
+        self._agent: bytes | None = None
         self.limited = False
         """True if limits on memory, processor and processes are enforced."""
         self._readers: set[asyncio.Future[None]] = set()
@@ -129,10 +129,10 @@ class LocalProvider:
         files = [os.memfd_create("agent"), os.memfd_create("passwd"), os.memfd_create("group")]
         try:
             user, group = (spec.user or USER_INSIDE).split(":")
-            _fill(files[0], self._agent.content)
+            _fill(files[0], self._agent)
             _fill(files[1], f"sandbox:x:{user}:{group}::{spec.workdir}:/bin/sh\n".encode())
             _fill(files[2], f"sandbox:x:{group}:\n".encode())
-            command = [*_limit_files(spec), *_without_root(host_user), *bubblewrap_command(spec, self._agent, files)]
+            command = [*_limit_files(spec), *_without_root(host_user), *bubblewrap_command(spec, files)]
             process = await asyncio.create_subprocess_exec(
                 *(cgroup.wrap(command) if cgroup is not None else command),
                 stdin=theirs.fileno(),
@@ -231,8 +231,8 @@ def _fill(fd: int, content: bytes) -> None:
 
 def _limit_files(spec: SandboxSpec) -> list[str]:
     """Return a command prefix that sets the spec's limit on open files, or this process's limit if that is lower."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = spec.open_files if most == resource.RLIM_INFINITY else min(spec.open_files, most)
+    _, maximum = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = spec.open_files if maximum == resource.RLIM_INFINITY else min(spec.open_files, maximum)
     return ["/bin/sh", "-c", 'ulimit -n "$0" && exec "$@"', str(limit)]
 
 
@@ -243,7 +243,7 @@ def _without_root(user: HostUser) -> list[str]:
     return ["setpriv", f"--reuid={user.number}", f"--regid={NOBODY}", "--clear-groups"]
 
 
-def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int]) -> list[str]:
+def bubblewrap_command(spec: SandboxSpec, files: list[int]) -> list[str]:
     """Return the bubblewrap command. `files`: descriptors of agent, passwd and group, which bubblewrap copies in."""
     user, group = (spec.user or USER_INSIDE).split(":")
     size = str(spec.tmpfs_size_mb << 20)
@@ -271,9 +271,9 @@ def bubblewrap_command(spec: SandboxSpec, agent: AgentProgram, files: list[int])
             command += ["--ro-bind", path, path]
     command += ["--perms", "1777", "--size", size, "--tmpfs", "/tmp"]
     command += ["--perms", "0750", "--size", size, "--tmpfs", spec.workdir]
-    command += ["--perms", "0111", "--ro-bind-data", str(files[0]), f"{FOLDER}/agent"]
+    command += ["--perms", "0111", "--ro-bind-data", str(files[0]), AGENT]
     command += ["--perms", "0444", "--ro-bind-data", str(files[1]), "/etc/passwd"]
     command += ["--perms", "0444", "--ro-bind-data", str(files[2]), "/etc/group"]
     command += ["--remount-ro", "/", "--chdir", spec.workdir]
     command += ["--setenv", "HOME", spec.workdir, "--setenv", "PATH", SEARCH_PATH]
-    return [*command, "--", *agent.command]
+    return [*command, "--", AGENT]

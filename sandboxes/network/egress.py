@@ -31,7 +31,7 @@ CONNECT_TIMEOUT_S = 20.0
 EVICT_AFTER_S = 1.0
 LOOKUPS, LOOKUPS_OF_ONE = 8, 2
 """Maximum parallel name look-ups of this process, and of one sandbox: a slow name server must not block others."""
-MAX_OUTPUT_BYTES = 16
+MAX_WARNINGS = 16
 FIELD = re.compile(r"[!#-'*+.0-9A-Z^-z|~-]+:[^\r\n\0]*")
 STRIPPED_HEADERS = ("proxy-", "connection:", "host:")
 """Prefixes of header fields that are not forwarded."""
@@ -44,14 +44,13 @@ class _Refused(Exception):
 
 
 class Egress:
-    """Proxy that runs as long as its sandbox. Counts allowed and refused connections."""
+    """Proxy that runs as long as its sandbox."""
 
     def __init__(self, start: Callable[[Command], CommandStream], allow: tuple[str, ...]) -> None:
         self._relay = Relay(start, PROXY_PORT, self._serve, evict_after_s=EVICT_AFTER_S)
         self._allow = allow
         self._lookups = asyncio.Semaphore(LOOKUPS_OF_ONE)
-        self._said: set[str] = set()
-        self.allowed = self.refused = 0
+        self._warned: set[str] = set()
 
     async def start(self) -> None:
         """Start the relay. Raises SandboxStartError."""
@@ -68,13 +67,11 @@ class Egress:
                 host, port, first = _target(head)
                 reader, writer = await self._connect(host, port)
         except _Refused:
-            self.refused += 1
             await _refuse(connection, "403 Forbidden")
             return
         except (OSError, ValueError):  # TimeoutError is an OSError
             await _refuse(connection, "502 Bad Gateway")
             return
-        self.allowed += 1
         await self._join(connection, reader, writer, first, rest)
 
     async def _connect(self, host: str, port: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
@@ -84,7 +81,7 @@ class Egress:
         found = await self._resolve(host, port)
         good = [address for address in found if self._may_connect(address, port)]
         if not good:
-            self._say(f"{host}:{port} leads to {', '.join(map(str, found))}", found, port)
+            self._warn_once(f"{host}:{port} leads to {', '.join(map(str, found))}", found, port)
             raise _Refused
         failures = []
         for address in good:
@@ -113,9 +110,9 @@ class Egress:
             return False
         return not (is_public(address) and is_local_address(address)) or is_allowed(self._allow, str(address), port)
 
-    def _say(self, what: str, found: list[Address], port: int) -> None:
-        if what not in self._said and len(self._said) < MAX_OUTPUT_BYTES:
-            self._said.add(what)
+    def _warn_once(self, what: str, found: list[Address], port: int) -> None:
+        if what not in self._warned and len(self._warned) < MAX_WARNINGS:
+            self._warned.add(what)
             _log.warning("a sandbox's proxy refused: %s, not public; allow %s:%d too if it may", what, found[0], port)
 
     async def _join(

@@ -14,9 +14,10 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
+from operator import attrgetter
 from typing import Any
 
-from roll_flash.sandboxes.client.agent_program import FOLDER
+from roll_flash.sandboxes.client.agent_program import AGENT
 from roll_flash.sandboxes.client.commands import Command, CommandStream
 from roll_flash.sandboxes.client.frames import (
     CHUNK,
@@ -47,13 +48,13 @@ START_TIMEOUT_S = 10.0
 RESTART_S = 0.5
 FLUSH_TIMEOUT_S = 30.0
 """Maximum seconds to deliver the last data of a connection. It counts as a connection of the relay until then."""
-MAX_COMPLAINT = 300
+MAX_STDERR_BYTES = 300
 
 _log = logging.getLogger("roll_flash.sandboxes")
 
 
 def relay_command(port: int) -> Command:
-    return Command([f"{FOLDER}/agent", "--relay", str(port)], None, grace=0.0, has_stdin=True)
+    return Command([AGENT, "--relay", str(port)], None, grace=0.0, has_stdin=True)
 
 
 class RelayedConnection:
@@ -139,7 +140,7 @@ class RelayedConnection:
         if self._broken:
             call()
 
-    async def lose(self) -> None:
+    async def connection_lost(self) -> None:
         async with self._changed:
             self._lost = True
             self._pieces.clear()
@@ -163,7 +164,6 @@ class Relay:
         self._port = port
         self._serve = serve
         self._evict_after_s = evict_after_s
-        self._stream: CommandStream | None = None
         self._sending = asyncio.Lock()
         self._connections: dict[int, RelayedConnection] = {}
         """Connections of the current relay process by channel; a restarted process counts from 1 again."""
@@ -171,11 +171,9 @@ class Relay:
         self._serving: dict[RelayedConnection, asyncio.Task[None]] = {}
         self._evicting = False
         self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._complaint = bytearray()
+        self._stderr = bytearray()
         self.accepted = 0
         """Number of connections from inside so far."""
-        self.restarts = 0
-        self.evicted = 0
 
     @property
     def open_connections(self) -> int:
@@ -212,40 +210,38 @@ class Relay:
             while True:
                 await self._run_once()
                 if not self._ready.done():
-                    self._ready.set_exception(SandboxStartError(self._why("ended at once")))
+                    self._ready.set_exception(SandboxStartError(self._start_error("ended at once")))
                     return
-                self.restarts += 1
                 await asyncio.sleep(RESTART_S)
         except (SandboxError, FrameError) as error:
             _log.debug("the relay of a sandbox ended with it: %s", error)
             if not self._ready.done():
                 is_sandbox = isinstance(error, SandboxError)
-                self._ready.set_exception(error if is_sandbox else SandboxStartError(self._why(str(error))))
+                self._ready.set_exception(error if is_sandbox else SandboxStartError(self._start_error(str(error))))
 
-    def _why(self, otherwise: str) -> str:
-        said = self._complaint.decode(errors="replace").strip()
+    def _start_error(self, otherwise: str) -> str:
+        said = self._stderr.decode(errors="replace").strip()
         return f"a sandbox cannot listen on its port {self._port}: {said or otherwise}"
 
     async def _run_once(self) -> None:
         decoder, taken = FrameDecoder(), 0
-        self._stream = self._start(relay_command(self._port))
         try:
-            async with self._stream as stream:
+            async with self._start(relay_command(self._port)) as stream:
                 async for chunk in stream:
                     if chunk.source == "stderr":
-                        self._complaint += chunk.data[: MAX_COMPLAINT - len(self._complaint)]
+                        self._stderr += chunk.data[: MAX_STDERR_BYTES - len(self._stderr)]
                         continue
                     for frame in decoder.feed(chunk.data):
-                        await self._take(frame)
+                        await self._handle(frame, stream)
                         taken += 1
                         if taken % FRAMES_AT_ONCE == 0:
                             await asyncio.sleep(FRAMES_PAUSE_S)
         finally:
             lost, self._connections = self._connections, {}
             for connection in lost.values():
-                await connection.lose()
+                await connection.connection_lost()
 
-    async def _take(self, frame: Frame) -> None:
+    async def _handle(self, frame: Frame, stream: CommandStream) -> None:
         if frame.type == Reply.READY:
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -253,7 +249,7 @@ class Relay:
             if frame.channel in self._connections or len(self._connections) >= 2 * MAX_CONNECTIONS:
                 raise FrameError("the relay took more connections than it may")
             self.accepted += 1
-            connection = RelayedConnection(frame.channel, self._sender(self._stream))
+            connection = RelayedConnection(frame.channel, self._sender(stream))
             self._connections[frame.channel] = connection
             self._serving[connection] = self._spawn(self._serve_one(connection))
             if len(self._connections) >= MAX_CONNECTIONS and not self._evicting:
@@ -272,17 +268,14 @@ class Relay:
         try:
             while len(self._connections) >= MAX_CONNECTIONS:
                 latest = time.monotonic() - self._evict_after_s
-                idle = sorted((one for one in self._connections.values() if one.moved_at <= latest), key=_moved_at)
-                for connection in idle[:EVICT_AT_ONCE]:
-                    self.evicted += 1
+                idle = [one for one in self._connections.values() if one.moved_at <= latest]
+                for connection in sorted(idle, key=attrgetter("moved_at"))[:EVICT_AT_ONCE]:
                     self._serving[connection].cancel()
                 await asyncio.sleep(EVICT_S)
         finally:
             self._evicting = False
 
-    def _sender(self, stream: CommandStream | None) -> Callable[[bytes], Awaitable[None]]:
-        assert stream is not None
-
+    def _sender(self, stream: CommandStream) -> Callable[[bytes], Awaitable[None]]:
         async def send(frame: bytes) -> None:
             """Send one frame at a time, so that frames do not mix. Frames to an ended relay are discarded."""
             async with self._sending:
@@ -299,10 +292,6 @@ class Relay:
             if self._connections.get(connection.channel) is connection:
                 del self._connections[connection.channel]
             await connection.close()
-
-
-def _moved_at(connection: RelayedConnection) -> float:
-    return connection.moved_at
 
 
 async def join(connection: RelayedConnection, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,6 +1,6 @@
 """A pool of sandboxes that are started before they are needed.
 
-A sandbox is in exactly one state: starting, ready on a shelf, leased, being reset, or closing. `_open` holds every
+A sandbox is in exactly one state: starting, ready, leased, being reset, or closing. `_open` holds every
 sandbox that was opened and not closed, so that `close` finds all of them. For every waiting lease a sandbox is being
 started. A sandbox serves one lease; the effects of an episode end with it.
 """
@@ -16,10 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from roll_flash.sandboxes.errors import SandboxDied
-from roll_flash.sandboxes.opening import DEFAULT_PARALLEL_STARTS, START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.sandboxes.pool.warm import WarmSandboxes
 from roll_flash.sandboxes.protocol import Provider, Sandbox
+from roll_flash.sandboxes.providers import DEFAULT_PARALLEL_STARTS, START_TIMEOUT_S, connect_provider
 from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.sandboxes.spec import SandboxSpec
 
@@ -48,10 +48,9 @@ class SandboxPool:
         provider: str | Provider = "auto",
         engines: Sequence[str] = (),
         size: int = 8,
-        run: str | None = None,
+        run: str = "",
         max_parallel_starts: int = DEFAULT_PARALLEL_STARTS,
         start_timeout: float = START_TIMEOUT_S,
-        lease_timeout: float = DEFAULT_LEASE_S,
         reuse: bool = False,
     ) -> None:
         self._provider_choice = provider
@@ -59,12 +58,11 @@ class SandboxPool:
         self._engines = tuple(engines)
         self._connecting = asyncio.Lock()
         self._size = size
-        self._run = run or ""
+        self._run = run
         self._max_parallel_starts = max_parallel_starts
         self._start_timeout_s = start_timeout
-        self._lease_timeout_s = lease_timeout
         self._reuse = reuse
-        self._shelves: dict[SandboxSpec, WarmSandboxes] = {}
+        self._warm: dict[SandboxSpec, WarmSandboxes] = {}
         self._starts: set[asyncio.Task[None]] = set()
         self._ends: set[asyncio.Task[None]] = set()
         self._upkeep: asyncio.Task[None] | None = None
@@ -81,53 +79,54 @@ class SandboxPool:
         return self._provider.isolation
 
     async def start(self, spec: SandboxSpec | None = None) -> None:
-        """Connect, fill the shelf of `spec` and return when the first sandbox is ready. Raises SandboxError."""
+        """Connect, start sandboxes of `spec` and return when the first sandbox is ready. Raises SandboxError."""
         wanted = spec or SandboxSpec()
         await self._connect(wanted)
-        shelf = self._shelf(wanted)
-        shelf.floor = self._size
-        self._refill(shelf)
-        if any(sandbox.alive for sandbox in shelf.ready):
+        warm = self._warm_for(wanted)
+        warm.floor = self._size
+        self._refill(warm)
+        if any(sandbox.alive for sandbox in warm.ready):
             return
-        future = shelf.ask()
-        if not shelf.starting:
-            self._refill(shelf)
-        self._put(shelf, await self._given(shelf, future))
+        future = warm.request()
+        if not warm.starting:
+            self._refill(warm)
+        self._put(warm, await self._await_sandbox(warm, future))
 
     @asynccontextmanager
-    async def lease(self, spec: SandboxSpec | None = None, *, timeout: float | None = None) -> AsyncIterator[Sandbox]:
+    async def lease(
+        self, spec: SandboxSpec | None = None, *, timeout: float = DEFAULT_LEASE_S
+    ) -> AsyncIterator[Sandbox]:
         """Lease a sandbox for the duration of an `async with`, at most `timeout` seconds.
 
         Raises SandboxError if no sandbox can be started. After the timeout the pool closes the sandbox, and its calls
         raise SandboxDied with reason `lease`.
         """
         wanted = spec or SandboxSpec()
-        limit_s = float(timeout or self._lease_timeout_s)
         await self._connect(wanted)
-        shelf = self._shelf(wanted)
+        warm = self._warm_for(wanted)
         asked = time.monotonic()
-        shelf.note_arrival(asked)
-        sandbox = await self._acquire(shelf)
+        warm.note_arrival(asked)
+        sandbox = await self._acquire(warm)
         self._leased.add(sandbox)
         began = time.monotonic()
         self._stats.leases += 1
         self._stats.wait_s.add(began - asked)
-        timer = asyncio.get_running_loop().call_later(limit_s, self._expire, sandbox, limit_s)
+        timer = asyncio.get_running_loop().call_later(timeout, self._expire, sandbox, timeout)
         try:
             yield sandbox
         finally:
             timer.cancel()
             self._leased.discard(sandbox)
             self._stats.lease_s.add(time.monotonic() - began)
-            self._in_background(self._give_back(shelf.spec, sandbox))
+            self._in_background(self._give_back(warm.spec, sandbox))
 
     def stats(self) -> PoolStats:
         """Return counts since the creation of the pool, and its current state."""
         return replace(
             self._stats,
-            ready=sum(len(shelf.ready) for shelf in self._shelves.values()),
-            starting=sum(shelf.starting for shelf in self._shelves.values()),
-            waiting=sum(len(shelf.waiting) for shelf in self._shelves.values()),
+            ready=sum(len(warm.ready) for warm in self._warm.values()),
+            starting=sum(warm.starting for warm in self._warm.values()),
+            waiting=sum(len(warm.waiting) for warm in self._warm.values()),
             leased=len(self._leased),
             closing=len(self._ends),
         )
@@ -145,10 +144,10 @@ class SandboxPool:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for shelf in self._shelves.values():
-            while shelf.fail_one(SandboxDied("the sandbox pool is closed", "closed")):
+        for warm in self._warm.values():
+            while warm.fail_one(SandboxDied("the sandbox pool is closed", "closed")):
                 pass
-            shelf.ready.clear()
+            warm.ready.clear()
         for sandbox in self._open:
             self._in_background(self._end(sandbox))
         while ending := set(self._ends):
@@ -179,63 +178,63 @@ class SandboxPool:
         if self._closed:
             raise SandboxDied("the sandbox pool is closed", "closed")
 
-    def _shelf(self, spec: SandboxSpec) -> WarmSandboxes:
-        if spec not in self._shelves:
-            self._shelves[spec] = WarmSandboxes(spec)
-        return self._shelves[spec]
+    def _warm_for(self, spec: SandboxSpec) -> WarmSandboxes:
+        if spec not in self._warm:
+            self._warm[spec] = WarmSandboxes(spec)
+        return self._warm[spec]
 
-    async def _acquire(self, shelf: WarmSandboxes) -> Sandbox:
-        while shelf.ready:
-            sandbox = shelf.ready.popleft()
+    async def _acquire(self, warm: WarmSandboxes) -> Sandbox:
+        while warm.ready:
+            sandbox = warm.ready.popleft()
             if sandbox.alive:
-                self._refill(shelf)
+                self._refill(warm)
                 return sandbox
             self._stats.died_while_ready += 1
             self._in_background(self._end(sandbox))
-        future = shelf.ask()
-        self._refill(shelf)
-        return await self._given(shelf, future)
+        future = warm.request()
+        self._refill(warm)
+        return await self._await_sandbox(warm, future)
 
-    async def _given(self, shelf: WarmSandboxes, future: asyncio.Future[Sandbox]) -> Sandbox:
-        """Wait for the sandbox of `future`; on cancellation a sandbox already assigned goes back to its shelf."""
+    async def _await_sandbox(self, warm: WarmSandboxes, future: asyncio.Future[Sandbox]) -> Sandbox:
+        """Wait for the sandbox of `future`; on cancellation a sandbox already assigned is kept ready for another."""
         try:
             return await future
         except asyncio.CancelledError:
-            if (sandbox_for_nobody := shelf.withdraw(future)) is not None:
-                self._put(self._shelf(shelf.spec), sandbox_for_nobody)
+            if (assigned := warm.cancel_request(future)) is not None:
+                self._put(self._warm_for(warm.spec), assigned)
             raise
 
-    def _put(self, shelf: WarmSandboxes, sandbox: Sandbox) -> None:
+    def _put(self, warm: WarmSandboxes, sandbox: Sandbox) -> None:
         if self._closed:
             self._in_background(self._end(sandbox))
         else:
-            shelf.put(sandbox)
+            warm.add(sandbox)
 
-    def _refill(self, shelf: WarmSandboxes) -> None:
-        for _ in range(0 if self._closed else shelf.missing(self._size)):
-            shelf.starting += 1
-            task = asyncio.create_task(self._start_one(shelf), name="sandbox start")
+    def _refill(self, warm: WarmSandboxes) -> None:
+        for _ in range(0 if self._closed else warm.missing(self._size)):
+            warm.starting += 1
+            task = asyncio.create_task(self._start_one(warm), name="sandbox start")
             self._starts.add(task)
             task.add_done_callback(self._starts.discard)
 
-    async def _start_one(self, shelf: WarmSandboxes) -> None:
+    async def _start_one(self, warm: WarmSandboxes) -> None:
         assert self._provider is not None
         began = time.monotonic()
         try:
-            sandbox = await self._provider.open(shelf.spec, run=self._run, timeout_s=self._start_timeout_s)
+            sandbox = await self._provider.open(warm.spec, run=self._run, timeout_s=self._start_timeout_s)
         except Exception as error:  # any error is passed to a waiting lease
             self._stats.start_failures += 1
-            shelf.failures_in_a_row += 1
-            if not shelf.fail_one(error):
+            warm.failures_in_a_row += 1
+            if not warm.fail_one(error):
                 _log.warning("a sandbox for the pool could not be started: %s", error)
             return
         finally:
-            shelf.starting -= 1
+            warm.starting -= 1
         self._open.add(sandbox)
-        shelf.note_start(time.monotonic() - began)
+        warm.note_start(time.monotonic() - began)
         self._stats.started += 1
         self._stats.start_s.add(time.monotonic() - began)
-        self._put(shelf, sandbox)
+        self._put(warm, sandbox)
 
     def _expire(self, sandbox: Sandbox, limit_s: float) -> None:
         self._stats.leases_expired += 1
@@ -249,11 +248,11 @@ class SandboxPool:
             is_new = self._reuse and not self._closed and sandbox.alive and await self._reset(sandbox)
         finally:  # close the sandbox after any error
             if is_new:
-                self._put(self._shelf(spec), sandbox)
+                self._put(self._warm_for(spec), sandbox)
             else:
                 await self._end(sandbox)
-                if spec in self._shelves:
-                    self._refill(self._shelves[spec])
+                if spec in self._warm:
+                    self._refill(self._warm[spec])
 
     async def _reset(self, sandbox: Sandbox) -> bool:
         try:
@@ -290,7 +289,7 @@ class SandboxPool:
         task.add_done_callback(self._ends.discard)
 
     async def _keep_up(self) -> None:
-        """Close surplus sandboxes, drop idle shelves, and remove leftovers of dead controllers."""
+        """Close surplus sandboxes, forget idle specs, and remove leftovers of dead controllers."""
         assert self._provider is not None
         for turn in range(1 << 62):
             if turn % SWEEP_EVERY == 0:
@@ -300,9 +299,9 @@ class SandboxPool:
                 except Exception as error:  # upkeep continues after any error
                     self._stats.sweep_failures += 1
                     _log.warning("looking for what dead runs left behind failed: %r", error)
-            for shelf in self._shelves.values():
-                for sandbox in shelf.surplus(self._size, time.monotonic()):
+            for warm in self._warm.values():
+                for sandbox in warm.surplus(self._size, time.monotonic()):
                     self._in_background(self._end(sandbox))
             # Specs used by a single episode (snapshots) must not accumulate over a run.
-            self._shelves = {spec: shelf for spec, shelf in self._shelves.items() if not shelf.idle}
+            self._warm = {spec: warm for spec, warm in self._warm.items() if not warm.idle}
             await asyncio.sleep(UPKEEP_S)

@@ -13,9 +13,9 @@ MAX_FAILURES_IN_A_ROW = 3
 SMOOTHING = 0.2
 SAFETY = 1.5
 GROWTH = 4
-"""Maximum target of a shelf as a multiple of the pool's size, reached only under high demand."""
+"""Maximum target of a spec as a multiple of the pool's size, reached only under high demand."""
 WINDOW_S = 10.0
-"""Seconds over which lease requests are counted; a shelf without a request in this time shrinks to its floor."""
+"""Seconds over which lease requests are counted; without one in this time the target is the floor."""
 
 
 class WarmSandboxes:
@@ -59,15 +59,15 @@ class WarmSandboxes:
 
     @property
     def idle(self) -> bool:
-        """True if the shelf has no floor, no sandbox ready or starting, no waiting lease and no recent request."""
+        """True if there is no floor, no sandbox ready or starting, no waiting lease and no recent request."""
         return not (self.floor or self.ready or self.waiting or self.starting or self._arrivals)
 
-    def ask(self) -> asyncio.Future[Sandbox]:
+    def request(self) -> asyncio.Future[Sandbox]:
         future: asyncio.Future[Sandbox] = asyncio.get_running_loop().create_future()
         self.waiting.append(future)
         return future
 
-    def withdraw(self, future: asyncio.Future[Sandbox]) -> Sandbox | None:
+    def cancel_request(self, future: asyncio.Future[Sandbox]) -> Sandbox | None:
         """Cancel the wait for `future`; return its sandbox if one was already assigned."""
         if future in self.waiting:
             self.waiting.remove(future)
@@ -75,8 +75,8 @@ class WarmSandboxes:
             return future.result()
         return None
 
-    def put(self, sandbox: Sandbox) -> None:
-        """Give the sandbox to the oldest waiting lease, else put it on the shelf."""
+    def add(self, sandbox: Sandbox) -> None:
+        """Give the sandbox to the oldest waiting lease, else keep it ready."""
         while self.waiting:
             future = self.waiting.popleft()
             if not future.done():

@@ -11,8 +11,8 @@ from typing import Any
 
 from roll_flash.sandboxes import ExecResult, Sandbox, SandboxSpec
 from roll_flash.sandboxes.client.agent_program import compile_static
-from roll_flash.sandboxes.opening import connect_provider
 from roll_flash.sandboxes.protocol import Provider
+from roll_flash.sandboxes.providers import connect_provider
 
 _runner = asyncio.Runner()
 _providers: dict[str, Provider] = {}

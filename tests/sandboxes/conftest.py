@@ -13,7 +13,7 @@ from abuse import close_providers
 
 from roll_flash.sandboxes import SandboxUnavailable
 from roll_flash.sandboxes.local.cgroup import can_limit
-from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.providers import connect_provider
 
 Run = Callable[[Callable[[], Awaitable[Any]]], Any]
 

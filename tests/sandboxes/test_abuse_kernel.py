@@ -10,7 +10,7 @@ import pytest
 from abuse import attack_program, attempt, shell, within
 
 from roll_flash.sandboxes import Sandbox
-from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.providers import connect_provider
 from roll_flash.sandboxes.spec import SandboxSpec
 
 REFUSED = (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import io
 import subprocess
 import tarfile
@@ -12,28 +11,26 @@ from collections.abc import Iterator
 
 import pytest
 
-from roll_flash.sandboxes import SandboxSpec
+from roll_flash.sandboxes import SandboxSpec, SandboxStartError, open_sandbox
 from roll_flash.sandboxes.client import agent_program
-from roll_flash.sandboxes.client.agent_program import AgentProgram
 from roll_flash.sandboxes.docker import provider as docker_provider
+from roll_flash.sandboxes.docker.agent_volume import volume_name
 from roll_flash.sandboxes.docker.api import EngineApi
-from roll_flash.sandboxes.docker.container_config import volume_name
 from roll_flash.sandboxes.docker.provider import DockerProvider
 
 pytestmark = pytest.mark.docker
 
 
 @pytest.fixture
-def agent(docker: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentProgram]:
+def agent(docker: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[bytes]:
     """One of this test's own: bytes after the program change nothing but its name. The engine's real one is shared."""
-    content = agent_program.agent_program().content + uuid.uuid4().bytes
-    own = AgentProgram(content, hashlib.sha256(content).hexdigest()[:16], ("/.roll-flash/agent",))
+    own = agent_program.agent_program() + uuid.uuid4().bytes
     monkeypatch.setattr(docker_provider, "agent_program", lambda processor: own)
     yield own
     subprocess.run(["docker", "volume", "rm", "-f", volume_name(own)], check=True, capture_output=True)
 
 
-def damage(how: str, agent: AgentProgram) -> None:
+def damage(how: str, agent: bytes) -> None:
     volume = volume_name(agent)
     if how == "removed":
         subprocess.run(["docker", "volume", "rm", "-f", volume], check=True, capture_output=True)
@@ -41,7 +38,7 @@ def damage(how: str, agent: AgentProgram) -> None:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
         member = tarfile.TarInfo("agent")
-        content = {"truncated": agent.content[:1000], "empty": b"", "not executable": agent.content}[how]
+        content = {"truncated": agent[:1000], "empty": b"", "not executable": agent}[how]
         member.size, member.mode = len(content), 0o644 if how == "not executable" else 0o755
         archive.addfile(member, io.BytesIO(content))
     name = f"roll-flash-damage-{uuid.uuid4().hex[:8]}"
@@ -54,23 +51,20 @@ def damage(how: str, agent: AgentProgram) -> None:
         subprocess.run(["docker", "rm", "-f", name], check=True, capture_output=True)
 
 
-@pytest.mark.parametrize("how", ["truncated", "empty", "not executable", "removed"])
-def test_a_damaged_agent_volume_is_repaired_by_the_next_controller(agent: AgentProgram, how: str) -> None:
-    async def start() -> None:
-        provider = DockerProvider()
-        await provider.connect()
-        sandbox = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
+async def start_one() -> None:
+    async with open_sandbox(provider="docker") as sandbox:
         assert (await sandbox.exec("echo up")).stdout == b"up\n"
-        await sandbox.close()
-        await provider.close()
 
-    asyncio.run(start())
+
+@pytest.mark.parametrize("how", ["truncated", "empty", "not executable", "removed"])
+def test_a_damaged_agent_volume_is_repaired_by_the_next_controller(agent: bytes, how: str) -> None:
+    asyncio.run(start_one())
     damage(how, agent)
-    asyncio.run(start())
+    asyncio.run(start_one())
 
 
 def test_a_volume_that_is_damaged_under_a_controller_costs_one_start_and_no_running_sandbox(
-    agent: AgentProgram,
+    agent: bytes,
 ) -> None:
     async def start() -> None:
         provider = DockerProvider()
@@ -89,7 +83,7 @@ def test_a_volume_that_is_damaged_under_a_controller_costs_one_start_and_no_runn
 
 
 def test_a_transfer_that_is_cut_short_leaves_no_agent_that_could_be_run(
-    agent: AgentProgram, monkeypatch: pytest.MonkeyPatch
+    agent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As when a controller is killed in the middle of it."""
     call = EngineApi.call
@@ -100,21 +94,8 @@ def test_a_transfer_that_is_cut_short_leaves_no_agent_that_could_be_run(
             options["accept"] = (400, 500)
         return await call(engine, method, path, **options)  # type: ignore[arg-type]
 
-    async def start(fails: bool) -> None:
-        provider = DockerProvider()
-        await provider.connect()
-        try:
-            if fails:
-                with pytest.raises(Exception, match="does not keep the agent"):
-                    await provider.open(SandboxSpec(), run="volume", timeout_s=60)
-                return
-            sandbox = await provider.open(SandboxSpec(), run="volume", timeout_s=60)
-            assert (await sandbox.exec("echo up")).stdout == b"up\n"
-            await sandbox.close()
-        finally:
-            await provider.close()
-
     monkeypatch.setattr(EngineApi, "call", cut)
-    asyncio.run(start(fails=True))
+    with pytest.raises(SandboxStartError, match="does not keep the agent"):
+        asyncio.run(start_one())
     monkeypatch.setattr(EngineApi, "call", call)
-    asyncio.run(start(fails=False))
+    asyncio.run(start_one())

@@ -31,10 +31,15 @@ from roll_flash.sandboxes import (
     reap,
 )
 from roll_flash.sandboxes.docker import engines as engine_set_module
-from roll_flash.sandboxes.docker.address import DEFAULT_HOST, EngineAddress
-from roll_flash.sandboxes.docker.api import NEWEST_VERSION, OLDEST_VERSION, negotiated_version
+from roll_flash.sandboxes.docker.api import (
+    DEFAULT_HOST,
+    NEWEST_VERSION,
+    OLDEST_VERSION,
+    EngineAddress,
+    negotiated_version,
+)
 from roll_flash.sandboxes.docker.engines import EngineSet
-from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.providers import connect_provider
 
 SPEC = SandboxSpec(image=IMAGE, memory_mb=64)
 SOCKET = ["/attack", "stream-socket", "1"]
@@ -156,7 +161,7 @@ def test_a_socket_that_is_not_for_this_user_says_whom_to_ask(engine: SecondEngin
     code = f"""
         import asyncio, os
         from roll_flash.sandboxes import SandboxPermissionDenied, SandboxUnavailable
-        from roll_flash.sandboxes.opening import connect_provider
+        from roll_flash.sandboxes.providers import connect_provider
         async def main():
             try:  # imports what is imported late, which that user might not read
                 await connect_provider("docker:unix:///no/such.sock")

@@ -22,10 +22,8 @@ from roll_flash.sandboxes import (
 from roll_flash.sandboxes.client.agent_program import agent_program
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 from roll_flash.sandboxes.client.frames import HEADER, MAX_REQUEST, Request
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.docker.events import EngineEvents
-from roll_flash.sandboxes.opening import connect_provider
 
 
 def opening(spec: SandboxSpec | None = None, provider: str = "docker") -> None:
@@ -92,27 +90,21 @@ def test_a_spec_that_contradicts_itself_is_refused(fields: dict[str, object]) ->
         SandboxSpec.model_validate(fields)
 
 
-async def death_of(spec: SandboxSpec, kill: list[str] | None = None, command: str = "sleep 60") -> SandboxDied:
-    connected = await connect_provider("docker")
-    sandbox = await connected.open(spec, run="test", timeout_s=30)
-    try:
-        running = asyncio.ensure_future(sandbox.exec(command, timeout=50))
+async def death_of_one(kill: list[str]) -> SandboxDied:
+    async with open_sandbox(provider="docker") as sandbox:
+        running = asyncio.ensure_future(sandbox.exec("sleep 60", timeout=50))
         await asyncio.sleep(0.3)
-        if kill:
-            await asyncio.to_thread(subprocess.run, [*kill, sandbox.name], check=True, capture_output=True)
+        await asyncio.to_thread(subprocess.run, [*kill, sandbox.name], check=True, capture_output=True)
         with pytest.raises(SandboxDied) as caught:
             await running
         assert not sandbox.alive
         return caught.value
-    finally:
-        await sandbox.close()
-        await connected.close()
 
 
 @pytest.mark.docker
 @pytest.mark.parametrize("kill", [["docker", "kill"], ["docker", "rm", "-f"]], ids=["killed", "removed"])
 def test_a_container_that_is_killed_from_outside_says_so(docker: str, kill: list[str]) -> None:
-    error = asyncio.run(death_of(SandboxSpec(), kill))
+    error = asyncio.run(death_of_one(kill))
     assert error.reason == "killed", error
 
 
@@ -150,17 +142,13 @@ def event(action: str, moment_s: float, **more: str) -> dict[str, object]:
 
 async def reason_of(*told: dict[str, object]) -> str:
     """`told`: one before the sandbox is found dead, one a moment after."""
-    engine = EngineApi(EngineAddress.from_environment())
-    try:
-        await engine.connect()
+    async with open_engine() as engine:
         events = EngineEvents(engine, "label")
-        events._take(told[0])
-        asking = asyncio.ensure_future(events.why("it"))
+        events._record(told[0])
+        asking = asyncio.ensure_future(events.death_reason("it"))
         await asyncio.sleep(0.01)
-        events._take(told[1])
+        events._record(told[1])
         return (await asking)[0]
-    finally:
-        await engine.close()
 
 
 @pytest.mark.docker

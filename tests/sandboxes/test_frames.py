@@ -87,7 +87,7 @@ class SilentTransport(asyncio.WriteTransport):
 async def with_hostile_agent(replies: bytes) -> tuple[AgentConnection, SandboxError | None]:
     connection = AgentConnection("hostile")
     connection.opened(SilentTransport())
-    connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+    connection.receive(encode(Reply.READY, 0, u32(1)))
     running = asyncio.ensure_future(run_command(connection, SandboxSpec(), Command("x", 30, max_output=100), None))
     await asyncio.sleep(0)
     for piece in cut(replies, [7, 100, 333]):
@@ -114,7 +114,7 @@ def test_garbage_from_inside_is_an_error_of_that_sandbox_and_nothing_else(replie
         pytest.param(encode(Reply.OUT, 2, b"x"), id="a channel that nobody opened"),
         pytest.param(encode(Reply.GRANT, 1, u32(1)), id="a grant for what was never sent"),
         pytest.param(encode(Reply.EXIT, 1, b"short"), id="a short exit"),
-        pytest.param(encode(Reply.DONE, 1, bytes(8)), id="a file's answer to a command"),
+        pytest.param(encode(Reply.DONE, 1), id="a file's answer to a command"),
         pytest.param(encode(Reply.READY, 0, u32(1)), id="a second greeting"),
         pytest.param(b"\xff" * 64, id="no frame at all"),
     ],
@@ -133,7 +133,7 @@ class PlayedAgent(SilentTransport):
         self._replies = replies
         self.connection = AgentConnection("played")
         self.connection.opened(self)
-        self.connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+        self.connection.receive(encode(Reply.READY, 0, u32(1)))
 
     def write(self, data: Any) -> None:
         _, channel, _ = HEADER.unpack_from(data)
@@ -143,7 +143,7 @@ class PlayedAgent(SilentTransport):
 
 
 def entry(mode: int, path: bytes, target: bytes = b"", size: int = 0) -> bytes:
-    return struct.pack("<IQq", mode, size, 0) + u32(len(path)) + path + u32(len(target)) + target
+    return struct.pack("<IQ", mode, size) + u32(len(path)) + path + u32(len(target)) + target
 
 
 def test_a_file_that_never_ends_is_given_up_at_its_limit() -> None:
@@ -178,7 +178,7 @@ def test_output_in_single_bytes_takes_little_more_memory_than_its_size() -> None
     async def command() -> int:
         connection = AgentConnection("bytes")
         connection.opened(SilentTransport())
-        connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+        connection.receive(encode(Reply.READY, 0, u32(1)))
         running = asyncio.ensure_future(
             run_command(connection, SandboxSpec(), Command("x", 30, max_output=1 << 17), None)
         )
@@ -225,7 +225,7 @@ def test_a_listing_that_lies_puts_nothing_but_its_plain_members_down(listing: st
     async def fetch() -> trees.TreeReport:
         def answer(channel: int) -> Iterator[bytes]:
             yield from (encode(Reply.ENTRY, channel, member) for member in members)
-            yield encode(Reply.DONE, channel, bytes(8))
+            yield encode(Reply.DONE, channel)
 
         agent = PlayedAgent(answer)
         return await trees.get_tree(agent.connection, "/", tmp_path / "out", max_bytes=1 << 20, max_entries=100)
@@ -280,7 +280,7 @@ def test_an_agent_that_always_says_busy_is_asked_again_for_so_long_only(monkeypa
         transport = BusyTransport()
         connection = transport.connection = AgentConnection("busy")
         connection.opened(transport)
-        connection.receive(encode(Reply.READY, 0, u32(1) + u32(1) + b"c"))
+        connection.receive(encode(Reply.READY, 0, u32(1)))
         return await run_command(connection, SandboxSpec(), Command("x", 30, max_output=100), None), transport.asked
 
     result, asked = asyncio.run(ask())
@@ -292,7 +292,7 @@ def test_an_agent_of_another_version_is_refused() -> None:
     async def start() -> None:
         connection = AgentConnection("other")
         connection.opened(SilentTransport())
-        connection.receive(encode(Reply.READY, 0, u32(99) + u32(1)))
+        connection.receive(encode(Reply.READY, 0, u32(99)))
         await connection.ready(1.0)
 
     with pytest.raises(SandboxError, match="protocol 99"):

@@ -16,7 +16,7 @@ from test_pool import until
 
 from roll_flash.sandboxes import SandboxSpec, SandboxUnreachable, list_sandboxes, reap
 from roll_flash.sandboxes.docker.provider import DockerProvider
-from roll_flash.sandboxes.identity import process_started
+from roll_flash.sandboxes.owner import process_started
 
 pytestmark = pytest.mark.docker
 KILLED = Path(__file__).with_name("killed_controllers.py")

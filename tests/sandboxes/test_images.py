@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import signal
 import subprocess
-import tarfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 from abuse import attack_program
+from second_engine import bare_image
 
 from roll_flash.sandboxes import (
     SandboxFileError,
@@ -26,16 +25,14 @@ from roll_flash.sandboxes import (
     open_sandbox,
 )
 from roll_flash.sandboxes.client.agent_program import cache_folder
-from roll_flash.sandboxes.docker.address import EngineAddress
-from roll_flash.sandboxes.docker.api import EngineApi
+from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.files.build_context import packed_files
-from roll_flash.sandboxes.identity import Owner
 from roll_flash.sandboxes.images import build as image_build
-from roll_flash.sandboxes.images import kept as kept_images
+from roll_flash.sandboxes.images import stored_images
 from roll_flash.sandboxes.images.build import build_error, image_key, one_at_a_time
 from roll_flash.sandboxes.images.default_image import ensure_image
-from roll_flash.sandboxes.images.kept import BUILDS, prune_builds, use_build
-from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.images.stored_images import BUILDS, prune_builds, use_build
+from roll_flash.sandboxes.owner import Owner
 
 pytestmark = pytest.mark.docker
 BASE = "FROM roll-flash-sandbox:latest\n"
@@ -127,7 +124,7 @@ def test_a_lost_network_bridge_is_named_with_what_to_do() -> None:
         "failed to create endpoint interesting_jepsen on network bridge: adding interface vethc5e6865 to bridge "
         "docker0 failed: could not find bridge docker0: route ip+net: no such network interface"
     )
-    assert "network bridge is gone, restart the engine" in str(build_error(said))
+    assert "network bridge is gone, restart the engine" in str(build_error("image:1", said))
 
 
 def test_a_writable_root_is_forked_and_its_image_is_removed_at_the_end(docker: str) -> None:
@@ -150,38 +147,23 @@ def test_an_image_without_shell_or_python_works_unchanged(docker: str) -> None:
     """Only one static program in it, and no file of ours."""
 
     async def run() -> None:
-        name = f"roll-flash-test:{uuid.uuid4().hex[:12]}"
-        await asyncio.to_thread(_import_bare, name, attack_program())
-        try:
-            connected = await connect_provider("docker")
-            sandbox = await connected.open(SandboxSpec(image=name), run="test", timeout_s=30)
-            try:
-                assert (await sandbox.exec(["/attack", "stream-socket", "1"])).stdout == b"0\n"
-                assert (await sandbox.exec("true")).exit_code == 127
-                await sandbox.write("file", b"x")
-                assert await sandbox.read("file") == b"x"
-            finally:
-                await sandbox.close()
-                await connected.close()
-        finally:
-            await asyncio.to_thread(subprocess.run, ["docker", "rmi", "-f", name], capture_output=True, check=True)
+        async with open_sandbox(SandboxSpec(image=name), provider="docker") as sandbox:
+            assert (await sandbox.exec(["/attack", "stream-socket", "1"])).stdout == b"0\n"
+            assert (await sandbox.exec("true")).exit_code == 127
+            await sandbox.write("file", b"x")
+            assert await sandbox.read("file") == b"x"
 
-    asyncio.run(run())
+    name = f"roll-flash-test:{uuid.uuid4().hex[:12]}"
+    subprocess.run(["docker", "import", "-", name], input=bare_image(), capture_output=True, check=True)
+    try:
+        asyncio.run(run())
+    finally:
+        subprocess.run(["docker", "rmi", "-f", name], capture_output=True, check=True)
 
 
-def _import_bare(name: str, program: bytes) -> None:
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w") as archive:
-        member = tarfile.TarInfo("attack")
-        member.size, member.mode = len(program), 0o755
-        archive.addfile(member, io.BytesIO(program))
-    subprocess.run(["docker", "import", "-", name], input=packed.getvalue(), capture_output=True, check=True)
-
-
-def test_ensuring_an_image_that_is_there_does_nothing(docker: str) -> None:
-    said: list[str] = []
-    asyncio.run(ensure_image(report=said.append))
-    assert said == ["sandbox image roll-flash-sandbox:latest is there"]
+def test_ensuring_an_image_that_is_there_does_nothing(docker: str, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(ensure_image())
+    assert capsys.readouterr().out == "sandbox image roll-flash-sandbox:latest is there\n"
 
 
 def locks() -> set[str]:
@@ -237,31 +219,27 @@ def test_a_build_that_nobody_asks_for_any_more_is_removed_and_one_in_use_stays(
 ) -> None:
     image = f"{BUILDS}:{image_key(dockerfile, BUILT)}"
 
-    listed = kept_images.list_images
+    listed = stored_images.list_images
 
     async def only_this(*words: Any) -> list[dict[str, Any]]:
         return [found for found in await listed(*words) if image in found["RepoTags"]]
 
-    monkeypatch.setattr(kept_images, "list_images", only_this)
+    monkeypatch.setattr(stored_images, "list_images", only_this)
 
     async def grow_old() -> None:
-        engine = EngineApi(EngineAddress.from_environment())
-        await engine.connect()
-        try:
+        async with open_engine() as engine:
             async with open_sandbox(SandboxSpec(dockerfile=dockerfile, context=BUILT), provider="docker"):
                 assert await prune_builds(engine, 1e-3) == []  # a container uses it
             assert await prune_builds(engine) == []
             await asyncio.sleep(1)
-            monkeypatch.setattr(kept_images, "NOTE_EVERY_S", 0.5)
+            monkeypatch.setattr(stored_images, "NOTE_EVERY_S", 0.5)
             assert await use_build(engine, image)  # notes the use
-            age_s = await kept_images._unused_s(engine, image)
+            age_s = await stored_images._unused_s(engine, image)
             assert age_s is not None
             assert age_s < 1
             await asyncio.sleep(0.01)
             assert [name for name, _ in await prune_builds(engine, 1e-3)] == [image]
             assert not await use_build(engine, image)
-        finally:
-            await engine.close()
 
     asyncio.run(grow_old())
 

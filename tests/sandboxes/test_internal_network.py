@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from abuse import within
-from test_no_leaks import alive, assert_gone, children_of, controller
+from test_no_leaks import assert_gone, children_of, controller
 
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxPool, SandboxSpec, SandboxSpecError, list_sandboxes, reap
 
@@ -165,7 +165,7 @@ def container_processes(run: str) -> list[int]:
 
 def network_namespace(pid: int) -> str:
     try:
-        return os.readlink(f"/proc/{pid}/ns/net") if alive(pid) else ""
+        return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
         return ""
 

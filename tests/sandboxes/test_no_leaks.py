@@ -19,6 +19,7 @@ import pytest
 
 from roll_flash.sandboxes import SandboxPool, list_sandboxes, reap
 from roll_flash.sandboxes.local.cgroup import can_limit
+from roll_flash.sandboxes.owner import process_started
 
 GONE_WITHIN_S = 30.0
 """The benchmark holds it to 2 s; here the machine may be busy."""
@@ -77,13 +78,6 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 def orphaned_sandboxes() -> list[int]:
     """Local sandboxes whose controller is gone."""
     found = []
@@ -113,7 +107,7 @@ def controller(program: str, *arguments: str) -> Iterator[subprocess.Popen[str]]
 def assert_gone(provider: str, run: str, below: list[int], within_s: float) -> None:
     end = time.monotonic() + within_s
     while True:
-        left = [str(pid) for pid in below if alive(pid)]
+        left = [str(pid) for pid in below if process_started(pid) is not None]
         if provider == "docker":
             left += containers_of(run)
         if not left:

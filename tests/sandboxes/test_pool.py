@@ -26,13 +26,13 @@ from roll_flash.sandboxes import (
     SandboxStartError,
     SandboxUnavailable,
     list_sandboxes,
-    opening,
+    providers,
 )
 from roll_flash.sandboxes.client import reset
-from roll_flash.sandboxes.identity import Owner
-from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.owner import Owner
 from roll_flash.sandboxes.pool.warm import WarmSandboxes
 from roll_flash.sandboxes.protocol import Provider
+from roll_flash.sandboxes.providers import connect_provider
 
 
 async def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -63,7 +63,7 @@ def test_a_lease_from_a_warm_pool_does_not_wait_for_a_start(provider: str) -> No
         async with SandboxPool(provider=provider, size=3) as pool:
             await pool.start()
             await until(lambda: pool.stats().ready == 3)
-            warm = {sandbox.name for shelf in pool._shelves.values() for sandbox in shelf.ready}
+            warm = {sandbox.name for kept in pool._warm.values() for sandbox in kept.ready}
             for _ in range(3):
                 async with pool.lease() as sandbox:
                     assert sandbox.name in warm
@@ -138,12 +138,12 @@ def test_a_spec_that_cannot_start_fails_its_lease_and_not_the_pool(docker: str) 
     asyncio.run(broken())
 
 
-def test_a_sandbox_that_dies_on_the_shelf_is_never_handed_out(provider: str) -> None:
+def test_a_sandbox_that_dies_while_ready_is_never_handed_out(provider: str) -> None:
     async def die() -> None:
         async with SandboxPool(provider=provider, size=1) as pool:
             await pool.start()
-            shelf = next(iter(pool._shelves.values()))
-            dead = shelf.ready[0]
+            warm = next(iter(pool._warm.values()))
+            dead = warm.ready[0]
             await dead.close()
             async with pool.lease() as sandbox:
                 assert sandbox is not dead
@@ -156,19 +156,13 @@ def test_a_sandbox_that_dies_on_the_shelf_is_never_handed_out(provider: str) -> 
 def test_a_cancelled_wait_gives_its_sandbox_to_the_next(provider: str) -> None:
     async def cancel() -> None:
         async with SandboxPool(provider=provider, size=0) as pool:
-            waiting = (
-                asyncio.ensure_future(pool._acquire(pool._shelf(SandboxSpec()))) if await connected(pool) else None
-            )
-            assert waiting is not None
+            await pool._connect(SandboxSpec())
+            waiting = asyncio.ensure_future(pool._acquire(pool._warm_for(SandboxSpec())))
             await asyncio.sleep(0)
             waiting.cancel()
             await asyncio.wait({waiting})
             async with pool.lease() as sandbox:
                 assert (await sandbox.exec("true")).ok
-
-    async def connected(pool: SandboxPool) -> bool:
-        await pool._connect(SandboxSpec())
-        return True
 
     asyncio.run(cancel())
 
@@ -211,8 +205,8 @@ def test_a_pool_whose_starts_fail_does_not_start_for_ever() -> None:
 
 def test_a_plug_in_is_found_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint("cloud", "test_pool:FailingProvider", "roll_flash.sandboxes")
-    monkeypatch.setattr(opening, "entry_points", lambda group, name=None: [point] if name in (None, "cloud") else [])
-    assert opening.provider_names() == ["docker", "local", "cloud"]
+    monkeypatch.setattr(providers, "entry_points", lambda group, name=None: [point] if name in (None, "cloud") else [])
+    assert providers.provider_names() == ["docker", "local", "cloud"]
     assert asyncio.run(connect_provider("cloud")).name == "failing"
     with pytest.raises(SandboxUnavailable, match="auto, docker, local, cloud"):
         asyncio.run(connect_provider("clod"))
@@ -267,20 +261,20 @@ def test_a_reused_sandbox_holds_nothing_of_the_lease_before(provider: str) -> No
     asyncio.run(reuse())
 
 
-def test_a_shelf_grows_with_its_demand_and_is_given_up_when_nobody_asks() -> None:
-    shelf = WarmSandboxes(SandboxSpec())
-    assert shelf.target(8) == 0
+def test_more_sandboxes_are_kept_warm_with_more_demand_and_none_without_any() -> None:
+    warm = WarmSandboxes(SandboxSpec())
+    assert warm.target(8) == 0
     for tick in range(100):
-        shelf.note_arrival(100 + tick * 0.1)
-        shelf.note_start(0.5)
-    assert 7 <= shelf.target(8) <= 9
+        warm.note_arrival(100 + tick * 0.1)
+        warm.note_start(0.5)
+    assert 7 <= warm.target(8) <= 9
     for tick in range(500):
-        shelf.note_arrival(110 + tick * 0.001)
-    assert shelf.target(8) == 32
-    assert shelf.surplus(8, now=110.5 + 11) == []
-    assert shelf.target(8) == 0
-    shelf.floor = 3
-    assert shelf.missing(8) == 3
+        warm.note_arrival(110 + tick * 0.001)
+    assert warm.target(8) == 32
+    assert warm.surplus(8, now=110.5 + 11) == []
+    assert warm.target(8) == 0
+    warm.floor = 3
+    assert warm.missing(8) == 3
 
 
 @given(st.lists(st.floats(1e-5, 1e4), min_size=1, max_size=200), st.floats(0, 1))

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_flash.sandboxes import SandboxDied, SandboxError, SandboxFileError, SandboxPool, SandboxSpec
-from roll_flash.sandboxes.result import SandboxStats
+from roll_flash.sandboxes.result import Histogram, SandboxStats
 
 SPECS = (SandboxSpec(), SandboxSpec(memory_mb=128))
 ERRORS = (SandboxError("failed"), SandboxFileError("denied", 13), OSError(5, "input"), ValueError("what"), KeyError(1))
@@ -45,7 +45,7 @@ class FakeSandbox:
 
     async def stats(self) -> SandboxStats:
         await self._chance.happens()
-        return SandboxStats()
+        return SandboxStats(None, None, None, None, None, 1, 0, 0, Histogram())
 
     async def reset(self) -> bool:
         await self._chance.happens()

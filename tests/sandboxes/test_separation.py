@@ -19,9 +19,9 @@ from roll_flash.sandboxes.docker import provider as docker_provider
 from roll_flash.sandboxes.docker.container_config import volume_paths
 from roll_flash.sandboxes.docker.isolation import EngineIsolation
 from roll_flash.sandboxes.docker.passwd_file import with_user
-from roll_flash.sandboxes.identity import DOCKER_USERS, LOCAL_USERS, REMAPPED_USERS
 from roll_flash.sandboxes.local.provider import HostUser
-from roll_flash.sandboxes.opening import connect_provider
+from roll_flash.sandboxes.owner import DOCKER_USERS, LOCAL_USERS, REMAPPED_USERS
+from roll_flash.sandboxes.providers import connect_provider
 
 MIB = 1 << 20
 VOLUME = (

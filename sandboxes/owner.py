@@ -15,8 +15,9 @@ LABEL_OWNER = "roll-flash.owner"
 LABEL_CREATED = "roll-flash.created"
 LABEL_NETWORK = "roll-flash.network"
 
+FOREIGN_AGE_S = 86400.0
+"""Age in seconds after which an object of another machine, boot or process namespace counts as a leftover."""
 _STARTED_FIELD = 19
-
 
 DOCKER_USERS = range(0x78000000, 0x7C000000)
 LOCAL_USERS = range(0x7C000000, 0x7FFFFFFF)
@@ -60,6 +61,11 @@ class Owner:
         started = process_started(pid)
         assert started is not None, "a process can read its own /proc entry"
         return cls(boot_id(), pid, started)
+
+    def is_gone(self, age_s: float) -> bool:
+        """True if what this process made `age_s` seconds ago is a leftover: the process is dead, or unknown and old."""
+        lives = self.lives()
+        return not lives if lives is not None else age_s > FOREIGN_AGE_S
 
     def lives(self) -> bool | None:
         """True if the process runs. None if it belongs to another machine or process namespace (unknown)."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from roll_flash.sandboxes.docker.api import EngineApi
 from roll_flash.sandboxes.errors import SandboxError
-from roll_flash.sandboxes.identity import LABEL
+from roll_flash.sandboxes.owner import LABEL
 
 SNAPSHOTS = "roll-flash-snapshot"
 BUILDS = "roll-flash-build"
@@ -22,6 +22,12 @@ BUILD_LABEL = f"{LABEL}=image"
 BUILD_AGE_S = 7 * 86400.0
 NOTE_EVERY_S = 3600.0
 """Resolution in seconds of the time of last use."""
+
+
+async def inspect_image(engine: EngineApi, name: str) -> dict[str, Any] | None:
+    """Return the engine's description of an image; None if it has no image with this name."""
+    answer = await engine.call("GET", f"/images/{name}/json", accept=(404,))
+    return None if answer.status_code == 404 else dict(answer.json())
 
 
 async def list_images(engine: EngineApi, repository: str, label: str) -> list[dict[str, Any]]:
@@ -60,10 +66,9 @@ async def prune_builds(engine: EngineApi, older_than_s: float = BUILD_AGE_S) -> 
 
 async def _unused_s(engine: EngineApi, name: str) -> float | None:
     """Return the seconds since the last use of an image; None if it does not exist. Raises SandboxError."""
-    answer = await engine.call("GET", f"/images/{name}/json", accept=(404,))
-    if answer.status_code == 404:
+    described = await inspect_image(engine, name)
+    if described is None:
         return None
-    described = answer.json()
     times = (str(described.get("Metadata", {}).get("LastTagTime", "")), str(described.get("Created", "")))
     known = [moment for moment in map(_seconds, times) if moment > 0]
     if not known:

@@ -59,7 +59,11 @@ async def connect_provider(
     """
     if name != "auto":
         provider = make_provider(name, engines=engines, max_parallel_starts=max_parallel_starts)
-        await _connect(provider)
+        try:
+            await provider.connect()
+        except BaseException:
+            await provider.close()
+            raise
         return provider
     try:
         docker = await connect_provider("docker", engines=engines, max_parallel_starts=max_parallel_starts)
@@ -83,16 +87,8 @@ async def _require_image(provider: Provider, spec: SandboxSpec) -> None:
         if not await provider.has_image(DEFAULT_IMAGE):
             raise SandboxUnavailable(
                 f"the engine has no image {DEFAULT_IMAGE}; to build it: "
-                "python -m roll_flash.sandboxes.images.default_image ensure"
+                "python -m roll_flash.sandboxes.images.default_image"
             )
-    except BaseException:
-        await provider.close()
-        raise
-
-
-async def _connect(provider: Provider) -> None:
-    try:
-        await provider.connect()
     except BaseException:
         await provider.close()
         raise
@@ -103,8 +99,7 @@ async def open_sandbox(
     spec: SandboxSpec | None = None,
     *,
     provider: str | Provider = "auto",
-    run: str | None = None,
-    start_timeout: float = START_TIMEOUT_S,
+    run: str = "",
 ) -> AsyncIterator[Sandbox]:
     """Open one sandbox for the duration of an `async with`. Raises SandboxError if it cannot be started.
 
@@ -112,7 +107,7 @@ async def open_sandbox(
     """
     connected = await connect_provider(provider, spec=spec) if isinstance(provider, str) else provider
     try:
-        sandbox = await connected.open(spec or SandboxSpec(), run=run or "", timeout_s=start_timeout)
+        sandbox = await connected.open(spec or SandboxSpec(), run=run, timeout_s=START_TIMEOUT_S)
         try:
             yield sandbox
         finally:
