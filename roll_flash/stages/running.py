@@ -13,7 +13,7 @@ from typing import Any
 from roll_flash.config.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
-from roll_flash.processes.background import call_sync_or_async, error_of, start_background
+from roll_flash.processes.background import call_in_thread, call_sync_or_async, error_of, start_background
 from roll_flash.stages.reward_stage import RewardStage, make_stage
 from roll_flash.stream import REWARD, Consumer, Row, Stage, TrajectoryStream
 from roll_flash.stream.blocks import fetch_trajectories
