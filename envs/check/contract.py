@@ -37,8 +37,10 @@ async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:
 
 
 async def _first_fault(env: Any, seed: int) -> str:
-    if not isinstance(env.unwrapped, Env) and (fault := await call_sync_or_async(_gymnasiums_own_check, env)):
-        return fault
+    if not isinstance(env.unwrapped, Env):
+        fault: str = await call_sync_or_async(_gymnasiums_own_check, env)
+        if fault:
+            return fault
     hosted = AsyncEnvironment(env, DaemonThreads())
     for _ in range(2):  # twice, because an environment must be reusable
         messages, _ = await hosted.reset(seed)

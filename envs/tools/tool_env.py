@@ -116,7 +116,7 @@ class ToolEnv(Env):
             self.max_turns = max_turns
         if self.max_turns < 1:
             raise ConfigError(f"{type(self).__name__}: max_turns must be at least 1")
-        _tools_of(type(self))
+        _ = self._tools  # raises for wrong definitions
 
     async def begin(self, seed: int) -> Observation:
         """Set up the task of this seed and return the prompt. The same seed gives the same task."""
@@ -137,7 +137,7 @@ class ToolEnv(Env):
     def calls_timeout_s(self, spent_s: float) -> float:
         """As in `Env`, but more of the step if a tool has a long timeout. A model with slow calls gets an error message
         instead of a failed episode."""
-        longest_s = max((tool.options.timeout_s for tool in _tools_of(type(self)).values()), default=0.0)
+        longest_s = max((tool.options.timeout_s for tool in self._tools.values()), default=0.0)
         of_step_s = min(MAX_TOOLS_SHARE_OF_STEP * self.step_timeout_s, max(self.step_timeout_s / 2, longest_s))
         return min(of_step_s, self.episode_timeout_s / 2 - spent_s)
 
@@ -153,7 +153,7 @@ class ToolEnv(Env):
     @property
     def full_reward(self) -> float:
         """Largest possible reward of an episode, without rewards of single turns."""
-        return _rubric_of(type(self)).full_reward
+        return self._rubric.full_reward
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -162,24 +162,24 @@ class ToolEnv(Env):
         self.success, self.final_answer, self.last_calls = None, None, ()
         task = await self.begin(random.randrange(1 << 30) if seed is None else seed)
         messages: list[Message] = [{"role": "user", "content": task}] if isinstance(task, str) else list(task)
-        return self._with_system(messages), tool_info(list(_tools_of(type(self)).values()), self.tool_format)
+        return self._with_system(messages), tool_info(list(self._tools.values()), self.tool_format)
 
     async def step(self, action: str) -> StepResult:
         self._episode.turn += 1
-        calls = parse_tool_calls(action, _tools_of(type(self)))
+        calls = parse_tool_calls(action, self._tools)
         observation = await (self._run_calls(calls) if calls else self._take_answer(action))
         terminated = observation is None or self._episode.finished
         truncated = not terminated and self._episode.turn >= self.max_turns
-        of_turn = await _rubric_of(type(self)).score(self, "turn")
+        of_turn = await self._rubric.score(self, "turn")
         final, info = await self.conclude() if terminated or truncated else (0.0, self._tool_info())
         info["rewards"] = {**of_turn.values, **info.get("rewards", {})}
         return observation or "", of_turn.total + final, terminated, truncated, info
 
     async def conclude(self) -> tuple[float, dict[str, Any]]:
         """Return the final rewards of the episode in its current state."""
-        final = await _rubric_of(type(self)).score(self, "final")
+        final = await self._rubric.score(self, "final")
         success = self.success
-        if success is None and _rubric_of(type(self)).defines_success:
+        if success is None and self._rubric.defines_success:
             success = final.total >= self.full_reward - 1e-9
         return final.total, {**self._tool_info(), "rewards": dict(final.values), "success": success}
 
@@ -210,7 +210,7 @@ class ToolEnv(Env):
         try:
             if isinstance(call, BadCall):
                 raise WrongArguments(call.message)
-            tool = _tools_of(type(self))[call.name]
+            tool = self._tools[call.name]
             arguments = tool.check(call.arguments)
             with limit_prints() as printed:
                 output, ok = await self._run_tool(tool, arguments), True
@@ -253,9 +253,17 @@ class ToolEnv(Env):
         of = "episode" if self.calls_timeout_s(self._episode.calls_s) <= 0 else "turn"
         return f"not run: the calls of this {of} have taken all of its time"
 
+    @property
+    def _tools(self) -> Mapping[str, Tool]:
+        return _tools_of(type(self))  # type: ignore[arg-type]  # mypy takes a class for unhashable
+
+    @property
+    def _rubric(self) -> Rubric:
+        return _rubric_of(type(self))  # type: ignore[arg-type]  # the same
+
     def _with_system(self, messages: list[Message]) -> list[Message]:
         own = messages[:1] if messages and messages[0]["role"] == "system" else []
-        about = describe_tools(list(_tools_of(type(self)).values()), self.tool_format)
+        about = describe_tools(list(self._tools.values()), self.tool_format)
         text = "\n\n".join(part for part in (self.instructions, *(str(m["content"]) for m in own), about) if part)
         return with_system_text(messages[len(own) :], text)
 
