@@ -161,7 +161,7 @@ def test_errors_that_leave_the_learner_usable(tiny_model: Path, tmp_path: Path) 
 def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_end_the_run_when_they_go_on(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.learner.packing.sequences.MAX_REWARD", math.inf)  # which keeps such rewards out
+    monkeypatch.setattr("roll_flash.stream.episodes.MAX_REWARD", math.inf)  # which keeps such rewards out
     group = GROUPS[0]
     huge = dataclasses.replace(group.trajectories[0], reward=1e19)  # its advantage is finite, its gradient's norm not
     poisoned = replace_trajectory(group, 0, huge)
