@@ -83,7 +83,7 @@ class WorkerFleet:
         self._settings = settings
         self._count = workers
         self._resources = dict(resources or {})
-        self._placement = placement
+        self._placement: Placement = placement
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members: list[_WorkerHandle] = []
         self._receivers: dict[str, Receiver] = {}

@@ -172,8 +172,9 @@ async def _call_if_there(scorer: RewardStage, method: str) -> None:
 
 
 async def _start(name: str, scorer: RewardStage) -> None:
+    deadline = asyncio.timeout(START_TIMEOUT_S)
     try:
-        async with asyncio.timeout(START_TIMEOUT_S) as deadline:
+        async with deadline:
             await _call_if_there(scorer, "start")
     except TimeoutError:
         if not deadline.expired():  # raised by the stage itself

@@ -82,9 +82,9 @@ class Stage:
     async def _attempt(self, rows: Sequence[Row]) -> Sequence[Mapping[str, float]] | None:
         for attempt in range(1 + self._retries):
             self._counts["retries"] += attempt > 0
-            began = time.monotonic()
+            began, deadline = time.monotonic(), asyncio.timeout(self._timeout_s)
             try:
-                async with asyncio.timeout(self._timeout_s) as deadline:
+                async with deadline:
                     columns = await self._compute(rows)
                 if len(columns) != len(rows):
                     raise StreamError(f"{len(columns)} results for {len(rows)} rows")
