@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from roll_flash.chat.judge import Judge
     from roll_flash.config.tree import Config, load_config
+    from roll_flash.envs.agents.session_access import AgentGateway
     from roll_flash.envs.base import Env, SandboxEnv, TextSpace
     from roll_flash.envs.registration import make_env, register_env
     from roll_flash.envs.rewards.functions import Rubric, reward
@@ -37,6 +38,7 @@ _HOMES = {
     "Run": "roll_flash.run.results",
     "ConfigError": "roll_flash.errors",
     "RollFlashError": "roll_flash.errors",
+    "AgentGateway": "roll_flash.envs.agents.session_access",
     "Env": "roll_flash.envs.base",
     "SandboxEnv": "roll_flash.envs.base",
     "SandboxToolEnv": "roll_flash.envs.tools.tool_env",
@@ -58,6 +60,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "AgentGateway",
     "Config",
     "ConfigError",
     "Env",
