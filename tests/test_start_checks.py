@@ -119,8 +119,11 @@ def test_training_says_before_it_starts_what_it_lacks(
     assert len(said.splitlines()) == 1
 
 
-def test_a_run_folder_that_cannot_be_made_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(commands(tmp_path, "runs=/proc/1/nowhere")[0]) == 2
+@pytest.mark.parametrize("index", range(2), ids=["train", "dry run"])
+def test_a_run_folder_that_cannot_be_made_is_one_line(
+    index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(commands(tmp_path, "runs=/proc/1/nowhere")[index]) == 2
     said = capsys.readouterr().err.strip()
     assert "/proc/1/nowhere/run: the run folder cannot be written" in said
     assert len(said.splitlines()) == 1

@@ -11,6 +11,7 @@ import fcntl
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -164,12 +165,7 @@ class RunDir:
 
     def require_space(self, num_bytes: int) -> None:
         """Check the free disk space. Raises RunError if it is less than `num_bytes`."""
-        free = shutil.disk_usage(self.folder).free
-        if free < num_bytes:
-            raise RunError(
-                f"{self.folder}: {num_bytes / 2**30:.1f} GiB are needed on this disk but only {free / 2**30:.1f} GiB "
-                "are free; free some or set `runs` to a folder on another disk"
-            )
+        _require_space(self.folder, num_bytes)
 
     def close(self) -> None:
         """Release the lock. Safe to call twice."""
@@ -222,7 +218,7 @@ def make_own_folder(folder: Path, name: str) -> None:
 
 
 def check_run_folder(config: Config, *, resume: bool) -> None:
-    """Check, without creating anything, as far as possible. Raises ConfigError as `RunDir.create` would."""
+    """Check that `RunDir.create` would succeed, and leave nothing behind. Raises what it would raise."""
     folder = config.run_folder
     require_owned_by_user(folder)
     if resume:
@@ -230,8 +226,12 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
     elif folder.exists():
         _require_unused(folder)
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(f"{folder}: the run folder cannot be made: {existing} may not be written; set `runs`")
+    try:
+        with tempfile.TemporaryDirectory(dir=existing):  # a mode of its folder says too little, above all to root
+            pass
+    except OSError as error:
+        raise _cannot_be_written(folder, error) from None
+    _require_space(existing, MIN_FREE_BYTES)
 
 
 def link_folder(source: Path, target: Path) -> None:
@@ -321,6 +321,15 @@ def _require_unused(folder: Path) -> None:
     if any(path.name != ".lock" for path in folder.iterdir()) and not _never_began(folder):
         raise ConfigError(
             f"{folder}: this run exists; continue it with --resume or choose another name with name=OTHER"
+        )
+
+
+def _require_space(folder: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < num_bytes:
+        raise RunError(
+            f"{folder}: {num_bytes / 2**30:.1f} GiB are needed on this disk but only {free / 2**30:.1f} GiB "
+            "are free; free some or set `runs` to a folder on another disk"
         )
 
 
