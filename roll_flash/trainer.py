@@ -24,6 +24,7 @@ from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord
 from roll_flash.processes.background import call_in_thread, first_failure
 from roll_flash.processes.deadlines import HungError, LearnedDeadline
+from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoint_writer import CheckpointSchedule
@@ -74,7 +75,8 @@ async def _train(
             open_system(start, learner, progress, failure) as system,
         ):
             trainer = Trainer(system, progress, on_step)
-            return await interrupts.run_until_stopped(trainer.run(), failure=failure, save=trainer.stop_early)
+            with rare_collections():
+                return await interrupts.run_until_stopped(trainer.run(), failure=failure, save=trainer.stop_early)
 
 
 class Trainer:

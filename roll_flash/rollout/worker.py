@@ -7,7 +7,6 @@ at a time, so there is no Ray call per token or per turn.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import pickle
 import time
@@ -24,6 +23,7 @@ from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMa
 from roll_flash.envs.hosting.sandbox_lease import LazySandbox, default_spec, open_pool
 from roll_flash.monitor.json_lines import plain
 from roll_flash.processes.background import first_failure
+from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.rollout.conversation import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.environment_threads import EnvironmentThreads
@@ -43,8 +43,6 @@ Outcome = Trajectory | EpisodeFailure
 
 BATCH_WAIT_S = 0.01
 """Seconds that `poll` waits after the first outcome, to return several in one call."""
-GC_THRESHOLD = 10_000
-"""With Python's default of 700 the collector scans all running episodes many times per second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,10 +306,7 @@ class WorkerActor:
         self._failure = self._until_closed.enter_context(first_failure())
         self._worker = Worker(self._settings)
         await self._worker.start()
-        # The 500,000 objects of the libraries live as long as the process: exclude them from garbage collection.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(GC_THRESHOLD)
+        self._until_closed.enter_context(rare_collections())
 
     async def update(self, submit: list[EpisodeSpec], cancel: list[str]) -> None:
         self._worker.submit(submit)
@@ -340,4 +335,3 @@ class WorkerActor:
     async def close(self) -> None:
         await self._worker.close()
         self._until_closed.close()
-        gc.unfreeze()
