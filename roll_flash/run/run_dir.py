@@ -227,7 +227,7 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
         _require_unused(folder)
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
     try:
-        with tempfile.TemporaryDirectory(dir=existing):  # a mode of its folder says too little, above all to root
+        with tempfile.TemporaryFile(dir=existing):  # the mode of a folder says too little, above all to root
             pass
     except OSError as error:
         raise _cannot_be_written(folder, error) from None

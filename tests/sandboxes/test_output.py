@@ -36,7 +36,7 @@ def test_head_and_tail_are_exact(provider: str, size: int) -> None:
 
 def test_output_byte_by_byte_comes_in_few_pieces_and_whole(provider: str) -> None:
     """A piece of one byte takes the controller as long as a full one: a sandbox could hold up all others."""
-    size = 300_000
+    size = 100_000
 
     async def read(sandbox: Sandbox) -> None:
         began = time.monotonic()
