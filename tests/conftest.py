@@ -136,8 +136,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if is_xdist_worker(session.config):
         return
     leaks = session.config.stash[SESSION].leaks()
-    if session.config.cache is not None:
-        session.config.cache.set("roll_flash/leaks", [str(leak) for leak in leaks])  # for .ci/alone.sh
+    if (cache := getattr(session.config, "cache", None)) is not None:  # absent with `-p no:cacheprovider`
+        cache.set("roll_flash/leaks", [str(leak) for leak in leaks])  # for .ci/alone.sh
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")
     for leak in leaks:
         if reporter is not None:
