@@ -42,6 +42,7 @@ def kill_one(marker: str, name: str) -> None:
     deadline = time.monotonic() + 60
     while not (found := processes(marker, name)) and time.monotonic() < deadline:
         time.sleep(0.1)
+    assert found, f"no process of this run is named {name}"
     os.kill(min(found), signal.SIGKILL)
 
 
@@ -54,7 +55,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *("train", "configs/ci.yaml", "name=soak", f"runs={runs}", f"steps={STEPS}", f"scheduler.async_ratio={ALPHA}"),
         *("inference.engine=transformers", "inference.servers=2", "eval.before_and_after=false"),
         *(f"envs={json.dumps(ENVS)}", "rollout.workers=2"),
-        *("rollout.step_timeout_s=3", "scheduler.extra_replicas=1", "rollout.max_concurrent=24", "stream.shards=2"),
+        *("rollout.step_timeout_s=3", "scheduler.extra_replicas=1", "rollout.max_concurrent=24"),
         **environment,
     )
     folder = runs / "soak"
@@ -62,7 +63,7 @@ def soaked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for step in range(2, STEPS - 1, 3):
             wait_for_step(folder, step, process)
             kill_one(session.marker, "WorkerActor")
-            kill_one(session.marker, "transformers_server")
+            kill_one(session.marker, "transformers.server")
         output, _ = process.communicate(timeout=900)
     finally:
         process.kill()

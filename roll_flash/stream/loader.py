@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 from roll_flash.errors import StreamError, StreamStarvedError
+from roll_flash.processes.background import error_of
+from roll_flash.scheduling.policy import MIN_GROUP_SIZE
 from roll_flash.stream.stream import Row, TrajectoryStream
 from roll_flash.types import FinishedEpisode, FinishedGroup
 
 REWARD = "reward"
 """Column with the reward that is trained."""
-SMALLEST_GROUP = 2
-"""Minimum number of trajectories in a group: an advantage compares replicas."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,7 +124,7 @@ class _Step:
 
     def __init__(self, stream: TrajectoryStream, groups: AsyncIterator[list[FinishedGroup]]) -> None:
         self._stream = stream
-        self._tasks = [asyncio.create_task(self._feed(groups)), asyncio.create_task(self._watch())]
+        self._tasks: list[asyncio.Task[None]] = []
         self.pending: list[_Pending] = []
         self.taken: list[_Pending] = []
         """The micro-batch that the learner has."""
@@ -133,6 +134,8 @@ class _Step:
         self.has_all = False
         self.changed = asyncio.Event()
         self.error: BaseException | None = None
+        self._start(self._feed(groups))
+        self._start(self._watch())
 
     def ready(self, *, in_order: bool) -> list[_Pending]:
         """Groups whose rewards are there, in the order in which they were handed out."""
@@ -149,15 +152,23 @@ class _Step:
         self._stream.drop((row for each in (*self.taken, *self.pending) for row in each.rows), "abandoned")
 
     async def _feed(self, groups: AsyncIterator[list[FinishedGroup]]) -> None:
-        try:
-            async for several in groups:
-                for group in several:
-                    self._add(group)
-                self.changed.set()
-        except Exception as error:
-            self.error = error
+        async for several in groups:
+            for group in several:
+                self._add(group)
+            self.changed.set()
         self.has_all = True
         self.changed.set()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._note_error)
+        self._tasks.append(task)
+
+    def _note_error(self, task: asyncio.Task[None]) -> None:
+        """End the step with any error of its tasks, also with one that is no Exception: it would wait for ever."""
+        if (error := error_of(task)) is not None:
+            self.error = self.error or error
+            self.changed.set()
 
     async def _watch(self) -> None:
         await self._stream.failed()
@@ -170,7 +181,7 @@ class _Step:
         if all(REWARD in row.columns for row in each.rows):
             self._set_rewards(each, group)
         else:
-            self._tasks.append(asyncio.create_task(self._wait_for_rewards(each, group)))
+            self._start(self._wait_for_rewards(each, group))
 
     async def _wait_for_rewards(self, each: _Pending, group: FinishedGroup) -> None:
         await self._stream.settled(each.rows, REWARD)
@@ -184,7 +195,7 @@ class _Step:
             for trajectory in group.trajectories
             if trajectory.episode_id in rows
         )
-        if len(trajectories) >= SMALLEST_GROUP:
+        if len(trajectories) >= MIN_GROUP_SIZE:
             each.group = FinishedGroup(group.group_id, group.task, trajectories, group.failures)
             each.tokens = each.group.packed_tokens
         else:

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from roll_flash.errors import RunError, StreamError, StreamStarvedError
+from roll_flash.errors import RollFlashError, RunError, StreamError, StreamStarvedError
 from roll_flash.learner.packing.rows import pack
 from roll_flash.learner.packing.sequences import prepare_demonstrations
 from roll_flash.stream import Consumer, LearnerLoader, MicroBatch, Row, Stage, TrajectoryStream, finished_group
@@ -173,6 +173,22 @@ def test_an_error_of_the_source_ends_the_step_as_it_is() -> None:
 
         with pytest.raises(RunError, match="the last 64 episodes all failed"):
             await collect(LearnerLoader(stream, micro_batch_tokens=99), broken())
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    "raised", [asyncio.CancelledError("leaked"), GeneratorExit("leaked")], ids=lambda e: type(e).__name__
+)
+def test_a_source_that_ends_as_no_exception_does_ends_the_step_too(raised: BaseException) -> None:
+    async def main() -> None:
+        async def broken() -> AsyncIterator[list[FinishedGroup]]:
+            yield []
+            raise raised
+
+        async with asyncio.timeout(10):
+            with pytest.raises((RollFlashError, type(raised))):
+                await collect(LearnerLoader(TrajectoryStream(), micro_batch_tokens=99), broken())
 
     asyncio.run(main())
 
