@@ -74,6 +74,30 @@ void commands_ready(const struct pollfd *entries, size_t count);
 int64_t commands_deadline(void);
 bool commands_wait(void);
 
+/* output.c: one output pipe. With a cap, the first and the last bytes are kept here and sent at the end; without a cap,
+ * bytes are sent at once, within the controller's credit. */
+struct output {
+    int fd;
+    uint64_t total;
+    unsigned char *kept;
+    size_t size;
+    size_t next;      /* next position in the ring of last bytes, once `total` exceeds the cap */
+    int64_t left;     /* bytes left to read after the command's end, -1 while it runs */
+};
+
+void output_keep(struct output *output, size_t cap, const unsigned char *data, size_t length);
+void output_send(const struct output *output, size_t cap, uint8_t type, uint32_t channel);
+
+/* spawn.c: one command to start. */
+struct request {
+    uint32_t timeout_ms, grace_ms, cap, window, flags;
+    char *directory, **words, **settings;
+};
+
+bool request_take(struct request *request, struct reader *payload);
+void request_free(struct request *request);
+pid_t spawn(const struct request *request, const int fds[3], uint64_t number, int *error);
+
 /* members.c: the processes of each command. */
 void members_prepare(void);
 int members_open(const char *path, int flags);
@@ -97,16 +121,14 @@ void files_pump(void);
 bool files_waiting(void);
 void file_mkdir(uint32_t channel, struct reader *payload);
 void file_symlink(uint32_t channel, struct reader *payload);
-void file_remove(uint32_t channel, struct reader *payload);
 
-/* walk.c: the contents of a directory tree. */
-void walk_list(uint32_t channel, struct reader *payload);
+/* folders.c: list and remove directory trees; print and restore the modes, flags and attributes of folders. */
+void folder_list(uint32_t channel, struct reader *payload);
+void folder_remove(uint32_t channel, struct reader *payload);
+int folders(int count, char **words);
 
 /* relay.c: connections on the loopback address as channels. */
 void relay(uint16_t port) __attribute__((noreturn));
-
-/* folders.c: print and restore the modes, flags and attributes of folders. */
-int folders(int count, char **words);
 
 /* root.c: a writable root in memory. */
 void root_enter(char **words, size_t count);

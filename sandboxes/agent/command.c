@@ -1,6 +1,5 @@
 /* The commands that run in parallel, each with its own channel. */
-#include "output.h"
-#include "spawn.h"
+#include "agent.h"
 
 #include <errno.h>
 #include <fcntl.h>

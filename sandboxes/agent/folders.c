@@ -1,8 +1,7 @@
-/* `agent --folders [--restore MODE FLAGS PATH] ... PATH ...`: prints a line for each PATH, a folder that a sandbox may
- * write to: mode, inode flags, owner, extended attributes (such as access lists). `--restore` restores mode and flags,
- * removes the attributes and sets the times to now. The caller compares the lines to detect a failed restore. */
+/* Directory trees: lists and removes them, prints and restores the modes of folders; never follows a symbolic link. */
 #include "agent.h"
 
+#include <dirent.h>
 #include <errno.h>
 #include <fcntl.h>
 #include <linux/fs.h>
@@ -14,7 +13,127 @@
 #include <sys/xattr.h>
 #include <unistd.h>
 
-enum { NAMES = 1 << 16 };
+enum {
+    DEEPEST = 200,
+    MAX_LISTING = 1 << 24, /* maximum bytes of one listing, as in the controller (frames.py) */
+    NAMES = 1 << 16,       /* maximum bytes of the names of a folder's extended attributes */
+};
+
+struct walk {
+    uint32_t channel;
+    uint64_t count, limit;
+    size_t sent;
+    char path[4096];
+    int error;
+};
+
+/* ENTRY: u32 mode, u64 size, u32 length and path (relative), u32 length and link target. */
+static void send_entry(struct walk *walk, int folder, const char *name, const struct stat *status, size_t prefix) {
+    unsigned char frame[32 + 4096 + 4096], *at = frame;
+    char target[4096];
+    ssize_t length = S_ISLNK(status->st_mode) ? readlinkat(folder, name, target, sizeof target) : 0;
+    if (length < 0) length = 0;
+    const char *path = walk->path + prefix;
+    put_u32(&at, status->st_mode);
+    put_u64(&at, (uint64_t)status->st_size);
+    put_u32(&at, (uint32_t)strlen(path));
+    memcpy(at, path, strlen(path));
+    at += strlen(path);
+    put_u32(&at, (uint32_t)length);
+    memcpy(at, target, (size_t)length);
+    at += length;
+    walk->sent += (size_t)(at - frame);
+    if (walk->sent > MAX_LISTING) walk->error = E2BIG;
+    else wire_send(ENTRY, walk->channel, frame, (size_t)(at - frame));
+}
+
+static void visit(struct walk *walk, int folder, size_t prefix, int depth) {
+    DIR *directory = fdopendir(folder);
+    if (!directory) {
+        walk->error = errno;
+        close(folder);
+        return;
+    }
+    size_t end = strlen(walk->path);
+    for (struct dirent *entry; !walk->error && (entry = readdir(directory));) {
+        struct stat status;
+        if (!strcmp(entry->d_name, ".") || !strcmp(entry->d_name, "..")) continue;
+        if (end + strlen(entry->d_name) + 2 > sizeof walk->path) walk->error = ENAMETOOLONG;
+        else if (++walk->count > walk->limit) walk->error = E2BIG;
+        if (walk->error) break;
+        snprintf(walk->path + end, sizeof walk->path - end, end > prefix ? "/%s" : "%s", entry->d_name);
+        if (fstatat(dirfd(directory), entry->d_name, &status, AT_SYMLINK_NOFOLLOW) == 0) {
+            send_entry(walk, dirfd(directory), entry->d_name, &status, prefix);
+            if (!walk->error && S_ISDIR(status.st_mode)) {
+                int inner = depth < DEEPEST ? openat(dirfd(directory), entry->d_name,
+                                                     O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC) : -1;
+                if (inner >= 0) visit(walk, inner, prefix, depth + 1);
+                else walk->error = depth < DEEPEST ? errno : ELOOP;
+            }
+        }
+        walk->path[end] = 0;
+    }
+    closedir(directory);
+}
+
+void folder_list(uint32_t channel, struct reader *payload) {
+    struct walk *walk = calloc(1, sizeof *walk);
+    if (!walk) die("out of memory");
+    walk->channel = channel;
+    walk->limit = take_u64(payload);
+    char *path = take_string(payload);
+    if (payload->bad) die("the controller sent a malformed request");
+    int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (folder < 0) walk->error = errno;
+    else visit(walk, folder, 0, 0);
+    if (walk->error) send_error(channel, walk->error, path);
+    else send_done(channel);
+    free(path);
+    free(walk);
+}
+
+static int remove_at(int parent, const char *name, int depth) {
+    if (unlinkat(parent, name, 0) == 0 || errno == ENOENT) return 0;
+    if (errno != EISDIR && errno != EPERM && errno != ENOTEMPTY) return errno;
+    if (depth > DEEPEST) return ELOOP;
+    int folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (folder < 0 && errno == EACCES && fchmodat(parent, name, 0700, 0) == 0)
+        folder = openat(parent, name, O_RDONLY | O_DIRECTORY | O_NOFOLLOW | O_CLOEXEC);
+    if (folder < 0) return errno;
+    DIR *directory = fdopendir(folder);
+    int error = directory ? 0 : errno;
+    if (!directory) {
+        close(folder);
+        return error;
+    }
+    for (struct dirent *entry; !error && (entry = readdir(directory));)
+        if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) error = remove_at(folder, entry->d_name, depth + 1);
+    closedir(directory);
+    if (!error && unlinkat(parent, name, AT_REMOVEDIR) < 0 && errno != ENOENT) error = errno;
+    return error;
+}
+
+/* Removes a path, or only the directory's content if the path ends in a slash. */
+void folder_remove(uint32_t channel, struct reader *payload) {
+    char *path = take_string(payload);
+    if (payload->bad) die("the controller sent a malformed request");
+    size_t length = strlen(path);
+    int error = 0;
+    if (length && path[length - 1] == '/') {
+        int folder = open(path, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+        DIR *directory = folder < 0 ? NULL : fdopendir(folder);
+        if (!directory) error = errno;
+        for (struct dirent *entry; directory && !error && (entry = readdir(directory));)
+            if (strcmp(entry->d_name, ".") && strcmp(entry->d_name, "..")) error = remove_at(folder, entry->d_name, 0);
+        if (directory) closedir(directory);
+        else if (folder >= 0) close(folder);
+    } else {
+        error = remove_at(AT_FDCWD, path, 0);
+    }
+    if (error) send_error(channel, error, path);
+    else send_done(channel);
+    free(path);
+}
 
 static char names[NAMES];
 
@@ -62,6 +181,9 @@ static void describe(const char *path) {
     close(fd);
 }
 
+/* `agent --folders [--restore MODE FLAGS PATH] ... PATH ...`: prints a line for each PATH, a folder that a sandbox may
+ * write to: mode, inode flags, owner, extended attributes (such as access lists). `--restore` restores mode and flags,
+ * removes the attributes and sets the times to now. The caller compares the lines to detect a failed restore. */
 int folders(int count, char **words) {
     for (int i = 0; i < count; i++) {
         if (!strcmp(words[i], "--restore") && i + 3 < count) {

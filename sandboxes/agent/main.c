@@ -32,10 +32,10 @@ static void dispatch(uint8_t type, uint32_t channel, struct reader *payload) {
         case READ: file_read(channel, payload); break;
         case WRITE: file_write(channel, payload); break;
         case PING: send_done(channel); break;
-        case LIST: walk_list(channel, payload); break;
+        case LIST: folder_list(channel, payload); break;
         case MKDIR: file_mkdir(channel, payload); break;
         case SYMLINK: file_symlink(channel, payload); break;
-        case REMOVE: file_remove(channel, payload); break;
+        case REMOVE: folder_remove(channel, payload); break;
         case KILL_ALL: commands_kill_all(channel); break;
         case PAUSE: root_pause(channel); break;
         case RESUME: root_resume(channel); break;

@@ -1,5 +1,5 @@
 /* The first and the last bytes of a command's output. */
-#include "output.h"
+#include "agent.h"
 
 #include <stdlib.h>
 #include <string.h>

@@ -1,5 +1,5 @@
 /* Start one command: pipes, environment, working directory, its own session, and its mark. */
-#include "spawn.h"
+#include "agent.h"
 
 #include <errno.h>
 #include <fcntl.h>

@@ -10,7 +10,7 @@ from typing import TypeAlias
 MAX_NAME_BYTES = 255
 MAX_PATH_BYTES = 4095
 MAX_DEPTH = 200
-"""Maximum nesting of folders; the agent has the same limit for listings (`agent/walk.c`)."""
+"""Maximum nesting of folders; the agent has the same limit for listings (`agent/folders.c`)."""
 MAX_LINKS = 40
 """Maximum number of links in one path, as in the kernel."""
 MAX_STEPS = 512
