@@ -51,6 +51,10 @@ class RunError(RollFlashError):
     """The run cannot continue."""
 
 
+class PlacementError(RunError):
+    """The nodes of the cluster have no room for a part of the run."""
+
+
 class StreamError(RollFlashError):
     """The trajectory stream was used incorrectly, or lost data."""
 

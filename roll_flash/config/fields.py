@@ -28,6 +28,7 @@ def _require_json(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+RayResources = Annotated[dict[str, PositiveFloat], Field(min_length=1)]
 KeywordArguments = Annotated[dict[str, Any], AfterValidator(_require_json)]
 LocalPath = Annotated[str, BeforeValidator(_expand_home)]
 NumberOrAuto = Annotated[

@@ -16,6 +16,7 @@ from roll_flash.config.fields import (
     PositiveFloat,
     PositiveInt,
     Probability,
+    RayResources,
     Section,
 )
 
@@ -145,6 +146,11 @@ class LearnerConfig(Section):
     """`auto`: GPUs if there are any, else the CPU."""
     threads: PositiveInt = 1
     """CPU threads of each rank (CPU only)."""
+    placement: Literal["pack", "spread"] = "pack"
+    """Placement of the ranks: `pack` fills one node after another, the driver's first; `spread` uses all in turn."""
+    rank_resources: RayResources | None = None
+    """Ray resources that each rank reserves, such as `{GPU: 1, learner: 1}`. None: as many CPUs as `threads`; where the
+    cluster has GPUs, one CPU and one GPU, or an equal share if servers and ranks must share GPUs."""
     learning_rate: PositiveFloat = 1e-5
     """Learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0

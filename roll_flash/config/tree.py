@@ -24,6 +24,7 @@ from roll_flash.config.fields import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    RayResources,
     Section,
 )
 from roll_flash.config.files import apply_override, read_yaml
@@ -147,9 +148,9 @@ class RolloutConfig(Section):
     worker_threads: PositiveInt = 32
     """Maximum concurrent calls of blocking environments in one worker."""
     placement: Literal["pack", "spread"] = "pack"
-    """Ray placement of the workers: on the driver's node while it has the resources, or spread over all nodes."""
-    worker_resources: dict[str, PositiveFloat] = Field(default_factory=dict)
-    """Ray resources per worker, such as `{CPU: 1, sandboxes: 1}`. A worker mostly waits: none by default."""
+    """Placement of the workers: `pack` fills one node after another, the driver's first; `spread` uses all in turn."""
+    worker_resources: RayResources = Field(default_factory=lambda: {"CPU": 0.1})
+    """Ray resources that each worker reserves, such as `{CPU: 1, envs: 1}`. A worker mostly waits."""
     heartbeat_timeout_s: PositiveFloat = 30.0
     """A worker without a heartbeat for this many seconds is replaced, and its episodes are restarted."""
     temperature: Annotated[float, Field(ge=0.01)] = 1.0
@@ -176,6 +177,11 @@ class InferenceConfig(Section):
     """Number of servers; each holds the whole model."""
     threads: PositiveInt = 1
     """CPU threads of each server (CPU only)."""
+    placement: Literal["pack", "spread"] = "pack"
+    """Placement of the servers: `pack` fills one node after another, the driver's first; `spread` uses all in turn."""
+    server_resources: RayResources | None = None
+    """Ray resources that each server reserves, such as `{GPU: 1, servers: 1}`. None: as many CPUs as `threads`; where
+    the cluster has GPUs, one CPU and one GPU, or an equal share if servers and learner ranks must share GPUs."""
     kv_cache_gib: PositiveFloat = 1.0
     """Size of the key-value cache in GiB (CPU only)."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5

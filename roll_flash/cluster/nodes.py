@@ -1,0 +1,61 @@
+"""The nodes of the Ray cluster that a run uses. A laptop is a cluster of one node."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+CPUS_PER_CORE = 4
+"""CPUs that the run's own Ray declares per core: servers, ranks and workers of a small run share the cores, while Ray
+still refuses what would only get in each other's way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A living node. `total` and `free` are Ray resources: CPU, GPU, memory (bytes) and custom ones."""
+
+    node_id: str
+    address: str
+    name: str
+    """Host name, for messages."""
+    total: Mapping[str, float]
+    free: Mapping[str, float]
+
+    def holds(self, wanted: Mapping[str, float]) -> float:
+        """Return how many parts fit if each takes `wanted`; infinity if `wanted` is empty."""
+        counts = (math.floor(self.free.get(name, 0.0) / amount + 1e-9) for name, amount in wanted.items())
+        return min(counts, default=math.inf)
+
+
+def own_cpus() -> int:
+    """Return the CPUs that the run's own Ray declares on this machine."""
+    return CPUS_PER_CORE * len(os.sched_getaffinity(0))
+
+
+def living_nodes() -> list[Node]:
+    """Return the living nodes, the driver's node first. Blocks: call it in a thread. Ray must be initialised."""
+    import ray
+    from ray._private.state import available_resources_per_node  # the public function adds up all nodes
+
+    here = ray.get_runtime_context().get_node_id()
+    free = available_resources_per_node()
+    nodes = [
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["NodeManagerHostname"],
+            _of_users(node["Resources"]),
+            _of_users(free.get(node["NodeID"], {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: (node.node_id != here, node.address, node.node_id))
+
+
+def _of_users(resources: Mapping[str, float]) -> dict[str, float]:
+    """Leave out what Ray adds for itself: a resource per node, the object store, bundles of placement groups."""
+    hidden = ("node:", "object_store_memory", "bundle")
+    return {name: amount for name, amount in resources.items() if not name.startswith(hidden) and "_group_" not in name}

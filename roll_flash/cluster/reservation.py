@@ -1,0 +1,141 @@
+"""Reserves the places of a placement plan, so that Ray accounts for everything that a run starts.
+
+Each part has a Ray placement group of its own, with one bundle on the planned node: it can move or be given back alone.
+Placement groups belong to the driver's job: Ray removes them when the driver ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from roll_flash.cluster.nodes import Node, living_nodes
+from roll_flash.cluster.parts import Part, RunParts
+from roll_flash.cluster.plan import Plan, Row, make_plan, resources_text
+from roll_flash.errors import PlacementError
+
+RESERVE_TIMEOUT_S = 20.0
+LOOPBACK = "127.0.0.1"
+NODE_LABEL = "ray.io/node-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part runs."""
+
+    part: str
+    node_id: str
+    node_name: str
+    address: str
+    """Address at which processes of other nodes reach it: loopback in the run's own Ray."""
+    options: Mapping[str, Any]
+    """Keyword arguments for the `options` of its Ray actor."""
+
+
+class Reservation:
+    """The places of a run's parts. Use it from one event loop."""
+
+    def __init__(self, wanted: RunParts, *, own_ray: bool) -> None:
+        self._wanted = wanted
+        self._own_ray = own_ray
+        self._parts = {part.name: part for part in wanted.parts}
+        self._held: dict[str, tuple[Place, PlacementGroup]] = {}
+        self._changing = asyncio.Lock()
+        self.plan = Plan(())
+
+    @property
+    def own_ray(self) -> bool:
+        """True if the cluster is only this machine, started by the run."""
+        return self._own_ray
+
+    async def reserve(self) -> None:
+        """Plan and reserve a place for every part. Raises PlacementError."""
+        async with self._changing:
+            nodes = await asyncio.to_thread(living_nodes)
+            self.plan = make_plan(self._wanted, nodes)
+            await self._take(self.plan.rows)
+
+    async def place(self, part: str) -> Place:
+        """Return the place of a part; a new one if its node is lost. Raises PlacementError if no node has room."""
+        async with self._changing:
+            nodes = await asyncio.to_thread(living_nodes)
+            held = self._held.get(part)
+            if held is not None and any(node.node_id == held[0].node_id for node in nodes):
+                return held[0]
+            await self._give_back(part)
+            return await self._take_one(self._parts[part], nodes)
+
+    async def add(self, part: Part) -> Place:
+        """Reserve a place for one more part. Raises PlacementError."""
+        async with self._changing:
+            place = await self._take_one(part, await asyncio.to_thread(living_nodes))
+            self._parts[part.name] = part
+            return place
+
+    async def give_back(self, part: str) -> None:
+        """Free the place of a part that has ended. The part can get a place again."""
+        async with self._changing:
+            await self._give_back(part)
+
+    async def close(self) -> None:
+        """Free all places. Safe to call twice."""
+        async with self._changing:
+            for part in list(self._held):
+                await self._give_back(part)
+
+    async def _take_one(self, part: Part, nodes: list[Node]) -> Place:
+        plan = make_plan(replace(self._wanted, parts=(part,)), nodes)
+        await self._take(plan.rows)
+        return self._held[part.name][0]
+
+    async def _take(self, rows: tuple[Row, ...]) -> None:
+        groups = [(row, await asyncio.to_thread(_bundle, row)) for row in rows]
+        deadline = time.monotonic() + RESERVE_TIMEOUT_S
+        try:
+            for row, group in groups:
+                left_s = max(0.1, deadline - time.monotonic())
+                if not await asyncio.to_thread(group.wait, left_s):
+                    raise PlacementError(
+                        f"{row.part.name}: {resources_text(row.part.resources)} on {row.node.name} "
+                        f"({row.node.address}) was free, but could not be reserved within {RESERVE_TIMEOUT_S:g} s; "
+                        "another run may have taken it: start again"
+                    )
+        except BaseException:
+            for _, group in groups:
+                remove_placement_group(group)
+            raise
+        self._held.update({row.part.name: (self._place(row, group), group) for row, group in groups})
+
+    def _place(self, row: Row, group: PlacementGroup) -> Place:
+        node = row.node
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+        address = LOOPBACK if self._own_ray else node.address
+        options = {**_amounts(row.part.resources), "scheduling_strategy": strategy}
+        return Place(row.part.name, node.node_id, node.name, address, options)
+
+    async def _give_back(self, part: str) -> None:
+        held = self._held.pop(part, None)
+        if held is not None:
+            await asyncio.to_thread(remove_placement_group, held[1])
+
+
+def _bundle(row: Row) -> PlacementGroup:
+    selector = {NODE_LABEL: row.node.node_id}
+    return placement_group([dict(row.part.resources)], bundle_label_selector=[selector])
+
+
+def _amounts(resources: Mapping[str, float]) -> dict[str, Any]:
+    """Return Ray resources as arguments of an actor's `options`."""
+    custom = dict(resources)
+    amounts = {"num_cpus": custom.pop("CPU", 0), "num_gpus": custom.pop("GPU", 0)}
+    if memory := custom.pop("memory", 0):
+        amounts["memory"] = memory
+    return {**amounts, "resources": custom}
