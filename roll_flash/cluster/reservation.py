@@ -127,7 +127,8 @@ class Reservation:
 
 def _bundle(row: Row) -> PlacementGroup:
     selector = {NODE_LABEL: row.node.node_id}
-    return placement_group([dict(row.part.resources)], bundle_label_selector=[selector])
+    group: PlacementGroup = placement_group([dict(row.part.resources)], bundle_label_selector=[selector])
+    return group
 
 
 def _amounts(resources: Mapping[str, float]) -> dict[str, Any]:
