@@ -11,6 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from roll_flash.cluster.nodes import living_nodes
+from roll_flash.cluster.parts import run_parts
+from roll_flash.cluster.plan import Plan
+from roll_flash.cluster.reservation import Reservation
 from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
@@ -170,9 +174,11 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     config, run_dir = start.config, start.run_dir
     if start.resume_at is not None:
         run_dir.set_aside_after(start.resume_at)
-    engine = await _start_models(stack, start, learner, progress)
+    places = await _start_ray(stack, config, trains=True, serves=True)
+    _note_plan(places.plan, progress)
+    engine = await _start_models(stack, start, learner, places, progress)
     settings = worker_settings(config, engine.client_spec(), start.model_folder, start.needs_sandbox)
-    fleet = await _start_workers(stack, config, settings)
+    fleet = await _start_workers(stack, config, settings, places)
     if start.checkpoint:
         await learner.load(start.checkpoint.state)
     metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)
@@ -206,53 +212,62 @@ async def open_rollout(
     async with AsyncExitStack() as stack:
         async with cancel_on_failure(failure):
             in_sandboxes = await call_in_thread(lambda: check_environments(first_tasks(config), config.rollout))
-            await _start_ray(stack, config)
+            places = await _start_ray(stack, config, trains=False, serves=endpoint is None)
             model: Any = endpoint
             if model is None:
                 assert model_folder is not None, "either a model folder or an endpoint"
-                engine = _open_engine(stack, config, model_folder, logs)
+                engine = _open_engine(stack, config, model_folder, logs, places)
                 await engine.start()
                 model = engine.client_spec()
             settings = worker_settings(config, model, model_folder, bool(in_sandboxes))
-            fleet = await _start_workers(stack, config, settings)
+            fleet = await _start_workers(stack, config, settings, places)
         yield fleet
 
 
-async def _start_ray(stack: AsyncExitStack, config: Config) -> None:
-    """Start Ray, and remove temporary files that killed processes left behind."""
+async def _start_ray(stack: AsyncExitStack, config: Config, *, trains: bool, serves: bool) -> Reservation:
+    """Start or join Ray and reserve a place for each part; remove temporary files that killed processes left behind."""
     await asyncio.to_thread(sweep_folders)
     await stack.enter_async_context(local_ray(config.ray))
     await stack.enter_async_context(watching_ray())
+    nodes = await asyncio.to_thread(living_nodes)
+    wanted = run_parts(config, nodes, trains=trains, serves=serves)
+    places = Reservation(wanted, own_ray=config.ray.address is None)
+    stack.push_async_callback(places.close)
+    await places.reserve()
+    return places
 
 
 async def _start_models(
-    stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress
+    stack: AsyncExitStack, start: Start, learner: LearnerEngine, places: Reservation, progress: Progress
 ) -> InferenceEngine:
     """Let the learner try the model before servers start: an unsupported model then costs only one process. If it is
     supported, that process keeps what it has loaded."""
     config = start.config
-    await _start_ray(stack, config)
     stack.push_async_callback(learner.close)
     progress.note(
         f"trying in the learner's first process whether {start.model_folder.name} is computed exactly; servers and "
         "workers start after that (usually 10-40 s)"
     )
-    await learner.check_model()
-    engine = _open_engine(stack, config, start.model_folder, start.run_dir.logs)
+    await learner.check_model(places)
+    engine = _open_engine(stack, config, start.model_folder, start.run_dir.logs, places)
     progress.note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
     await gather_or_cancel(engine.start(), learner.start())
     return engine
 
 
-def _open_engine(stack: AsyncExitStack, config: Config, model_folder: Path, logs: Path) -> InferenceEngine:
+def _open_engine(
+    stack: AsyncExitStack, config: Config, model_folder: Path, logs: Path, places: Reservation
+) -> InferenceEngine:
     length = config.model.max_length
-    engine = open_engine(config.inference, model_folder=model_folder, max_model_len=length, logs=logs)
+    engine = open_engine(config.inference, model_folder=model_folder, max_model_len=length, logs=logs, places=places)
     stack.push_async_callback(engine.close)
     return engine
 
 
-async def _start_workers(stack: AsyncExitStack, config: Config, settings: WorkerSettings) -> WorkerFleet:
-    fleet = open_fleet(config, settings)
+async def _start_workers(
+    stack: AsyncExitStack, config: Config, settings: WorkerSettings, places: Reservation
+) -> WorkerFleet:
+    fleet = open_fleet(config, settings, places)
     stack.push_async_callback(fleet.close)
     await fleet.start()
     return fleet
@@ -288,16 +303,17 @@ async def _agree_on_weights(
     await publisher.wait_published()
 
 
-def open_fleet(config: Config, settings: WorkerSettings) -> WorkerFleet:
+def open_fleet(config: Config, settings: WorkerSettings, places: Reservation | None = None) -> WorkerFleet:
     """Create the workers of a run without starting them."""
     rollout = config.rollout
-    return WorkerFleet(
-        settings,
-        rollout.workers,
-        placement=rollout.placement,
-        resources=rollout.worker_resources,
-        heartbeat_timeout_s=rollout.heartbeat_timeout_s,
-    )
+    return WorkerFleet(settings, rollout.workers, places=places, heartbeat_timeout_s=rollout.heartbeat_timeout_s)
+
+
+def _note_plan(plan: Plan, progress: Progress) -> None:
+    """Say where each part runs; on one machine there is nothing to say."""
+    if len({row.node.node_id for row in plan.rows}) > 1:
+        for line in plan.lines():
+            progress.note(f"placement: {line}")
 
 
 def worker_settings(config: Config, model: Any, model_folder: Path | None, needs_sandbox: bool) -> WorkerSettings:

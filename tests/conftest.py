@@ -90,7 +90,7 @@ def ray_local() -> Iterator[None]:
         yield
         return
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="error")
+    ray.init(address="local", num_cpus=16, include_dashboard=False, log_to_driver=False, logging_level="error")
     yield
     ray.shutdown()
 

@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-
-CPUS_PER_CORE = 4
-"""CPUs that the run's own Ray declares per core: servers, ranks and workers of a small run share the cores, while Ray
-still refuses what would only get in each other's way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,11 +22,6 @@ class Node:
         """Return how many parts fit if each takes `wanted`; infinity if `wanted` is empty."""
         counts = (math.floor(self.free.get(name, 0.0) / amount + 1e-9) for name, amount in wanted.items())
         return min(counts, default=math.inf)
-
-
-def own_cpus() -> int:
-    """Return the CPUs that the run's own Ray declares on this machine."""
-    return CPUS_PER_CORE * len(os.sched_getaffinity(0))
 
 
 def living_nodes() -> list[Node]:

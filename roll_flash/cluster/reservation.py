@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -18,24 +18,12 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from roll_flash.cluster.nodes import Node, living_nodes
 from roll_flash.cluster.parts import Part, RunParts
 from roll_flash.cluster.plan import Plan, Row, make_plan, resources_text
+from roll_flash.engines.places import Place
 from roll_flash.errors import PlacementError
 
 RESERVE_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"
 NODE_LABEL = "ray.io/node-id"
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a part runs."""
-
-    part: str
-    node_id: str
-    node_name: str
-    address: str
-    """Address at which processes of other nodes reach it: loopback in the run's own Ray."""
-    options: Mapping[str, Any]
-    """Keyword arguments for the `options` of its Ray actor."""
 
 
 class Reservation:
@@ -70,6 +58,13 @@ class Reservation:
                 return held[0]
             await self._give_back(part)
             return await self._take_one(self._parts[part], nodes)
+
+    async def is_lost(self, part: str) -> bool:
+        """Return true if the part has no place: its node no longer belongs to the cluster."""
+        held = self._held.get(part)
+        if held is None:
+            return True
+        return all(node.node_id != held[0].node_id for node in await asyncio.to_thread(living_nodes))
 
     async def add(self, part: Part) -> Place:
         """Reserve a place for one more part. Raises PlacementError."""

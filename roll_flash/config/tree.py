@@ -264,7 +264,7 @@ class RayConfig(Section):
     address: str | None = None
     """None starts Ray on this machine; `auto` or `host:port` joins a cluster."""
     num_cpus: PositiveInt | None = None
-    """CPUs of a Ray that is started on this machine. None: those that Ray finds."""
+    """CPUs of a Ray that is started on this machine. None: four per core, as the parts of a small run share cores."""
 
     @model_validator(mode="after")
     def _own_cpus(self) -> RayConfig:

@@ -62,6 +62,10 @@ class StagedWeights:
     """Arguments for vLLM's own transfer engines if the weights are on a GPU; None: `path` is a file."""
     channel: WeightChannel | None = None
     """Channel that sends the weights; None if servers read them directly."""
+    tag: str = ""
+    """Random text that the file at `path` contains too, so that no other file is taken for it; empty: not checked."""
+    node_id: str = ""
+    """Ray's id of the node where `path` is; empty: that of the driver."""
 
 
 @dataclass(frozen=True, slots=True)

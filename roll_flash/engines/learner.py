@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.engines.inference import StagedWeights
+from roll_flash.engines.places import Places
 from roll_flash.types import FinishedGroup, Trajectory
 
 
@@ -37,9 +38,10 @@ class LearnerEngine(Protocol):
         several optimizer steps, and the weights in between are never published."""
         ...
 
-    async def check_model(self) -> None:
+    async def check_model(self, places: Places | None = None) -> None:
         """Check that the model can be trained exactly; called before all other parts of a run start. `start` reuses
-        the loaded model. Raises ModelError if the check fails, LearnerError if the learner fails."""
+        the loaded model. Process i of the learner runs at the place `rank i` of `places`. Raises ModelError if the
+        check fails, LearnerError if the learner fails."""
         ...
 
     async def start(self) -> None:

@@ -8,8 +8,10 @@ from typing import Any
 
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import InferenceEngine
+from roll_flash.engines.places import Places
 from roll_flash.errors import ConfigError
-from roll_flash.inference.servers.process import HOST, require_free_port
+from roll_flash.inference.servers.control import LOOPBACK
+from roll_flash.inference.servers.process import require_free_port
 
 GROUP = "roll_flash.inference_engines"
 BUILT_IN = ("transformers", "vllm")
@@ -29,15 +31,23 @@ def check_engine(config: InferenceConfig, model_folder: Path, *, trains: bool) -
         check_vllm(config, model_folder, trains=trains)
     if config.port:
         for index in range(config.servers):
-            require_free_port(HOST, config.port + index, "set inference.port to another one, or to 0")
+            require_free_port(LOOPBACK, config.port + index, "set inference.port to another one, or to 0")
 
 
-def open_engine(config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> InferenceEngine:
+def open_engine(
+    config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path, places: Places | None = None
+) -> InferenceEngine:
     """Create the engine `config.engine` with `config.servers` servers, not started; server logs go into `logs`.
 
-    A plug-in is called with the same arguments as this function. Raises ConfigError if the name is not registered.
+    `places`: where the servers run in a Ray cluster; None: they are child processes of this one. A plug-in is called
+    with the same arguments as this function. Raises ConfigError if the name is not registered.
     """
-    arguments: dict[str, Any] = {"model_folder": model_folder, "max_model_len": max_model_len, "logs": logs}
+    arguments: dict[str, Any] = {
+        "model_folder": model_folder,
+        "max_model_len": max_model_len,
+        "logs": logs,
+        "places": places,
+    }
     match config.engine:
         case "vllm":
             from roll_flash.inference.vllm.server import VllmEngine

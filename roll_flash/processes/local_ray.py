@@ -24,6 +24,9 @@ from roll_flash.sandboxes.scratch import make_short_folder
 
 OBJECT_STORE_BYTES = 256 << 20
 """What does not fit is spilled to disk. Trajectories are small, and weights do not travel through Ray."""
+CPUS_PER_CORE = 4
+"""CPUs that a run's own Ray declares per core: servers, ranks and workers of a small run share the cores, while Ray
+still refuses what would only get in each other's way."""
 ATTEMPTS = 3
 NO_PORT = "-1"
 QUIET: dict[str, Any] = {"logging_level": "error", "log_to_driver": False, "configure_logging": False}
@@ -103,7 +106,7 @@ def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
         "address": "local",  # else Ray would join another user's cluster on this machine
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
-        "num_cpus": config.num_cpus,
+        "num_cpus": config.num_cpus or CPUS_PER_CORE * len(os.sched_getaffinity(0)),
     }
 
 

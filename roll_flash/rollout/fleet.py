@@ -10,20 +10,20 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_flash.errors import RollFlashError, RunError
+from roll_flash.cluster.parts import part_name
+from roll_flash.engines.places import Places, unless_lost
+from roll_flash.errors import PlacementError, RollFlashError, RunError
 from roll_flash.inference.client.metrics import combined
 from roll_flash.processes.background import call_in_thread, error_of, gather_or_cancel, start_background
 from roll_flash.processes.deadlines import RecentCount
-from roll_flash.rollout.placement import Node, Placement, plan
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.stream.blocks import fetch_trajectories, located
@@ -40,6 +40,8 @@ WATCH_TIMEOUT_S = 3.0
 WORKER_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 """Ray's errors for an actor whose process died, including a kill for lack of memory."""
 MAX_WORKER_DEATHS = 20
+AWAY_RETRY_S = 5.0
+"""Interval in seconds between two attempts to start a worker again whose node is lost."""
 DEATH_WINDOW_S = 1800.0
 """Window in seconds for MAX_WORKER_DEATHS; more deaths in it stop the run. One death per day does not."""
 
@@ -76,14 +78,13 @@ class WorkerFleet:
         settings: WorkerSettings,
         workers: int,
         *,
-        placement: Placement = "pack",
-        resources: Mapping[str, float] | None = None,
+        places: Places | None = None,
         heartbeat_timeout_s: float = 30.0,
     ) -> None:
+        """`places`: where the workers run; None: they reserve nothing, and Ray chooses their nodes."""
         self._settings = settings
         self._count = workers
-        self._resources = dict(resources or {})
-        self._placement: Placement = placement
+        self._places = places
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members: list[_WorkerHandle] = []
         self._receivers: dict[str, Receiver] = {}
@@ -227,18 +228,34 @@ class WorkerFleet:
         self._members.append(_WorkerHandle(index, await self._start_actor(index)))
 
     async def _start_actor(self, index: int) -> Any:
-        planned = plan(self._placement, self._count, self._resources, await asyncio.to_thread(_living_nodes))
+        part = part_name("worker", index)
+        place = None if self._places is None else await self._places.place(part)
+        reserved = {"num_cpus": 0} if place is None else place.options
         remote_class: Any = ray.remote(concurrency_groups={WATCH: 1})(WorkerActor)  # type: ignore[call-overload]
-        actor: Any = remote_class.options(**ray_options(self._resources, planned[index])).remote(self._settings)
+        options = {**reserved, "max_restarts": 0, "max_concurrency": 1000}
+        actor: Any = remote_class.options(**options).remote(self._settings)
         try:
-            await _within(actor.start.remote(), START_TIMEOUT_S, "start")
-        except NoAnswerError as error:
-            ray.kill(actor)
-            raise RunError(f"{error}{await asyncio.to_thread(_lacking, self._resources)}") from None
+            start = unless_lost(actor.start.remote(), self._places, part)
+            await _within(start, START_TIMEOUT_S, "start")
         except BaseException:
             ray.kill(actor)
             raise
         return actor
+
+    async def _start_again(self, index: int) -> Any:
+        """Start a worker again. While its node is lost and no other one has room, the other workers play on."""
+        while True:
+            try:
+                return await self._start_actor(index)
+            except (PlacementError, *WORKER_DIED) as error:
+                if not await self._is_lost(index):
+                    raise
+                logger.warning("rollout worker %d is away: %s", index, _first_line(error))
+            await asyncio.sleep(AWAY_RETRY_S)
+
+    async def _is_lost(self, index: int) -> bool:
+        """Return true if the node of a worker is lost."""
+        return self._places is not None and await self._places.is_lost(part_name("worker", index))
 
     async def _collect(self, member: _WorkerHandle) -> None:
         """Deliver the outcomes of one worker; replace the worker if it dies or does not answer in time."""
@@ -267,7 +284,6 @@ class WorkerFleet:
         return f"{silence} (rollout.heartbeat_timeout_s); its event loop is held up in {place}"
 
     async def _replace(self, member: _WorkerHandle, what: str) -> None:
-        deaths = self._deaths.add(time.monotonic())
         member.ready.clear()
         self._fail(member, list(member.episodes.values()), f"its worker {what}")
         member.to_submit, member.to_cancel = {}, []
@@ -275,10 +291,11 @@ class WorkerFleet:
         with contextlib.suppress(*WORKER_DIED):  # it may hang and not be dead
             ray.kill(member.actor)
         try:
-            if deaths > MAX_WORKER_DEATHS:
+            lost = await self._is_lost(member.index)
+            if not lost and (deaths := self._deaths.add(time.monotonic())) > MAX_WORKER_DEATHS:
                 within = f"within {DEATH_WINDOW_S / 60:g} minutes"
                 raise RunError(f"{deaths} rollout workers died {within}; the last one {what}")
-            member.actor = await self._start_actor(member.index)
+            member.actor = await self._start_again(member.index)
         finally:
             member.ready.set()  # its waiters must see the error too
 
@@ -342,35 +359,6 @@ async def _whole(ended: Sequence[Ended]) -> list[Outcome]:
 
 def _worker_died(spec: EpisodeSpec, message: str) -> EpisodeFailure:
     return EpisodeFailure(spec.episode_id, spec.group_id, spec.task, "worker_died", message, 0, spec.attempt)
-
-
-def ray_options(resources: Mapping[str, float], node_id: str | None) -> dict[str, Any]:
-    """Return the Ray actor options of a worker. It mostly waits, so it reserves no CPU unless `resources` does."""
-    named = dict(resources)
-    affinity = None if node_id is None else NodeAffinitySchedulingStrategy(node_id, soft=False)
-    return {
-        "num_cpus": named.pop("CPU", 0),
-        "num_gpus": named.pop("GPU", 0),
-        "resources": named,
-        "scheduling_strategy": affinity or "DEFAULT",
-        "max_restarts": 0,
-        "max_concurrency": 1000,
-    }
-
-
-def _living_nodes() -> list[Node]:
-    """Return the living nodes, the driver's node first."""
-    here = ray.get_runtime_context().get_node_id()
-    nodes = [Node(node["NodeID"], node["Resources"]) for node in ray.nodes() if node["Alive"]]
-    return sorted(nodes, key=lambda node: (node.node_id != here, node.node_id))
-
-
-def _lacking(resources: Mapping[str, float]) -> str:
-    """Return the end of an error message that names the `resources` too small for one worker, or ""."""
-    there = ray.cluster_resources()
-    lacking = [f"{name}: {amount:g}" for name, amount in resources.items() if there.get(name, 0) < amount]
-    wanted = ", ".join(lacking)
-    return f"; rollout.worker_resources asks for {wanted}, which the Ray cluster does not have" if wanted else ""
 
 
 def _first_line(error: BaseException) -> str:

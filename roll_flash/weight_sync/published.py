@@ -8,10 +8,8 @@ merges with the same function, so that both get the same numbers.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,12 +18,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from roll_flash.engines.inference import StagedWeights
-
 TIED_HEAD = "lm_head.weight"
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Last name components of the factors A [rank, in] and B [out, rank] of an adapted layer."""
-BASE_KEY, SCALE = "rest", "lora_scale"
+BASE_KEY, SCALE, TAG = "rest", "lora_scale", "tag"
 """Keys of the file's metadata."""
 MODEL_FOLDER = "model_folder"
 
@@ -59,11 +55,13 @@ class ModelFolder:
 class PublishedWeights:
     """All weights of one version. A context manager; tensors can be read only while it is open.
 
-    Raises ValueError if the file does not match the model in the folder.
+    Raises ValueError if the file does not match the model in the folder, or does not contain `tag`: a path of shared
+    memory may meanwhile be that of another file.
     """
 
-    def __init__(self, path: str | Path, folder: ModelFolder, *, tied: bool) -> None:
+    def __init__(self, path: str | Path, folder: ModelFolder, *, tied: bool, tag: str = "") -> None:
         self._path = str(path)
+        self._tag = tag
         self._folder = folder
         self._tied = tied
         self._open = ExitStack()
@@ -77,6 +75,8 @@ class PublishedWeights:
         self._adapted = {f"{name.removesuffix('.' + LORA_A)}.weight" for name in stored if name.endswith("." + LORA_A)}
         whole = {name for name in stored if not is_adapter(name)}
         try:
+            if self._tag and metadata.get(TAG) != self._tag:
+                raise ValueError(f"{self._path} does not hold the weights that were published: its tag is another one")
             self._check(whole, is_whole=metadata.get(BASE_KEY) != MODEL_FOLDER)
         except BaseException:
             self._open.close()
@@ -132,39 +132,3 @@ class PublishedWeights:
             down, up = (list(self._file.get_slice(f"{layer}.{part}").get_shape()) for part in (LORA_A, LORA_B))
             if [up[0], down[1]] != expected[name] or up[1] != down[0]:
                 raise ValueError(f"the factors {up} x {down} do not fit the weight {name}, {expected[name]}")
-
-
-CHUNK_BYTES = 64 * 2**20
-
-
-class WeightCopy:
-    """A private copy of published weights in anonymous shared memory, because the publisher reuses its own memory.
-
-    The copy has no name in any file system: the kernel frees it when this process ends, even after a crash.
-    """
-
-    def __init__(self) -> None:
-        self._descriptor: int | None = None
-        self.weights: StagedWeights | None = None
-        """The kept weights, with a path that other processes on this machine can open; None if nothing is kept."""
-
-    def keep(self, weights: StagedWeights) -> None:
-        """Copy `weights`, replacing the earlier copy. Raises OSError if they cannot be read."""
-        if self._descriptor is None:
-            self._descriptor = os.memfd_create("roll-flash-newest")
-        self.weights = None
-        with open(weights.path, "rb") as source:
-            size = os.fstat(source.fileno()).st_size
-            os.truncate(self._descriptor, size)
-            done = 0
-            while done < size:
-                os.lseek(self._descriptor, done, os.SEEK_SET)
-                done += os.sendfile(self._descriptor, source.fileno(), done, min(CHUNK_BYTES, size - done))
-        path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        self.weights = replace(weights, path=path)
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-        self.weights = None

@@ -34,6 +34,8 @@ class SharedMemoryInitInfo(WeightTransferInitInfo):
 class SharedMemoryUpdateInfo(WeightTransferUpdateInfo):
     path: str
     """Path of a safetensors file in the format of `published.py`."""
+    tag: str = ""
+    """Text that the file must contain; empty: not checked."""
     ready_pipe: str = ""
     """Path of a pipe. If set, the update only prepares the weights and keeps the pipe open until that is done."""
 
@@ -61,11 +63,11 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
     def receive_weights(self, update_info: SharedMemoryUpdateInfo) -> None:
         """Prepare or load the weights. Raises ValueError, with the model unchanged, on a name or shape mismatch."""
         if update_info.ready_pipe:
-            self._begin_preparation(update_info.path, update_info.ready_pipe)
+            self._begin_preparation(update_info)
         elif self._double_buffer is None:
-            self._load_layer_by_layer(update_info.path)
+            self._load_layer_by_layer(update_info)
         else:
-            self._exchange(self._double_buffer, update_info.path)
+            self._exchange(self._double_buffer, update_info)
 
     def finish_weight_update(self) -> None:
         """Do nothing: the model is complete after `receive_weights`."""
@@ -73,26 +75,27 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
     def shutdown(self) -> None:
         self._discard()
 
-    def _read(self, path: str) -> PublishedWeights:
-        return PublishedWeights(path, self._folder, tied=self._tied)
+    def _read(self, update: SharedMemoryUpdateInfo) -> PublishedWeights:
+        return PublishedWeights(update.path, self._folder, tied=self._tied, tag=update.tag)
 
-    def _begin_preparation(self, path: str, ready_pipe: str) -> None:
+    def _begin_preparation(self, update: SharedMemoryUpdateInfo) -> None:
         self._discard()
-        self._refuse_misfits(path)
+        self._refuse_misfits(update)
         if self._double_buffer is not None:
-            self._preparation = Preparation(self._double_buffer, self._read(path), os.open(ready_pipe, os.O_WRONLY))
+            pipe = os.open(update.ready_pipe, os.O_WRONLY)
+            self._preparation = Preparation(self._double_buffer, self._read(update), pipe)
 
-    def _exchange(self, double_buffer: WeightDoubleBuffer, path: str) -> None:
+    def _exchange(self, double_buffer: WeightDoubleBuffer, update: SharedMemoryUpdateInfo) -> None:
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             preparation.result()
         else:
-            with self._read(path) as weights:
+            with self._read(update) as weights:
                 double_buffer.prepare(weights)
         double_buffer.exchange()
 
-    def _refuse_misfits(self, path: str) -> None:
-        self._read(path).__enter__().__exit__(None, None, None)
+    def _refuse_misfits(self, update: SharedMemoryUpdateInfo) -> None:
+        self._read(update).__enter__().__exit__(None, None, None)
 
     def _discard(self) -> None:
         preparation, self._preparation = self._preparation, None
@@ -109,11 +112,11 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
             _log.warning("new weights are loaded while generation is paused: %s", error)
             return None
 
-    def _load_layer_by_layer(self, path: str) -> None:
+    def _load_layer_by_layer(self, update: SharedMemoryUpdateInfo) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
         model: Any = self.model
-        with self._read(path) as weights, self.device:
+        with self._read(update) as weights, self.device:
             initialize_layerwise_reload(model)
             try:
                 # Load all tensors: a partly loaded layer would be uninitialised in the rest.

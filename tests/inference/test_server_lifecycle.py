@@ -18,7 +18,8 @@ import pytest
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.open import open_engine
-from roll_flash.inference.servers.process import MIN_PORT, Launcher, ServerProcess
+from roll_flash.inference.servers.control import Launcher
+from roll_flash.inference.servers.process import MIN_PORT, ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.supervise import GuardedProcess
 
@@ -150,7 +151,7 @@ def test_a_busy_port_is_one_clear_line(tmp_path: Path) -> None:
 
 def test_a_server_that_is_started_again_waits_for_who_has_taken_its_port(tmp_path: Path) -> None:
     """A connection of anybody's, or a process of its own that is slow to die."""
-    ended = Launcher("ended", "float32", lambda index, port: [sys.executable, "-c", "raise SystemExit(3)"], {})
+    ended = Launcher("ended", "float32", lambda index, host, port: [sys.executable, "-c", "raise SystemExit(3)"], {})
 
     async def start_twice() -> None:
         server = ServerProcess(0, ended, InferenceConfig(), tmp_path, "key")
@@ -167,7 +168,7 @@ def test_a_server_that_is_started_again_waits_for_who_has_taken_its_port(tmp_pat
 
 def test_no_connection_is_given_the_port_of_a_server_that_is_not_there_yet(tmp_path: Path) -> None:
     first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    launcher = Launcher("none", "float32", lambda index, port: [], {})
+    launcher = Launcher("none", "float32", lambda index, host, port: [], {})
     ports = [ServerProcess(index, launcher, InferenceConfig(), tmp_path, "key").port for index in range(20)]
     assert max(ports) < first or first <= MIN_PORT, "unless this machine gives every port to connections"
 

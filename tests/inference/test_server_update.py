@@ -10,7 +10,8 @@ import pytest
 
 from roll_flash.engines.inference import ServerUpdate, StagedWeights
 from roll_flash.errors import InferenceError
-from roll_flash.inference.servers.process import ServerProcess
+from roll_flash.inference.servers.control import ServerControl
+from roll_flash.inference.servers.prepare import prepare_weights
 from roll_flash.inference.servers.update import update_server
 
 PREPARE_S = 0.3
@@ -31,6 +32,9 @@ class PreparingServer:
         self._fails = fails
         self._cannot_end = cannot_end
         self._preparing: list[asyncio.Task[None]] = []
+
+    async def prepare(self, weights: StagedWeights) -> None:
+        await prepare_weights(cast(ServerControl, self), weights)
 
     async def post(self, path: str, body: Any = None, *, timeout_s: float = 600) -> Any:
         path = path.partition("?")[0]
@@ -54,7 +58,7 @@ def update(server: PreparingServer, give_up_after_s: float = 30.0) -> ServerUpda
     async def main() -> ServerUpdate:
         weights = StagedWeights(4, "/weights", 8)
         async with asyncio.timeout(give_up_after_s):
-            return await update_server(cast(ServerProcess, server), weights, "keep")
+            return await update_server(cast(ServerControl, server), weights, "keep")
 
     return asyncio.run(main())
 

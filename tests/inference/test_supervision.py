@@ -13,8 +13,8 @@ from roll_flash.engines.inference import ServerUpdate, StagedWeights
 from roll_flash.errors import InferenceError
 from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers import engine as server_engine
+from roll_flash.inference.servers.control import ServerControl
 from roll_flash.inference.servers.engine import ServerEngine
-from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.processes.background import first_failure
 
 WEIGHTS = StagedWeights(1, "/weights", 8)
@@ -24,6 +24,7 @@ class StandIn:
     """A server whose state is set by hand."""
 
     endpoint, log, version, kv_cache_tokens = "http://a", Path("/a.log"), 0, None
+    name, node_id = "server 0", ""
 
     def __init__(self) -> None:
         self.is_running = True
@@ -36,6 +37,9 @@ class StandIn:
 
     async def is_healthy(self) -> bool:
         return await self.state() == "healthy"
+
+    async def is_lost(self) -> bool:
+        return False
 
     async def start(self) -> None:
         self.starts += 1
@@ -82,7 +86,7 @@ def test_a_server_that_was_just_started_again_is_not_killed_for_what_was_before(
         engine = engine_of(server, monkeypatch, tmp_path)
         engine._hung_after_s = 0.05
         cast(Any, engine._busy)[server] = Publication()
-        supervising = asyncio.create_task(engine._supervise(cast(ServerProcess, server)))
+        supervising = asyncio.create_task(engine._supervise(cast(ServerControl, server)))
         async with asyncio.timeout(30):
             await ended.wait()
         await asyncio.sleep(0.2)
@@ -140,7 +144,11 @@ def test_an_update_that_takes_far_longer_than_the_last_ones_is_given_up(
     async def run() -> StandIn:
         server = StandIn()
         engine = engine_of(server, monkeypatch, tmp_path)
-        monkeypatch.setattr(engine._newest, "keep", lambda weights: None)
+
+        async def keep(weights: StagedWeights) -> None:
+            return None
+
+        monkeypatch.setattr(engine._mirrors, "keep", keep)
         async with asyncio.timeout(30):
             await engine.publish(WEIGHTS)
             await engine.publish(WEIGHTS)

@@ -17,7 +17,7 @@ from roll_flash.config.learner import LoraConfig
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import ConfigError, InferenceError, LearnerError
-from roll_flash.inference.servers.process import ServerProcess
+from roll_flash.inference.servers.control import ServerControl
 from roll_flash.inference.servers.update import update_server
 from roll_flash.learner.model import lora
 from roll_flash.learner.open import open_learner
@@ -136,7 +136,7 @@ class StandInServer:
 
 
 def publish(server: StandInServer, weights: StagedWeights) -> None:
-    asyncio.run(update_server(cast(ServerProcess, server), weights, "keep"))
+    asyncio.run(update_server(cast(ServerControl, server), weights, "keep"))
 
 
 class StandInRank:

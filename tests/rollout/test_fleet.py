@@ -158,24 +158,6 @@ def test_a_worker_whose_event_loop_is_held_up_is_replaced_and_says_where(endpoin
     assert all(isinstance(outcome, Trajectory) for outcome in others)
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_local")
-def test_workers_that_no_node_has_the_resources_for_are_one_clear_error(
-    endpoint: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_module, "START_TIMEOUT_S", 2.0)
-
-    async def run() -> None:
-        fleet = WorkerFleet(make_settings(endpoint), workers=1, placement="spread", resources={"unobtainium": 1})
-        try:
-            await fleet.start()
-        finally:
-            await fleet.close()
-
-    with pytest.raises(RunError, match=r"worker_resources asks for unobtainium: 1, which the Ray cluster"):
-        asyncio.run(run())
-
-
 class OneFails(WorkerFleet):
     """Worker 0 starts, worker 1 never comes to an end of that, worker 2 cannot when the first one has."""
 

@@ -1,9 +1,12 @@
-"""Supervises the inference servers on this machine and publishes new weights to them.
+"""Supervises the inference servers of a run and publishes new weights to them.
 
 Invariants: the weights of a server match the version it reports; every server runs after a publication, even a failed
-one; a server that died or hangs is restarted with the newest published weights (weights sent from GPU to GPU are not
-kept: such a server reports version 0 until the next publication). At most one server loads new weights at a time, so
-that generation never stops on all servers.
+one, unless its node is lost; a server that died or hangs is restarted with the newest published weights (weights sent
+from GPU to GPU are not kept: such a server reports version 0 until the next publication). At most one server loads new
+weights at a time, so that generation never stops on all servers.
+
+A server whose node is lost is away: the run goes on with the others, and it is started again, with the newest weights,
+as soon as a node has room for it.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +24,17 @@ from numpy.typing import NDArray
 
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import ClientSpec, InFlight, ServerUpdate, StagedWeights
-from roll_flash.errors import InferenceError
+from roll_flash.engines.places import Places
+from roll_flash.errors import InferenceError, PlacementError
+from roll_flash.inference.servers.control import Launcher, ServerControl
 from roll_flash.inference.servers.metrics import logged_figures
-from roll_flash.inference.servers.process import Launcher, ServerProcess
+from roll_flash.inference.servers.process import ServerProcess
+from roll_flash.inference.servers.remote import RemoteServer
 from roll_flash.inference.servers.update import update_server
 from roll_flash.processes.background import start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.keys import new_key
-from roll_flash.weight_sync.published import WeightCopy
+from roll_flash.weight_sync.mirrors import Mirrors
 
 SUPERVISE_EVERY_S = 0.5
 HUNG_AFTER = 3
@@ -42,6 +48,8 @@ RESTART_WINDOW_S = 1800.0
 and the run ends."""
 SCORE_TIMEOUT_S = 120.0
 """Timeout in seconds to score one short prompt, which may wait behind the server's other requests."""
+AWAY_RETRY_S = 5.0
+"""Interval in seconds between two attempts to start a server again whose node is lost."""
 UPDATE_FLOOR_S = 60.0
 """Minimum timeout in seconds of one server's update. Otherwise it is 10 times the longest recent update."""
 
@@ -51,10 +59,18 @@ _log = logging.getLogger(__name__)
 
 
 class ServerEngine:
-    """`InferenceEngine` with `config.servers` processes that implement vLLM's routes."""
+    """`InferenceEngine` with `config.servers` servers that implement vLLM's routes: with `places` on the nodes of a Ray
+    cluster, without them as child processes of this one."""
 
     def __init__(
-        self, launcher: Launcher, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path
+        self,
+        launcher: Launcher,
+        config: InferenceConfig,
+        *,
+        model_folder: Path,
+        max_model_len: int,
+        logs: Path,
+        places: Places | None = None,
     ) -> None:
         self._launcher = launcher
         self._config = config
@@ -62,16 +78,29 @@ class ServerEngine:
         self._model_folder = model_folder
         self._max_model_len = max_model_len
         self._key = new_key()
-        self._servers = [ServerProcess(index, launcher, config, logs, self._key) for index in range(config.servers)]
+        self._servers: list[ServerControl] = [
+            ServerProcess(index, launcher, config, logs, self._key)
+            if places is None
+            else RemoteServer(index, launcher, config, logs, self._key, places)
+            for index in range(config.servers)
+        ]
         self._busy = {server: asyncio.Lock() for server in self._servers}
         self._restarts = {server: RecentCount(RESTART_WINDOW_S) for server in self._servers}
         self._update_deadline = LearnedDeadline(floor_s=UPDATE_FLOOR_S, max_s=config.start_timeout_s)
-        self._newest = WeightCopy()
-        self._newest_lock = asyncio.Lock()
+        self._mirrors = Mirrors() if places is None else Mirrors(_this_node())
+        self._loading = asyncio.Lock()
+        """Held while a server loads weights and while mirrors change."""
+        self._away: dict[ServerControl, float] = {}
+        """Servers whose node is lost, with the time since when."""
+        self._listeners: list[Callable[[Sequence[str]], None]] = []
+        self._told: dict[ServerControl, str] = {}
+        """Endpoints that clients know."""
         self._supervisors: list[asyncio.Task[None]] = []
         self.deaths = 0
         """Number of server deaths, including kills of hung servers."""
         self.hung = 0
+        self.lost = 0
+        """Number of times that a server lost its node."""
 
     @property
     def dtype(self) -> str:
@@ -88,9 +117,9 @@ class ServerEngine:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
+        self._told = {server: server.endpoint for server in self._servers}
         self._supervisors = [
-            start_background(self._supervise(server), f"the supervision of {server.endpoint}")
-            for server in self._servers
+            start_background(self._supervise(server), f"the supervision of {server.name}") for server in self._servers
         ]
 
     def client_spec(self) -> ClientSpec:
@@ -108,30 +137,45 @@ class ServerEngine:
             key=self._key,
         )
 
+    def on_moved(self, listener: Callable[[Sequence[str]], None]) -> None:
+        """Call `listener` with the endpoints of all servers, in their order, when a server got another one."""
+        self._listeners.append(listener)
+
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:
         """Update one server after another, so that generation never stops on all. A server that dies or hangs
-        meanwhile is restarted and then gets the weights.
+        meanwhile is restarted and then gets the weights; one that is away gets them when it is back.
 
         Raises InferenceError if a server cannot load the weights; all servers continue to generate.
         """
-        updates = []
-        for server in self._servers:
-            async with self._busy[server]:
-                updates.append(await self._update_or_restart(server, weights, in_flight))
-                self._restarts[server].clear()
-            if len(updates) == 1 and weights.update_info is None:
+        if weights.update_info is None:
+            there = {server.node_id for server in self._servers if server not in self._away}
+            async with self._loading:  # to all nodes at once; one that fails is found when its server is updated
+                await self._mirrors.bring(weights, there)
+        updates: dict[ServerControl, ServerUpdate] = {}
+        # A server that comes back meanwhile may still have older weights.
+        while server := next((each for each in self._servers if each not in {*updates, *self._away}), None):
+            update = await self._update_unless_lost(server, weights, in_flight)
+            if update is None:
+                continue
+            if not updates and weights.update_info is None:
                 # One server has loaded the weights, so they are valid; a restarted server must get them.
-                async with self._newest_lock:
-                    await asyncio.to_thread(self._newest.keep, weights)
-        return updates
+                async with self._loading:
+                    await self._mirrors.keep(weights)
+            updates[server] = update
+        if not updates:
+            raise InferenceError("no server is left that could take new weights: their nodes are lost")
+        return list(updates.values())
 
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
-        return list(await asyncio.gather(*(self._score(server, token_ids) for server in self._servers)))
+        there = [server for server in self._servers if server not in self._away]
+        found = await asyncio.gather(*(self._score_unless_lost(server, token_ids) for server in there))
+        return [scores for scores in found if scores is not None]
 
     async def metrics(self) -> dict[str, float]:
-        """Return `deaths` and `hung` so far, and the metrics in `servers.metrics.LOGGED` of each numbered server."""
+        """Return `deaths`, `hung` and `lost` so far, and the metrics in `servers.metrics.LOGGED` of each numbered
+        server."""
         texts = await asyncio.gather(*(server.metrics_text() for server in self._servers))
-        figures = {"deaths": float(self.deaths), "hung": float(self.hung)}
+        figures = {"deaths": float(self.deaths), "hung": float(self.hung), "lost": float(self.lost)}
         for index, text in enumerate(texts):
             figures |= {f"{name}_{index}": value for name, value in logged_figures(text).items()}
         return figures
@@ -142,13 +186,21 @@ class ServerEngine:
         await asyncio.gather(*self._supervisors, return_exceptions=True)
         self._supervisors = []
         await asyncio.gather(*(server.close() for server in self._servers))
-        self._newest.close()
+        await self._mirrors.close()
 
     def guards(self) -> list[int]:
         """Return the process ids of the servers' guards; each leads the process group of its server."""
         return [server.guard for server in self._servers if server.is_running]
 
-    async def _score(self, server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
+    async def _score_unless_lost(self, server: ServerControl, token_ids: Sequence[int]) -> NDArray[np.float32] | None:
+        try:
+            return await self._score(server, token_ids)
+        except (InferenceError, PlacementError) as error:
+            if not await self._lose(server, error):
+                raise
+            return None
+
+    async def _score(self, server: ServerControl, token_ids: Sequence[int]) -> NDArray[np.float32]:
         async with self._busy[server]:
             try:
                 return await self._await_or_kill(server, _score(server, token_ids))
@@ -158,9 +210,22 @@ class ServerEngine:
             await self._restart(server)
             return await _score(server, token_ids)
 
+    async def _update_unless_lost(
+        self, server: ServerControl, weights: StagedWeights, in_flight: InFlight
+    ) -> ServerUpdate | None:
+        async with self._busy[server]:
+            try:
+                update = await self._update_or_restart(server, weights, in_flight)
+            except (InferenceError, PlacementError) as error:
+                if not await self._lose(server, error):
+                    raise
+                return None
+            self._restarts[server].clear()
+            return update
+
     async def _update_or_restart(
-        self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight
-    ) -> ServerUpdate:
+        self, server: ServerControl, weights: StagedWeights, in_flight: InFlight
+    ) -> ServerUpdate | None:
         """Update one server; restart it once if it dies or hangs during the update."""
         if server.is_running:
             try:
@@ -171,19 +236,36 @@ class ServerEngine:
         await self._restart(server)
         return await self._update(server, weights, in_flight)
 
-    async def _update(self, server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
-        """Update one server within the usual time of updates; stop a slower one, so that it is restarted."""
-        limit_s = self._update_deadline.limit_s()
-        try:
-            async with asyncio.timeout(limit_s):
-                update = await update_server(server, weights, in_flight)
-        except TimeoutError:
-            await self._kill_hung(server, f"did not take new weights within {limit_s:.0f} s")
-            raise InferenceError(f"{server.endpoint}: no new weights after {limit_s:.0f} s; see {server.log}") from None
-        self._update_deadline.record(update.total_s)
-        return update
+    async def _update(
+        self, server: ServerControl, weights: StagedWeights | None, in_flight: InFlight
+    ) -> ServerUpdate | None:
+        """Update one server, without `weights` with the newest ones that are kept, if any. Stop a server that takes
+        far longer than usual, so that it is restarted."""
+        async with self._loading:
+            if (wanted := weights or self._mirrors.newest) is None:
+                return None
+            limit_s = self._update_deadline.limit_s()
+            try:
+                async with asyncio.timeout(limit_s):
+                    update = await update_server(server, await self._at(server, wanted), in_flight)
+            except TimeoutError:
+                await self._kill_hung(server, f"did not take new weights within {limit_s:.0f} s")
+                message = f"{server.endpoint}: no new weights after {limit_s:.0f} s; see {server.log}"
+                raise InferenceError(message) from None
+            self._update_deadline.record(update.total_s)
+            return update
 
-    async def _await_or_kill(self, server: ServerProcess, work: Coroutine[Any, Any, T]) -> T:
+    async def _at(self, server: ServerControl, weights: StagedWeights) -> StagedWeights:
+        """Return the weights as the node of `server` has them. Raises InferenceError if it cannot get them."""
+        if weights.update_info is not None:
+            return weights
+        at = await self._mirrors.bring(weights, {server.node_id})
+        (found,) = at.values()
+        if isinstance(found, InferenceError):
+            raise found
+        return found
+
+    async def _await_or_kill(self, server: ServerControl, work: Coroutine[Any, Any, T]) -> T:
         """Await `work` without a timeout, but kill the server if it stops answering, so that `work` fails."""
         task = asyncio.create_task(work)
         try:
@@ -195,10 +277,13 @@ class ServerEngine:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    async def _supervise(self, server: ServerProcess) -> None:
+    async def _supervise(self, server: ServerControl) -> None:
         """Restart the server when it dies or hangs. Raises InferenceError if it cannot be started."""
         answered, starts = time.monotonic(), server.starts
         while True:
+            if server in self._away:
+                await self._bring_back(server)
+                answered, starts = time.monotonic(), server.starts
             await asyncio.sleep(SUPERVISE_EVERY_S)
             if self._busy[server].locked() or server.starts != starts or await server.is_healthy():
                 answered, starts = time.monotonic(), server.starts
@@ -206,26 +291,70 @@ class ServerEngine:
                 async with self._busy[server]:
                     # The previous lock holder may have restarted the server, so check its state again.
                     if server.starts == starts and await self._is_lost(server, answered):
-                        await self._revive(server)
+                        try:
+                            await self._revive(server)
+                        except (InferenceError, PlacementError) as error:
+                            if not await self._lose(server, error):
+                                raise
 
-    async def _is_lost(self, server: ServerProcess, answered: float) -> bool:
+    async def _is_lost(self, server: ServerControl, answered: float) -> bool:
         """True if the server is gone, or silent for too long since `answered`."""
         if not server.is_running:
             return True
         state, silent_s = await server.state(), time.monotonic() - answered
         return silent_s > {"gone": DEATH_NOTICE_S, "silent": self._hung_after_s, "healthy": math.inf}[state]
 
-    async def _revive(self, server: ServerProcess) -> None:
+    async def _revive(self, server: ServerControl) -> None:
         if await server.state() == "silent":
             await self._kill_hung(server, f"did not answer for {self._hung_after_s:g} s")
         await self._restart(server)
 
-    async def _kill_hung(self, server: ServerProcess, what: str) -> None:
+    async def _kill_hung(self, server: ServerControl, what: str) -> None:
         self.hung += 1
         _log.warning("inference server %s %s; killing it", server.endpoint, what)
         await server.stop()
 
-    async def _restart(self, server: ServerProcess) -> None:
+    async def _lose(self, server: ServerControl, error: Exception) -> bool:
+        """After an `error`, return true if the server has lost its node; it is away then."""
+        if server in self._away:
+            return True
+        if not await server.is_lost():
+            return False
+        self.lost += 1
+        self._away[server] = time.monotonic()
+        _log.warning("%s is away, its node is lost: %s", server.name, error)
+        await server.stop()
+        return True
+
+    async def _bring_back(self, server: ServerControl) -> None:
+        """Try to start a server that is away. Raises InferenceError if all servers have been away for too long."""
+        try:
+            async with self._busy[server]:
+                await self._start_with_newest(server)
+                del self._away[server]
+            return
+        except (InferenceError, PlacementError) as error:
+            _log.info("%s stays away: %s", server.name, error)
+            limit_s = self._config.start_timeout_s
+            if len(self._away) == len(self._servers) and time.monotonic() - max(self._away.values()) > limit_s:
+                raise InferenceError(
+                    f"no server came back within {limit_s:g} s (inference.start_timeout_s): {error}"
+                ) from None
+        await server.stop()
+        await asyncio.sleep(AWAY_RETRY_S)
+
+    async def _start_with_newest(self, server: ServerControl) -> None:
+        await server.start()
+        await self._update(server, None, "keep")
+        endpoints = [each.endpoint for each in self._servers]
+        if server.endpoint != self._told.get(server):
+            self._told[server] = server.endpoint
+            for listener in self._listeners:
+                listener(endpoints)
+
+    async def _restart(self, server: ServerControl) -> None:
+        if await server.is_lost():
+            raise InferenceError(f"the node of {server.name} is lost")
         self.deaths += 1
         if self._restarts[server].add(time.monotonic()) > MAX_RESTARTS:
             raise InferenceError(
@@ -234,13 +363,16 @@ class ServerEngine:
             )
         _log.warning("inference server %s died; starting it again, see %s", server.endpoint, server.log)
         await server.stop()
-        await server.start()
-        async with self._newest_lock:
-            if self._newest.weights is not None:
-                await self._update(server, self._newest.weights, "keep")
+        await self._start_with_newest(server)
 
 
-async def _is_dead(server: ServerProcess) -> bool:
+def _this_node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+async def _is_dead(server: ServerControl) -> bool:
     """True if the server is dead, checked after an error. Its guard needs a moment to notice, and may itself be
     stopped; a server that answers is not dead."""
     deadline = time.monotonic() + DEATH_NOTICE_S
@@ -251,7 +383,7 @@ async def _is_dead(server: ServerProcess) -> bool:
         await asyncio.sleep(0.1)
 
 
-async def _score(server: ServerProcess, token_ids: Sequence[int]) -> NDArray[np.float32]:
+async def _score(server: ServerControl, token_ids: Sequence[int]) -> NDArray[np.float32]:
     body = {
         "token_ids": list(token_ids),
         "sampling_params": {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "detokenize": False},

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from typing import Any
 
 from roll_flash.engines.inference import InFlight, ServerUpdate, StagedWeights
 from roll_flash.errors import InferenceError
-from roll_flash.inference.servers.process import CONTROL_TIMEOUT_S, ServerProcess
+from roll_flash.inference.servers.control import ServerControl
 
 RESUME_ATTEMPTS = 3
 RESUME_TIMEOUT_S = 10.0
-END_TIMEOUT_S = 10.0
-"""Timeout in seconds to end an update after an error, so that a run can end although the server hangs."""
 
 
-async def update_server(server: ServerProcess, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
+async def update_server(server: ServerControl, weights: StagedWeights, in_flight: InFlight) -> ServerUpdate:
     """Swap the weights of one server. Raises InferenceError if it cannot load them; it then continues to generate.
 
     Requests in flight wait and continue with the new weights (`keep`), or return their tokens and are retried by their
@@ -30,7 +27,7 @@ async def update_server(server: ServerProcess, weights: StagedWeights, in_flight
     else:
         await server.post("/start_weight_update")
         if server.prepares_weights:
-            await _prepare(server, weights)
+            await server.prepare(weights)
     paused = time.monotonic()
     try:
         if in_flight == "keep":
@@ -40,7 +37,7 @@ async def update_server(server: ServerProcess, weights: StagedWeights, in_flight
         if on_device:
             await _receive(server, weights)
         else:
-            await server.post("/update_weights", {"update_info": {"path": weights.path}})
+            await server.post("/update_weights", {"update_info": {"path": weights.path, "tag": weights.tag}})
         await server.post("/finish_weight_update", {"weight_version": str(weights.version)})
         await _clear_prefix_cache(server)
         server.version = weights.version
@@ -51,7 +48,7 @@ async def update_server(server: ServerProcess, weights: StagedWeights, in_flight
     return ServerUpdate(server.endpoint, weights.version, paused_s=ended - paused, total_s=ended - started)
 
 
-async def _join(server: ServerProcess, weights: StagedWeights) -> None:
+async def _join(server: ServerControl, weights: StagedWeights) -> None:
     """Join the server and the sending learner in one group, once per server start."""
     channel = weights.channel
     if channel is None or server.joined:
@@ -65,7 +62,7 @@ async def _join(server: ServerProcess, weights: StagedWeights) -> None:
     server.joined = True
 
 
-async def _receive(server: ServerProcess, weights: StagedWeights) -> None:
+async def _receive(server: ServerControl, weights: StagedWeights) -> None:
     """Load weights from a GPU with one of vLLM's own transfer engines.
 
     From the first to the last request the model is incomplete. A server that fails in between has no valid weights: it
@@ -83,45 +80,7 @@ async def _receive(server: ServerProcess, weights: StagedWeights) -> None:
         raise
 
 
-async def _prepare(server: ServerProcess, weights: StagedWeights) -> None:
-    """Let the server load the weights next to the old ones, and wait until it finishes, fails, or dies.
-
-    The server holds a pipe open meanwhile. Errors are reported by the later request that swaps the weights.
-    """
-    reading, writing = os.pipe()
-    try:
-        pipe = f"/proc/{os.getpid()}/fd/{writing}"
-        await server.post("/update_weights", {"update_info": {"path": weights.path, "ready_pipe": pipe}})
-    except BaseException:
-        os.close(reading)
-        raise
-    finally:
-        os.close(writing)
-    try:
-        await _until_closed(reading)
-    except BaseException as error:
-        # End this update on the server before the next one begins; a server that cannot is found when it is used next.
-        ended = server.post("/finish_weight_update", timeout_s=END_TIMEOUT_S)
-        await asyncio.shield(asyncio.gather(ended, return_exceptions=True))
-        if isinstance(error, TimeoutError):
-            raise InferenceError(f"{server.endpoint}: no new weights after {CONTROL_TIMEOUT_S:g} s") from None
-        raise
-    finally:
-        os.close(reading)
-
-
-async def _until_closed(reading: int) -> None:
-    """Wait until the pipe is closed. Raises TimeoutError after CONTROL_TIMEOUT_S."""
-    loop, closed = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(reading, closed.set)
-    try:
-        async with asyncio.timeout(CONTROL_TIMEOUT_S):
-            await closed.wait()
-    finally:
-        loop.remove_reader(reading)
-
-
-async def _resume(server: ServerProcess) -> None:
+async def _resume(server: ServerControl) -> None:
     """Resume generation, with retries: after an error the server closes the connection of the next request."""
     for attempt in range(1, RESUME_ATTEMPTS + 1):
         try:
@@ -132,7 +91,7 @@ async def _resume(server: ServerProcess) -> None:
                 raise
 
 
-async def _clear_prefix_cache(server: ServerProcess) -> None:
+async def _clear_prefix_cache(server: ServerControl) -> None:
     """Clear the prefix cache: no new request may use the KV cache of the old weights.
 
     If the scheduler cannot clear it with requests in flight (GPU), these requests compute their KV cache again.

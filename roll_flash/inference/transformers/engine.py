@@ -9,17 +9,28 @@ import sys
 from pathlib import Path
 
 from roll_flash.config.tree import InferenceConfig
+from roll_flash.engines.places import Places
+from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.engine import ServerEngine
-from roll_flash.inference.servers.process import Launcher
 
 
 class TransformersEngine(ServerEngine):
     """`InferenceEngine` with `config.servers` processes of plain transformers, float32 on CPU."""
 
-    def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
-        def command(_: int, port: int) -> list[str]:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        model_folder: Path,
+        max_model_len: int,
+        logs: Path,
+        places: Places | None = None,
+    ) -> None:
+        def command(_: int, host: str, port: int) -> list[str]:
             module = "roll_flash.inference.transformers.server"
-            return [sys.executable, "-m", module, str(model_folder), str(port), str(max_model_len)]
+            return [sys.executable, "-m", module, str(model_folder), host, str(port), str(max_model_len)]
 
         launcher = Launcher("transformers", "float32", command, {"OMP_NUM_THREADS": str(config.threads)})
-        super().__init__(launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs)
+        super().__init__(
+            launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs, places=places
+        )

@@ -27,11 +27,11 @@ class TransformersModel:
         self._differing: frozenset[str] = frozenset()
         """Names of the tensors that differ from the folder."""
 
-    def load(self, path: str) -> None:
-        """Load new weights in the format of `weight_sync/published.py`. Raises ValueError if they do not fit; then
-        nothing changes."""
+    def load(self, path: str, tag: str) -> None:
+        """Load new weights in the format of `weight_sync/published.py` that contain `tag`. Raises ValueError if they do
+        not fit; then nothing changes."""
         tied = bool(getattr(self.model.config, "tie_word_embeddings", False))
-        with PublishedWeights(path, self._folder, tied=tied) as weights:
+        with PublishedWeights(path, self._folder, tied=tied, tag=tag) as weights:
             names = weights.changed | self._differing
             write_stored(self.model, {name: weights.tensor(name) for name in names})
             self._differing = weights.changed

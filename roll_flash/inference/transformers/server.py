@@ -16,7 +16,6 @@ from typing import Any
 
 from aiohttp import web
 
-from roll_flash.inference.servers.process import HOST
 from roll_flash.inference.transformers.model import Request, TransformersModel
 from roll_flash.processes.keys import REFUSED, is_authorized, key_from_environment
 
@@ -88,9 +87,9 @@ class Server:
         return web.json_response({})
 
     async def _update_weights(self, http: web.Request) -> web.Response:
-        path = (await http.json())["update_info"]["path"]
+        update = (await http.json())["update_info"]
         try:
-            await self._in_thread(self._model.load, path)
+            await self._in_thread(self._model.load, update["path"], update.get("tag", ""))
         except (OSError, ValueError, RuntimeError) as error:
             return web.json_response({"error": str(error)}, status=400)
         return web.json_response({})
@@ -156,12 +155,12 @@ class Server:
 
 
 def main(arguments: list[str]) -> None:
-    folder, port, max_model_len = arguments
+    folder, host, port, max_model_len = arguments
     server = Server(TransformersModel(folder), int(max_model_len), key_from_environment())
     with suppress(KeyboardInterrupt):
         web.run_app(
             server.application(),
-            host=HOST,
+            host=host,
             port=int(port),
             print=None,
             access_log=None,

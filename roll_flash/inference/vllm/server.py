@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_flash.config.tree import InferenceConfig
+from roll_flash.engines.places import Places
 from roll_flash.errors import InferenceError, ModelError
+from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.engine import ServerEngine
-from roll_flash.inference.servers.process import HOST, Launcher
 from roll_flash.models.prepare import model_type
 
 MODEL_NAME = "policy"
@@ -25,17 +26,26 @@ NO_NEW_WEIGHTS_ON_CPU = {"gpt_oss": "whose reload passes over its experts and at
 
 
 class VllmEngine(ServerEngine):
-    """`InferenceEngine` with `config.servers` vLLM processes on this machine."""
+    """`InferenceEngine` with `config.servers` vLLM processes."""
 
-    def __init__(self, config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path) -> None:
+    def __init__(
+        self,
+        config: InferenceConfig,
+        *,
+        model_folder: Path,
+        max_model_len: int,
+        logs: Path,
+        places: Places | None = None,
+    ) -> None:
         """Raises InferenceError if vLLM is not installed."""
         check_vllm(config, model_folder, trains=False)
         device = vllm_device()
         dtype = _dtype(config, device)
 
-        def command(index: int, port: int) -> list[str]:
+        def command(index: int, host: str, port: int) -> list[str]:
             options = _options(config, device) | {
                 "model": str(model_folder),
+                "host": host,
                 "port": port,
                 # With vLLM's default seed all servers would sample the same turns.
                 "seed": index,
@@ -55,7 +65,9 @@ class VllmEngine(ServerEngine):
             prepares_weights=device == "cpu" and transfer == "shm",
             joins_learner=transfer == "nccl",
         )
-        super().__init__(launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs)
+        super().__init__(
+            launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs, places=places
+        )
 
 
 def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
@@ -91,7 +103,6 @@ def _dtype(config: InferenceConfig, device: str) -> str:
 def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
     options: dict[str, Any] = {
         "served_model_name": MODEL_NAME,
-        "host": HOST,
         "max_num_seqs": config.max_num_seqs,
         "enable_scale_out": True,
         # Behaviour logprobs are those of the sampled distribution: after temperature, top-p and top-k.
@@ -119,7 +130,7 @@ def _environment(config: InferenceConfig, device: str) -> dict[str, str]:
         "GLOO_SOCKET_IFNAME": "lo",
     }
     if config.weight_transfer == "ipc":
-        # vLLM unpickles GPU memory handles only if the sender is declared as trusted: here it is on loopback.
+        # vLLM unpickles GPU memory handles only if the sender is declared as trusted: here it has the run's key.
         environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if device == "cuda":
         return environment

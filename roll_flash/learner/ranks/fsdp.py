@@ -23,6 +23,7 @@ from ray.actor import ActorHandle
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
+from roll_flash.engines.places import Places
 from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, first_line
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import (
@@ -48,7 +49,7 @@ _CLOSE_TIMEOUT_S = 20.0
 
 
 class FsdpLearner:
-    """A learner with `config.ranks` ranks. Ray must be initialised; each rank is an actor that reserves no CPU.
+    """A learner with `config.ranks` ranks. Ray must be initialised; each rank is an actor at its place in the plan.
 
     `temperature` is the sampling temperature: log-probabilities are compared under the sampling distribution.
     """
@@ -71,6 +72,7 @@ class FsdpLearner:
         self._temperature = temperature
         self._run = run
         self._transfer: WeightTransfer = transfer
+        self._places: Places | None = None
         self._ranks: list[ActorHandle[Any]] = []
         self._forms: Forms = {}
         self._left_busy = False
@@ -96,10 +98,14 @@ class FsdpLearner:
         """Number of finished steps that changed the weights, supervised steps included."""
         return self._version
 
-    async def check_model(self) -> None:
-        """See `LearnerEngine`: start only the first rank. No process keeps running after an error."""
+    async def check_model(self, places: Places | None = None) -> None:
+        """See `LearnerEngine`: start only the first rank. No process keeps running after an error.
+
+        Without `places` ranks reserve no CPU and Ray chooses their nodes.
+        """
         self._failure = None
-        self._ranks = [self._new_rank(0)]
+        self._places = places
+        self._ranks = [await self._new_rank(0)]
         self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
 
     async def start(self) -> None:
@@ -107,7 +113,7 @@ class FsdpLearner:
         if not self._ranks:
             await self.check_model()
         config = self._config
-        self._ranks += [self._new_rank(rank) for rank in range(1, config.ranks)]
+        self._ranks += [await self._new_rank(rank) for rank in range(1, config.ranks)]
         addresses = await self._on_all("node_address", timeout_s=config.start_timeout_s)
         host = addresses[0] if len(set(addresses)) > 1 else None
         address = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
@@ -116,13 +122,15 @@ class FsdpLearner:
         if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
             self._row_tokens = 1  # one row per sequence
 
-    def _new_rank(self, rank: int) -> ActorHandle[Any]:
+    async def _new_rank(self, rank: int) -> ActorHandle[Any]:
         config = self._config
-        cluster_has_gpus = ray.cluster_resources().get("GPU", 0) >= 1
-        gpus = 1 if config.device == "cuda" or (config.device == "auto" and cluster_has_gpus) else 0
+        if self._places is not None:
+            reserved = dict((await self._places.place(f"rank {rank}")).options)
+        else:
+            has_gpus = config.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1
+            reserved = {"num_cpus": 0, "num_gpus": 1 if config.device == "cuda" or has_gpus else 0}
         actor = rank_actor(LearnerRank, self._transfer).options(
-            num_cpus=0,
-            num_gpus=gpus,
+            **reserved,
             max_restarts=0,
             runtime_env={"env_vars": rank_environment(config.threads)},
         )

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +37,7 @@ from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, p
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.gradient_sync import GradientSync
-from roll_flash.learner.ranks.rendezvous import is_on_one_machine, join_rendezvous, open_rendezvous
+from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.weights.channel import TRANSFER
 from roll_flash.learner.weights.device import DeviceWeightStage, free_port
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
@@ -118,6 +118,9 @@ class LearnerRank:
         """Join the other ranks, load and shard the model; return the model's fingerprint. A collective."""
         if is_on_one_machine(address):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        else:
+            interface = interface_of(self.node_address())
+            os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         store = self._store if self._rank == 0 else join_rendezvous(address, self._config.ranks, self._timeout)
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         ranks = self._config.ranks
@@ -270,7 +273,8 @@ class LearnerRank:
     def stage(self, version: int) -> StagedWeights | None:
         """Stage the weights; the first rank returns them, with `ipc` every rank. A collective."""
         if self._rank == 0 or self._transfer == "ipc":
-            return self._stage.stage(version)
+            node_id = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
+            return replace(self._stage.stage(version), node_id=node_id)
         self._stage.gather()
         return None
 

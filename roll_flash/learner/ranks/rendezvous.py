@@ -11,7 +11,10 @@ import os
 import socket
 from datetime import timedelta
 
+import psutil
 import torch.distributed as dist
+
+from roll_flash.errors import LearnerError
 
 _PORT = "tcp://"
 
@@ -47,6 +50,16 @@ def join_rendezvous(address: str, ranks: int, timeout: timedelta) -> dist.Store:
 
 def is_on_one_machine(address: str) -> bool:
     return not address.startswith(_PORT)
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the network interface with this address: torch would choose one by the host's name, which is
+    loopback on many machines. Raises LearnerError if there is none."""
+    name: str
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address for each in addresses):
+            return name
+    raise LearnerError(f"no network interface of {socket.gethostname()} has the address {address} of its Ray node")
 
 
 def _file_store(path: str, ranks: int, timeout: timedelta) -> dist.Store:

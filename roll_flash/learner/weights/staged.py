@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import secrets
 import struct
 from collections.abc import Collection, Iterable, Iterator
 
@@ -21,7 +22,7 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import LearnerError, ModelError
 from roll_flash.learner.model import lora
 from roll_flash.weight_sync.checkpoint_format import as_stored, converts_one_by_one
-from roll_flash.weight_sync.published import BASE_KEY, MODEL_FOLDER, SCALE, is_adapter, merged
+from roll_flash.weight_sync.published import BASE_KEY, MODEL_FOLDER, SCALE, TAG, is_adapter, merged
 
 _DTYPE_NAMES = {
     torch.float32: "F32",
@@ -31,6 +32,8 @@ _DTYPE_NAMES = {
     torch.int32: "I32",
     torch.bool: "BOOL",
 }
+NO_TAG = b"0" * 32
+"""Place in the header for the tag of each version."""
 
 
 class WeightStage:
@@ -52,6 +55,7 @@ class WeightStage:
         ordered = dict(sorted(shapes.items(), key=lambda item: -item[1][1].itemsize))
         self._dtypes = {name: dtype for name, (_, dtype) in ordered.items()}
         self._header, self._offsets, self._size = _layout(ordered, self._metadata())
+        self._tag_at = self._header.index(NO_TAG)
         self._full_size = sum(
             tensor.numel() * self._dtype_of(name, tensor).itemsize
             for name, tensor in model.state_dict().items()
@@ -75,9 +79,11 @@ class WeightStage:
             start, end = self._offsets[name]
             target = buffer[start:end].view(self._dtypes[name]).view(tensor.shape)
             target.copy_(tensor)
+        tag = secrets.token_hex(len(NO_TAG) // 2)
+        memory[self._tag_at : self._tag_at + len(NO_TAG)] = tag.encode()
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
         self._in_use[path] = (descriptor, memory)
-        return StagedWeights(version=version, path=path, num_bytes=self._size, model_bytes=self._full_size)
+        return StagedWeights(version=version, path=path, num_bytes=self._size, model_bytes=self._full_size, tag=tag)
 
     def gather(self) -> None:
         """Take part in the collectives of `stage` on all ranks except the first."""
@@ -128,10 +134,11 @@ class WeightStage:
         return tensor.dtype if name in self._buffers else self._dtype
 
     def _metadata(self) -> dict[str, str]:
+        tag = {TAG: NO_TAG.decode()}
         if not self._changed_only:
-            return {}
+            return tag
         layers = list(lora.adapters(self._model).values())
-        return {BASE_KEY: MODEL_FOLDER} | ({SCALE: str(layers[0].scale)} if layers else {})
+        return tag | {BASE_KEY: MODEL_FOLDER} | ({SCALE: str(layers[0].scale)} if layers else {})
 
     def _allocate(self, version: int) -> tuple[int, mmap.mmap]:
         descriptor = os.memfd_create(f"roll-flash-{self._run}-{version}")

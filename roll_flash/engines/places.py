@@ -1,0 +1,53 @@
+"""Where the parts of a run live: the protocol between the placement plan and the engines that start processes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from roll_flash.errors import PlacementError
+
+LOST_CHECK_S = 2.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a part runs."""
+
+    part: str
+    """Name of the part, such as `server 0`."""
+    node_id: str
+    node_name: str
+    address: str
+    """Address at which processes of other nodes reach it: loopback in the run's own Ray."""
+    options: Mapping[str, Any]
+    """Keyword arguments for the `options` of its Ray actor."""
+
+
+class Places(Protocol):
+    """The reserved places of a run's parts."""
+
+    async def place(self, part: str) -> Place:
+        """Return the place of a part; a new one if its node is lost. Raises PlacementError if no node has room."""
+        ...
+
+    async def is_lost(self, part: str) -> bool:
+        """Return true if the part has no place: its node no longer belongs to the cluster."""
+        ...
+
+
+async def unless_lost(call: Awaitable[T], places: Places | None, part: str) -> T:
+    """Await a call of the actor at a part's place. Raises PlacementError when its node is lost: Ray lets the call of an
+    actor that had not started yet wait for its node."""
+    answer = asyncio.ensure_future(call)
+    try:
+        while not (await asyncio.wait([answer], timeout=LOST_CHECK_S))[0]:
+            if places is not None and await places.is_lost(part):
+                raise PlacementError(f"the node of {part} is lost")
+        return await answer
+    finally:
+        answer.cancel()

@@ -1,0 +1,231 @@
+"""Brings published weights to every node that has servers: to each node once, and only the blocks that changed there.
+
+Blocks travel through Ray's object store, which copies an object from node to node, so that the learner's node need not
+send it to each. Pieces are small and few are under way, so that they fit into small object stores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from roll_flash.engines.inference import StagedWeights
+from roll_flash.errors import InferenceError, RollFlashError, first_line
+from roll_flash.weight_sync.mirror import Blocks, WeightMirror, read_blocks
+
+PIECE_BLOCKS = 32
+PIECES_UNDER_WAY = 2
+TIMEOUT_S = 600.0
+"""Time in seconds for one call of a node; the deadline of the whole publication is shorter or longer by config."""
+
+T = TypeVar("T")
+
+
+class _Node(Protocol):
+    """A mirror on one node, here or in an actor."""
+
+    async def keep(self, weights: StagedWeights) -> StagedWeights: ...
+    async def blocks(self, path: str) -> Blocks: ...
+    async def read(self, path: str, numbers: Sequence[int]) -> Any: ...  # a Ray object of bytes
+    async def begin(self, blocks: Blocks) -> list[int]: ...
+    async def write(self, numbers: Sequence[int], piece: Any) -> None: ...
+    async def finish(self, weights: StagedWeights) -> StagedWeights: ...
+    async def close(self) -> None: ...
+
+
+class Mirrors:
+    """The mirrors of a run. `here` is Ray's id of the driver's node, empty without Ray: then all servers are here."""
+
+    def __init__(self, here: str = "") -> None:
+        self._here = here
+        self._nodes: dict[str, _Node] = {}
+        self._newest: StagedWeights | None = None
+        self._at: dict[str, StagedWeights] = {}
+        """The newest weights at each node that has them."""
+
+    @property
+    def newest(self) -> StagedWeights | None:
+        """The newest kept weights, at the node of the learner; None if nothing is kept."""
+        return self._newest
+
+    async def keep(self, weights: StagedWeights) -> None:
+        """Keep a copy of weights that servers could load, on the node where they are."""
+        node_id = weights.node_id or self._here
+        self._newest = self._at[node_id] = await self._node(node_id).keep(weights)
+
+    async def bring(
+        self, weights: StagedWeights, node_ids: Collection[str]
+    ) -> Mapping[str, StagedWeights | InferenceError]:
+        """Return the weights as each node has them now, or why it does not. Nodes get them at the same time."""
+        source = weights.node_id or self._here
+        there = {node_id or self._here for node_id in node_ids}
+        found: dict[str, StagedWeights | InferenceError] = dict.fromkeys(there & {source}, weights)
+        targets = [node_id for node_id in there - {source} if not self._has(node_id, weights)]
+        found |= {node_id: self._at[node_id] for node_id in there - {source} if node_id not in targets}
+        if targets:
+            found |= await self._send(weights, source, targets)
+        self._at |= {
+            node_id: at for node_id, at in found.items() if node_id in targets and isinstance(at, StagedWeights)
+        }
+        return found
+
+    async def close(self) -> None:
+        for node in self._nodes.values():
+            await node.close()
+        self._nodes.clear()
+        self._at.clear()
+        self._newest = None
+
+    def _has(self, node_id: str, weights: StagedWeights) -> bool:
+        at = self._at.get(node_id)
+        return at is not None and (at.version, at.tag) == (weights.version, weights.tag)
+
+    async def _send(
+        self, weights: StagedWeights, source: str, targets: Sequence[str]
+    ) -> dict[str, StagedWeights | InferenceError]:
+        sender = self._node(source)
+        blocks = await sender.blocks(weights.path)
+        failed: dict[str, InferenceError] = {}
+
+        async def on(node_id: str, call: Callable[[_Node], Awaitable[T]], otherwise: T) -> T:
+            """Call a node that has not failed; note its failure, which must not keep the others waiting."""
+            if node_id in failed:
+                return otherwise
+            try:
+                return await call(self._node(node_id))
+            except InferenceError as error:
+                failed[node_id] = error
+                self._nodes.pop(node_id, None)
+                self._at.pop(node_id, None)
+                return otherwise
+
+        for node_id in targets:
+            self._at.pop(node_id, None)
+        nothing: list[int] = []
+        begun = await asyncio.gather(*(on(node_id, lambda node: node.begin(blocks), nothing) for node_id in targets))
+        missing = dict(zip(targets, map(set, begun), strict=True))
+        gate = asyncio.Semaphore(PIECES_UNDER_WAY)
+
+        async def send_piece(numbers: list[int]) -> None:
+            async with gate:
+                piece = await sender.read(weights.path, numbers)
+                takers = [node_id for node_id in targets if not missing[node_id].isdisjoint(numbers)]
+                await asyncio.gather(
+                    *(on(node_id, lambda node: node.write(numbers, piece), None) for node_id in takers)
+                )
+
+        await asyncio.gather(*(send_piece(numbers) for numbers in _pieces(sorted(set().union(*missing.values())))))
+        finished = await asyncio.gather(*(on(node_id, lambda node: node.finish(weights), None) for node_id in targets))
+        return {node_id: failed[node_id] if at is None else at for node_id, at in zip(targets, finished, strict=True)}
+
+    def _node(self, node_id: str) -> _Node:
+        if node_id not in self._nodes:
+            self._nodes[node_id] = _HereNode() if node_id == self._here else _RemoteNode(node_id)
+        return self._nodes[node_id]
+
+
+def _pieces(numbers: Sequence[int]) -> Iterator[list[int]]:
+    for start in range(0, len(numbers), PIECE_BLOCKS):
+        yield list(numbers[start : start + PIECE_BLOCKS])
+
+
+class _HereNode:
+    """The mirror in the driver's process."""
+
+    def __init__(self) -> None:
+        self._mirror = WeightMirror()
+
+    async def keep(self, weights: StagedWeights) -> StagedWeights:
+        return await asyncio.to_thread(self._mirror.keep, weights)
+
+    async def blocks(self, path: str) -> Blocks:
+        return await asyncio.to_thread(Blocks.of, path)
+
+    async def read(self, path: str, numbers: Sequence[int]) -> Any:
+        return await asyncio.to_thread(lambda: ray.put(read_blocks(path, numbers)))
+
+    async def begin(self, blocks: Blocks) -> list[int]:
+        return await asyncio.to_thread(self._mirror.begin, blocks)
+
+    async def write(self, numbers: Sequence[int], piece: Any) -> None:
+        await asyncio.to_thread(lambda: self._mirror.write(numbers, ray.get(piece, timeout=TIMEOUT_S)))
+
+    async def finish(self, weights: StagedWeights) -> StagedWeights:
+        return self._mirror.finish(weights)
+
+    async def close(self) -> None:
+        self._mirror.close()
+
+
+class MirrorActor:
+    """Ray actor with the mirror of its node."""
+
+    def __init__(self) -> None:
+        self._mirror = WeightMirror()
+
+    def keep(self, weights: StagedWeights) -> StagedWeights:
+        return self._mirror.keep(weights)
+
+    def blocks(self, path: str) -> Blocks:
+        return Blocks.of(path)
+
+    def read(self, path: str, numbers: Sequence[int]) -> bytes:
+        return read_blocks(path, numbers)
+
+    def begin(self, blocks: Blocks) -> list[int]:
+        return self._mirror.begin(blocks)
+
+    def write(self, numbers: Sequence[int], piece: bytes) -> None:
+        self._mirror.write(numbers, piece)
+
+    def finish(self, weights: StagedWeights) -> StagedWeights:
+        return self._mirror.finish(weights)
+
+
+class _RemoteNode:
+    """The mirror in an actor on another node. Raises InferenceError if the node is lost."""
+
+    def __init__(self, node_id: str) -> None:
+        self._node_id = node_id
+        actor: Any = ray.remote(MirrorActor)
+        strategy = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        self._actor = actor.options(num_cpus=0, max_restarts=0, scheduling_strategy=strategy).remote()
+
+    async def keep(self, weights: StagedWeights) -> StagedWeights:
+        return await self._within(self._actor.keep.remote(weights))
+
+    async def blocks(self, path: str) -> Blocks:
+        return await self._within(self._actor.blocks.remote(path))
+
+    async def read(self, path: str, numbers: Sequence[int]) -> Any:
+        return self._actor.read.remote(path, numbers)
+
+    async def begin(self, blocks: Blocks) -> list[int]:
+        return await self._within(self._actor.begin.remote(blocks))
+
+    async def write(self, numbers: Sequence[int], piece: Any) -> None:
+        await self._within(self._actor.write.remote(numbers, piece))
+
+    async def finish(self, weights: StagedWeights) -> StagedWeights:
+        return await self._within(self._actor.finish.remote(weights))
+
+    async def close(self) -> None:
+        ray.kill(self._actor)
+
+    async def _within(self, call: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(TIMEOUT_S):
+                return await call
+        except TimeoutError:
+            raise InferenceError(f"node {self._node_id} did not take new weights within {TIMEOUT_S:g} s") from None
+        except RayTaskError as error:
+            if isinstance(error.cause, RollFlashError):
+                raise error.cause from None
+            raise InferenceError(f"node {self._node_id} cannot take new weights: {first_line(error.cause)}") from None
+        except RayActorError as error:
+            raise InferenceError(f"node {self._node_id} is lost: {first_line(error)}") from None

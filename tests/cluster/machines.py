@@ -1,0 +1,180 @@
+"""Several machines on one, made of Linux namespaces: own network, processes, host name, /tmp and /dev/shm.
+
+They share the disk otherwise, so that all have the same Python. A switch in a namespace of its own connects them; the
+network of this machine is not touched. Needs root and iproute2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PORT = 6379
+COMMAND_TIMEOUT_S = 120.0
+BOOT_TIMEOUT_S = 20.0
+_BOOT = """
+import os, signal, socket, subprocess, sys
+name = sys.argv[1]
+def mount(*arguments):
+    subprocess.run(["mount", *arguments], check=True)
+mount("--make-rprivate", "/")
+for folder in ("/tmp", "/dev/shm"):
+    mount("-t", "tmpfs", "-o", "size=2g,mode=1777", "machine", folder)
+mount("-t", "proc", "proc", "/proc")
+socket.sethostname(name)
+print("up", flush=True)
+while True:
+    try:
+        os.wait()  # adopts what is left behind
+    except ChildProcessError:
+        signal.sigtimedwait({signal.SIGCHLD}, 0.2)
+"""
+
+
+def why_not() -> str:
+    """Return why there can be no machines here, or ""."""
+    if os.geteuid() != 0:
+        return "machines of namespaces need root"
+    missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
+    if missing:
+        return f"machines of namespaces need {', '.join(missing)}: apt-get install iproute2 util-linux"
+    probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
+    return f"this machine gives no namespaces: {probe.stderr.strip()}" if probe.returncode else ""
+
+
+@dataclass
+class Machine:
+    """One machine. Its processes end with it."""
+
+    name: str
+    address: str
+    network: str
+    switch: str
+    switch_port: str
+    pid: int
+    """Process id of its first process, as seen from here."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def start(self, *command: str, log: Path | None = None, **environment: str) -> subprocess.Popen[str]:
+        """Start a command in the project's folder; its output goes into `log`, or a pipe."""
+        output = subprocess.PIPE if log is None else log.open("a")
+        entering = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--uts", "--ipc", "--net", f"--wd={ROOT}"]
+        return subprocess.Popen(
+            [*entering, "--", *command],
+            cwd=ROOT,
+            env={**os.environ, **self.environment, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def run(self, *command: str, timeout_s: float = COMMAND_TIMEOUT_S, **environment: str) -> tuple[int, str]:
+        """Return exit status and output of a command."""
+        process = self.start(*command, **environment)
+        try:
+            output, _ = process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output = f"{process.communicate()[0]}\n[stopped after {timeout_s:g} s]"
+        return process.returncode, output
+
+    def join_ray(self, head: Machine | None = None, *, cpus: int = 4, resources: str = "{}", **environment: str) -> None:
+        """Start Ray's processes here: a new cluster, or a node of that of `head`."""
+        first = ["--head", f"--port={PORT}", "--include-dashboard=false"]
+        where = first if head is None else [f"--address={head.address}:{PORT}"]
+        ray = str(Path(sys.executable).with_name("ray"))
+        arguments = [*where, f"--node-ip-address={self.address}", f"--num-cpus={cpus}", f"--resources={resources}"]
+        options = ["--disable-usage-stats", "--object-store-memory=100000000"]
+        status, output = self.run(ray, "start", *arguments, *options, **environment)
+        assert status == 0, f"Ray did not start on {self.name}:\n{output}"
+
+    def cut(self) -> None:
+        """Take the cable out."""
+        _run("ip", "-n", self.switch, "link", "set", self.switch_port, "down")
+
+    def mend(self) -> None:
+        """Put the cable back in."""
+        _run("ip", "-n", self.switch, "link", "set", self.switch_port, "up")
+
+    def power_off(self) -> None:
+        """End all processes at once, as a loss of power does. The network stays, but nothing answers there."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        self.cut()
+
+
+@contextmanager
+def machines(*names: str) -> Iterator[list[Machine]]:
+    """Start machines that reach each other at 10.77.0.1 and so on; end them and all their processes."""
+    mark = secrets.token_hex(2)
+    switch = f"rf-{mark}-switch"
+    token = secrets.token_hex(32)
+    with ExitStack() as stack:
+        _add_network(stack, switch)
+        _run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "bridge", "up")
+        started = []
+        for number, name in enumerate(names, start=1):
+            network, port, address = f"rf-{mark}-{name}", f"p{number}", f"10.77.0.{number}"
+            _add_network(stack, network)
+            _run("ip", "-n", switch, "link", "add", port, "type", "veth", "peer", "name", "eth0", "netns", network)
+            _run("ip", "-n", switch, "link", "set", port, "master", "bridge")
+            _run("ip", "-n", switch, "link", "set", port, "up")
+            _run("ip", "-n", network, "address", "add", f"{address}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                _run("ip", "-n", network, "link", "set", device, "up")
+            environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+            pid = stack.enter_context(_booted(network, name))
+            started.append(Machine(name, address, network, switch, port, pid, environment))
+        yield started
+
+
+def _add_network(stack: ExitStack, name: str) -> None:
+    _run("ip", "netns", "add", name)
+    stack.callback(_run, "ip", "netns", "delete", name)
+
+
+@contextmanager
+def _booted(network: str, name: str) -> Iterator[int]:
+    """Start the first process of a machine; yield its process id as seen from here."""
+    command = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", sys.executable, "-c", _BOOT]
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", network, *command, name],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "up\n", f"machine {name} did not start"
+        yield _child_of(process.pid)
+    finally:
+        process.kill()  # and with it (--kill-child) the first process, and with that all others
+        process.wait()
+
+
+def _child_of(pid: int) -> int:
+    deadline = time.monotonic() + BOOT_TIMEOUT_S
+    while time.monotonic() < deadline:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        if children:
+            return int(children[0])
+        time.sleep(0.05)
+    raise AssertionError(f"process {pid} has no child")
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
