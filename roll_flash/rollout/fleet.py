@@ -244,14 +244,21 @@ class WorkerFleet:
 
     async def _start_again(self, index: int) -> Any:
         """Start a worker again. While its node is lost and no other one has room, the other workers play on."""
+        is_away = False
         while True:
             try:
-                return await self._start_actor(index)
+                actor = await self._start_actor(index)
             except (PlacementError, *WORKER_DIED) as error:
                 if not await self._is_lost(index):
                     raise
-                logger.warning("rollout worker %d is away: %s", index, _first_line(error))
-            await asyncio.sleep(AWAY_RETRY_S)
+                if not is_away:
+                    logger.warning("rollout worker %d is away, its node is lost: %s", index, _first_line(error))
+                is_away = True
+                await asyncio.sleep(AWAY_RETRY_S)
+            else:
+                if is_away:
+                    logger.warning("rollout worker %d is back", index)
+                return actor
 
     async def _is_lost(self, index: int) -> bool:
         """Return true if the node of a worker is lost."""

@@ -6,23 +6,19 @@ network of this machine is not touched. Needs root and iproute2.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PORT = 6379
 COMMAND_TIMEOUT_S = 120.0
-BOOT_TIMEOUT_S = 20.0
 _BOOT = """
 import os, signal, socket, subprocess, sys
 name = sys.argv[1]
@@ -46,9 +42,9 @@ def why_not() -> str:
     """Return why there can be no machines here, or ""."""
     if os.geteuid() != 0:
         return "machines of namespaces need root"
-    missing = [tool for tool in ("ip", "unshare", "nsenter", "mount") if shutil.which(tool) is None]
+    missing = [tool for tool in ("ip", "unshare", "nsenter", "mount", "pgrep") if shutil.which(tool) is None]
     if missing:
-        return f"machines of namespaces need {', '.join(missing)}: apt-get install iproute2 util-linux"
+        return f"machines of namespaces need {', '.join(missing)}: apt-get install iproute2 util-linux procps"
     probe = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, text=True)
     return f"this machine gives no namespaces: {probe.stderr.strip()}" if probe.returncode else ""
 
@@ -62,14 +58,33 @@ class Machine:
     network: str
     switch: str
     switch_port: str
-    pid: int
-    """Process id of its first process, as seen from here."""
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str]
+    _power: subprocess.Popen[str] | None = None
+
+    def power_on(self) -> None:
+        """Start its first process, which is the parent of all others."""
+        unshare = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"]
+        self._power = subprocess.Popen(
+            ["ip", "netns", "exec", self.network, *unshare, sys.executable, "-c", _BOOT, self.name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._power.stdout is not None
+        assert self._power.stdout.readline() == "up\n", f"machine {self.name} did not start"
+
+    def power_off(self) -> None:
+        """End all processes at once, as a loss of power does. Safe to call twice."""
+        if self._power is not None:
+            self._power.kill()  # with it (--kill-child) the first process of the machine, and with that all others
+            self._power.communicate()
+            self._power = None
 
     def start(self, *command: str, log: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start a command in the project's folder; its output goes into `log`, or a pipe."""
         output = subprocess.PIPE if log is None else log.open("a")
-        entering = ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--uts", "--ipc", "--net", f"--wd={ROOT}"]
+        namespaces = ["--mount", "--pid", "--uts", "--ipc", "--net"]
+        entering = ["nsenter", f"--target={self._first_process()}", *namespaces, f"--wd={ROOT}"]
         return subprocess.Popen(
             [*entering, "--", *command],
             cwd=ROOT,
@@ -90,7 +105,9 @@ class Machine:
             output = f"{process.communicate()[0]}\n[stopped after {timeout_s:g} s]"
         return process.returncode, output
 
-    def join_ray(self, head: Machine | None = None, *, cpus: int = 4, resources: str = "{}", **environment: str) -> None:
+    def join_ray(
+        self, head: Machine | None = None, *, cpus: int = 4, resources: str = "{}", **environment: str
+    ) -> None:
         """Start Ray's processes here: a new cluster, or a node of that of `head`."""
         first = ["--head", f"--port={PORT}", "--include-dashboard=false"]
         where = first if head is None else [f"--address={head.address}:{PORT}"]
@@ -108,11 +125,11 @@ class Machine:
         """Put the cable back in."""
         _run("ip", "-n", self.switch, "link", "set", self.switch_port, "up")
 
-    def power_off(self) -> None:
-        """End all processes at once, as a loss of power does. The network stays, but nothing answers there."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        self.cut()
+    def _first_process(self) -> int:
+        """Return its process id as seen from here."""
+        assert self._power is not None, f"machine {self.name} is off"
+        (child,) = Path(f"/proc/{self._power.pid}/task/{self._power.pid}/children").read_text().split()
+        return int(child)
 
 
 @contextmanager
@@ -135,44 +152,20 @@ def machines(*names: str) -> Iterator[list[Machine]]:
             _run("ip", "-n", network, "address", "add", f"{address}/24", "dev", "eth0")
             for device in ("lo", "eth0"):
                 _run("ip", "-n", network, "link", "set", device, "up")
-            environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
-            pid = stack.enter_context(_booted(network, name))
-            started.append(Machine(name, address, network, switch, port, pid, environment))
+            machine = Machine(name, address, network, switch, port, _ray_environment(token))
+            stack.callback(machine.power_off)
+            machine.power_on()
+            started.append(machine)
         yield started
+
+
+def _ray_environment(token: str) -> dict[str, str]:
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def _add_network(stack: ExitStack, name: str) -> None:
     _run("ip", "netns", "add", name)
     stack.callback(_run, "ip", "netns", "delete", name)
-
-
-@contextmanager
-def _booted(network: str, name: str) -> Iterator[int]:
-    """Start the first process of a machine; yield its process id as seen from here."""
-    command = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child", sys.executable, "-c", _BOOT]
-    process = subprocess.Popen(
-        ["ip", "netns", "exec", network, *command, name],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "up\n", f"machine {name} did not start"
-        yield _child_of(process.pid)
-    finally:
-        process.kill()  # and with it (--kill-child) the first process, and with that all others
-        process.wait()
-
-
-def _child_of(pid: int) -> int:
-    deadline = time.monotonic() + BOOT_TIMEOUT_S
-    while time.monotonic() < deadline:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-        time.sleep(0.05)
-    raise AssertionError(f"process {pid} has no child")
 
 
 def _run(*command: str) -> None:

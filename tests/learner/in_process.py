@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.learner.ranks.fsdp import FsdpLearner
+from roll_flash.learner.ranks.node_folders import NodeFolders
 from roll_flash.learner.ranks.rank import LearnerRank
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 
@@ -51,6 +52,7 @@ def in_process(
         if not rank.shares_prefixes():
             learner._row_tokens = 1
         learner._ranks = [_Handle(rank)]  # type: ignore[list-item]
+        learner._node_folders = NodeFolders(["here"], "here")
         learner._failure = None
         return await use(learner)
 

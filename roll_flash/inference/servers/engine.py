@@ -332,6 +332,7 @@ class ServerEngine:
             async with self._busy[server]:
                 await self._start_with_newest(server)
                 del self._away[server]
+            _log.warning("%s is back", server.name)
             return
         except (InferenceError, PlacementError) as error:
             _log.info("%s stays away: %s", server.name, error)

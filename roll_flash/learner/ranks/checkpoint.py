@@ -12,10 +12,11 @@ import hashlib
 import io
 import json
 import pickle
+import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,7 +36,7 @@ from roll_flash.errors import CheckpointError
 from roll_flash.processes.background import begin_in_background, in_thread
 from roll_flash.run.run_dir import sync
 
-_MANIFEST = "learner.json"
+MANIFEST = "learner.json"
 _FORMAT = 1
 
 
@@ -70,17 +71,18 @@ def new_folder(folder: Path, *, replaces: bool = False) -> Iterator[Path]:
 def write_manifest(folder: Path, metadata: dict[str, Any]) -> None:
     """Write the list of files with their sizes. Must be the last write to the folder."""
     files = {str(p.relative_to(folder)): p.stat().st_size for p in sorted(folder.rglob("*")) if p.is_file()}
-    (folder / _MANIFEST).write_text(json.dumps({"format": _FORMAT, **metadata, "files": files}, indent=1))
+    head = {"format": _FORMAT, "id": secrets.token_hex(16), **metadata}
+    (folder / MANIFEST).write_text(json.dumps({**head, "files": files}, indent=1))
 
 
 def read_manifest(folder: Path, model_fingerprint: str) -> dict[str, Any]:
     """Return the metadata of a complete checkpoint of this model. Raises CheckpointError for any mismatch."""
     try:
-        manifest: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())
+        manifest: dict[str, Any] = json.loads((folder / MANIFEST).read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: not a complete checkpoint (no {_MANIFEST}); use an older one") from None
+        raise CheckpointError(f"{folder}: not a complete checkpoint (no {MANIFEST}); use an older one") from None
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / _MANIFEST}: cannot be read: {error}; use an older checkpoint") from None
+        raise CheckpointError(f"{folder / MANIFEST}: cannot be read: {error}; use an older checkpoint") from None
     if manifest.get("format") != _FORMAT:
         raise CheckpointError(f"{folder}: format {manifest.get('format')}, this version reads {_FORMAT}")
     if manifest["model"] != model_fingerprint:
@@ -160,13 +162,16 @@ _POLL_S = 0.1
 async def write_in_background(
     folder: Path,
     *,
-    begin: Callable[[Path], Awaitable[Any]],
-    has_written: Callable[[Path], Awaitable[bool]],
+    folders_of_ranks: Callable[[Path], AbstractAsyncContextManager[Sequence[Path]]],
+    begin: Callable[[Sequence[Path]], Awaitable[Any]],
+    has_written: Callable[[Sequence[Path]], Awaitable[bool]],
     timeout_s: float,
     replaces: bool = False,
     manifest: dict[str, Any] | None = None,
 ) -> asyncio.Task[None]:
     """Return a task once `begin` has copied the data to write; the task ends when `folder` is complete.
+
+    `folders_of_ranks` gives each rank the folder that it writes into, and collects their files in the end.
 
     `manifest` is the metadata of a checkpoint, written last. Raises CheckpointError, here or from the task, if the
     folder cannot be written or `timeout_s` expires, and any error of `begin` and `has_written`; no files remain then.
@@ -174,24 +179,19 @@ async def write_in_background(
 
     async def write(copied: asyncio.Event) -> None:
         async with in_thread(new_folder(folder, replaces=replaces)) as partial:
-            await begin(partial)
-            copied.set()
-            await _until_written(folder, partial, has_written, timeout_s)
+            try:
+                async with asyncio.timeout(timeout_s), folders_of_ranks(partial) as folders:
+                    await begin(folders)
+                    copied.set()
+                    while not await has_written(folders):  # noqa: ASYNC110 - another process writes and sets no event here
+                        await asyncio.sleep(_POLL_S)
+            except TimeoutError:
+                message = f"{folder}: not written within {timeout_s:g} s (learner.step_timeout_s)"
+                raise CheckpointError(message) from None
             if manifest is not None:
                 await asyncio.to_thread(write_manifest, partial, manifest)
 
     return await begin_in_background(write)
-
-
-async def _until_written(
-    folder: Path, partial: Path, has_written: Callable[[Path], Awaitable[bool]], timeout_s: float
-) -> None:
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not await has_written(partial):  # noqa: ASYNC110 - another process writes, and can set no event here
-                await asyncio.sleep(_POLL_S)
-    except TimeoutError:
-        raise CheckpointError(f"{folder}: not written within {timeout_s:g} s (learner.step_timeout_s)") from None
 
 
 _METADATA = "torch.distributed.checkpoint.metadata"

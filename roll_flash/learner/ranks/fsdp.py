@@ -38,6 +38,7 @@ from roll_flash.learner.packing.sequences import (
 )
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.checkpoint import write_in_background
+from roll_flash.learner.ranks.node_folders import NodeFolders
 from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord, rank_actor, rank_environment
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
@@ -74,6 +75,7 @@ class FsdpLearner:
         self._transfer: WeightTransfer = transfer
         self._places: Places | None = None
         self._ranks: list[ActorHandle[Any]] = []
+        self._node_folders: NodeFolders | None = None
         self._forms: Forms = {}
         self._left_busy = False
         """True if a rank may still run a call that was cancelled."""
@@ -98,6 +100,12 @@ class FsdpLearner:
         """Number of finished steps that changed the weights, supervised steps included."""
         return self._version
 
+    @property
+    def _folders(self) -> NodeFolders:
+        self._check_usable()
+        assert self._node_folders is not None, "start() comes first"
+        return self._node_folders
+
     async def check_model(self, places: Places | None = None) -> None:
         """See `LearnerEngine`: start only the first rank. No process keeps running after an error.
 
@@ -114,6 +122,8 @@ class FsdpLearner:
             await self.check_model()
         config = self._config
         self._ranks += [await self._new_rank(rank) for rank in range(1, config.ranks)]
+        node_ids = await self._on_all("node_id", timeout_s=config.start_timeout_s)
+        self._node_folders = NodeFolders(node_ids, ray.get_runtime_context().get_node_id())
         addresses = await self._on_all("node_address", timeout_s=config.start_timeout_s)
         host = addresses[0] if len(set(addresses)) > 1 else None
         address = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
@@ -244,7 +254,8 @@ class FsdpLearner:
         self._check_usable()
         manifest = await asyncio.to_thread(checkpoint.read_manifest, folder, self._fingerprint)
         try:
-            await self._on_all("load", folder, timeout_s=self._config.step_timeout_s)
+            async with self._folders.for_reading(folder, checkpoint.MANIFEST) as folders:
+                await self._on_each("load", folders, timeout_s=self._config.step_timeout_s)
         except CheckpointError as error:
             self._kill(f"its state is half loaded: {error}")
             raise
@@ -262,12 +273,16 @@ class FsdpLearner:
     ) -> asyncio.Task[None]:
         timeout_s = self._config.step_timeout_s
 
-        async def has_written(partial: Path) -> bool:
-            return all(await self._on_all("has_written", partial, timeout_s=timeout_s))
+        async def begin_on_all(folders: Sequence[Path]) -> None:
+            await self._on_each(begin, folders, timeout_s=timeout_s)
+
+        async def has_written(folders: Sequence[Path]) -> bool:
+            return all(await self._on_each("has_written", folders, timeout_s=timeout_s))
 
         return await write_in_background(
             folder,
-            begin=lambda partial: self._on_all(begin, partial, timeout_s=timeout_s),
+            folders_of_ranks=self._folders.for_writing,
+            begin=begin_on_all,
             has_written=has_written,
             timeout_s=timeout_s,
             replaces=replaces,
@@ -285,6 +300,9 @@ class FsdpLearner:
             except (TimeoutError, ray.exceptions.RayError) as error:
                 self._failure = f"a rank did not close in order: {first_line(error)}"
         self._kill(self._failure or "the learner is closed")
+        if self._node_folders is not None:
+            self._node_folders.close()
+            self._node_folders = None
 
     async def _take(self, groups: Sequence[FinishedGroup]) -> None:
         """Train on groups immediately; with several minibatches, the ranks only keep them with proximal logprobs."""
@@ -371,6 +389,12 @@ class FsdpLearner:
     async def _on_all(self, method: str, *args: Any, timeout_s: float, **kwargs: Any) -> list[Any]:
         self._check_usable()
         calls = [getattr(rank, method).remote(*args, **kwargs) for rank in self._ranks]
+        return await self._gather(calls, method, timeout_s)
+
+    async def _on_each(self, method: str, arguments: Sequence[Any], *, timeout_s: float) -> list[Any]:
+        """Call `method` on each rank with an argument of its own."""
+        self._check_usable()
+        calls = [getattr(rank, method).remote(each) for rank, each in zip(self._ranks, arguments, strict=True)]
         return await self._gather(calls, method, timeout_s)
 
     async def _on_rank(self, rank: int, method: str, *args: Any, timeout_s: float) -> Any:

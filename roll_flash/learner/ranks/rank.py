@@ -92,6 +92,11 @@ class LearnerRank:
         address: str = ray.util.get_node_ip_address()
         return address
 
+    def node_id(self) -> str:
+        """Return Ray's id of this node."""
+        node_id: str = ray.get_runtime_context().get_node_id()
+        return node_id
+
     def check_model(self) -> Forms:
         """Load the model and find how it, and a reference in another folder, are computed exactly. First rank only,
         before all other parts start. Raises ModelError if exact computation is impossible."""
@@ -273,8 +278,7 @@ class LearnerRank:
     def stage(self, version: int) -> StagedWeights | None:
         """Stage the weights; the first rank returns them, with `ipc` every rank. A collective."""
         if self._rank == 0 or self._transfer == "ipc":
-            node_id = ray.get_runtime_context().get_node_id() if ray.is_initialized() else ""
-            return replace(self._stage.stage(version), node_id=node_id)
+            return replace(self._stage.stage(version), node_id=self.node_id() if ray.is_initialized() else "")
         self._stage.gather()
         return None
 

@@ -1,0 +1,173 @@
+"""Runs over several machines, with real Ray between them: where the parts are, what reaches what, what may fail."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from roll_flash.monitor.metrics import STEP_S
+from roll_flash.summary import check_counts
+from tests.cluster.machines import Machine, machines, why_not
+from tests.leaks import Session
+
+pytestmark = [pytest.mark.ray]
+
+RUN_TIMEOUT_S = 400.0
+OURS = r"roll_flash\.|ServerHost|LearnerRank|WorkerActor|MirrorActor|NodeFiles"
+"""Regular expression for the processes of a run on a machine."""
+PARTS = {
+    "rollout.worker_resources": "{CPU: 0.1, envs: 1}",
+    "inference.server_resources": "{CPU: 1, servers: 1}",
+    "learner.rank_resources": "{CPU: 1, ranks: 1}",
+}
+
+
+@pytest.fixture(autouse=True)
+def _there_can_be_machines() -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+def train(head: Machine, **settings: Any) -> list[str]:
+    """Command of a run of the tiny model, whose folder is on the disk of `head` alone."""
+    wanted = {
+        "name": "run",
+        "runs": "/tmp/runs",
+        "inference.engine": "transformers",
+        "ray.address": f"{head.address}:6379",
+        "eval.tasks": 4,
+        **PARTS,
+        **settings,
+    }
+    values = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in wanted.items()]
+    return [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", *values]
+
+
+def rows(head: Machine) -> list[dict[str, Any]]:
+    """Metrics of the run so far."""
+    status, text = head.run("cat", "/tmp/runs/run/metrics.jsonl")
+    return [json.loads(line) for line in text.splitlines()] if status == 0 else []
+
+
+def steps(head: Machine) -> int:
+    return max((row["step"] for row in rows(head) if STEP_S in row), default=0)
+
+
+def wait_for(condition: Any, process: subprocess.Popen[str], what: str, limit_s: float = RUN_TIMEOUT_S) -> float:
+    """Wait until `condition()`; return how long it took."""
+    began = time.monotonic()
+    while not condition():
+        assert process.poll() is None, f"the run ended before {what}:\n{process.communicate()[0]}"
+        assert time.monotonic() - began < limit_s, f"no {what} within {limit_s:g} s"
+        time.sleep(1)
+    return time.monotonic() - began
+
+
+def end(process: subprocess.Popen[str], head: Machine) -> str:
+    """Ask a run to end; return its output. Its books must balance."""
+    status, _ = head.run("pkill", "-INT", "-f", "roll_flash train")
+    assert status == 0
+    output, _ = process.communicate(timeout=120)
+    last = [row for row in rows(head) if STEP_S in row][-1]
+    books = {name.removeprefix("books/"): value for name, value in last.items() if name.startswith("books/")}
+    assert check_counts(books)["balance"], (books, output)
+    return output
+
+
+def processes(machine: Machine, name: str) -> int:
+    """Number of processes on a machine whose command line contains `name`."""
+    _, output = machine.run("pgrep", "--count", "--full", name)
+    return int(output)
+
+
+@pytest.fixture(scope="module")
+def spread_run() -> Iterator[dict[str, Any]]:
+    """A run of the tiny model whose two ranks, server and workers with sandboxes are on two other machines."""
+    environment: dict[str, str] = {}
+    session = Session.begin(environment)
+    with machines("head", "envs", "gpus") as (head, envs, gpus):
+        head.join_ray(cpus=1, **environment)
+        envs.join_ray(head, resources='{"envs": 2, "ranks": 1}', **environment)
+        gpus.join_ray(head, resources='{"servers": 1, "ranks": 1}', **environment)
+        settings = {"learner.ranks": 2, "learner.threads": 1, "rollout.workers": 2}
+        first = head.run(*train(head, **settings), timeout_s=RUN_TIMEOUT_S)
+        again = head.run(*train(head, **settings, steps=4), "--resume", timeout_s=RUN_TIMEOUT_S)
+        check = head.run(sys.executable, ".ci/check_run.py", "/tmp/runs/run")
+        left = {each.name: processes(each, OURS) for each in (envs, gpus)}
+        yield {
+            "first": first,
+            "again": again,
+            "check": check,
+            "left": left,
+            "rows": rows(head),
+            "model": head.run("ls", "/tmp/runs/run/model")[1],
+        }
+    assert not session.leaks()
+
+
+def test_a_run_over_three_machines_is_a_run_as_any_other(spread_run: dict[str, Any]) -> None:
+    status, output = spread_run["first"]
+    assert status == 0, output
+    assert "worker 0-1: on envs (10.77.0.2), 0.1 CPU, 1 envs each" in output
+    assert "server 0: on gpus (10.77.0.3), 1 CPU, 1 servers" in output
+    assert "the books balance" in output
+    assert spread_run["check"][0] == 0, spread_run["check"][1]
+    assert max(row["weights/parity"] for row in spread_run["rows"] if "weights/parity" in row) <= 1e-4
+
+
+def test_checkpoints_and_the_model_are_on_the_drivers_disk_and_a_run_goes_on_from_there(
+    spread_run: dict[str, Any],
+) -> None:
+    assert "model.safetensors" in spread_run["model"]
+    status, output = spread_run["again"]
+    assert status == 0, output
+    assert "step 4/4" in output
+    assert "step 3/4" not in output
+
+
+def test_nothing_of_a_run_stays_on_its_machines(spread_run: dict[str, Any]) -> None:
+    assert spread_run["left"] == {"envs": 0, "gpus": 0}
+
+
+def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_back() -> None:
+    with machines("head", "one", "two") as (head, one, two):
+        head.join_ray(cpus=2, resources='{"ranks": 1}')
+        for each in (one, two):
+            each.join_ray(head, resources='{"envs": 1, "servers": 1}')
+        settings = {"rollout.workers": 2, "inference.servers": 2, "inference.health_timeout_s": 5, "steps": 1000}
+        run = head.start(*train(head, **settings))
+        wait_for(lambda: steps(head) >= 1, run, "step")
+
+        two.power_off()
+        before = steps(head)
+        wait_for(lambda: steps(head) >= before + 10, run, "ten steps with one machine")
+
+        two.power_on()
+        two.join_ray(head, resources='{"envs": 1, "servers": 1}')
+        back_s = wait_for(lambda: processes(two, "transformers.server"), run, "server on the machine that came back")
+        assert back_s <= 60
+        before = steps(head)
+        wait_for(lambda: steps(head) >= before + 2, run, "steps with both machines")
+        output = end(run, head)
+        assert "interrupted; a checkpoint of step" in output, output
+
+
+def test_a_cable_that_is_out_for_20_seconds_is_no_loss() -> None:
+    with machines("head", "far") as (head, far):
+        head.join_ray(cpus=2, resources='{"ranks": 1}')
+        far.join_ray(head, resources='{"envs": 1, "servers": 1}')
+        run = head.start(*train(head, steps=1000))
+        wait_for(lambda: steps(head) >= 1, run, "step")
+        far.cut()
+        time.sleep(20)
+        far.mend()
+        before = steps(head)
+        wait_for(lambda: steps(head) >= before + 2, run, "steps after the cable was put back")
+        output = end(run, head)
+        assert "interrupted; a checkpoint of step" in output, output
