@@ -1,0 +1,97 @@
+"""Copies of weights on nodes: exact, with only the blocks that changed, and never of another file."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from roll_flash.engines.inference import StagedWeights
+from roll_flash.errors import InferenceError
+from roll_flash.models.prepare import resolve_model
+from roll_flash.weight_sync.mirror import BLOCK_BYTES, Blocks, WeightMirror, read_blocks
+from roll_flash.weight_sync.mirrors import Mirrors
+from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
+
+
+def take_over(mirror: WeightMirror, source: Path, version: int) -> list[int]:
+    """Copy a file as `Mirrors` does; return the blocks that travelled."""
+    blocks = Blocks.of(str(source))
+    missing = mirror.begin(blocks)
+    mirror.write(missing, read_blocks(str(source), missing))
+    mirror.finish(StagedWeights(version, str(source), blocks.size))
+    assert mirror.weights is not None
+    assert Path(mirror.weights.path).read_bytes() == source.read_bytes()
+    return missing
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 4 * BLOCK_BYTES), min_size=1, max_size=4),
+    changes=st.lists(st.integers(0, 4 * BLOCK_BYTES - 1), max_size=3),
+)
+def test_a_mirror_is_exact_after_any_changes_of_content_and_size(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], changes: list[int]
+) -> None:
+    source, mirror = tmp_path_factory.mktemp("weights") / "file", WeightMirror()
+    content = bytearray(b"x" * 4 * BLOCK_BYTES)
+    for version, size in enumerate(sizes):
+        for place in changes:
+            content[place] = version
+        source.write_bytes(content[:size])
+        take_over(mirror, source, version)
+    mirror.close()
+
+
+def test_only_changed_blocks_travel(tmp_path: Path) -> None:
+    source, mirror = tmp_path / "file", WeightMirror()
+    content = bytearray(20 * BLOCK_BYTES)
+    source.write_bytes(content)
+    assert take_over(mirror, source, 0) == list(range(20))
+    content[7 * BLOCK_BYTES + 5] = 1
+    source.write_bytes(content)
+    assert take_over(mirror, source, 1) == [7]
+    mirror.close()
+
+
+def test_a_block_that_was_changed_on_the_way_is_refused(tmp_path: Path) -> None:
+    source, mirror = tmp_path / "file", WeightMirror()
+    source.write_bytes(bytes(2 * BLOCK_BYTES))
+    mirror.begin(Blocks.of(str(source)))
+    with pytest.raises(InferenceError, match="block 1 of the weights did not arrive as it was sent"):
+        mirror.write([0, 1], bytes(BLOCK_BYTES) + b"x" * BLOCK_BYTES)
+    with pytest.raises(InferenceError, match="did not arrive whole"):
+        mirror.finish(StagedWeights(1, str(source), 2 * BLOCK_BYTES))
+    mirror.close()
+
+
+def test_the_newest_weights_outlive_the_memory_that_they_were_in(tmp_path: Path) -> None:
+    async def run() -> bytes:
+        source, mirrors = tmp_path / "file", Mirrors()
+        source.write_bytes(b"weights")
+        await mirrors.keep(StagedWeights(1, str(source), 7))
+        source.unlink()
+        assert mirrors.newest is not None
+        (found,) = (await mirrors.bring(mirrors.newest, {""})).values()
+        assert isinstance(found, StagedWeights)
+        try:
+            return await asyncio.to_thread(Path(found.path).read_bytes)
+        finally:
+            await mirrors.close()
+
+    assert asyncio.run(run()) == b"weights"
+
+
+def test_weights_of_another_run_at_the_same_path_are_refused(tmp_path: Path) -> None:
+    folder = ModelFolder(resolve_model("tiny"))
+    path = tmp_path / "file"
+    save_file({name: torch.zeros(shape) for name, shape in folder.shapes.items()}, path, metadata={"tag": "other"})
+    with PublishedWeights(path, folder, tied=True, tag="other") as weights:
+        assert weights.names
+    with pytest.raises(ValueError, match="its tag is another one"):
+        PublishedWeights(path, folder, tied=True, tag="ours").__enter__()
