@@ -28,9 +28,16 @@ from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import EpisodesWriter, next_group_number
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
-from roll_flash.processes.background import FirstFailure, call_in_thread, cancel_on_failure, gather_or_cancel
+from roll_flash.processes.background import (
+    FirstFailure,
+    background_task,
+    call_in_thread,
+    cancel_on_failure,
+    gather_or_cancel,
+)
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.processes.ray_watch import watching_ray
+from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.episode_log import EpisodeFiles
 from roll_flash.rollout.fleet import WorkerFleet
@@ -179,6 +186,9 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     engine = await _start_models(stack, start, learner, places, progress)
     settings = worker_settings(config, engine.client_spec(), start.model_folder, start.needs_sandbox)
     fleet = await _start_workers(stack, config, settings, places)
+    assert isinstance(settings.model, ClientSpec), "training has servers of its own"
+    elastic = ElasticParts(engine, fleet, settings.model, run_dir.folder, progress.note)
+    await stack.enter_async_context(background_task(elastic.run(), "the scaling of the run"))
     if start.checkpoint:
         await learner.load(start.checkpoint.state)
     metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)

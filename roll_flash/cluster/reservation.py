@@ -50,14 +50,15 @@ class Reservation:
             await self._take(self.plan.rows)
 
     async def place(self, part: str) -> Place:
-        """Return the place of a part; a new one if its node is lost. Raises PlacementError if no node has room."""
+        """Return the place of a part; a new one if it has none or its node is lost. A part that the plan did not have
+        needs what the others of its kind do. Raises PlacementError if no node has room."""
         async with self._changing:
             nodes = await asyncio.to_thread(living_nodes)
             held = self._held.get(part)
             if held is not None and any(node.node_id == held[0].node_id for node in nodes):
                 return held[0]
             await self._give_back(part)
-            return await self._take_one(self._parts[part], nodes)
+            return await self._take_one(self._part(part), nodes)
 
     async def is_lost(self, part: str) -> bool:
         """Return true if the part has no place: its node no longer belongs to the cluster."""
@@ -65,13 +66,6 @@ class Reservation:
         if held is None:
             return True
         return all(node.node_id != held[0].node_id for node in await asyncio.to_thread(living_nodes))
-
-    async def add(self, part: Part) -> Place:
-        """Reserve a place for one more part. Raises PlacementError."""
-        async with self._changing:
-            place = await self._take_one(part, await asyncio.to_thread(living_nodes))
-            self._parts[part.name] = part
-            return place
 
     async def give_back(self, part: str) -> None:
         """Free the place of a part that has ended. The part can get a place again."""
@@ -83,6 +77,11 @@ class Reservation:
         async with self._changing:
             for part in list(self._held):
                 await self._give_back(part)
+
+    def _part(self, name: str) -> Part:
+        kind = name.partition(" ")[0]
+        alike = next(part for part in self._parts.values() if part.kind == kind)
+        return self._parts.setdefault(name, replace(alike, name=name))
 
     async def _take_one(self, part: Part, nodes: list[Node]) -> Place:
         plan = make_plan(replace(self._wanted, parts=(part,)), nodes)

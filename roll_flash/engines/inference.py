@@ -120,6 +120,10 @@ class InferenceClient(Protocol):
         """
         ...
 
+    async def use(self, spec: ClientSpec) -> None:
+        """Use the servers of a newer `spec` from now on. Requests to a server that is not in it continue elsewhere."""
+        ...
+
     def metrics(self) -> dict[str, float]:
         """Metrics of this client so far: load, queue, removed servers, retried requests."""
         ...

@@ -32,7 +32,12 @@ class Places(Protocol):
     """The reserved places of a run's parts."""
 
     async def place(self, part: str) -> Place:
-        """Return the place of a part; a new one if its node is lost. Raises PlacementError if no node has room."""
+        """Return the place of a part; a new one if it has none or its node is lost. A part that the plan did not have,
+        such as one more server, needs what the others of its kind do. Raises PlacementError if no node has room."""
+        ...
+
+    async def give_back(self, part: str) -> None:
+        """Free the place of a part that has ended. The part can get a place again."""
         ...
 
     async def is_lost(self, part: str) -> bool:

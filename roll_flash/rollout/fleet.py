@@ -11,7 +11,7 @@ import contextlib
 import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import ray
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from roll_flash.cluster.parts import part_name
+from roll_flash.engines.inference import ClientSpec
 from roll_flash.engines.places import Places, unless_lost
 from roll_flash.errors import PlacementError, RollFlashError, RunError
 from roll_flash.inference.client.metrics import combined
@@ -34,6 +35,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 2.0
 CALL_TIMEOUT_S = 30.0
 START_TIMEOUT_S = 120.0
+DRAIN_S, DRAIN_POLL_S = 60.0, 0.2
+"""Time in seconds in which a worker that is no longer wanted may end its episodes."""
 WATCH = "watch"
 """Ray concurrency group of the calls that a worker answers even if its main event loop is blocked."""
 WATCH_TIMEOUT_S = 3.0
@@ -68,6 +71,8 @@ class _WorkerHandle:
     to_cancel: list[str] = field(default_factory=list)
     has_news: asyncio.Event = field(default_factory=asyncio.Event)
     """Set if there are episodes to submit or to cancel."""
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    """Its exchange with the driver."""
 
 
 class WorkerFleet:
@@ -88,7 +93,6 @@ class WorkerFleet:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members: list[_WorkerHandle] = []
         self._receivers: dict[str, Receiver] = {}
-        self._tasks: list[asyncio.Task[None]] = []
         self._deaths = RecentCount(DEATH_WINDOW_S)
         self._error: BaseException | None = None
 
@@ -98,11 +102,14 @@ class WorkerFleet:
         await gather_or_cancel(*(self._start_worker(index) for index in range(self._count)))
         self._members.sort(key=lambda member: member.index)
         for member in self._members:
-            member.ready.set()
-            for work in (self._collect(member), self._feed(member)):
-                task = start_background(work, f"the exchange with rollout worker {member.index}")
-                task.add_done_callback(self._note_failure)
-                self._tasks.append(task)
+            self._begin(member)
+
+    def _begin(self, member: _WorkerHandle) -> None:
+        member.ready.set()
+        for work in (self._collect(member), self._feed(member)):
+            task = start_background(work, f"the exchange with rollout worker {member.index}")
+            task.add_done_callback(self._note_failure)
+            member.tasks.append(task)
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receiver: Receiver) -> None:
         """Start episodes on the least loaded workers; `receiver` gets each outcome once.
@@ -166,13 +173,50 @@ class WorkerFleet:
             total.merge(pool)
         return total.as_metrics() if pools else {}
 
+    @property
+    def size(self) -> int:
+        """Number of workers, also those that are being started again."""
+        return len(self._members)
+
+    async def use(self, model: ClientSpec) -> None:
+        """Let all workers use the servers of `model` from now on. One that does not answer is found by its poll."""
+        self._settings = replace(self._settings, model=model)
+        members = [member for member in self._members if member.ready.is_set()]
+        calls = (_within(member.actor.use.remote(model), CALL_TIMEOUT_S, "use") for member in members)
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException) and not isinstance(answer, NoAnswerError | WORKER_DIED):
+                raise answer
+
+    async def resize(self, workers: int) -> None:
+        """Start more workers, or end the last ones: these get no more episodes, and what they play within DRAIN_S ends
+        as usual. Raises the error of a worker's start; those that started stay."""
+        for index in range(len(self._members), workers):
+            await self._start_worker(index)
+            self._begin(self._members[-1])
+        leaving, self._members = self._members[workers:], self._members[:workers]
+        await asyncio.gather(*(self._end(member) for member in leaving))
+
+    async def _end(self, member: _WorkerHandle) -> None:
+        member.ready.clear()
+        deadline = time.monotonic() + DRAIN_S
+        while member.episodes and time.monotonic() < deadline:  # noqa: ASYNC110 - several tasks change it
+            await asyncio.sleep(DRAIN_POLL_S)
+        for task in member.tasks:
+            task.cancel()
+        await asyncio.gather(*member.tasks, return_exceptions=True)
+        self._fail(member, list(member.episodes.values()), "its worker was no longer wanted (roll-flash scale)")
+        await _close(member)
+        if self._places is not None:
+            await self._places.give_back(part_name("worker", member.index))
+
     async def close(self) -> None:
         """Cancel all episodes, free every sandbox, stop the actors. Safe to call twice."""
-        for task in self._tasks:
+        tasks = [task for member in self._members for task in member.tasks]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(_close(member) for member in self._members))
-        self._members, self._tasks = [], []
+        self._members = []
 
     def _place(self, episodes: Iterable[EpisodeSpec], members: Sequence[_WorkerHandle]) -> None:
         for episode in episodes:

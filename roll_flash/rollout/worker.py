@@ -133,6 +133,12 @@ class Worker:
         Conversation(self._tokenizer, [{"role": "user", "content": "."}])  # raises for an unusable chat template
         self._client = open_client(model, self._tokenizer)
 
+    async def use(self, model: ClientSpec) -> None:
+        """Use other servers of the same model from now on."""
+        self._settings = replace(self._settings, model=model)
+        if self._client is not None:
+            await self._client.use(model)
+
     def submit(self, episodes: list[EpisodeSpec]) -> None:
         """Start episodes now; the scheduler limits the number of running episodes."""
         for spec in episodes:
@@ -307,6 +313,9 @@ class WorkerActor:
         self._worker = Worker(self._settings)
         await self._worker.start()
         self._until_closed.enter_context(rare_collections())
+
+    async def use(self, model: ClientSpec) -> None:
+        await self._worker.use(model)
 
     async def update(self, submit: list[EpisodeSpec], cancel: list[str]) -> None:
         self._worker.submit(submit)

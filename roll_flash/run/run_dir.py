@@ -23,6 +23,7 @@ from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
+from roll_flash.run.scale_request import ANSWER, REQUEST
 from roll_flash.run.trained_tasks import TRAINED_TASKS
 
 FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
@@ -93,7 +94,8 @@ class RunDir:
         for name in FOLDERS:
             (self.folder / name).mkdir(exist_ok=True)
         self._save_config(config)
-        (self.folder / SUMMARY).unlink(missing_ok=True)  # of the end before `--resume`
+        for name in (SUMMARY, REQUEST, ANSWER):  # of the end before `--resume`
+            (self.folder / name).unlink(missing_ok=True)
         self._repair_checkpoints()
 
     @property

@@ -18,6 +18,7 @@ from tests.leaks import Session
 
 pytestmark = [pytest.mark.ray]
 
+ROLL_FLASH = [sys.executable, "-m", "roll_flash"]
 RUN_TIMEOUT_S = 400.0
 OURS = r"roll_flash\.|ServerHost|LearnerRank|WorkerActor|MirrorActor|NodeFiles"
 """Regular expression for the processes of a run on a machine."""
@@ -46,7 +47,7 @@ def train(head: Machine, **settings: Any) -> list[str]:
         **settings,
     }
     values = [f"{key}={value if isinstance(value, str) else json.dumps(value)}" for key, value in wanted.items()]
-    return [sys.executable, "-m", "roll_flash", "train", "configs/ci.yaml", *values]
+    return [*ROLL_FLASH, "train", "configs/ci.yaml", *values]
 
 
 def rows(head: Machine) -> list[dict[str, Any]]:
@@ -154,6 +155,17 @@ def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_ba
         assert back_s <= 60
         before = steps(head)
         wait_for(lambda: steps(head) >= before + 2, run, "steps with both machines")
+
+        status, text = head.run(*ROLL_FLASH, "scale", "/tmp/runs/run", "servers=1", "workers=1")
+        assert (status, text.strip()) == (0, "1 server(s) and 1 worker(s) now")
+        assert processes(two, "transformers.server") == processes(two, "WorkerActor") == 0
+        status, text = head.run(*ROLL_FLASH, "scale", "/tmp/runs/run", "servers=2", "workers=3")
+        assert status == 1
+        assert "worker 2 needs 0.1 CPU, 1 envs, and no node has that free" in text
+        assert processes(two, "transformers.server")
+        assert processes(two, "WorkerActor")
+        before = steps(head)
+        wait_for(lambda: steps(head) >= before + 2, run, "steps after scaling")
         output = end(run, head)
         assert "interrupted; a checkpoint of step" in output, output
 

@@ -97,6 +97,16 @@ class Router:
         if not self.is_healthy(server):
             self._healthy = [s for s in self._servers.values() if s in self._healthy or s.name == server]
 
+    def add(self, server: str) -> None:
+        """Add a server without load, or bring back a known one."""
+        if server not in self._servers:
+            self._servers[server] = _Server(server, float("inf"))
+        self.bring_back(server)
+
+    def set_capacity(self, server: str, tokens: float) -> None:
+        """Set the maximum outstanding tokens of a server."""
+        self._servers[server].capacity = tokens
+
     def is_healthy(self, server: str) -> bool:
         return self._servers[server] in self._healthy
 

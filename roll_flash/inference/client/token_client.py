@@ -56,10 +56,9 @@ class TokenClient:
         """`first`: index of the first server to use; None uses the process id, so that processes differ."""
         self._spec = spec
         self._decode = decode
-        share = [tokens / spec.clients for tokens in spec.capacity_tokens]
         self._router = Router(
             spec.endpoints,
-            capacity_tokens=dict(zip(spec.endpoints, share, strict=True)) if share else None,
+            capacity_tokens=_capacities(spec),
             pinned=spec.pin_sessions,
             first=os.getpid() if first is None else first,
         )
@@ -67,7 +66,7 @@ class TokenClient:
         self._connections = {server: HttpConnections(server, spec.key) for server in spec.endpoints}
         self._bad_in_a_row = dict.fromkeys(spec.endpoints, 0)
         self._health: dict[str, ServerHealth] = {}
-        self._watches: list[asyncio.Task[None]] = []
+        self._watches: dict[str, asyncio.Task[None]] = {}
         self._last_error = ""
         self.counts = Counts()
 
@@ -87,7 +86,8 @@ class TokenClient:
                 f"request {request_id}: {len(token_ids)} tokens leave no room in {self._spec.max_model_len}"
             )
         if not self._watches:
-            self._begin_to_watch()
+            for server in self._spec.endpoints:
+                self._begin_to_watch(server)
         self.counts.requests += 1
         new_tokens = min(sampling.max_new_tokens, room)
         turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every, self._decode)
@@ -98,6 +98,26 @@ class TokenClient:
             if self._router.healthy:
                 raise
             raise InferenceError(f"no server could be reached for {timeout_s:g} s; last: {self._last_error}") from None
+
+    async def use(self, spec: ClientSpec) -> None:
+        """See `InferenceClient`."""
+        before, self._spec = self._spec, spec
+        is_watching = bool(self._watches)
+        for server in set(spec.endpoints) - set(before.endpoints):
+            self._connections.setdefault(server, HttpConnections(server, spec.key))
+            self._bad_in_a_row[server] = 0
+            self._router.add(server)
+            if is_watching:
+                self._begin_to_watch(server)
+        for server, tokens in _capacities(spec).items():
+            self._router.set_capacity(server, tokens)
+        for server in set(before.endpoints) - set(spec.endpoints):
+            self._router.remove(server)
+            self._connections[server].interrupt("the server is no longer part of the run")
+            if (watch := self._watches.pop(server, None)) is not None:
+                watch.cancel()
+                await asyncio.gather(watch, return_exceptions=True)
+        self._admission.admit()
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of this client only. Servers are numbered in the order of the spec's endpoints."""
@@ -114,10 +134,10 @@ class TokenClient:
         }
 
     async def close(self) -> None:
-        for watch in self._watches:
+        for watch in self._watches.values():
             watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
-        self._watches = []
+        await asyncio.gather(*self._watches.values(), return_exceptions=True)
+        self._watches.clear()
         for connections in self._connections.values():
             connections.close()
 
@@ -207,14 +227,21 @@ class TokenClient:
         self._remove(server, reason)
         self._connections[server].interrupt(reason)
 
-    def _begin_to_watch(self) -> None:
-        for server in self._spec.endpoints:
-            health = ServerHealth(
-                self._connections[server],
-                timeout_s=self._spec.health_timeout_s,
-                is_busy=partial(self._is_busy, server),
-                on_hung=partial(self._interrupt, server),
-                on_return=partial(self._bring_back, server),
-            )
-            self._health[server] = health
-            self._watches.append(start_background(health.run(), f"the health of {server}"))
+    def _begin_to_watch(self, server: str) -> None:
+        health = ServerHealth(
+            self._connections[server],
+            timeout_s=self._spec.health_timeout_s,
+            is_busy=partial(self._is_busy, server),
+            on_hung=partial(self._interrupt, server),
+            on_return=partial(self._bring_back, server),
+        )
+        self._health[server] = health
+        self._watches[server] = start_background(health.run(), f"the health of {server}")
+
+
+def _capacities(spec: ClientSpec) -> dict[str, float]:
+    """Return the maximum outstanding tokens of this client per server; empty if there is no limit."""
+    if not spec.capacity_tokens:
+        return {}
+    shares = (tokens / spec.clients for tokens in spec.capacity_tokens)
+    return dict(zip(spec.endpoints, shares, strict=True))

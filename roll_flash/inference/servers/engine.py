@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,24 +78,18 @@ class ServerEngine:
         self._model_folder = model_folder
         self._max_model_len = max_model_len
         self._key = new_key()
-        self._servers: list[ServerControl] = [
-            ServerProcess(index, launcher, config, logs, self._key)
-            if places is None
-            else RemoteServer(index, launcher, config, logs, self._key, places)
-            for index in range(config.servers)
-        ]
-        self._busy = {server: asyncio.Lock() for server in self._servers}
-        self._restarts = {server: RecentCount(RESTART_WINDOW_S) for server in self._servers}
+        self._logs = logs
+        self._places = places
+        self._busy: dict[ServerControl, asyncio.Lock] = {}
+        self._restarts: dict[ServerControl, RecentCount] = {}
+        self._servers = [self._new_server(index) for index in range(config.servers)]
         self._update_deadline = LearnedDeadline(floor_s=UPDATE_FLOOR_S, max_s=config.start_timeout_s)
         self._mirrors = Mirrors() if places is None else Mirrors(_this_node())
         self._loading = asyncio.Lock()
         """Held while a server loads weights and while mirrors change."""
         self._away: dict[ServerControl, float] = {}
         """Servers whose node is lost, with the time since when."""
-        self._listeners: list[Callable[[Sequence[str]], None]] = []
-        self._told: dict[ServerControl, str] = {}
-        """Endpoints that clients know."""
-        self._supervisors: list[asyncio.Task[None]] = []
+        self._supervisors: dict[ServerControl, asyncio.Task[None]] = {}
         self.deaths = 0
         """Number of server deaths, including kills of hung servers."""
         self.hung = 0
@@ -117,13 +111,12 @@ class ServerEngine:
             await asyncio.gather(*starts, return_exceptions=True)
             await self.close()
             raise
-        self._told = {server: server.endpoint for server in self._servers}
-        self._supervisors = [
-            start_background(self._supervise(server), f"the supervision of {server.name}") for server in self._servers
-        ]
+        for server in self._servers:
+            self._begin_to_supervise(server)
 
     def client_spec(self) -> ClientSpec:
-        """Return the spec for one client; for more see `ClientSpec.clients`. Capacities are known after `start`."""
+        """Return the spec for one client; for more see `ClientSpec.clients`. Capacities are known after `start`;
+        endpoints change when a server starts on another node."""
         ratio = self._config.admission_ratio
         capacity = tuple(ratio * (server.kv_cache_tokens or float("inf")) for server in self._servers)
         return ClientSpec(
@@ -136,10 +129,6 @@ class ServerEngine:
             health_timeout_s=self._config.health_timeout_s,
             key=self._key,
         )
-
-    def on_moved(self, listener: Callable[[Sequence[str]], None]) -> None:
-        """Call `listener` with the endpoints of all servers, in their order, when a server got another one."""
-        self._listeners.append(listener)
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:
         """Update one server after another, so that generation never stops on all. A server that dies or hangs
@@ -166,6 +155,47 @@ class ServerEngine:
             raise InferenceError("no server is left that could take new weights: their nodes are lost")
         return list(updates.values())
 
+    async def resize(self, servers: int, *, before_removal: Callable[[], Awaitable[None]]) -> None:
+        """Start more servers, with the newest weights, or end the last ones; `before_removal` tells clients that these
+        are no longer in `client_spec`. Raises InferenceError or PlacementError; servers that started stay."""
+        for index in range(len(self._servers), servers):
+            server = self._new_server(index)
+            try:
+                await self._start_with_newest(server)
+            except BaseException:
+                await self._end(server)
+                raise
+            self._servers.append(server)
+            self._begin_to_supervise(server)
+        leaving, self._servers = self._servers[servers:], self._servers[:servers]
+        if leaving:
+            await before_removal()
+        for server in leaving:
+            async with self._busy[server]:
+                await self._end(server)
+
+    def _new_server(self, index: int) -> ServerControl:
+        arguments = (index, self._launcher, self._config, self._logs, self._key)
+        places = self._places
+        server = ServerProcess(*arguments) if places is None else RemoteServer(*arguments, places)
+        self._busy[server] = asyncio.Lock()
+        self._restarts[server] = RecentCount(RESTART_WINDOW_S)
+        return server
+
+    def _begin_to_supervise(self, server: ServerControl) -> None:
+        work = self._supervise(server)
+        self._supervisors[server] = start_background(work, f"the supervision of {server.name}")
+
+    async def _end(self, server: ServerControl) -> None:
+        """End a server that is no longer wanted, and free its place."""
+        if (task := self._supervisors.pop(server, None)) is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._away.pop(server, None)
+        await server.close()
+        if self._places is not None:
+            await self._places.give_back(f"server {server.index}")
+
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
         there = [server for server in self._servers if server not in self._away]
         found = await asyncio.gather(*(self._score_unless_lost(server, token_ids) for server in there))
@@ -181,10 +211,10 @@ class ServerEngine:
         return figures
 
     async def close(self) -> None:
-        for task in self._supervisors:
+        for task in self._supervisors.values():
             task.cancel()
-        await asyncio.gather(*self._supervisors, return_exceptions=True)
-        self._supervisors = []
+        await asyncio.gather(*self._supervisors.values(), return_exceptions=True)
+        self._supervisors.clear()
         await asyncio.gather(*(server.close() for server in self._servers))
         await self._mirrors.close()
 
@@ -347,11 +377,6 @@ class ServerEngine:
     async def _start_with_newest(self, server: ServerControl) -> None:
         await server.start()
         await self._update(server, None, "keep")
-        endpoints = [each.endpoint for each in self._servers]
-        if server.endpoint != self._told.get(server):
-            self._told[server] = server.endpoint
-            for listener in self._listeners:
-                listener(endpoints)
 
     async def _restart(self, server: ServerControl) -> None:
         if await server.is_lost():
