@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -22,6 +23,11 @@ class Node:
         """Return how many parts fit if each takes `wanted`; infinity if `wanted` is empty."""
         counts = (math.floor(self.free.get(name, 0.0) / amount + 1e-9) for name, amount in wanted.items())
         return min(counts, default=math.inf)
+
+
+def own_node(resources: Mapping[str, float]) -> Node:
+    """Return this machine as the only node of a Ray that is not started yet."""
+    return Node("", "127.0.0.1", socket.gethostname(), resources, resources)
 
 
 def living_nodes() -> list[Node]:

@@ -96,6 +96,18 @@ def _log_what_ray_prints(data: Mapping[str, Any], *_: object, **__: object) -> N
     _log.info("ray: %s", "; ".join(data["lines"])[:2000])
 
 
+def own_resources(config: RayConfig) -> dict[str, float]:
+    """Return the CPUs and GPUs that the run's own Ray has on this machine. Importing Ray takes a second."""
+    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+
+    gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
+    return {"CPU": float(_own_cpus(config)), **({"GPU": float(gpus)} if gpus else {})}
+
+
+def _own_cpus(config: RayConfig) -> int:
+    return config.num_cpus or CPUS_PER_CORE * len(os.sched_getaffinity(0))
+
+
 def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
     # Ray logs that a new cluster requires a token, which is its default and no news for users.
     logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
@@ -106,7 +118,7 @@ def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
         "address": "local",  # else Ray would join another user's cluster on this machine
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
-        "num_cpus": config.num_cpus or CPUS_PER_CORE * len(os.sched_getaffinity(0)),
+        "num_cpus": _own_cpus(config),
     }
 
 

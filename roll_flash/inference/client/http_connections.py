@@ -10,6 +10,8 @@ request on the server; no timeouts here (the caller sets them) except CONNECT_TI
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
@@ -57,6 +59,8 @@ class HttpConnections:
         self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
+        self.round_trip_s = math.inf
+        """Shortest time in seconds in which a connection was opened so far."""
 
     async def post(self, path: str, body: bytes, receiver: Receiver | None = None) -> Answer:
         """Send a POST request. The parts of a text/event-stream answer go to `receiver`, if given, as they arrive.
@@ -110,6 +114,7 @@ class HttpConnections:
         return answer
 
     async def _connect(self) -> _Connection:
+        began = time.perf_counter()
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 loop = asyncio.get_running_loop()
@@ -118,6 +123,7 @@ class HttpConnections:
             raise ConnectionLostError(f"no connection within {CONNECT_TIMEOUT_S:g} s") from None
         except OSError as error:
             raise ConnectionLostError(error.strerror or str(error)) from None
+        self.round_trip_s = min(self.round_trip_s, time.perf_counter() - began)
         return connection
 
 

@@ -8,7 +8,7 @@ Policy, in this order:
   server is full, the request waits;
 - any other session (an episode) stays on the server of its last turn, which has its prefix in the cache, unless that
   server has more than SPILL_RATIO x the outstanding tokens of the least loaded server, plus SPILL_TOKENS;
-- all other requests go to the server with the fewest outstanding tokens.
+- all other requests go to the server with the fewest outstanding tokens; of several, to the nearest.
 
 The outstanding tokens of a request are its prompt and its maximum new tokens: the KV cache that it may need. Each
 client counts only its own requests. Shared counts would need a call to another process per request (1.3 ms with Ray,
@@ -34,6 +34,7 @@ class _Server:
     name: str
     capacity: float
     outstanding: int = 0
+    distance_ms: int = 0
 
     def has_room(self, tokens: int) -> bool:
         """True if a request of `tokens` fits. A request larger than the whole capacity runs alone."""
@@ -103,6 +104,10 @@ class Router:
             self._servers[server] = _Server(server, float("inf"))
         self.bring_back(server)
 
+    def set_distance(self, server: str, round_trip_s: float) -> None:
+        """Set how far away a server is; a millisecond is the smallest difference that counts."""
+        self._servers[server].distance_ms = int(1000 * round_trip_s)
+
     def set_capacity(self, server: str, tokens: float) -> None:
         """Set the maximum outstanding tokens of a server."""
         self._servers[server].capacity = tokens
@@ -124,7 +129,7 @@ class Router:
             candidates = [server for server in candidates if server.name != avoid]
         if self._pinned and session is not None:
             return self._pinned_server(tokens, session, candidates)
-        least = min(candidates, key=_outstanding, default=None)
+        least = min(candidates, key=_load, default=None)
         home = self._sessions.get(session) if session is not None else None
         if least is None or home is None or home not in candidates:
             return self._with_room(least, tokens, candidates)
@@ -138,12 +143,13 @@ class Router:
         """Return the least loaded server; if it is full, the least loaded one with room, as capacities can differ."""
         if least is None or least.has_room(tokens):
             return least
-        return min((server for server in candidates if server.has_room(tokens)), key=_outstanding, default=None)
+        return min((server for server in candidates if server.has_room(tokens)), key=_load, default=None)
 
     def _pinned_server(self, tokens: int, session: str, candidates: Sequence[_Server]) -> _Server | None:
         chosen = max(candidates, key=lambda s: zlib.crc32(f"{s.name} {session}".encode()), default=None)
         return chosen if chosen is not None and chosen.has_room(tokens) else None
 
 
-def _outstanding(server: _Server) -> int:
-    return server.outstanding
+def _load(server: _Server) -> tuple[int, int]:
+    """Return what is compared: outstanding tokens, and at equal load the distance."""
+    return server.outstanding, server.distance_ms

@@ -184,6 +184,7 @@ class TokenClient:
             turn.take(decode_piece(answer.body))
         gained = turn.finish()
         self._bad_in_a_row[server] = 0
+        self._router.set_distance(server, self._connections[server].round_trip_s)
         self._health[server].succeeded()
         self._note_version(server, turn)
         if turn.finish_reason is None:
