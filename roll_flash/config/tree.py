@@ -149,7 +149,7 @@ class RolloutConfig(Section):
     """Maximum concurrent calls of blocking environments in one worker."""
     placement: Literal["pack", "spread"] = "pack"
     """Placement of the workers: `pack` fills one node after another, the driver's first; `spread` uses all in turn."""
-    worker_resources: RayResources = Field(default_factory=lambda: {"CPU": 0.1})
+    worker_resources: RayResources = Field(default={"CPU": 0.1})
     """Ray resources that each worker reserves, such as `{CPU: 1, envs: 1}`. A worker mostly waits."""
     heartbeat_timeout_s: PositiveFloat = 30.0
     """A worker without a heartbeat for this many seconds is replaced, and its episodes are restarted."""

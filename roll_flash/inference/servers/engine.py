@@ -15,7 +15,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -142,7 +142,7 @@ class ServerEngine:
                 await self._mirrors.bring(weights, there)
         updates: dict[ServerControl, ServerUpdate] = {}
         # A server that comes back meanwhile may still have older weights.
-        while server := next((each for each in self._servers if each not in {*updates, *self._away}), None):
+        while server := await self._next_without(updates):
             update = await self._update_unless_lost(server, weights, in_flight)
             if update is None:
                 continue
@@ -151,9 +151,14 @@ class ServerEngine:
                 async with self._loading:
                     await self._mirrors.keep(weights)
             updates[server] = update
-        if not updates:
-            raise InferenceError("no server is left that could take new weights: their nodes are lost")
         return list(updates.values())
+
+    async def _next_without(self, updates: Mapping[ServerControl, ServerUpdate]) -> ServerControl | None:
+        """Return a server that is there and has no update yet. If all are away, wait for the first that comes back;
+        `_bring_back` ends the run if none does."""
+        while not updates and len(self._away) == len(self._servers):  # noqa: ASYNC110 - several tasks change it
+            await asyncio.sleep(SUPERVISE_EVERY_S)
+        return next((server for server in self._servers if server not in {*updates, *self._away}), None)
 
     async def resize(self, servers: int, *, before_removal: Callable[[], Awaitable[None]]) -> None:
         """Start more servers, with the newest weights, or end the last ones; `before_removal` tells clients that these
@@ -197,9 +202,13 @@ class ServerEngine:
             await self._places.give_back(f"server {server.index}")
 
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
-        there = [server for server in self._servers if server not in self._away]
-        found = await asyncio.gather(*(self._score_unless_lost(server, token_ids) for server in there))
-        return [scores for scores in found if scores is not None]
+        """See `InferenceEngine`; without servers that are away. If all are, wait for one."""
+        while True:
+            await self._next_without({})
+            there = [server for server in self._servers if server not in self._away]
+            found = await asyncio.gather(*(self._score_unless_lost(server, token_ids) for server in there))
+            if scores := [each for each in found if each is not None]:
+                return scores
 
     async def metrics(self) -> dict[str, float]:
         """Return `deaths`, `hung` and `lost` so far, and the metrics in `servers.metrics.LOGGED` of each numbered
