@@ -59,6 +59,7 @@ BENCHMARKS = [
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),
     Benchmark("weights", ("weights.py",)),
+    Benchmark("scaling", ("scaling.py",)),
     Benchmark("learner", ("learner.py",), writes=False, entry="benchmarks/all.py"),
     Benchmark("learner_trl", ("learner.py", "--trl"), writes=False, entry="benchmarks/all.py"),
     Benchmark("learner_memory", ("learner_memory.py",), writes=False, entry="benchmarks/all.py"),

@@ -1,4 +1,5 @@
-"""A mock of a token server: answers every request with the same tokens, a fixed time after it came.
+"""A mock of a token server: answers every request with the same tokens, a fixed time after it came, or after a slot was
+free for it (`--slots`).
 
 It speaks the HTTP of our servers (`/inference/v1/generate`, `/update_weight_version`) and of OpenAI-compatible ones
 (`/v1/chat/completions`), straight on an asyncio protocol, so that it costs less than what is measured against it.
@@ -13,8 +14,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import re
 import sys
+from collections import deque
+from collections.abc import Callable
 from typing import cast
 
 import uvloop
@@ -54,12 +58,35 @@ class Answers:
         self.tokens = _response({"request_id": "mock", "choices": [choice]})
 
 
+class Slots:
+    """Requests that are served at the same time, each for `latency_s`; others wait for a free slot. 0: no limit."""
+
+    def __init__(self, slots: int, latency_s: float) -> None:
+        self._free = slots or math.inf
+        self._latency_s = latency_s
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._loop = asyncio.get_running_loop()
+
+    def after_latency(self, answer: Callable[[], None]) -> None:
+        if self._free < 1:
+            self._waiting.append(answer)
+            return
+        self._free -= 1
+        self._loop.call_later(self._latency_s, self._end, answer)
+
+    def _end(self, answer: Callable[[], None]) -> None:
+        answer()
+        self._free += 1
+        if self._waiting:
+            self.after_latency(self._waiting.popleft())
+
+
 class Connection(asyncio.Protocol):
     """One keep-alive connection, one request at a time."""
 
-    def __init__(self, answers: Answers, latency_s: float) -> None:
+    def __init__(self, answers: Answers, slots: Slots) -> None:
         self._answers = answers
-        self._latency_s = latency_s
+        self._slots = slots
         self._loop = asyncio.get_running_loop()
         self._received = b""
 
@@ -83,9 +110,9 @@ class Connection(asyncio.Protocol):
             self._answers.label(str(json.loads(body)["new_version"]))
             self._transport.write(self._answers.nothing)
         elif head.startswith(b"POST /v1/chat/completions"):
-            self._loop.call_later(self._latency_s, self._answer_chat)
+            self._slots.after_latency(self._answer_chat)
         else:
-            self._loop.call_later(self._latency_s, self._answer_tokens)
+            self._slots.after_latency(self._answer_tokens)
 
     def _answer_chat(self) -> None:
         if not self._transport.is_closing():
@@ -102,9 +129,9 @@ def _response(content: object) -> bytes:
     return head.encode() + body
 
 
-async def serve(answers: Answers, latency_s: float) -> None:
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(lambda: Connection(answers, latency_s), "127.0.0.1", 0, backlog=BACKLOG)
+async def serve(answers: Answers, slots: int, latency_s: float) -> None:
+    loop, limit = asyncio.get_running_loop(), Slots(slots, latency_s)
+    server = await loop.create_server(lambda: Connection(answers, limit), "127.0.0.1", 0, backlog=BACKLOG)
     print(server.sockets[0].getsockname()[1], flush=True)
     end = asyncio.Event()
     loop.add_reader(sys.stdin, end.set)
@@ -115,11 +142,12 @@ async def serve(answers: Answers, latency_s: float) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--latency-s", type=float, default=0.05)
+    parser.add_argument("--slots", type=int, default=0, help="requests served at a time; 0: any number")
     parser.add_argument("--text", required=True)
     parser.add_argument("--token-ids", required=True, help="separated by commas")
     options = parser.parse_args()
     token_ids = [int(token) for token in options.token_ids.split(",")]
-    uvloop.run(serve(Answers(options.text, token_ids), options.latency_s))
+    uvloop.run(serve(Answers(options.text, token_ids), options.slots, options.latency_s))
 
 
 if __name__ == "__main__":

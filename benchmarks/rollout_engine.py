@@ -47,6 +47,7 @@ class Load:
     concurrent: int
     steps: int
     workers: int
+    worker_threads: int = 32
     env_id: str = "rollout_env:FourTurns-v0"
 
 
@@ -98,10 +99,12 @@ class Measured:
 
 
 @contextmanager
-def mock_servers(count: int, latency_s: float, token_ids: Sequence[int]) -> Iterator[list[tuple[str, int]]]:
+def mock_servers(
+    count: int, latency_s: float, token_ids: Sequence[int], slots: int = 0
+) -> Iterator[list[tuple[str, int]]]:
     """Processes of `mock_token_server.py`: URL and process id of each."""
     command = [sys.executable, str(HERE / "mock_token_server.py"), "--latency-s", str(latency_s), "--text", ANSWER]
-    command += ["--token-ids", ",".join(map(str, token_ids))]
+    command += ["--slots", str(slots), "--token-ids", ",".join(map(str, token_ids))]
     with ExitStack() as stack:
         servers = []
         for _ in range(count):
@@ -186,6 +189,7 @@ def make_config(load: Load) -> Config:
             "rollout": {
                 "max_concurrent": load.concurrent,
                 "workers": load.workers,
+                "worker_threads": load.worker_threads,
                 "max_new_tokens": 64,
             },
         }
@@ -251,7 +255,7 @@ def _label(urls: Sequence[str], version: int) -> None:
 def main() -> None:
     """One load, for a profiler: python benchmarks/rollout_engine.py CONCURRENT STEPS WORKERS [ENV_ID]."""
     concurrent, steps, workers = map(int, sys.argv[1:4])
-    load = Load(concurrent, steps, workers, *sys.argv[4:5])
+    load = Load(concurrent, steps, workers, env_id=(sys.argv[4:5] or [Load.env_id])[0])
     print(f"driver {os.getpid()}", file=sys.stderr)
     with mock_servers(1 if concurrent < 4096 else 2, 0.05, answer_token_ids()) as servers:
         print(asyncio.run(measure(load, servers)))

@@ -1,10 +1,12 @@
 """The environment of benchmarks/rollout.py: says a sentence and waits for the next, so that only the runtime costs.
 
-`FourTurns-v0` is asynchronous; `FourTurnsBlocking-v0` is a plain gymnasium environment, which runs in a thread.
+`FourTurns-v0` is asynchronous; `FourTurnsBlocking-v0` is a plain gymnasium environment, which runs in a thread;
+`FourTurnsSlow-v0` is one whose steps take a while.
 """
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import gymnasium
@@ -12,6 +14,7 @@ import gymnasium
 from roll_flash.envs import Env, register_env
 
 TURNS = 4
+STEP_S = 0.25
 QUESTION = "You are in a corridor with four doors. Say which door you open, and why."
 OBSERVATION = "The door leads to another corridor with four doors. Go on."
 
@@ -47,5 +50,14 @@ class FourTurnsBlocking(gymnasium.Env[str, str]):
         return OBSERVATION, 0.25, done, False, {"success": done}
 
 
+class FourTurnsSlow(FourTurnsBlocking):
+    """Each step blocks its thread for STEP_S, as a call of another machine does."""
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        time.sleep(STEP_S)
+        return super().step(action)
+
+
 register_env("FourTurns-v0", FourTurns)
+register_env("FourTurnsSlow-v0", FourTurnsSlow)
 register_env("FourTurnsBlocking-v0", FourTurnsBlocking)

@@ -1,0 +1,247 @@
+"""What more servers, workers and nodes bring, and what many of them cost: writes results/scaling.json and .md.
+
+    python benchmarks/scaling.py [--quick] [--output FOLDER]
+
+Servers and workers: mocks with a fixed latency, so that the cores of this machine are not what limits. Weights: three
+machines of namespaces with real Ray between them (root only); the links count the bytes. Plan: a made-up cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from machine import machine  # noqa: E402
+from rollout_engine import Load, answer_token_ids, measure, mock_servers  # noqa: E402
+
+from roll_flash.cluster.nodes import Node  # noqa: E402
+from roll_flash.cluster.parts import Part, RunParts  # noqa: E402
+from roll_flash.cluster.plan import make_plan  # noqa: E402
+from roll_flash.engines.inference import StagedWeights  # noqa: E402
+from roll_flash.rollout.fleet import POLL_S  # noqa: E402
+from roll_flash.weight_sync.mirrors import Mirrors  # noqa: E402
+from tests.cluster.machines import machines, why_not  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results"
+SLOTS, LATENCY_S = 8, 0.25
+MODEL_BYTES = 513 * 2**20
+LORA_SHARE = 0.04
+"""Part of the weights that a change like LoRA's touches: the 18.7 of 513 MiB of SmolLM2-135M's adapters, rounded up."""
+STEPS, QUICK_STEPS = 6, 1
+
+
+def servers(steps: int) -> dict[str, float]:
+    """Rollouts per second with one and two servers that serve SLOTS requests at a time, LATENCY_S each."""
+    found = {}
+    for count in (1, 2):
+        with mock_servers(count, LATENCY_S, answer_token_ids(), SLOTS) as urls:
+            found[str(count)] = asyncio.run(measure(Load(64, steps, 1), urls)).rollouts_per_s
+    return found
+
+
+def workers(steps: int) -> dict[str, float]:
+    """Rollouts per second with one and four workers of SLOTS threads each, for an environment that blocks them."""
+    found = {}
+    for count in (1, 4):
+        load = Load(64, steps, count, worker_threads=SLOTS, env_id="rollout_env:FourTurnsSlow-v0")
+        with mock_servers(1, 0.01, answer_token_ids()) as urls:
+            found[str(count)] = asyncio.run(measure(load, urls)).rollouts_per_s
+    return found
+
+
+def weights(repetitions: int) -> dict[str, Any]:
+    """Bytes over each link and seconds, to one and to two other nodes, whole and with few blocks changed."""
+    command = [sys.executable, __file__, "--weights-from-here", str(repetitions)]
+    with machines("head", "one", "two") as (head, one, two):
+        head.join_ray(cpus=1)
+        for node in (one, two):
+            node.join_ray(head, cpus=1)
+        status, output = head.run(*command, timeout_s=900)
+        assert status == 0, output
+        return dict(json.loads(output.splitlines()[-1]))
+
+
+async def _weights_from_here(repetitions: int) -> dict[str, Any]:
+    """Run on the node with the weights: bring them to the other nodes."""
+    import ray
+
+    ray.init(address="auto", logging_level="error", log_to_driver=False)
+    here = ray.get_runtime_context().get_node_id()
+    others = [node["NodeID"] for node in ray.nodes() if node["NodeID"] != here]
+    memory = os.memfd_create("weights")
+    os.truncate(memory, MODEL_BYTES)
+    version = 0
+
+    def change(share: float) -> StagedWeights:
+        """Change a `share` of the content, in its middle."""
+        nonlocal version
+        version += 1
+        size = int(share * MODEL_BYTES)
+        os.pwrite(memory, os.urandom(size), (MODEL_BYTES - size) // 2)
+        return StagedWeights(version, f"/proc/{os.getpid()}/fd/{memory}", MODEL_BYTES, node_id=here)
+
+    async def timed(share: float, targets: list[str]) -> tuple[float, int]:
+        mirrors = Mirrors(here)
+        try:
+            await mirrors.bring(change(1.0), targets if share < 1 else [])
+            staged, sent, began = change(share), _sent(), time.perf_counter()
+            found = await mirrors.bring(staged, targets)
+            assert all(isinstance(at, StagedWeights) for at in found.values()), found
+            return time.perf_counter() - began, _sent() - sent
+        finally:
+            await mirrors.close()
+
+    await timed(1.0, others)  # starts what must be there once
+    result: dict[str, Any] = {}
+    for name, share, targets in (
+        ("whole, one node", 1.0, others[:1]),
+        ("whole, two nodes", 1.0, others),
+        ("few blocks, two nodes", LORA_SHARE, others),
+    ):
+        found = [await timed(share, targets) for _ in range(repetitions)]
+        result[name] = {
+            "seconds": statistics.median(seconds for seconds, _ in found),
+            "sent_mib": statistics.median(sent for _, sent in found) / 2**20,
+        }
+    return result
+
+
+def _sent() -> int:
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def plan(nodes: int = 1000) -> dict[str, float]:
+    """Plan a run over a made-up cluster, and what its driver and links have to do for a million environments."""
+    resources = {"CPU": 64.0, "GPU": 8.0}
+    cluster = [Node(f"{i}", f"10.0.{i // 250}.{i % 250}", f"node-{i}", resources, resources) for i in range(nodes)]
+    parts = [Part(f"rank {i}", "rank", {"CPU": 1.0, "GPU": 1.0}) for i in range(2 * nodes)]
+    parts += [Part(f"server {i}", "server", {"CPU": 1.0, "GPU": 1.0}) for i in range(6 * nodes)]
+    parts += [Part(f"worker {i}", "worker", {"CPU": 1.0}) for i in range(16 * nodes)]
+    wanted = RunParts(tuple(parts), {"rank": "spread", "server": "spread", "worker": "spread"})
+    began = time.perf_counter()
+    made = make_plan(wanted, cluster)
+    return {"nodes": nodes, "parts": len(made.rows), "seconds": time.perf_counter() - began}
+
+
+ROW_BYTES, TURNS_PER_EPISODE, TURN_S = 19_500, 4, 10.0
+PUBLISH_EVERY_S = 60.0
+ENVIRONMENTS_PER_WORKER = 64
+CALLS_PER_S, LINK_BYTES_PER_S = 1_600, 1.25e9
+
+
+def load_of(environments: int) -> dict[str, float]:
+    """What a run with so many environments asks of the driver and of each link, by counting.
+
+    Calls: each worker is polled at most every POLL_S and gets one submit with each poll; that of a learner's rank is
+    nothing beside. Rows: one per episode. Weights: a 7 B model in bfloat16, once to each node, of eight GPUs each.
+    """
+    workers = max(1, environments // ENVIRONMENTS_PER_WORKER)
+    nodes = max(1, workers // 16)
+    episodes_per_s = environments / (TURNS_PER_EPISODE * TURN_S)
+    return {
+        "environments": environments,
+        "workers": workers,
+        "nodes": nodes,
+        "calls_per_s": 2 * workers / POLL_S,
+        "rows_per_s": episodes_per_s,
+        "row_mb_per_s_and_node": episodes_per_s * ROW_BYTES / nodes / 1e6,
+        "weight_mb_per_s_and_node": 14e9 / PUBLISH_EVERY_S / 1e6,
+    }
+
+
+def as_page(result: dict[str, Any]) -> str:
+    two, four = (result[name] for name in ("servers", "workers"))
+    lines = [
+        "# Scaling",
+        "",
+        f"{result['machine']}, load {result['load']:.1f} at the start. `python benchmarks/scaling.py` makes this page.",
+        "",
+        "| figure | measured | target |",
+        "|---|---|---|",
+        f"| 2 servers against 1 (mocks: {SLOTS} requests at a time, {LATENCY_S} s each) | {two['2']:.1f} against "
+        f"{two['1']:.1f} rollouts/s: {two['2'] / two['1']:.2f} x | >= 1.9 x |",
+        f"| 4 workers against 1 (steps that block one of {SLOTS} threads) | {four['4']:.1f} against {four['1']:.1f} "
+        f"rollouts/s: {four['4'] / four['1']:.2f} x | >= 3.8 x |",
+    ]
+    if sent := result.get("weights"):
+        one, both, few = (sent[key] for key in ("whole, one node", "whole, two nodes", "few blocks, two nodes"))
+        mib = MODEL_BYTES / 2**20
+        lines += [
+            f"| {mib:.0f} MiB of weights to 2 other nodes against 1 | {both['seconds']:.2f} s against "
+            f"{one['seconds']:.2f} s: {both['seconds'] / one['seconds']:.2f} x | <= 1.3 x |",
+            f"| sent by the learner's node, to 2 nodes | {both['sent_mib']:.0f} MiB | <= 2 x {mib:.0f} MiB, once per "
+            "link |",
+            f"| with {LORA_SHARE:.0%} of the content changed, to 2 nodes | {few['sent_mib']:.0f} MiB, "
+            f"{few['seconds']:.2f} s | <= 10 % of the bytes |",
+        ]
+    planned = result["plan"]
+    lines += [
+        f"| plan of {planned['nodes']:,} nodes and {planned['parts']:,} parts | {planned['seconds']:.2f} s | <= 2 s |",
+        "",
+        "Weights: three machines of network namespaces, whose links and copies all share these cores: the times are",
+        "those of processors, not of networks. Each mirror serves all servers of its node.",
+        "",
+        "## Up to a million environments, by counting",
+        "",
+        f"A worker plays {ENVIRONMENTS_PER_WORKER} environments, a node has 16 workers; a turn takes {TURN_S:g} s, an "
+        f"episode {TURNS_PER_EPISODE} turns and {ROW_BYTES / 1e3:g} KB; 14 GB of weights every {PUBLISH_EVERY_S:g} s.",
+        "",
+        f"| environments | workers | nodes | control calls/s (one driver: {CALLS_PER_S:,}) | rows/s "
+        f"| rows MB/s and node | weights MB/s and node (10 Gbit/s: {LINK_BYTES_PER_S / 1e6:,.0f}) |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in result["counted"]:
+        lines.append(
+            f"| {row['environments']:,} | {row['workers']:,} | {row['nodes']:,} | {row['calls_per_s']:,.0f} | "
+            f"{row['rows_per_s']:,.0f} | {row['row_mb_per_s_and_node']:.2f} | {row['weight_mb_per_s_and_node']:.0f} |"
+        )
+    most = next((row for row in reversed(result["counted"]) if row["calls_per_s"] <= CALLS_PER_S), None)
+    if most is not None:
+        lines += ["", f"One driver's calls are enough for {most['environments']:,} environments in this count."]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="only show that it runs; write nothing")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--weights-from-here", type=int, metavar="REPETITIONS", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.weights_from_here:
+        print(json.dumps(asyncio.run(_weights_from_here(options.weights_from_here))))
+        return
+    steps, repetitions = (QUICK_STEPS, 1) if options.quick else (STEPS, 5)
+    result: dict[str, Any] = {"machine": machine(), "load": os.getloadavg()[0]}
+    parts: dict[str, Callable[[], Any]] = {
+        "servers": lambda: servers(steps),
+        "workers": lambda: workers(steps),
+        "weights": lambda: weights(repetitions),
+        "plan": plan,
+        "counted": lambda: [load_of(10**power) for power in range(3, 7)],
+    }
+    if reason := why_not():
+        print(f"no weights between nodes: {reason}", file=sys.stderr)
+        del parts["weights"]
+    for name, part in parts.items():
+        print(f"measuring {name}", file=sys.stderr, flush=True)
+        result[name] = part()
+    page = as_page(result)
+    print(page)
+    if not options.quick:
+        (options.output / "scaling.json").write_text(json.dumps(result, indent=1) + "\n")
+        (options.output / "scaling.md").write_text(page)
+
+
+if __name__ == "__main__":
+    main()
