@@ -16,9 +16,9 @@ from typing import Any
 
 import gymnasium
 
+from roll_flash.config.user_code import load_module
 from roll_flash.envs.base import Env
 from roll_flash.errors import ConfigError
-from roll_flash.user_code import load_module
 
 ENTRY_POINT_GROUP = "roll_flash.envs"
 SHIPPED = {

@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from roll_flash.config.user_code import load_function
 from roll_flash.envs.agents.presets import AGENTS_IMAGE, PRESETS, AgentPreset
 from roll_flash.envs.agents.session_access import AgentGateway
 from roll_flash.envs.agents.verifier import (
@@ -30,7 +31,6 @@ from roll_flash.errors import ConfigError, EnvError
 from roll_flash.processes.background import call_sync_or_async
 from roll_flash.sandboxes import ExecResult, SandboxBusy, SandboxDied, SandboxSpec
 from roll_flash.types import Message
-from roll_flash.user_code import load_function
 
 GATEWAY_PORT = 8011
 """Port of the model in the sandbox, on 127.0.0.1."""

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from roll_flash.config.tree import Config, EnvConfig
+from roll_flash.config.user_code import load_object
 from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, TaskSource
 from roll_flash.scheduling.users_source import UsersSource
 from roll_flash.types import Task
-from roll_flash.user_code import load_object
 
 OWN_SOURCES = {"TaskFolder-v0": "roll_flash.envs.adapters.task_folders.source:FolderTasks"}
 """Environments whose tasks are not seeds, and their task sources."""

@@ -11,10 +11,10 @@ from typing import Any, Literal, Protocol
 from roll_flash.chat.judge import Judge
 from roll_flash.config.stages import StageConfig
 from roll_flash.config.tree import Config
+from roll_flash.config.user_code import load_module
 from roll_flash.errors import ConfigError, ModelError, RollFlashError
 from roll_flash.processes.background import call_in_thread
 from roll_flash.types import Message, Trajectory
-from roll_flash.user_code import load_module
 
 BUILT_IN = {
     "judge": "roll_flash.stages.reward_stage:JudgeStage",

@@ -10,10 +10,10 @@ from typing import Any
 
 from roll_flash.chat.model_text import without_thinking
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
+from roll_flash.config.user_code import load_function
 from roll_flash.errors import ConfigError, EnvError, InferenceError
 from roll_flash.processes.background import call_sync_or_async
 from roll_flash.types import Message, SamplingParams
-from roll_flash.user_code import load_function
 
 SELF = "self"
 _LISTED = re.compile(r"(?:available|valid|legal|possible)\s+(?:moves|actions)[^\n]*", re.IGNORECASE)

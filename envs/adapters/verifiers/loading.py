@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+from roll_flash.config.user_code import load_file
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.adapters.verifiers.faults import record_faults, with_deadline
 from roll_flash.errors import ConfigError, RollFlashError
-from roll_flash.user_code import load_file
 
 NAME = "Verifiers-v0"
 

@@ -11,10 +11,10 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+from roll_flash.config.user_code import load_function
 from roll_flash.errors import RollFlashError
 from roll_flash.processes.background import call_sync_or_async
 from roll_flash.types import Trajectory, as_reward
-from roll_flash.user_code import load_function
 
 TIMEOUT_S = 600.0
 
