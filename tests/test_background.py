@@ -90,7 +90,7 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
     """Ray's control store may die while a model loads for minutes."""
     happened: list[str] = []
 
-    async def start_models(stack: AsyncExitStack, *_: object) -> None:
+    async def start_ray(stack: AsyncExitStack, *_: object, **__: object) -> None:
         stack.push_async_callback(close)
         start_background(fails(RunError("Ray is gone")), "the watch over Ray")
         await for_ever()
@@ -100,7 +100,7 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
         await asyncio.sleep(0.01)
         happened.append("closed in order")
 
-    monkeypatch.setattr(system, "_start_models", start_models)
+    monkeypatch.setattr(system, "_start_ray", start_ray)
 
     async def run() -> None:
         async with asyncio.timeout(5):
@@ -114,7 +114,7 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
 def test_an_error_in_the_background_ends_the_start_of_an_evaluation_too(monkeypatch: pytest.MonkeyPatch) -> None:
     happened: list[str] = []
 
-    async def start_ray(stack: AsyncExitStack, _: object) -> None:
+    async def start_ray(stack: AsyncExitStack, *_: object, **__: object) -> None:
         stack.callback(happened.append, "closed in order")
         start_background(fails(RunError("Ray is gone")), "the watch over Ray")
 

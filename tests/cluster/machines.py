@@ -21,12 +21,15 @@ PORT = 6379
 COMMAND_TIMEOUT_S = 120.0
 _BOOT = """
 import os, signal, socket, subprocess, sys
-name = sys.argv[1]
+name, root = sys.argv[1:]
 def mount(*arguments):
     subprocess.run(["mount", *arguments], check=True)
 mount("--make-rprivate", "/")
+mount("--bind", root, "/mnt")  # it may be in /tmp
 for folder in ("/tmp", "/dev/shm"):
     mount("-t", "tmpfs", "-o", "size=2g,mode=1777", "machine", folder)
+os.makedirs(root, exist_ok=True)
+mount("--bind", "/mnt", root)
 mount("-t", "proc", "proc", "/proc")
 socket.sethostname(name)
 print("up", flush=True)
@@ -65,7 +68,7 @@ class Machine:
         """Start its first process, which is the parent of all others."""
         unshare = ["unshare", "--mount", "--pid", "--uts", "--ipc", "--fork", "--kill-child"]
         self._power = subprocess.Popen(
-            ["ip", "netns", "exec", self.network, *unshare, sys.executable, "-c", _BOOT, self.name],
+            ["ip", "netns", "exec", self.network, *unshare, sys.executable, "-c", _BOOT, self.name, str(ROOT)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             text=True,
