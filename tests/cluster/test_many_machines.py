@@ -170,6 +170,19 @@ def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_ba
         assert "interrupted; a checkpoint of step" in output, output
 
 
+@pytest.mark.nightly
+def test_a_firewall_between_driver_and_server_is_one_line_with_the_remedy() -> None:
+    with machines("head", "far") as (head, far):
+        head.join_ray(cpus=2, resources='{"ranks": 1, "envs": 1}')
+        far.join_ray(head, resources='{"servers": 1}')
+        assert far.run("iptables", "-A", "INPUT", "-i", "eth0", "-p", "tcp", "--dport", "25000", "-j", "DROP")[0] == 0
+        settings = {"inference.port": 25000}
+        status, output = head.run(*train(head, **settings), timeout_s=RUN_TIMEOUT_S)
+    assert status == 1
+    assert "http://10.77.0.2:25000) runs on far, but cannot be reached from here: let the nodes reach" in output
+
+
+@pytest.mark.nightly
 def test_a_cable_that_is_out_for_20_seconds_is_no_loss() -> None:
     with machines("head", "far") as (head, far):
         head.join_ray(cpus=2, resources='{"ranks": 1}')

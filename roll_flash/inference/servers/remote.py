@@ -117,6 +117,11 @@ class RemoteServer(ServerControl):
         self.kv_cache_tokens = started.kv_cache_tokens
         self.version, self.joined = 0, False
         self._watch = start_background(self._until_ended(self._host), f"the watch over {self.endpoint}")
+        if await self.state() != "healthy":
+            raise InferenceError(
+                f"{self.name} runs on {self._place.node_name}, but cannot be reached from here: let the nodes reach "
+                "each other's ports, or set inference.port and open that one and the next ones"
+            )
 
     async def prepare(self, weights: StagedWeights) -> None:
         await self._within(self._host.prepare.remote(weights), CONTROL_TIMEOUT_S, "load new weights")
