@@ -8,18 +8,21 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from roll_flash.cluster.nodes import living_nodes
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan
+from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
 from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.envs.hosting.environments import check_environments
+from roll_flash.envs.hosting.sandbox_lease import default_spec
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluation.result import EvalResult
@@ -46,11 +49,13 @@ from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoint_writer import CheckpointWriter
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
+from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
 from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
+from roll_flash.terminal import say
 from roll_flash.weight_sync.parity import load_probe, parity_threshold
 from roll_flash.weight_sync.publication import Publisher
 
@@ -130,7 +135,8 @@ class Start:
     config: Config
     run_dir: RunDir
     model_folder: Path
-    needs_sandbox: bool
+    sandboxes: tuple[SandboxSpec, ...]
+    """Sandboxes that environments will request; empty if none needs one."""
     resumes: bool
     checkpoint: Checkpoint | None
     """Checkpoint of a resumed run; None if it has none yet and begins again."""
@@ -143,7 +149,7 @@ class Start:
         assert checked.model_folder is not None, "training has a model of its own"
         checkpoint = run_dir.latest_checkpoint() if resume else None
         rollout = None if checkpoint is None else _read_rollout_state(checkpoint)
-        return cls(config, run_dir, checked.model_folder, bool(checked.sandboxes), resume, checkpoint, rollout)
+        return cls(config, run_dir, checked.model_folder, checked.sandboxes, resume, checkpoint, rollout)
 
     @property
     def resume_at(self) -> int | None:
@@ -181,10 +187,11 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     config, run_dir = start.config, start.run_dir
     if start.resume_at is not None:
         run_dir.set_aside_after(start.resume_at)
-    places = await _start_ray(stack, config, trains=True, serves=True)
+    preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
+    places = await _start_ray(stack, config, preparation, trains=True, serves=True)
     _note_plan(places.plan, progress)
     engine = await _start_models(stack, start, learner, places, progress)
-    settings = worker_settings(config, engine.client_spec(), start.model_folder, start.needs_sandbox)
+    settings = worker_settings(config, engine.client_spec(), start.model_folder, bool(start.sandboxes))
     fleet = await _start_workers(stack, config, settings, places)
     assert isinstance(settings.model, ClientSpec), "training has servers of its own"
     elastic = ElasticParts(engine, fleet, settings.model, run_dir.folder, progress.note)
@@ -222,7 +229,9 @@ async def open_rollout(
     async with AsyncExitStack() as stack:
         async with cancel_on_failure(failure):
             in_sandboxes = await call_in_thread(lambda: check_environments(first_tasks(config), config.rollout))
-            places = await _start_ray(stack, config, trains=False, serves=endpoint is None)
+            specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
+            preparation = NodePreparation(config, model_folder, specs, partial(say, error=True))
+            places = await _start_ray(stack, config, preparation, trains=False, serves=endpoint is None)
             model: Any = endpoint
             if model is None:
                 assert model_folder is not None, "either a model folder or an endpoint"
@@ -234,14 +243,17 @@ async def open_rollout(
         yield fleet
 
 
-async def _start_ray(stack: AsyncExitStack, config: Config, *, trains: bool, serves: bool) -> Reservation:
-    """Start or join Ray and reserve a place for each part; remove temporary files that killed processes left behind."""
+async def _start_ray(
+    stack: AsyncExitStack, config: Config, preparation: NodePreparation, *, trains: bool, serves: bool
+) -> Reservation:
+    """Start or join Ray, reserve a place for each part and prepare other nodes; remove temporary files that
+    killed processes left behind."""
     await asyncio.to_thread(sweep_folders)
     await stack.enter_async_context(local_ray(config.ray))
     await stack.enter_async_context(watching_ray())
     nodes = await asyncio.to_thread(living_nodes)
     wanted = run_parts(config, nodes, trains=trains, serves=serves)
-    places = Reservation(wanted, own_ray=config.ray.address is None)
+    places = Reservation(wanted, own_ray=config.ray.address is None, prepare=preparation.prepare)
     stack.push_async_callback(places.close)
     await places.reserve()
     return places
@@ -338,6 +350,7 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",
         threads=rollout.worker_threads,
+        folder=Path.cwd(),
     )
 
 

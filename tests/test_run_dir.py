@@ -238,7 +238,7 @@ def test_a_resumed_run_uses_no_group_id_that_was_written_down_after_the_checkpoi
             if last_written == "a dropped group":
                 writer.write_dropped(1, {"group_id": "g00000007"})
         checkpoint = Checkpoint(1, run.checkpoint_folder(1))
-        start = system.Start(config(tmp_path), run, tmp_path, False, True, checkpoint, rollout)
+        start = system.Start(config(tmp_path), run, tmp_path, (), True, checkpoint, rollout)
         resumed = system._open_rollout(start, Mock(), Mock(), Mock(), 1)
     assert resumed.scheduler.next_group == (5 if last_written is None else 8)
 

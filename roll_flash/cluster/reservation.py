@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -29,8 +29,13 @@ NODE_LABEL = "ray.io/node-id"
 class Reservation:
     """The places of a run's parts. Use it from one event loop."""
 
-    def __init__(self, wanted: RunParts, *, own_ray: bool) -> None:
+    def __init__(
+        self, wanted: RunParts, *, own_ray: bool, prepare: Callable[[Sequence[Row]], Awaitable[None]] | None = None
+    ) -> None:
+        """`prepare` is called with parts and nodes when their places are reserved; if it raises, they are given
+        back."""
         self._wanted = wanted
+        self._prepare = prepare
         self._own_ray = own_ray
         self._parts = {part.name: part for part in wanted.parts}
         self._held: dict[str, tuple[Place, PlacementGroup]] = {}
@@ -100,6 +105,8 @@ class Reservation:
                         f"({row.node.address}) was free, but could not be reserved within {RESERVE_TIMEOUT_S:g} s; "
                         "another run may have taken it: start again"
                     )
+            if self._prepare is not None:
+                await self._prepare(rows)
         except BaseException:
             for _, group in groups:
                 remove_placement_group(group)

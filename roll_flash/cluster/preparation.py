@@ -1,0 +1,179 @@
+"""Prepares the other nodes of a run: checks them, and sends what they lack of model, user's code and sandbox images.
+
+Everything goes through Ray's object store in pieces, to all nodes that lack it at the same time, and stays there for
+later runs. The driver's node needs nothing: a run on one node starts no actor and calls none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from pathlib import Path
+
+import ray
+
+from roll_flash.cluster import node_needs, sent_files
+from roll_flash.cluster.node_needs import NodeFacts
+from roll_flash.cluster.other_nodes import ARCHIVE, OtherNode, ask_all, blind_nodes, send_piece
+from roll_flash.cluster.parts import Kind
+from roll_flash.cluster.plan import Row
+from roll_flash.cluster.sent_files import Compared, Piece, Wanted
+from roll_flash.config.tree import Config
+from roll_flash.errors import PlacementError
+from roll_flash.sandboxes.errors import SandboxUnavailable
+from roll_flash.sandboxes.images.transfer import FoundImage, find_image, image_pieces
+from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
+
+CHECK_TIMEOUT_S = 20.0
+
+
+class NodePreparation:
+    """Prepares each node of a run once for each kind of part."""
+
+    def __init__(
+        self, config: Config, model_folder: Path | None, sandboxes: Collection[SandboxSpec], note: Callable[[str], None]
+    ) -> None:
+        """`sandboxes`: those that environments request; `note` gets a line for each thing that is sent or odd."""
+        self._config = config
+        self._model_folder = model_folder
+        in_docker = config.sandbox.provider in ("docker", "auto")
+        images = {spec.image or DEFAULT_IMAGE for spec in sandboxes if spec.dockerfile is None}
+        self._images = sorted(images) if in_docker else []
+        self._needs_sandbox = bool(sandboxes)
+        self._note = note
+        self._prepared: set[tuple[str, Kind]] = set()
+
+    async def prepare(self, rows: Sequence[Row]) -> None:
+        """Prepare the nodes of these parts, all at the same time. Raises PlacementError for the first problem."""
+        here = ray.get_runtime_context().get_node_id()
+        new = [row for row in rows if row.node.node_id != here]
+        new = [row for row in new if (row.node.node_id, row.part.kind) not in self._prepared]
+        if not new:
+            return
+        if problem := node_needs.address_problem([row.node for row in rows]):
+            raise PlacementError(problem)
+        nodes: list[OtherNode] = []
+        try:
+            for node_id, node in {row.node.node_id: row.node for row in new}.items():
+                nodes.append(OtherNode(node, {row.part.kind for row in new if row.node.node_id == node_id}))
+            await self._prepare(nodes)
+        finally:
+            for opened in nodes:
+                opened.close()
+        self._prepared |= {(row.node.node_id, row.part.kind) for row in new}
+
+    async def _prepare(self, nodes: Sequence[OtherNode]) -> None:
+        ours = await asyncio.to_thread(node_needs.node_facts)
+        await asyncio.gather(*(self._check(node, ours) for node in nodes))
+        if self._model_folder is not None:
+            await self._provide(
+                await asyncio.to_thread(sent_files.whole, f"the model {self._model_folder.name}", self._model_folder),
+                nodes,
+            )
+        with_workers = [node for node in nodes if "worker" in node.kinds]
+        if with_workers:
+            await self._provide_code(with_workers)
+            for image in self._images:
+                await self._provide_image(image, with_workers)
+
+    async def _check(self, node: OtherNode, ours: NodeFacts) -> None:
+        deadline = time.monotonic() + CHECK_TIMEOUT_S
+        facts = await node.ask("facts", timeout_s=CHECK_TIMEOUT_S)
+        problem = node_needs.software_problem(facts, ours, node_needs.needed_packages(self._config, node.kinds))
+        if not problem and self._needs_sandbox and "worker" in node.kinds:
+            problem = node_needs.disk_problem(facts)
+        if problem:
+            raise node.error(problem)
+        sent_s = time.time()
+        theirs_s = await node.ask("time_s", timeout_s=max(1.0, deadline - time.monotonic()))
+        difference_s = node_needs.clock_difference_s(sent_s, theirs_s, time.time())
+        if warning := node_needs.clock_warning(difference_s):
+            self._note(f"warning: {node.label} {warning}")
+
+    async def _provide_code(self, nodes: Sequence[OtherNode]) -> None:
+        for wanted in await asyncio.to_thread(node_needs.wanted_by_environments, self._config):
+            blind = await blind_nodes(wanted.path, nodes)
+            compared = await ask_all(blind, "compare", wanted.code)
+            lacking = [node for node, found in zip(blind, compared, strict=True) if found.missing or found.different]
+            if lacking and wanted.too_large:
+                raise lacking[0].error(
+                    f"lacks {wanted.what}, which is too large to be sent (more than 100 MiB or 20,000 files); put it "
+                    "there at the same path, or start the run in a smaller folder"
+                )
+            await self._provide(wanted, lacking)
+        modules = node_needs.environment_modules(self._config)
+        for node, missing in zip(nodes, await ask_all(nodes, "missing_modules", modules), strict=True):
+            if missing:
+                raise node.error(f"cannot import {missing[0]}; install it there, or start the run in its folder")
+
+    async def _provide(self, wanted: Wanted, nodes: Sequence[OtherNode]) -> None:
+        """Send the files that nodes lack, to the same path. Raises PlacementError if there are others at that path."""
+        found: list[Compared] = await ask_all(nodes, "compare", wanted)
+        for node, compared in zip(nodes, found, strict=True):
+            if compared.different:
+                raise node.error(
+                    f"has another {wanted.path / compared.different[0]} than the driver; remove {wanted.path} there, "
+                    "so that it is sent, or make both the same"
+                )
+        takers = {node: compared.missing for node, compared in zip(nodes, found, strict=True) if compared.missing}
+        for node, names in takers.items():
+            self._say_sending(node, wanted.what, sum(wanted.files[name].size for name in names))
+        token = secrets.token_hex(4)
+        if takers:
+            names = sorted(set().union(*takers.values()))
+            async for piece in _in_thread(sent_files.pieces(wanted, names)):
+                await send_piece(list(takers), [wanted.path] * len(takers), token, piece)
+        await asyncio.gather(*(node.ask("put_in_place", wanted, token, names) for node, names in takers.items()))
+
+    async def _provide_image(self, image: str, nodes: Sequence[OtherNode]) -> None:
+        found = await asyncio.gather(*(self._find_image(node, image) for node in nodes))
+        takers = {node: at for node, at in zip(nodes, found, strict=True) if at is not None and not at.size}
+        if not takers:
+            return
+        source = await self._find_source(image, next(iter(takers)))
+        if source is None:
+            return
+        for node in takers:
+            self._say_sending(node, f"the image {image}", source.size)
+        folders = await ask_all(list(takers), "open_folder")
+        token, offset = secrets.token_hex(4), 0
+        async for data in image_pieces(source.engine, image, sent_files.PIECE_BYTES):
+            await send_piece(list(takers), folders, token, [(ARCHIVE, offset, data)])
+            offset += len(data)
+        loads = zip(takers.items(), folders, strict=True)
+        await asyncio.gather(*(node.ask("load_image", at.engine, folder, token) for (node, at), folder in loads))
+
+    async def _find_source(self, image: str, taker: OtherNode) -> FoundImage | None:
+        """Return where the driver's node has an image that `taker` lacks; None if another sandbox may be used."""
+        try:
+            source = await find_image(self._config.sandbox.engines, image)
+            why = "" if source.size else "nor has the driver's node; build it on one of them"
+        except SandboxUnavailable as error:
+            source, why = None, f"and the driver's node cannot send it: {error}"
+        if not why:
+            return source
+        if self._config.sandbox.provider == "docker":
+            raise taker.error(f"has no image {image}, {why}")
+        self._note(f"warning: {taker.label} has no image {image}, {why}")
+        return None
+
+    async def _find_image(self, node: OtherNode, image: str) -> FoundImage | None:
+        try:
+            return await node.ask("find_image", self._config.sandbox.engines, image, timeout_s=CHECK_TIMEOUT_S)
+        except SandboxUnavailable as error:
+            if self._config.sandbox.provider == "docker":
+                raise node.error(f"has no usable Docker engine: {error}") from None
+            self._note(f"warning: {node.label} uses the weaker `local` sandbox: {error}")
+            return None
+
+    def _say_sending(self, node: OtherNode, what: str, size: int) -> None:
+        self._note(f"{node.label} lacks {what} ({size / 2**20:.3g} MiB): sending it from {socket.gethostname()}")
+
+
+async def _in_thread(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:
+    """Iterate in a thread, as files are read."""
+    while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        yield piece
