@@ -111,7 +111,8 @@ def files_in(folder: Path) -> Iterator[tuple[str, Path]]:
 def compare(wanted: Wanted) -> Compared:
     """Compare the wanted files with those of this node."""
     sent = _record(wanted.path)
-    missing, different = [], []
+    missing: list[str] = []
+    different: list[str] = []
     for name, mark in wanted.files.items():
         try:
             here = FileMark.of(wanted.path / name).digest
