@@ -6,13 +6,17 @@ import asyncio
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import InferenceError
+from roll_flash.inference.open import open_engine
+from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.models.prepare import resolve_model
 from roll_flash.weight_sync.mirror import BLOCK_BYTES, Blocks, WeightMirror, read_blocks
 from roll_flash.weight_sync.mirrors import Mirrors
@@ -95,3 +99,18 @@ def test_weights_of_another_run_at_the_same_path_are_refused(tmp_path: Path) -> 
         assert weights.names
     with pytest.raises(ValueError, match="its tag is another one"):
         PublishedWeights(path, folder, tied=True, tag="ours").__enter__()
+
+
+@pytest.mark.ray
+def test_servers_without_a_plan_load_what_a_rank_of_this_node_has_staged_without_a_copy(
+    tmp_path: Path, ray_local: None
+) -> None:
+    """As in benchmarks/weights.py: the rank is an actor that knows its node, the servers are children."""
+    config = InferenceConfig(engine="transformers")
+    engine = open_engine(config, model_folder=resolve_model("tiny"), max_model_len=256, logs=tmp_path)
+    assert isinstance(engine, ServerEngine)
+    node_id = ray.get_runtime_context().get_node_id()
+    staged = StagedWeights(1, str(tmp_path / "file"), 7, node_id=node_id)
+    (tmp_path / "file").write_bytes(b"weights")
+    found = asyncio.run(engine._at(engine._servers[0], staged))
+    assert found == staged

@@ -84,7 +84,7 @@ class ServerEngine:
         self._restarts: dict[ServerControl, RecentCount] = {}
         self._servers = [self._new_server(index) for index in range(config.servers)]
         self._update_deadline = LearnedDeadline(floor_s=UPDATE_FLOOR_S, max_s=config.start_timeout_s)
-        self._mirrors = Mirrors() if places is None else Mirrors(_this_node())
+        self._mirrors = Mirrors(_this_node())
         self._loading = asyncio.Lock()
         """Held while a server loads weights and while mirrors change."""
         self._away: dict[ServerControl, float] = {}
@@ -402,9 +402,10 @@ class ServerEngine:
 
 
 def _this_node() -> str:
+    """Ray's id of this node; empty without Ray."""
     import ray
 
-    return str(ray.get_runtime_context().get_node_id())
+    return str(ray.get_runtime_context().get_node_id()) if ray.is_initialized() else ""
 
 
 async def _is_dead(server: ServerControl) -> bool:
