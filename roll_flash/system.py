@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -250,13 +250,19 @@ async def _start_ray(
     killed processes left behind."""
     await asyncio.to_thread(sweep_folders)
     await stack.enter_async_context(local_ray(config.ray))
-    await stack.enter_async_context(watching_ray())
+    ray_is_alive = await stack.enter_async_context(watching_ray())
     nodes = await asyncio.to_thread(living_nodes)
     wanted = run_parts(config, nodes, trains=trains, serves=serves)
     places = Reservation(wanted, own_ray=config.ray.address is None, prepare=preparation.prepare)
-    stack.push_async_callback(places.close)
+    stack.push_async_callback(_free, places, ray_is_alive)
     await places.reserve()
     return places
+
+
+async def _free(places: Reservation, ray_is_alive: Callable[[], Awaitable[bool]]) -> None:
+    """Free the places, unless Ray is dead: calls of a dead control store wait until Ray ends this process."""
+    if await ray_is_alive():
+        await places.close()
 
 
 async def _start_models(

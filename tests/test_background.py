@@ -544,10 +544,12 @@ def test_the_death_of_ray_is_noticed_and_named_as_the_cause_of_what_else_fails(m
         port = server.sockets[0].getsockname()[1]
         monkeypatch.setattr(ray_watch, "ray_processes", lambda: [RayProcess("Ray's raylet", "127.0.0.1", port)])
         with first_failure() as failure:
-            async with asyncio.timeout(30), watching_ray():
+            async with asyncio.timeout(30), watching_ray() as is_alive:
                 await asyncio.sleep(0.1)
                 assert failure.error is None
+                assert await is_alive()
                 server.close()
+                assert not await is_alive()
                 if fails_too:
                     raise LearnerError("a rank died")
                 await failure.happened.wait()

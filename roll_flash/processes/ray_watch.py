@@ -7,7 +7,7 @@ still work for some seconds, so that a checkpoint can be written.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -61,13 +61,21 @@ def ray_processes() -> list[RayProcess]:
 
 
 @asynccontextmanager
-async def watching_ray() -> AsyncIterator[None]:
+async def watching_ray() -> AsyncIterator[Callable[[], Awaitable[bool]]]:
     """While the block runs, the death of Ray ends the run (`start_background`). If the block fails because of it, the
-    block raises RayDiedError instead."""
+    block raises RayDiedError instead. Yields a function that returns true if Ray is alive."""
     processes = await asyncio.to_thread(ray_processes)
+
+    async def is_alive() -> bool:
+        try:
+            await _check(processes)
+        except RayDiedError:
+            return False
+        return True
+
     try:
         async with background_task(_watch(processes), "the watch over Ray"):
-            yield
+            yield is_alive
     except RayDiedError:
         raise
     except RollFlashError:
