@@ -2,6 +2,9 @@
 
 Each part has a Ray placement group of its own, with one bundle on the planned node: it can move or be given back alone.
 Placement groups belong to the driver's job: Ray removes them when the driver ends, however it ends.
+
+Calls of Ray's control store run in threads that nothing waits for: if it is dead, such a call lasts until Ray ends this
+process.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -20,6 +24,7 @@ from roll_flash.cluster.parts import Part, RunParts
 from roll_flash.cluster.plan import Plan, Row, make_plan, resources_text
 from roll_flash.engines.places import Place
 from roll_flash.errors import PlacementError
+from roll_flash.processes.background import call_in_thread
 
 RESERVE_TIMEOUT_S = 20.0
 LOOPBACK = "127.0.0.1"
@@ -50,7 +55,7 @@ class Reservation:
     async def reserve(self) -> None:
         """Plan and reserve a place for every part. Raises PlacementError."""
         async with self._changing:
-            nodes = await asyncio.to_thread(living_nodes)
+            nodes = await call_in_thread(living_nodes)
             self.plan = make_plan(self._wanted, nodes)
             await self._take(self.plan.rows)
 
@@ -58,7 +63,7 @@ class Reservation:
         """Return the place of a part; a new one if it has none or its node is lost. A part that the plan did not have
         needs what the others of its kind do. Raises PlacementError if no node has room."""
         async with self._changing:
-            nodes = await asyncio.to_thread(living_nodes)
+            nodes = await call_in_thread(living_nodes)
             held = self._held.get(part)
             if held is not None and any(node.node_id == held[0].node_id for node in nodes):
                 return held[0]
@@ -70,7 +75,7 @@ class Reservation:
         held = self._held.get(part)
         if held is None:
             return True
-        return all(node.node_id != held[0].node_id for node in await asyncio.to_thread(living_nodes))
+        return all(node.node_id != held[0].node_id for node in await call_in_thread(living_nodes))
 
     async def give_back(self, part: str) -> None:
         """Free the place of a part that has ended. The part can get a place again."""
@@ -94,12 +99,12 @@ class Reservation:
         return self._held[part.name][0]
 
     async def _take(self, rows: tuple[Row, ...]) -> None:
-        groups = [(row, await asyncio.to_thread(_bundle, row)) for row in rows]
+        groups = [(row, await call_in_thread(partial(_bundle, row))) for row in rows]
         deadline = time.monotonic() + RESERVE_TIMEOUT_S
         try:
             for row, group in groups:
                 left_s = max(0.1, deadline - time.monotonic())
-                if not await asyncio.to_thread(group.wait, left_s):
+                if not await call_in_thread(partial(group.wait, left_s)):
                     raise PlacementError(
                         f"{row.part.name}: {resources_text(row.part.resources)} on {row.node.name} "
                         f"({row.node.address}) was free, but could not be reserved within {RESERVE_TIMEOUT_S:g} s; "
@@ -123,7 +128,7 @@ class Reservation:
     async def _give_back(self, part: str) -> None:
         held = self._held.pop(part, None)
         if held is not None:
-            await asyncio.to_thread(remove_placement_group, held[1])
+            await call_in_thread(partial(remove_placement_group, held[1]))
 
 
 def _bundle(row: Row) -> PlacementGroup:
