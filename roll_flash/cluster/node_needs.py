@@ -19,7 +19,7 @@ from typing import Any
 
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Kind
-from roll_flash.cluster.sent_files import Wanted, files_in, limited
+from roll_flash.cluster.sent_files import files_in
 from roll_flash.config.tree import Config
 
 MAX_CLOCK_DIFFERENCE_S = 60.0
@@ -127,8 +127,8 @@ def address_problem(nodes: Sequence[Node]) -> str:
     )
 
 
-def wanted_by_environments(config: Config) -> list[Wanted]:
-    """Return what environments read of the driver's disk: their modules, and files that their arguments name.
+def paths_of_environments(config: Config) -> list[Path]:
+    """Return what environments read of the driver's disk: folders of their modules, and paths in their arguments.
 
     What is in the working directory is wanted with all of it if a module is there; other modules with their folder.
     """
@@ -136,8 +136,7 @@ def wanted_by_environments(config: Config) -> list[Wanted]:
     roots = {here if root.is_relative_to(here) else root for place in _places(config) if (root := _code_root(place))}
     named = {path for env in config.envs for path in _named(env.kwargs, *env.levels) if path.is_relative_to(here)}
     alone = {path for path in named if not any(path.is_relative_to(root) for root in roots)}
-    code = [limited(f"the code in {root}", root) for root in sorted(roots)]
-    return code + [limited(str(path), path) for path in sorted(alone)]
+    return sorted(roots) + sorted(alone)
 
 
 def environment_modules(config: Config) -> tuple[str, ...]:

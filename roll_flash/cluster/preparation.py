@@ -94,8 +94,11 @@ class NodePreparation:
             self._note(f"warning: {node.label} {warning}")
 
     async def _provide_code(self, nodes: Sequence[OtherNode]) -> None:
-        for wanted in await asyncio.to_thread(node_needs.wanted_by_environments, self._config):
-            blind = await blind_nodes(wanted.path, nodes)
+        for path in await asyncio.to_thread(node_needs.paths_of_environments, self._config):
+            blind = await blind_nodes(path if path.is_dir() else path.parent, nodes)
+            if not blind:
+                continue
+            wanted = await asyncio.to_thread(sent_files.limited, path)
             compared = await ask_all(blind, "compare", wanted.code)
             lacking = [node for node, found in zip(blind, compared, strict=True) if found.missing or found.different]
             if lacking and wanted.too_large:
@@ -123,8 +126,8 @@ class NodePreparation:
             self._say_sending(node, wanted.what, sum(wanted.files[name].size for name in names))
         token = secrets.token_hex(4)
         if takers:
-            names = sorted(set().union(*takers.values()))
-            async for piece in _in_thread(sent_files.pieces(wanted, names)):
+            of_any = sorted(set().union(*takers.values()))
+            async for piece in _in_thread(sent_files.pieces(wanted, of_any)):
                 await send_piece(list(takers), [wanted.path] * len(takers), token, piece)
         await asyncio.gather(*(node.ask("put_in_place", wanted, token, names) for node, names in takers.items()))
 
@@ -162,7 +165,9 @@ class NodePreparation:
 
     async def _find_image(self, node: OtherNode, image: str) -> FoundImage | None:
         try:
-            return await node.ask("find_image", self._config.sandbox.engines, image, timeout_s=CHECK_TIMEOUT_S)
+            engines = self._config.sandbox.engines
+            found: FoundImage = await node.ask("find_image", engines, image, timeout_s=CHECK_TIMEOUT_S)
+            return found
         except SandboxUnavailable as error:
             if self._config.sandbox.provider == "docker":
                 raise node.error(f"has no usable Docker engine: {error}") from None

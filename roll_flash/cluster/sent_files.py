@@ -80,10 +80,11 @@ def whole(what: str, folder: Path) -> Wanted:
     return Wanted(what, folder, {name: FileMark.of(file) for name, file in files_in(folder)})
 
 
-def limited(what: str, path: Path) -> Wanted:
+def limited(path: Path) -> Wanted:
     """Return a file or folder with a limit on what may be sent."""
     if path.is_file():
-        return Wanted(what, path.parent, {path.name: FileMark.of(path)}, path.stat().st_size > MAX_CODE_BYTES)
+        return Wanted(str(path), path.parent, {path.name: FileMark.of(path)}, path.stat().st_size > MAX_CODE_BYTES)
+    what = f"the code in {path}"
     files: dict[str, FileMark] = {}
     left = MAX_CODE_BYTES
     for name, file in files_in(path):

@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
-from roll_flash.cluster import node_needs, sent_files
-from roll_flash.cluster.nodes import Node
+from roll_flash.cluster import node_needs, preparation, sent_files
+from roll_flash.cluster.nodes import Node, living_nodes
+from roll_flash.cluster.parts import Part
+from roll_flash.cluster.plan import Row
 from roll_flash.cluster.sent_files import Wanted
 from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
@@ -55,8 +57,8 @@ envs:
 """
 
 
-def train(head: Machine, **settings: Any) -> list[str]:
-    """Command of a run in a folder of `head` alone, of a model on `head` alone."""
+def command(head: Machine, verb: str, **settings: Any) -> list[str]:
+    """Command in a folder of `head` alone, of a model on `head` alone."""
     wanted = {
         "name": "run",
         "model.path": MODEL,
@@ -68,8 +70,7 @@ def train(head: Machine, **settings: Any) -> list[str]:
         **settings,
     }
     values = " ".join(f"'{key}={value}'" for key, value in wanted.items())
-    command = f"cd {PROJECT} && rm -rf runs && exec {sys.executable} -m roll_flash train run.yaml {values}"
-    return ["sh", "-c", command]
+    return ["sh", "-c", f"cd {PROJECT} && rm -rf runs && exec {sys.executable} -m roll_flash {verb} run.yaml {values}"]
 
 
 def write(machine: Machine, path: str, text: str) -> None:
@@ -94,15 +95,15 @@ def one_cluster() -> Iterator[dict[str, Any]]:
         write(head, f"{PROJECT}/words.py", "WORDS = 'say'\n")
         write(head, f"{PROJECT}/tasks/words.txt", "one two three four")
         write(head, f"{PROJECT}/runs/old/large.txt", "x")
-        results: dict[str, Any] = {"first": head.run(*train(head), timeout_s=RUN_TIMEOUT_S)}
+        results: dict[str, Any] = {"first": head.run(*command(head, "train"), timeout_s=RUN_TIMEOUT_S)}
         results["there"] = far.run("find", "/tmp/project", "/tmp/models", "-type", "f")[1].split()
         results["left"] = processes(far, OURS)
         write(head, f"{PROJECT}/words.py", "WORDS = 'spell'\n")
-        results["edited"] = head.run(*train(head), timeout_s=RUN_TIMEOUT_S)
+        results["edited"] = head.run(*command(head, "eval"), timeout_s=RUN_TIMEOUT_S)
         write(far, f"{PROJECT}/say.py", "their own")
-        results["others code"] = head.run(*train(head))
+        results["others code"] = head.run(*command(head, "eval"))
         write(far, f"{MODEL}/config.json", "{}")
-        results["other model"] = head.run(*train(head))
+        results["other model"] = head.run(*command(head, "train"))
         yield results
     assert not session.leaks()
 
@@ -126,6 +127,20 @@ def test_what_was_sent_stays_and_only_what_changed_is_sent_again(one_cluster: di
     assert status == 0, output
     assert "lacks the model" not in output
     assert output.count("lacks the code") == 1
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_local")
+def test_a_run_on_one_node_starts_no_actor_for_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "OtherNode", None)
+    here = living_nodes()[0]
+    rows = [Row(Part("worker 0", "worker", {}), here)]
+    notes: list[str] = []
+    prepare = preparation.NodePreparation(load_config("configs/ci.yaml"), Path("none"), (), notes.append).prepare
+    asyncio.run(prepare(rows))
+    with pytest.raises(TypeError, match="not callable"):
+        asyncio.run(prepare([*rows, Row(Part("worker 1", "worker", {}), replace(here, node_id="other"))]))
+    assert not notes
 
 
 @pytest.mark.ray
@@ -230,7 +245,7 @@ def test_too_much_code_is_not_even_read(tmp_path: Path, monkeypatch: pytest.Monk
     for index in range(5):
         (tmp_path / f"{index}.py").write_text("pass")
     monkeypatch.setattr(sent_files, "MAX_CODE_FILES", 3)
-    found = sent_files.limited("the code", tmp_path)
+    found = sent_files.limited(tmp_path)
     assert found.too_large
     assert len(found.files) == 3
 
@@ -239,12 +254,11 @@ def test_environments_need_their_modules_and_named_files(tmp_path: Path, monkeyp
     (tmp_path / "data.jsonl").write_text("{}")
     tree = {"model": {"path": "tiny"}, "envs": [{"id": "ShellMath-v0", "kwargs": {"a": ["data.jsonl"], "b": "/tmp"}}]}
     monkeypatch.chdir(tmp_path)
-    (named,) = node_needs.wanted_by_environments(load_config(tree))
-    assert (named.path, list(named.files)) == (tmp_path, ["data.jsonl"])
+    assert node_needs.paths_of_environments(load_config(tree)) == [tmp_path / "data.jsonl"]
+    assert list(sent_files.limited(tmp_path / "data.jsonl").files) == ["data.jsonl"]
     assert not node_needs.environment_modules(load_config(tree))
     tree["envs"] = [{"id": "roll_flash.envs:A"}, {"id": "yaml:B"}, {"id": f"{ROOT}/tests/letter_count.py:C"}]
-    (code,) = node_needs.wanted_by_environments(load_config(tree))
-    assert code.path == ROOT / "tests"
+    assert node_needs.paths_of_environments(load_config(tree)) == [ROOT / "tests"]
     assert node_needs.environment_modules(load_config(tree)) == ("roll_flash", "yaml")
 
 
