@@ -1,8 +1,9 @@
 """Clean up after a local Ray whose driver was killed: `python -m roll_flash.processes.ray_guard FOLDER`.
 
 Most Ray processes die with their driver; its agents notice only after minutes. The guard reads a pipe from the driver:
-`done` means that Ray was shut down properly; end of file without it means that the driver died, and the guard then
-kills every process with an open file in the folder. In both cases it removes the folder.
+`done` means that the driver has shut Ray down; end of file without it means that the driver died, and the guard then
+kills every process with an open file in the folder. After `done` it kills only what Ray itself has left there: its
+agents, if its control store had died. In both cases it removes the folder.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 DONE = b"done\n"
+TITLE = b"ray::"
+"""Ray names its agents and workers so. The driver and what it started may still have files open in the folder."""
 ROUNDS = 20
 ROUND_S = 0.1
 STOP_TIMEOUT_S = 10.0
@@ -43,13 +47,26 @@ class RayGuard:
 
 
 def main(folder: Path) -> None:
-    if sys.stdin.buffer.read() != DONE:
+    if sys.stdin.buffer.read() == DONE:
+        _kill({pid for pid in _users_of(folder) if _is_rays(pid)})
+    else:
         for _ in range(ROUNDS):  # repeated, because a process may be starting another
-            for pid in _users_of(folder):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            _kill(_users_of(folder))
             time.sleep(ROUND_S)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _is_rays(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(TITLE)
+    except OSError:  # exited meanwhile
+        return False
 
 
 def _users_of(folder: Path) -> set[int]:
