@@ -11,7 +11,7 @@ ADAPTERS_PINS := requirements/adapters.txt requirements/install_adapters.sh
 PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine image agents-image model quickstart test test-nightly test-adapters benchmarks lint clean
+.PHONY: help setup engine image agents-image training-image model quickstart test test-nightly test-adapters benchmarks lint clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -31,6 +31,9 @@ image: engine ## build the sandbox image
 
 agents-image: image ## build the image of the third-party agents (about a minute, once)
 	@$(BIN)/python docker/agents_image.py
+
+training-image: engine ## build the image for nodes of a cluster (configs/cluster; SET=gpu for CUDA; minutes)
+	@$(BIN)/python docker/training_image.py $(SET)
 
 model: setup ## prepare SmolLM2-135M-Instruct in the model cache folder
 	@$(BIN)/python -m roll_flash.models.prepare smollm2-135m

@@ -88,11 +88,20 @@ async def _acquire(lock: int, path: Path, timeout_s: float) -> None:
 
 
 async def build_image(
-    engine: EngineApi, image: str, archive: bytes | AsyncIterator[bytes], labels: dict[str, str] | None = None
+    engine: EngineApi,
+    image: str,
+    archive: bytes | AsyncIterator[bytes],
+    labels: dict[str, str] | None = None,
+    *,
+    arguments: dict[str, str] | None = None,
 ) -> None:
-    """Build an image from an archive with a Dockerfile. Raises SandboxImageError, SandboxDiskFull."""
+    """Build an image from an archive with a Dockerfile; `arguments` are for its ARG lines.
+
+    Raises SandboxImageError, SandboxDiskFull.
+    """
     progress = _Progress(image)
     query = {"t": image, "rm": "1", "forcerm": "1", "labels": json.dumps(labels or {})}
+    query["buildargs"] = json.dumps(arguments or {})
     async for line in engine.stream("POST", "/build", query=query, content=archive, idle_timeout_s=IDLE_TIMEOUT_S):
         if "error" in line:
             raise build_error(image, str(line["error"]))
@@ -135,4 +144,4 @@ class _Progress:
         self._show(f"is ready after {time.monotonic() - self._began:.0f} s")
 
     def _show(self, what: str) -> None:
-        print(f"sandbox image {self._image}: {what}", file=sys.stderr, flush=True)
+        print(f"image {self._image}: {what}", file=sys.stderr, flush=True)
