@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config.tree import MAX_PORT, Config, load_config
+from roll_flash.config.addresses import MAX_PORT
+from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer

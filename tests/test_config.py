@@ -465,12 +465,32 @@ def test_episodes_that_last_as_long_as_they_may_do_not_end_the_run(episode_s: fl
         ("inference.port=65535 inference.servers=2", "inference: port=65535: 2 server(s) need ports up to 65536"),
         ("eval.pass_at=[1,8] eval.attempts=4", "eval: pass_at: pass@8 needs as many attempts, but attempts is 4"),
         ("ray.address=auto ray.num_cpus=2", "ray: num_cpus is for a Ray that is started on this machine"),
+        (
+            "ray.address=ray://head:10001",
+            "the driver runs on a node of the cluster. Give this command on a node, or to",
+        ),
+        ("ray.address=local", "ray.address: local is no cluster; without an address the run starts a Ray of its own"),
+        ("ray.address=head", "ray.address: 'head' is not an address: write auto (the cluster of this machine), or"),
+        ("ray.address=atuo", "ray.address: 'atuo' is not an address"),
+        ("ray.address=head:six", "ray.address: 'head:six' is not an address"),
+        ("ray.address=head:0", "ray.address: 'head:0' is not an address"),
+        ("ray.address=head:65536", "ray.address: 'head:65536' is not an address"),
+        ("ray.address=http://head:6379", "ray.address: 'http://head:6379' is not an address"),
+        ("ray.address=10.0.0.1:6379,10.0.0.2:6379", "is not an address"),
+        ("ray.address=fd00::1:6379", "ray.address: 'fd00::1:6379' is not an address"),
     ],
 )
 def test_settings_that_cannot_go_together_are_refused_in_one_line(overrides: str, says: str) -> None:
     message = errors_of(SMALLEST, *overrides.split())
     assert says in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "address", ["auto", "head:6379", "ray-head.cluster_1.svc:6379", "10.0.0.1:1", "[fd00::1]:6379"]
+)
+def test_addresses_of_clusters(address: str) -> None:
+    assert load_config({**SMALLEST, "ray": {"address": address}}).ray.address == address
 
 
 def test_every_key_is_read_somewhere() -> None:

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
+from roll_flash.config.addresses import MAX_PORT, ClusterAddress
 from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.fields import (
     KeywordArguments,
@@ -37,9 +38,6 @@ from roll_flash.errors import ConfigError
 
 STALL_MARGIN_S = 60.0
 """Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
-
-MAX_PORT = 65535
-"""Highest TCP port."""
 
 ALL_TRAIN_SEEDS = (0, 1_000_000)
 
@@ -261,8 +259,9 @@ class MonitorConfig(Section):
 
 
 class RayConfig(Section):
-    address: str | None = None
-    """None starts Ray on this machine; `auto` or `host:port` joins a cluster."""
+    address: ClusterAddress | None = None
+    """None starts Ray on this machine. `auto` or `host:port` (of the head node) joins a cluster that this machine is a
+    node of."""
     num_cpus: PositiveInt | None = None
     """CPUs of a Ray that is started on this machine. None: four per core, as the parts of a small run share cores."""
 

@@ -18,6 +18,7 @@ from typing import Any
 from roll_flash.config.tree import RayConfig
 from roll_flash.errors import RunError
 from roll_flash.processes.background import in_thread
+from roll_flash.processes.joining import join_cluster
 from roll_flash.processes.keys import new_key
 from roll_flash.processes.ray_guard import RayGuard
 from roll_flash.sandboxes.scratch import make_short_folder
@@ -144,19 +145,21 @@ def _new_token() -> Iterator[None]:
 
 
 def _init(options: dict[str, Any], config: RayConfig, cancelled: threading.Event) -> None:
-    """Call `ray.init` and retry if this machine was too busy (Ray gives its processes 30 seconds to start). No retry
-    after `cancelled` is set."""
+    """Join the cluster, or start Ray and retry if this machine was too busy (Ray gives its processes 30 seconds to
+    start). No retry after `cancelled` is set."""
     import ray
 
+    if config.address is not None:
+        join_cluster(config.address, lambda: ray.init(**QUIET, **options))
+        return
     for attempt in range(ATTEMPTS):
         try:
             ray.init(**QUIET, **options)
             return
         except Exception as error:  # Ray raises bare Exceptions here too
             ray.shutdown()
-            may_try_again = config.address is None and attempt + 1 < ATTEMPTS and not cancelled.is_set()
+            may_try_again = attempt + 1 < ATTEMPTS and not cancelled.is_set()
             if may_try_again and "timed out" in str(error):
                 continue
-            where = f"the Ray cluster at {config.address}" if config.address else "Ray on this machine"
-            raise RunError(f"{where} is not available: {' '.join(str(error).split())} (ray.address)") from None
+            raise RunError(f"Ray on this machine is not available: {' '.join(str(error).split())}") from None
     raise AssertionError("the loop returns or raises")

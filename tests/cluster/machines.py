@@ -163,7 +163,8 @@ def machines(*names: str) -> Iterator[list[Machine]]:
 
 
 def _ray_environment(token: str) -> dict[str, str]:
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0"}
+    patience = {"RAY_raylet_start_wait_time_s": "90"}  # Ray's 30 s are too short for several machines on a busy one
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", **patience}
 
 
 def _add_network(stack: ExitStack, name: str) -> None:
