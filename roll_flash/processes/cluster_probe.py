@@ -17,11 +17,12 @@ from typing import Any
 
 from roll_flash.errors import first_line
 
-ANSWER_S = 8.0
+ANSWER_S = 10.0
 """Time for all answers of the cluster, after the imports."""
 REGISTERED_WITHIN_S = 3.0
 """Time for a raylet of this machine, which may have been started just now, to appear among the cluster's nodes."""
-RAYLET_S = 4.0
+RAYLET_S = 5.0
+"""Time for the answer of the raylet."""
 TOKEN_PLACES = "RAY_AUTH_TOKEN, or the file ~/.ray/auth_token"
 
 
@@ -162,8 +163,9 @@ def _check_raylet(node: Any) -> None:
 async def _ask_raylet(address: str, port: int) -> None:
     from ray._raylet import RayletClient  # type: ignore[attr-defined]
 
+    client = RayletClient(address, port)  # without this reference the answer would be lost
     async with asyncio.timeout(RAYLET_S + 1):
-        await RayletClient(address, port).async_get_worker_pids(timeout_ms=int(RAYLET_S * 1000))
+        await client.async_get_worker_pids(timeout_ms=int(RAYLET_S * 1000))
 
 
 def other_ports() -> str:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from roll_flash.config.addresses import AUTO, split_address
 from roll_flash.errors import RunError
@@ -59,7 +59,8 @@ def _host_and_port(address: str) -> str:
     found, source = address, "ray.address"
     if address == AUTO and os.environ.get("RAY_ADDRESS"):
         found, source = os.environ["RAY_ADDRESS"], "RAY_ADDRESS"
-    services.find_gcs_addresses.cache_clear()
+    local_clusters: Any = services.find_gcs_addresses  # an attribute of this function forgets what it found earlier
+    local_clusters.cache_clear()
     try:
         if found != AUTO:
             split_address(found)
@@ -133,4 +134,5 @@ def _ask(address: str, where: str, cannot: str, limit_s: float) -> None:
 
 def _within(call: Callable[[], T], limit_s: float) -> T:
     """Return what `call` returns. Raises TimeoutError if it takes longer; its thread is then abandoned."""
-    return DaemonThreads().submit(call).result(limit_s)
+    result: T = DaemonThreads().submit(call).result(limit_s)
+    return result

@@ -131,7 +131,7 @@ def test_a_port_that_is_not_that_of_the_head(network: Network) -> None:
     line = join(network.bare, f"{network.bare.address}:7000")
     network.bare.run("pkill", "-f", "create_server")
     service.communicate(timeout=10)
-    assert "no answer of a cluster's head within 8 s; give the port of `ray start --head --port=6379`" in line
+    assert "no answer of a cluster's head within 10 s; give the port of `ray start --head --port=6379`" in line
     assert "does not answer as the head of a Ray cluster" in join(network.head, f"{network.head.address}:10001")
 
 
@@ -180,4 +180,4 @@ def test_a_node_whose_ray_hangs(network: Network) -> None:
     assert "does not answer (" in line
     head.run("pkill", "-STOP", "gcs_server")
     line = join(head, "auto", **NO_TOKEN)
-    assert "no answer of a cluster's head within 8 s" in line
+    assert "no answer of a cluster's head within 10 s" in line
