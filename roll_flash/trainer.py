@@ -57,7 +57,8 @@ def train(config: Config, *, resume: bool = False, on_step: OnStep | None = None
     make_logs_printable()
     # Report problems before a run folder of this name exists.
     checked = check_parts(config)
-    run_to_end(check_sandboxes(config, checked.sandboxes))
+    if config.ray.address is None:  # else workers may be on other nodes, which are checked when their places are known
+        run_to_end(check_sandboxes(config, checked.sandboxes))
     with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
         start = Start.of(config, run_dir, checked, resume=resume)
         start.announce(progress)

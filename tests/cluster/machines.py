@@ -16,6 +16,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll_flash.sandboxes.owner import LABEL_OWNER
+
 ROOT = Path(__file__).parents[2]
 PORT = 6379
 COMMAND_TIMEOUT_S = 120.0
@@ -77,11 +79,14 @@ class Machine:
         assert self._power.stdout.readline() == "up\n", f"machine {self.name} did not start"
 
     def power_off(self) -> None:
-        """End all processes at once, as a loss of power does. Safe to call twice."""
+        """End all processes at once, as a loss of power does, and with them what its Docker engine ran: here all
+        machines share one, which lives on. Safe to call twice."""
         if self._power is not None:
+            processes = os.stat(f"/proc/{self._first_process()}/ns/pid").st_ino
             self._power.kill()  # with it (--kill-child) the first process of the machine, and with that all others
             self._power.communicate()
             self._power = None
+            _remove_containers(processes)
 
     def start(self, *command: str, log: Path | None = None, **environment: str) -> subprocess.Popen[str]:
         """Start a command in the project's folder; its output goes into `log`, or a pipe."""
@@ -165,6 +170,17 @@ def machines(*names: str) -> Iterator[list[Machine]]:
 def _ray_environment(token: str) -> dict[str, str]:
     patience = {"RAY_raylet_start_wait_time_s": "90"}  # Ray's 30 s are too short for several machines on a busy one
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "RAY_USAGE_STATS_ENABLED": "0", **patience}
+
+
+def _remove_containers(processes: int) -> None:
+    """Remove the containers of this process namespace; those that were started are ending by themselves."""
+    if shutil.which("docker") is None:
+        return
+    listing = ["docker", "ps", "--all", "--format", f'{{{{.ID}}}} {{{{.Label "{LABEL_OWNER}"}}}}']
+    for line in subprocess.run(listing, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S).stdout.splitlines():
+        container, _, owner = line.partition(" ")
+        if f"/{processes}:" in owner:
+            subprocess.run(["docker", "rm", "--force", container], capture_output=True, timeout=COMMAND_TIMEOUT_S)
 
 
 def _add_network(stack: ExitStack, name: str) -> None:
