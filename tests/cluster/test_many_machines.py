@@ -136,6 +136,7 @@ def test_nothing_of_a_run_stays_on_its_machines(spread_run: dict[str, Any]) -> N
     assert spread_run["left"] == {"envs": 0, "gpus": 0}
 
 
+@pytest.mark.nightly
 def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_back() -> None:
     with machines("head", "one", "two") as (head, one, two):
         head.join_ray(cpus=2, resources='{"ranks": 1}')
