@@ -20,6 +20,7 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
 from roll_flash.monitor.progress import Progress
+from roll_flash.run import scale_request
 from roll_flash.run.run_dir import (
     Checkpoint,
     RunDir,
@@ -380,3 +381,10 @@ def test_export_copies_the_model_and_never_writes_into_a_folder_with_something_i
     assert json.loads((folder / "config.json").read_text()) == {"text": "weights"}
     with pytest.raises(ConfigError, match="not empty"):
         export_checkpoint(str(run.folder), str(target))
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"id": "1", "gpus": 2}'])
+def test_a_file_that_is_no_request_to_scale_is_removed_and_the_run_goes_on(content: str, tmp_path: Path) -> None:
+    (tmp_path / scale_request.REQUEST).write_text(content)
+    assert scale_request.take_request(tmp_path) is None
+    assert not (tmp_path / scale_request.REQUEST).exists()

@@ -14,7 +14,7 @@ from pathlib import Path
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.errors import InferenceError, PlacementError, RollFlashError
 from roll_flash.inference.servers.engine import ServerEngine
-from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.fleet import WORKER_DIED, WorkerFleet
 from roll_flash.run.scale_request import ScaleRequest, answer_request, take_request
 
 FOLLOW_EVERY_S = 1.0
@@ -76,7 +76,7 @@ class ElasticParts:
             await self._fleet.resize(workers)
         except PlacementError:
             raise
-        except RollFlashError as error:
+        except (RollFlashError, *WORKER_DIED) as error:
             raise PlacementError(f"not all workers started: {error}") from None
 
     def _engine_size(self) -> int:

@@ -191,7 +191,12 @@ class WorkerFleet:
         """Start more workers, or end the last ones: these get no more episodes, and what they play within DRAIN_S ends
         as usual. Raises the error of a worker's start; those that started stay."""
         for index in range(len(self._members), workers):
-            await self._start_worker(index)
+            try:
+                await self._start_worker(index)
+            except BaseException:
+                if self._places is not None:
+                    await self._places.give_back(part_name("worker", index))
+                raise
             self._begin(self._members[-1])
         leaving, self._members = self._members[workers:], self._members[:workers]
         await asyncio.gather(*(self._end(member) for member in leaving))

@@ -6,8 +6,10 @@ process that holds the run's lock.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
+import logging
 import secrets
 import time
 from dataclasses import asdict, dataclass
@@ -18,6 +20,8 @@ from roll_flash.errors import ConfigError, RunError
 
 REQUEST, ANSWER = ".scale.json", ".scaled.json"
 ANSWER_POLL_S = 0.3
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,25 @@ def ask_to_scale(folder: Path, servers: int | None, workers: int | None, timeout
 
 
 def take_request(folder: Path) -> ScaleRequest | None:
-    """Return a request that waits, and remove it; None if there is none."""
-    if (found := _read(folder / REQUEST)) is None:
+    """Return a request that waits, and remove it; None if there is none, or what is there is no request."""
+    try:
+        if (found := _read(folder / REQUEST)) is None:
+            return None
+        (folder / REQUEST).unlink(missing_ok=True)
+        return ScaleRequest(**found)
+    except (OSError, TypeError, ValueError) as error:  # no reason to end a run
+        _log.warning("%s is removed, it cannot be read: %s", folder / REQUEST, error)
+        with contextlib.suppress(OSError):
+            (folder / REQUEST).unlink(missing_ok=True)
         return None
-    (folder / REQUEST).unlink(missing_ok=True)
-    return ScaleRequest(**found)
 
 
 def answer_request(folder: Path, request: ScaleRequest, text: str, *, done: bool) -> None:
-    _write(folder / ANSWER, {"id": request.id, "text": text, "done": done})
+    """Answer a request. A disk that is full costs the answer, not the run."""
+    try:
+        _write(folder / ANSWER, {"id": request.id, "text": text, "done": done})
+    except OSError as error:
+        _log.warning("%s cannot be written: %s", folder / ANSWER, error)
 
 
 def _is_running(folder: Path) -> bool:
@@ -69,7 +83,7 @@ def _is_running(folder: Path) -> bool:
     except BlockingIOError:
         return True
     except FileNotFoundError:
-        pass
+        return False
     return False
 
 

@@ -25,6 +25,8 @@ from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.processes.background import start_background
 
 STOP_TIMEOUT_S = 30.0
+REACH_ATTEMPTS = 3
+"""Attempts to reach a server that has started; each may take HEALTH_TIMEOUT_S where a firewall swallows packets."""
 ACTOR_START_S = 60.0
 """Time in seconds that Ray may take to start the actor, in addition to the start of the server."""
 
@@ -117,11 +119,13 @@ class RemoteServer(ServerControl):
         self.kv_cache_tokens = started.kv_cache_tokens
         self.version, self.joined = 0, False
         self._watch = start_background(self._until_ended(self._host), f"the watch over {self.endpoint}")
-        if await self.state() != "healthy":
-            raise InferenceError(
-                f"{self.name} runs on {self._place.node_name}, but cannot be reached from here: let the nodes reach "
-                "each other's ports, or set inference.port and open that one and the next ones"
-            )
+        for _ in range(REACH_ATTEMPTS):
+            if await self.is_healthy():
+                return
+        raise InferenceError(
+            f"{self.name} runs on {self._place.node_name}, but cannot be reached from here: let the nodes reach each "
+            "other's ports, or set inference.port and open that one and the next ones"
+        )
 
     async def prepare(self, weights: StagedWeights) -> None:
         await self._within(self._host.prepare.remote(weights), CONTROL_TIMEOUT_S, "load new weights")
