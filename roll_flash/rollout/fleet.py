@@ -274,7 +274,25 @@ class WorkerFleet:
         return members
 
     async def _start_worker(self, index: int) -> None:
-        self._members.append(_WorkerHandle(index, await self._start_actor(index)))
+        """Start a worker that is new. Raises RunError if it cannot reach all servers."""
+        member = _WorkerHandle(index, await self._start_actor(index))
+        try:
+            lost = await _within(member.actor.unreachable_servers.remote(), CALL_TIMEOUT_S, "unreachable_servers")
+            if lost:
+                raise RunError(
+                    f"rollout worker {index}{await self._where(index)} cannot reach {', '.join(lost)}: let the nodes "
+                    "reach each other's ports, or set inference.port and open that one and the next ones"
+                )
+        except BaseException:
+            await _close(member)
+            raise
+        self._members.append(member)
+
+    async def _where(self, index: int) -> str:
+        if self._places is None:
+            return ""
+        place = await self._places.place(part_name("worker", index))
+        return f" on {place.node_name} ({place.address})"
 
     async def _start_actor(self, index: int) -> Any:
         part = part_name("worker", index)

@@ -321,6 +321,13 @@ class WorkerActor:
         await self._worker.start()
         self._until_closed.enter_context(rare_collections())
 
+    async def unreachable_servers(self) -> list[str]:
+        """Return the servers that cannot be reached from this node."""
+        from roll_flash.inference.client.token_client import unreachable
+
+        model = self._settings.model
+        return await unreachable(model) if isinstance(model, ClientSpec) else []
+
     async def use(self, model: ClientSpec) -> None:
         await self._worker.use(model)
 

@@ -30,6 +30,8 @@ printf '%s\\n' "$(basename "$0") $*" >>"$CALLS"
 """
 """Stand-in for a program: writes down how it was called."""
 LIMIT_S = 60
+GONE_S = 10
+"""Time in seconds in which the kernel takes the last process of an ended job away."""
 RAY_LIMIT_S = 300
 """Ray's commands import much."""
 
@@ -158,9 +160,19 @@ def slurm(tmp_path: Path, train: str, **settings: str) -> subprocess.Popen[str]:
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
     """Exit status and output; nothing of the job may be left."""
     output, _ = process.communicate(timeout=LIMIT_S)
-    with pytest.raises(ProcessLookupError):
-        os.killpg(process.pid, 0)
+    deadline = time.monotonic() + GONE_S
+    while _exists(process.pid):
+        assert time.monotonic() < deadline, f"processes of the job are left:\n{output}"
+        time.sleep(0.05)
     return process.returncode, output
+
+
+def _exists(group: int) -> bool:
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def test_a_slurm_job_starts_ray_on_each_node_trains_and_stops_ray(tmp_path: Path) -> None:

@@ -184,6 +184,41 @@ def test_a_firewall_between_driver_and_server_is_one_line_with_the_remedy() -> N
 
 
 @pytest.mark.nightly
+def test_a_firewall_between_worker_and_server_is_one_line_with_the_remedy() -> None:
+    with machines("head", "envs", "far") as (head, envs, far):
+        head.join_ray(cpus=2, resources='{"ranks": 1}')
+        envs.join_ray(head, resources='{"envs": 1}')
+        far.join_ray(head, resources='{"servers": 1}')
+        drop = ("-s", envs.address, "-p", "tcp", "--dport", "25000", "-j", "DROP")
+        assert far.run("iptables", "-A", "INPUT", *drop)[0] == 0
+        settings = {"inference.port": 25000}
+        status, output = head.run(*train(head, **settings), timeout_s=RUN_TIMEOUT_S)
+    assert status == 1
+    assert "rollout worker 0 on envs (10.77.0.2) cannot reach http://10.77.0.3:25000: let the nodes reach" in output
+
+
+@pytest.mark.nightly
+def test_two_runs_on_one_cluster_take_their_own_places() -> None:
+    """The first run takes all servers that there are: the second is refused, and goes when another node has come."""
+    with machines("head", "more") as (head, more):
+        head.join_ray(cpus=4, resources='{"ranks": 2, "envs": 2, "servers": 1}')
+        first = head.start(*train(head, steps=1000))
+        wait_for(lambda: steps(head) >= 1, first, "step")
+        second = train(head, name="second")
+        status, output = head.run(*second, timeout_s=RUN_TIMEOUT_S)
+        assert status == 1
+        assert "server 0 needs 1 CPU, 1 servers, and no node has that free" in output, output
+
+        more.join_ray(head, cpus=2, resources='{"servers": 1}')
+        status, output = head.run(*second, timeout_s=RUN_TIMEOUT_S)
+        assert status == 0, output
+        assert "the books balance" in output
+        before = steps(head)
+        wait_for(lambda: steps(head) >= before + 2, first, "steps of the first run")
+        assert "interrupted; a checkpoint of step" in end(first, head)
+
+
+@pytest.mark.nightly
 def test_a_cable_that_is_out_for_20_seconds_is_no_loss() -> None:
     with machines("head", "far") as (head, far):
         head.join_ray(cpus=2, resources='{"ranks": 1}')

@@ -43,6 +43,15 @@ def test_numbers_that_are_not_finite_are_null_in_arrays_too() -> None:
     assert encode({"a": math.inf, "b": [1.0, math.nan], "c": array}) == '{"a":null,"b":[1.0,null],"c":[1.0,null,null]}'
 
 
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False) | st.floats(-20, 0, width=32), max_size=50))
+def test_float32_numbers_read_as_the_same_and_are_as_short_as_can_be(numbers: list[float]) -> None:
+    array = np.array(numbers, np.float32)
+    written = json.loads(encode({"x": array}))["x"]
+    assert np.array_equal(np.array(written, np.float32), array)
+    shortest = [float(str(number)) + 0.0 for number in array]  # zeros have no sign
+    assert [len(repr(number)) for number in written] == [len(repr(number)) for number in shortest]
+
+
 def test_text_that_is_no_unicode_does_not_stop_a_run() -> None:
     assert json.loads(encode({"output": "a\udcffb"})) == {"output": "a?b"}
 

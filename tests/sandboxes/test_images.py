@@ -338,7 +338,8 @@ def test_after_a_fork_what_was_stopped_before_is_still_stopped_and_nothing_else(
     async def fork() -> list[str]:
         async with open_sandbox(SandboxSpec(writable_root=True, user="0:0"), provider="docker") as sandbox:
             # A missing file is no reason to refuse.
-            assert (await sandbox.exec("rm /etc/group; sleep 60 & sleep 61 & sleep 0.3; kill -STOP $!")).ok
+            stop_second = "kill -STOP $!; until grep -q 'State:.T' /proc/$!/status; do sleep 0.05; done"
+            assert (await sandbox.exec(f"rm /etc/group; sleep 60 & sleep 61 & sleep 0.3; {stop_second}")).ok
             await sandbox.snapshot()
             seen = await sandbox.exec("grep -h State $(grep -l sleep /proc/[0-9]*/comm | sed s/comm/status/)")
             return sorted(line.split()[1] for line in seen.stdout_text.splitlines())

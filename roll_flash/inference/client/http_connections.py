@@ -113,6 +113,15 @@ class HttpConnections:
             self._idle.append(connection)
         return answer
 
+    async def can_be_reached(self) -> bool:
+        """Try to open a connection."""
+        try:
+            connection = await self._connect()
+        except ConnectionLostError:
+            return False
+        connection.drop()
+        return True
+
     async def _connect(self) -> _Connection:
         began = time.perf_counter()
         try:

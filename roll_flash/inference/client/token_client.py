@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
@@ -32,6 +33,9 @@ BAD_ANSWERS_IN_A_ROW = 2
 """Number of consecutive bad answers after which a server is removed."""
 BUSY_STATUS = frozenset({408, 425, 429})
 """Temporary 4xx statuses, which are retried; all other 4xx mean a wrong request."""
+REACH_S = 12.0
+"""Time in seconds in which each server must accept a connection at the start; a firewall may swallow packets."""
+REACH_EVERY_S = 0.5
 ABORT_PAUSE_S = 0.05
 """Pause in seconds before the retry of a request that was aborted without a new token."""
 
@@ -238,6 +242,20 @@ class TokenClient:
         )
         self._health[server] = health
         self._watches[server] = start_background(health.run(), f"the health of {server}")
+
+
+async def unreachable(spec: ClientSpec) -> list[str]:
+    """Return the servers of `spec` that accept no connection from here within REACH_S."""
+    deadline = time.monotonic() + REACH_S
+
+    async def is_reachable(server: str) -> bool:
+        connections = HttpConnections(server, spec.key)
+        while not (found := await connections.can_be_reached()) and time.monotonic() < deadline:
+            await asyncio.sleep(REACH_EVERY_S)
+        return found
+
+    found = await asyncio.gather(*(is_reachable(server) for server in spec.endpoints))
+    return [server for server, is_there in zip(spec.endpoints, found, strict=True) if not is_there]
 
 
 def _capacities(spec: ClientSpec) -> dict[str, float]:
