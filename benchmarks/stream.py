@@ -53,6 +53,7 @@ from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import PlannedTrajectory, prepare_groups, row_parts, share_out
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
+from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.scheduling.tasks import SeedTasks
@@ -499,7 +500,8 @@ def markdown(figures: list[Figure], load: float, repeats: int) -> str:
 
 async def measure(quick: bool) -> tuple[list[Figure], list[float], list[Timeline], list[Timeline]]:
     rows, repeats = (1024, 2) if quick else (8192, REPEATS)
-    ours = await measure_rows(rows, repeats)
+    with rare_collections():  # as in the driver and the workers of a run
+        ours = await measure_rows(rows, repeats)
     hidden = await judge_hidden(0.05 if quick else 1.0)
     async with local_ray(RayConfig(num_cpus=4)):
         whole, streamed = await overlap(8 if quick else 16, 1 if quick else REPEATS)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from roll_flash.errors import RunError
@@ -26,8 +27,7 @@ POWERS_OF_TEN = np.array([float(f"1e{exponent}") for exponent in range(23)])
 
 def encode(record: Mapping[str, Any]) -> str:
     """Return one line of standard JSON (no newline inside)."""
-    value = _plain(record, 2 * MAX_DEPTH)
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return msgspec.json.encode(_plain(record, 2 * MAX_DEPTH)).decode()
 
 
 def plain(value: Any) -> Any:
