@@ -250,7 +250,7 @@ async def unreachable(spec: ClientSpec) -> list[str]:
 
     async def is_reachable(server: str) -> bool:
         connections = HttpConnections(server, spec.key)
-        while not (found := await connections.can_be_reached()) and time.monotonic() < deadline:  # noqa: ASYNC110 - a port
+        while not (found := await connections.can_be_reached()) and time.monotonic() < deadline:  # noqa: ASYNC110 - no event
             await asyncio.sleep(REACH_EVERY_S)
         return found
 
