@@ -94,7 +94,8 @@ async def _resume(server: ServerControl) -> None:
 async def _clear_prefix_cache(server: ServerControl) -> None:
     """Clear the prefix cache: no new request may use the KV cache of the old weights.
 
-    If the scheduler cannot clear it with requests in flight (GPU), these requests compute their KV cache again.
+    A scheduler chosen in `inference.extra_args` may be unable to with requests in flight: these compute their KV cache
+    again then.
     """
     answer: Any = await server.post("/reset_prefix_cache")
     if not answer["success"]:

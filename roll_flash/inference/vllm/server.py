@@ -17,7 +17,10 @@ from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.models.prepare import model_type
 
 MODEL_NAME = "policy"
-SCHEDULER = "roll_flash.inference.vllm.scheduler.CpuScheduler"
+SCHEDULERS = {
+    "cpu": "roll_flash.inference.vllm.scheduler.CpuScheduler",
+    "cuda": "roll_flash.inference.vllm.scheduler.gpu_scheduler",
+}
 MIDDLEWARE = "roll_flash.processes.keys.RequireKey"
 """The last middleware in the arguments gets a request first. vLLM's own API key protects only some of its routes."""
 GIB = 2**30
@@ -109,6 +112,7 @@ def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "weight_transfer_config": {"backend": config.weight_transfer},
         "disable_uvicorn_access_log": True,
+        "scheduler_cls": SCHEDULERS[device],
     }
     if device == "cuda":
         return options | {"gpu_memory_utilization": config.gpu_memory_utilization}
@@ -117,7 +121,6 @@ def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
         "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
         # Run the model in the engine's process: saves one import (10 s) and one hop per token.
         "distributed_executor_backend": "uni",
-        "scheduler_cls": SCHEDULER,
         "async_scheduling": False,
     }
 
