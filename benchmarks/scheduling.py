@@ -18,10 +18,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from planner.distributions import Normal
-from planner.load import SyntheticLoad
 from scheduling_claims import ACTION, servers, simulate
 from scheduling_seeds import Figure, Result, as_dict, measure_all
+
+from roll_flash.planner.simulation.distributions import Normal
+from roll_flash.planner.simulation.load import SyntheticLoad
 
 RESULTS = Path(__file__).parent / "results"
 SPEED = "the simulation itself"

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from planner.distributions import (
+from roll_flash.planner.simulation.distributions import (
     ClampedNormal,
     Constant,
     Distribution,
@@ -24,12 +24,11 @@ from planner.distributions import (
     Truncated,
     fail_slow,
 )
-from planner.load import Load, SyntheticLoad
-from planner.result import SimulationResult
-from planner.servers import ServerSpec
-from planner.settings import LearnerSpec, SimulationSettings
-from planner.simulate import Simulation
-
+from roll_flash.planner.simulation.load import Load, SyntheticLoad
+from roll_flash.planner.simulation.result import SimulationResult
+from roll_flash.planner.simulation.servers import ServerSpec
+from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
+from roll_flash.planner.simulation.simulate import Simulation
 from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
 from roll_flash.scheduling.staleness import StalenessRule
 

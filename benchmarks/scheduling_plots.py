@@ -12,12 +12,13 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from planner.distributions import LogNormal
-from planner.load import SyntheticLoad
-from planner.result import SimulationResult
-from planner.settings import LearnerSpec
 from scheduling_claims import Row, knee, servers, simulate
 from scheduling_seeds import Result
+
+from roll_flash.planner.simulation.distributions import LogNormal
+from roll_flash.planner.simulation.load import SyntheticLoad
+from roll_flash.planner.simulation.result import SimulationResult
+from roll_flash.planner.simulation.settings import LearnerSpec
 
 GENERATE, ENVIRONMENT, LOST, LEARNER = "#3b6fb6", "#9cc4e4", "#d9d9d9", "#d1603d"
 COLOURS = {"generate": GENERATE, "environment": ENVIRONMENT, "wait": "#f1e9d2"}

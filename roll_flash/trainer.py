@@ -161,19 +161,19 @@ class Trainer:
             async for micro_batch in micro_batches:
                 has_groups, groups = True, micro_batch.groups
                 self._last_tokens = _computed_tokens(groups)
-                with record.learner_works(groups):
+                with record.learner_works("accumulate", groups, _packed_tokens(groups)):
                     accumulating = learner.accumulate(groups)
                     await self._micro_batch_s.run(accumulating, "the learner's micro-batch", self._last_tokens)
         if not has_groups:
             self._note_rollout()
             return False
-        with record.learner_works():
+        with record.learner_works("update"):
             tokens = _computed_tokens(record.groups)
             result = await self._update_s.run(learner.finish_step(), "the learner's step", tokens)
         record.learner_metrics = result.metrics
         await self._count(record)
         publication = await self._settle()
-        with record.learner_works():
+        with record.learner_works("stage"):
             await self._system.publisher.begin()
         metrics = self._report(record, publication, await self._system.usage_metrics())
         await self._call_on_step(result.version, metrics)
@@ -260,12 +260,18 @@ class Trainer:
             **rollout.metrics(),
         }
         self._system.metrics.log(version, metrics)
+        self._system.run_dir.log_timeline(record.timeline())
         self._progress.step(version, metrics)
         if (decision := rollout.adapt(metrics)) is not None:
             self._system.run_dir.log_decision({"step": version, **asdict(decision)})
             if decision.changed:
                 self._progress.note(f"async_ratio is {decision.async_ratio} from now on: {decision.reason}")
         return metrics
+
+
+def _packed_tokens(groups: Iterable[FinishedGroup]) -> int:
+    """Tokens of groups with a signal when the prompt of a group is computed once."""
+    return sum(group.packed_tokens for group in groups if has_signal(group))
 
 
 def _computed_tokens(groups: Iterable[FinishedGroup]) -> int:

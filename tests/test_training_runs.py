@@ -196,6 +196,12 @@ class TestOneRunThroughItsLife:
         assert {decision["step"] for decision in decisions} == set(range(1, life["last"] + 1))
         assert all("idle" in decision["reason"] or "sample size" in decision["reason"] for decision in decisions)
 
+    def test_the_timeline_has_each_step_once_also_across_the_interruption(self, life: dict[str, Any]) -> None:
+        lines = [json.loads(line) for line in (life["folder"] / "logs/timeline.jsonl").read_text().splitlines()]
+        assert [line["step"] for line in lines] == list(range(1, life["last"] + 1))
+        assert sum(tokens for line in lines for work, _, _, tokens in line["learner"] if work == "accumulate") > 0
+        assert all(line["cpu_cores"] >= 1 for line in lines)
+
     def test_a_plot_was_drawn(self, life: dict[str, Any]) -> None:
         assert (life["folder"] / "plots" / "reward.png").stat().st_size > 10_000
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, Literal
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from roll_flash.monitor.metrics import (
 )
 from roll_flash.types import FinishedEpisode, FinishedGroup
 
+LearnerWork = Literal["accumulate", "update", "stage"]
+
 
 class StepRecord:
     """Collect the groups of a step and the time that the learner spent on them."""
@@ -32,17 +35,27 @@ class StepRecord:
         self.is_reported = False
         self._servers_idle_s = servers_idle_s
         self._started = time.monotonic()
+        self._unix_s = time.time() - self._started
         self._learner_s = 0.0
+        self._spans: list[tuple[LearnerWork, float, float, int]] = []
         self.groups: list[FinishedGroup] = []
         """All groups of the step so far."""
 
     @contextmanager
-    def learner_works(self, groups: Sequence[FinishedGroup] = ()) -> Iterator[None]:
-        """Time a call of the learner."""
+    def learner_works(self, work: LearnerWork, groups: Sequence[FinishedGroup] = (), tokens: int = 0) -> Iterator[None]:
+        """Time a call of the learner, which computes `tokens`."""
         self.groups.extend(groups)
         started = time.monotonic()
         yield
-        self._learner_s += time.monotonic() - started
+        ended = time.monotonic()
+        self._learner_s += ended - started
+        self._spans.append((work, self._unix_s + started, self._unix_s + ended, tokens))
+
+    def timeline(self) -> dict[str, Any]:
+        """When the step began and ended and what the learner did in it, in Unix time: `learner` has (work, start, end,
+        tokens)."""
+        times = {"started_s": self._unix_s + self._started, "ended_s": self._unix_s + time.monotonic()}
+        return {"step": self.version + 1, **times, "learner": self._spans}
 
     @property
     def trajectories(self) -> list[FinishedEpisode]:

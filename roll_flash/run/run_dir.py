@@ -28,6 +28,7 @@ from roll_flash.run.trained_tasks import TRAINED_TASKS
 
 FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
+TIMELINE = "timeline.jsonl"
 SUMMARY = "summary.json"
 """Written at the end of a run."""
 PRIVATE = 0o700
@@ -124,6 +125,12 @@ class RunDir:
         with closing(JsonLinesFile(self.logs / "async_ratio.jsonl")) as file:
             file.write(decision)
 
+    def log_timeline(self, step: Mapping[str, Any]) -> None:
+        """Append when a step and the learner's work in it began and ended, and this machine's cores, to
+        `logs/timeline.jsonl`: `roll-flash plan --from` reads it."""
+        with closing(JsonLinesFile(self.logs / TIMELINE)) as file:
+            file.write({**step, "cpu_cores": len(os.sched_getaffinity(0))})
+
     def checkpoint_folder(self, step: int) -> Path:
         return self.checkpoints_folder / f"step_{step}"
 
@@ -162,7 +169,7 @@ class RunDir:
                 match = _STEP.fullmatch(path.name.removesuffix(".jsonl"))
                 if match and int(match[1]) > step:
                     path.rename(_free_name(path))
-        for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS):
+        for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS, self.logs / TIMELINE):
             keep_steps_until(path, step)
 
     def require_space(self, num_bytes: int) -> None:

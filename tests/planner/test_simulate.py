@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.distributions import Constant, LogNormal, Normal
-from benchmarks.planner.load import Load, RecordedLoad, SyntheticLoad
-from benchmarks.planner.result import SimulationResult
-from benchmarks.planner.servers import Request, ServerSpec, SimulatedServer
-from benchmarks.planner.settings import LearnerSpec, SimulationSettings
-from benchmarks.planner.simulate import Simulation
 from roll_flash.errors import RunError
+from roll_flash.planner.simulation.distributions import Constant, LogNormal, Normal
+from roll_flash.planner.simulation.load import Load, RecordedLoad, SyntheticLoad
+from roll_flash.planner.simulation.result import SimulationResult
+from roll_flash.planner.simulation.servers import Request, ServerSpec, SimulatedServer
+from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
+from roll_flash.planner.simulation.simulate import Simulation
 from roll_flash.scheduling.policy import SchedulingPolicy
 from roll_flash.scheduling.staleness import StalenessRule
 

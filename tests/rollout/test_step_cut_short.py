@@ -71,6 +71,7 @@ class Kept:
         self.trained: dict[int, set[str]] = {}
         self.states: list[dict[str, Any]] = []
         self.hashes: set[str] = set()
+        self.timeline: list[dict[str, Any]] = []
         self._run = run
 
     def log(self, step: int, metrics: dict[str, Any]) -> None:
@@ -120,7 +121,7 @@ async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Ro
             rollout=run,
             publisher=Servers(learner, fleet, run, hang=where == "publication"),
             stream=stream,
-            run_dir=SimpleNamespace(latest_checkpoint=lambda: None),
+            run_dir=SimpleNamespace(latest_checkpoint=lambda: None, log_timeline=kept.timeline.append),
             metrics=kept,
             trained_tasks=kept,
             checkpoints=kept,
@@ -154,6 +155,17 @@ def test_it_is_in_the_metrics_and_its_tasks_are_not_played_again(where: str) -> 
     waiting = {task["task_id"] for task in state["unfinished"]}
     assert waiting
     assert not waiting & set().union(*kept.trained.values())
+
+
+def test_the_timeline_has_when_the_learner_worked_on_what() -> None:
+    kept, _ = asyncio.run(asyncio.wait_for(cut_short("publication"), 60))
+    assert [line["step"] for line in kept.timeline] == [1, 2]
+    first = kept.timeline[0]
+    assert [work for work, *_ in first["learner"]][-2:] == ["update", "stage"]
+    assert first["learner"][0][0] == "accumulate"
+    times = [first["started_s"], *(time for _, start, end, _ in first["learner"] for time in (start, end))]
+    assert times == sorted(times)
+    assert times[-1] <= first["ended_s"]
 
 
 def test_a_callback_is_given_each_step_after_its_report_with_the_metrics_of_its_row() -> None:

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from roll_flash.monitor.episodes import read_episodes
-
-from .distributions import Constant, Distribution, LogNormal
+from roll_flash.planner.simulation.distributions import Constant, Distribution, LogNormal
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +19,12 @@ class EpisodePlan:
     reward: float
     fails: bool
     """True if the episode ends as a failure after its last turn."""
+    prompts: tuple[int, ...] = ()
+    """Tokens of the prompt of each turn; empty: they cost nothing."""
+    startup_s: float = 0.0
+    """Time before the first turn: the environment is made and reset."""
+    packed_tokens: int = 0
+    """Tokens that the learner computes for it."""
 
     @property
     def tokens(self) -> int:

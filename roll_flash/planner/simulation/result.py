@@ -63,6 +63,8 @@ class SimulationResult:
     """`requeued`, `given_up` and `unfiltered`, as in `Scheduler.counts`."""
     cancelled_episodes: int
     events: int
+    turns: int = 0
+    """Number of turns that the model has ended."""
     timeline: Timeline | None = None
 
     @property
