@@ -22,6 +22,7 @@ from roll_flash.errors import ConfigError
 
 ENTRY_POINT_GROUP = "roll_flash.envs"
 SHIPPED = {
+    "Dataset-v0": "roll_flash.envs.datasets.env:make_dataset_env",
     "FileQuest-v0": "roll_flash.envs.shipped.file_quest:FileQuest",
     "GymText-v0": "roll_flash.envs.shipped.gym_text:GymText",
     "PythonRepair-v0": "roll_flash.envs.shipped.python_repair:PythonRepair",

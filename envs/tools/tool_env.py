@@ -166,7 +166,7 @@ class ToolEnv(Env):
 
     async def step(self, action: str) -> StepResult:
         self._episode.turn += 1
-        calls = parse_tool_calls(action, self._tools)
+        calls = parse_tool_calls(action, self._tools) if self._tools else []
         observation = await (self._run_calls(calls) if calls else self._take_answer(action))
         terminated = observation is None or self._episode.finished
         truncated = not terminated and self._episode.turn >= self.max_turns

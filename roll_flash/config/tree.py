@@ -17,6 +17,7 @@ import yaml
 from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from roll_flash.config.addresses import MAX_PORT, ClusterAddress
+from roll_flash.config.data import Data, Rewards
 from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.fields import (
     KeywordArguments,
@@ -40,6 +41,7 @@ STALL_MARGIN_S = 60.0
 """Extra seconds of the stall timeout, for the delay until a busy machine reports the end of an episode."""
 
 ALL_TRAIN_SEEDS = (0, 1_000_000)
+DATASET_ENV = "Dataset-v0"
 
 
 class ModelConfig(Section):
@@ -68,6 +70,12 @@ class EnvConfig(Section):
     """Half-open range of seeds for training tasks."""
     task_source: TaskSourceConfig | None = None
     """Training and held-out tasks of your own, such as the rows of a data set, instead of seeds."""
+    data: Data = None
+    """Rows of a data set as tasks: a path, or a mapping with the keys below. With the id `Dataset-v0` a row is a prompt
+    and an answer; for other environments its columns are keyword arguments, merged over `kwargs`."""
+    reward: Rewards = ()
+    """What an answer to a row of `data` earns (`Dataset-v0` only): a function or a list of them, which are added up:
+    `exact`, `number`, `math`, `regex`, `json_schema`, `python_tests`, `file.py:NAME`."""
     weight: PositiveFloat = 1.0
     """Share of the training tasks, relative to the weights of the other environments."""
     levels: tuple[KeywordArguments, ...] = ()
@@ -80,6 +88,21 @@ class EnvConfig(Section):
             raise ValueError("train_seeds must be [first, end) with first < end")
         if self.task_source is not None and self.train_seeds != ALL_TRAIN_SEEDS:
             raise ValueError("train_seeds have no effect beside a task_source, which chooses the tasks; remove one")
+        return self
+
+    @model_validator(mode="after")
+    def _rows(self) -> EnvConfig:
+        is_dataset = self.id == DATASET_ENV
+        if is_dataset and self.data is None:
+            raise ValueError(f"{DATASET_ENV} needs rows: data: my.jsonl")
+        if is_dataset and not self.reward:
+            raise ValueError(f"{DATASET_ENV} needs a reward, such as reward: exact")
+        if self.reward and not is_dataset:
+            raise ValueError(f"reward is for {DATASET_ENV}; {self.id} gives rewards of its own, so remove it")
+        if self.data is not None and (self.task_source is not None or self.levels):
+            raise ValueError("data chooses the tasks; remove task_source and levels")
+        if self.data is not None and self.train_seeds != ALL_TRAIN_SEEDS:
+            raise ValueError("train_seeds have no effect beside data, whose rows are the tasks; remove them")
         return self
 
     @model_validator(mode="after")
@@ -314,7 +337,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _held_out(self) -> Config:
         for env in self.envs:
-            if env.task_source is not None:
+            if env.task_source is not None or env.data is not None:
                 continue
             first, end = env.train_seeds
             if first < self.eval.seeds_from + self.eval.tasks and self.eval.seeds_from < end:
@@ -325,7 +348,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _different_environments(self) -> Config:
-        described = [(env.id, env.kwargs) for env in self.envs]
+        described = [(env.id, env.kwargs, env.data) for env in self.envs]
         if any(env in described[:index] for index, env in enumerate(described)):
             raise ValueError("envs: an environment is named twice with the same kwargs; give it more weight")
         return self

@@ -1,4 +1,4 @@
-"""The task sources of a config: an entry of `envs` gives seeds, its levels a curriculum, several entries a mixture."""
+"""The task sources of a config: an entry of `envs` gives seeds or rows, levels a curriculum, entries a mixture."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from roll_flash.types import Task
 
 OWN_SOURCES = {"TaskFolder-v0": "roll_flash.envs.adapters.task_folders.source:FolderTasks"}
 """Environments whose tasks are not seeds, and their task sources."""
+ROWS_SOURCE = "roll_flash.envs.datasets.source:DatasetTasks"
 
 
 def open_tasks(config: Config) -> TaskSource:
@@ -51,6 +52,8 @@ def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int) -
     if env.task_source is not None:
         entry_point = env.task_source.entry_point
         return UsersSource(_call(entry_point, _at_level(env, kwargs), env.task_source.kwargs), entry_point)
+    if env.data is not None:
+        return _call(ROWS_SOURCE, _at_level(env, kwargs), {})
     if env.id in OWN_SOURCES:
         return _call(OWN_SOURCES[env.id], _at_level(env, kwargs), {})
     return SeedTasks(env.id, kwargs, env.train_seeds, max_turns=env.max_turns, held_out_from=held_out_from)
@@ -64,7 +67,7 @@ def _call(entry_point: str, env: EnvConfig, kwargs: Mapping[str, Any]) -> TaskSo
     try:
         source = load_object(entry_point)(env, **kwargs)
     except RollFlashError as error:
-        raise ConfigError(f"envs: task_source: {error}") from None
+        raise ConfigError(f"envs: {'' if env.data else 'task_source: '}{error}") from None
     except Exception as error:  # user code may raise anything
         raise ConfigError(f"envs: task_source: {entry_point} raised {type(error).__name__}: {error}") from error
     if not isinstance(source, TaskSource):

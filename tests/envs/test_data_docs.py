@@ -1,0 +1,73 @@
+"""docs/data.md and the README's section on data, done as a new user would."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from roll_flash.cli.main import main
+from roll_flash.config.data import RewardConfig
+from roll_flash.envs.datasets.rewards import IN_SANDBOX, READY
+from tests.command_line import parse
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "docs" / "data.md").read_text()
+README = (ROOT / "README.md").read_text()
+
+
+def block(page: str, name: str) -> str:
+    """The block that follows the paragraph with `name`."""
+    found = re.search(rf"as `{re.escape(name)}`.*?```\w+\n(.*?)```", page, re.DOTALL)
+    assert found is not None, name
+    return found[1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("make_sums.py", "sums.yaml", "brief.py"):
+        (tmp_path / name).write_text(block(PAGE, name))
+    monkeypatch.chdir(tmp_path)
+    subprocess.run([sys.executable, "make_sums.py"], check=True, timeout=60)
+    return tmp_path
+
+
+def test_its_data_set_is_ready_to_train_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "sums.yaml", "model.path=tiny", "--dry-run"]) == 0
+    assert re.search(r"tasks: \d+ to train on", capsys.readouterr().out)
+
+
+def test_its_rewards_can_be_combined(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (rewards,) = (each for each in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if each.startswith("reward:"))
+    reward = json.dumps(yaml.safe_load(rewards)["reward"])
+    assert main(["train", "sums.yaml", "model.path=tiny", f"envs.0.reward={reward}", "--dry-run"]) == 0
+
+
+def test_it_names_every_ready_reward() -> None:
+    named = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
+    assert named == [*READY, IN_SANDBOX]
+    assert all(each in (RewardConfig.model_fields["function"].description or "") for each in named)
+
+
+def test_the_config_of_the_readme_is_enough(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text(block(README, "mine.yaml"))
+    rows = [{"prompt": f"Say {n}.", "answer": str(n)} for n in range(40)]
+    (tmp_path / "my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert main(["train", "mine.yaml", "model.path=tiny", "--dry-run"]) == 0
+    assert "tasks: 38 to train on" in capsys.readouterr().out
+
+
+def test_its_commands_are_ones_the_parser_takes() -> None:
+    lines = [line.split() for each in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in each.splitlines()]
+    commands = [words[1:] for words in lines if words[0] == "roll-flash"]
+    assert len(commands) == 2
+    for words in commands:
+        parse(words)

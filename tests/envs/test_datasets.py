@@ -1,0 +1,333 @@
+"""Data sets as tasks: rows of files, what is held out, rewards, and one line for what cannot be played."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from roll_flash.config.tree import EnvConfig, load_config
+from roll_flash.envs.datasets.answers import find_answer
+from roll_flash.envs.datasets.env import python_code
+from roll_flash.envs.datasets.rewards import exact, json_schema, number, regex
+from roll_flash.envs.datasets.source import DatasetTasks
+from roll_flash.envs.registration import make_env
+from roll_flash.errors import ConfigError, EnvError
+from roll_flash.sandboxes import SandboxSpec, open_sandbox
+from roll_flash.scheduling.open_tasks import open_tasks
+
+
+def write(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def questions(count: int) -> list[dict[str, Any]]:
+    return [{"prompt": f"What is {n} + 1?", "answer": n + 1} for n in range(count)]
+
+
+def tasks(data: Any, **entry: Any) -> DatasetTasks:
+    return DatasetTasks(EnvConfig(id="Dataset-v0", data=data, **{"reward": "exact", **entry}))
+
+
+def prompts(found: Any) -> list[str]:
+    return [task.kwargs["messages"][-1]["content"] for task in found]
+
+
+def all_of(source: DatasetTasks) -> list[str]:
+    return prompts(source.next() for _ in range(source.size or 0))
+
+
+def test_a_file_of_questions_and_answers_is_all_that_a_config_needs(tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", questions(100))
+    config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "Dataset-v0", "data": path, "reward": "exact"}]})
+    source = open_tasks(config)
+    task = source.next()
+    assert source.size == 95
+    assert len(source.held_out(100)) == 5
+    assert task.task_id.startswith("my/")
+    assert task.kwargs["answer"] in range(1, 101)
+
+
+def test_each_row_is_played_once_and_what_is_held_out_never(tmp_path: Path) -> None:
+    source = tasks(write(tmp_path / "my.jsonl", questions(200)))
+    source.shuffle(3)
+    trained, held_out = all_of(source), prompts(source.held_out(200))
+    assert sorted([*trained, *held_out]) == sorted(row["prompt"] for row in questions(200))
+    assert len(held_out) == 10
+
+
+def test_equal_prompts_are_on_one_side(tmp_path: Path) -> None:
+    source = tasks({"path": write(tmp_path / "my.jsonl", questions(20) * 5), "held_out_share": 0.3})
+    trained, held_out = set(all_of(source)), set(prompts(source.held_out(100)))
+    assert held_out
+    assert not trained & held_out
+
+
+def test_rows_that_are_in_the_file_of_held_out_rows_too_are_not_trained_and_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    held_out = write(tmp_path / "test.jsonl", questions(3))
+    source = tasks({"path": write(tmp_path / "train.jsonl", questions(10)), "held_out": held_out})
+    assert len(source.held_out(10)) == 3
+    assert not set(all_of(source)) & set(prompts(source.held_out(10)))
+    assert "3 rows are held out too and are not trained on" in capfd.readouterr().err
+
+
+def test_a_resumed_run_draws_what_it_would_have_drawn(tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", questions(50))
+    first, again = tasks(path), tasks(path)
+    for source in (first, again):
+        source.shuffle(7)
+    for _ in range(20):
+        first.next()
+    again.restore(json.loads(json.dumps(first.state())))
+    assert [first.next().task_id for _ in range(60)] == [again.next().task_id for _ in range(60)]
+
+
+def test_a_checkpoint_of_other_rows_is_refused(tmp_path: Path) -> None:
+    state = tasks(write(tmp_path / "my.jsonl", questions(50))).state()
+    with pytest.raises(ValueError, match="are not those of the checkpoint"):
+        tasks(write(tmp_path / "my.jsonl", questions(51))).restore(state)
+
+
+def test_epochs_end_and_without_a_shuffle_the_order_is_that_of_the_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", questions(40))
+    source = tasks({"path": path, "epochs": 2, "shuffle": False})
+    once = all_of(source)
+    assert once == sorted(once, key=lambda text: int(text.split()[2]))
+    assert all_of(source) == once
+    with pytest.raises(StopIteration):
+        source.next()
+
+
+def test_columns_templates_and_a_system_message_make_the_prompt(tmp_path: Path) -> None:
+    row = {"question": "2 + 2?", "solution": "4", "hint": "even"}
+    path = write(tmp_path / "my.jsonl", [row, {**row, "question": "3 + 3?"}])
+    data = {"path": path, "columns": {"answer": "solution"}, "template": "{question} ({hint})", "system": "Be brief."}
+    kwargs = tasks(data, kwargs={"answer_in": "boxed"}).next().kwargs
+    assert [message["role"] for message in kwargs["messages"]] == ["system", "user"]
+    assert kwargs["messages"][1]["content"].endswith("? (even)")
+    assert (kwargs["answer"], kwargs["answer_in"]) == ("4", "boxed")
+    chats = [{"messages": [{"role": "user", "content": str(n)}], "answer": n} for n in range(2)]
+    assert len(tasks(write(tmp_path / "chats.jsonl", chats)).next().kwargs["messages"]) == 1
+
+
+def test_rows_are_keyword_arguments_of_other_environments(tmp_path: Path) -> None:
+    path = write(tmp_path / "mazes.jsonl", [{"wide": n} for n in range(10)])
+    env = EnvConfig(id="Maze-v0", kwargs={"walls": 2}, data={"path": path, "columns": {"size": "wide"}})
+    assert DatasetTasks(env).next().kwargs.keys() == {"walls", "size"}
+
+
+def test_a_csv_file_has_the_same_rows(tmp_path: Path) -> None:
+    (tmp_path / "my.csv").write_text('prompt,answer\n"one,\ntwo?",2\nthree?,3\n')
+    source = tasks(str(tmp_path / "my.csv"))
+    assert sorted([*all_of(source), *prompts(source.held_out(2))]) == ["one,\ntwo?", "three?"]
+
+
+def test_long_prompts_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rows = [*questions(20), {"prompt": "long " * 100, "answer": 1}]
+    source = tasks({"path": write(tmp_path / "my.jsonl", rows), "max_prompt_characters": 100})
+    assert all(len(prompt) < 100 for prompt in [*all_of(source), *prompts(source.held_out(20))])
+    assert "1 rows have more than 100 characters" in capfd.readouterr().err
+
+
+BAD_ROWS: dict[str, tuple[list[Any], str]] = {
+    "broken line": ([*questions(4), '{"prompt": "wh'], "my.jsonl, line 5: this is no JSON"),
+    "no object": ([*questions(4), [1]], "my.jsonl, line 5: a row is an object with columns, not a list"),
+    "missing column": (
+        [{"question": "?", "answer": 1}],
+        "no column 'prompt' or 'messages'; it has 'question', 'answer'",
+    ),
+    "empty file": ([], "my.jsonl: there is no row in it"),
+    "blank lines": (["", "  "], "my.jsonl: there is no row in it"),
+    "huge row": ([{"prompt": "a" * 10_000_000}], "line 1: the row has 9.5 MiB; a row has at most 1 MiB"),
+    "duplicate ids": ([{**row, "id": 7} for row in questions(3)], "line 2: id 7 is also that of"),
+    "no text": ([{"prompt": 5}], "'prompt' is 5, not a text"),
+    "images": (
+        [{"messages": [{"role": "user", "content": [{"type": "image"}]}]}],
+        "has content in parts, such as images; only text can be played",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ROWS)
+def test_a_file_that_cannot_be_played_is_one_line_that_names_the_row(case: str, tmp_path: Path) -> None:
+    rows, message = BAD_ROWS[case]
+    with pytest.raises(ConfigError) as error:
+        tasks(write(tmp_path / "my.jsonl", rows))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"data": "my.jsonl", "id": "Maze-v0", "reward": "exact"}, "reward is for Dataset-v0"),
+        ({"data": "my.jsonl"}, "needs a reward, such as reward: exact"),
+        ({"reward": "exact"}, "needs rows: data: my.jsonl"),
+        ({"data": "my.jsonl", "reward": "exact", "train_seeds": [0, 5]}, "train_seeds have no effect beside data"),
+        ({"data": {"path": "my.jsonl", "colums": {}}, "reward": "exact"}, "colums"),
+    ],
+)
+def test_entries_that_contradict_themselves_are_refused(entry: Mapping[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"model": {"path": "tiny"}, "envs": [{"id": "Dataset-v0", **entry}]})
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ("exakt", "reward 'exakt' is none of exact, number"),
+        ("judge", "a judge is a stage"),
+        ({"function": "number", "kwargs": {"tolerence": 1}}, "there is no argument 'tolerence'"),
+        ("missing.py:mine", "no such file"),
+        ("mine.py:raises", "raised KeyError: 'no', for the right answer of the first row"),
+        ("mine.py:says", "returned '1.0'; it must return a finite number or a bool"),
+        ("mine.py:wants", "nothing gives its argument 'colour'"),
+    ],
+)
+def test_a_reward_that_cannot_be_computed_is_one_line_at_the_start(
+    reward: Any, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = [
+        "def raises(answer): raise KeyError('no')",
+        "def says(answer): return '1.0'",
+        "def wants(colour): return 1",
+    ]
+    (tmp_path / "mine.py").write_text("\n".join(functions))
+    with pytest.raises(ConfigError, match=message):
+        tasks(write(tmp_path / "my.jsonl", questions(5)), reward=reward)
+
+
+def play(text: str, **kwargs: Any) -> tuple[float, Any, Mapping[str, Any]]:
+    env: Any = make_env("Dataset-v0", **kwargs).unwrapped
+
+    async def episode() -> tuple[float, Any, Mapping[str, Any]]:
+        await env.reset(seed=0)
+        _, reward, terminated, _, info = await env.step(text)
+        assert terminated
+        return reward, info["success"], info["rewards"]
+
+    return asyncio.run(episode())
+
+
+def test_rewards_add_up_and_are_shown_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def is_short(completion, row): return len(completion) < row['most']")
+    rewards = [{"function": "exact", "weight": 1.0}, {"function": "mine.py:is_short", "weight": 0.5}]
+    right = play("<answer>4</answer>", answer=4, row={"most": 50}, rewards=rewards)
+    assert right == (1.5, True, {"exact": 1.0, "is_short": 1.0})
+    wrong = play("<answer>5</answer> " + "so " * 50, answer=4, row={"most": 50}, rewards=rewards)
+    assert wrong == (0.0, False, {"exact": 0.0, "is_short": 0.0})
+
+
+def test_tools_may_be_called_before_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text('def double(x: int) -> int:\n    """Double x."""\n    return 2 * x\n')
+    env: Any = make_env("Dataset-v0", answer=8, tools=["mine.py:double"]).unwrapped
+
+    async def episode() -> tuple[str, float]:
+        await env.reset(seed=0)
+        call = '<tool_call>{"name": "double", "arguments": {"x": 4}}</tool_call>'
+        shown, *_ = await env.step(call)
+        _, reward, *_ = await env.step("<answer>8</answer>")
+        return str(shown), reward
+
+    shown, reward = asyncio.run(episode())
+    assert "8" in shown
+    assert reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer_in", "found"),
+    [
+        ("I think <answer> 4 </answer>", "tag", "4"),
+        ("just 4", "tag", "just 4"),
+        ("so \\boxed{1} or \\boxed{\\frac{1}{2}}.", "boxed", "\\frac{1}{2}"),
+        ("\\boxed{never closed", "boxed", ""),
+        ("first 12, then 1,234.5.", "last_number", "1,234.5"),
+        ("<think>7</think>5 and no more", "last_number", "5"),
+        ("no number", "last_number", ""),
+        (" all of it ", "text", "all of it"),
+    ],
+)
+def test_the_answer_in_a_text(text: str, answer_in: Any, found: str) -> None:
+    assert find_answer(text, answer_in) == found
+
+
+@pytest.mark.parametrize("answer_in", ["tag", "boxed", "last_number", "text"])
+@pytest.mark.parametrize("piece", ["\\boxed{", "{", "1,", "<answer>", "12.5 ", "<think>", "+-"])
+def test_finding_an_answer_takes_linear_time(answer_in: Any, piece: str) -> None:
+    def seconds(characters: int) -> float:
+        text = piece * (characters // len(piece))
+        began = time.process_time()
+        find_answer(text, answer_in)
+        return time.process_time() - began
+
+    assert min(seconds(1 << 20) for _ in range(3)) <= 8 * max(min(seconds(1 << 18) for _ in range(3)), 0.02)
+
+
+def test_ready_rewards() -> None:
+    assert [exact(" The  Cat ", "the cat"), exact("a", ["b", "A"]), exact("4.0", 4), exact("4", 4.0)] == [1, 1, 0, 1]
+    assert [number("$1,234.50", "1234.5"), number("nan", 1), number("", 1), number("50%", 50)] == [1, 0, 0, 1]
+    assert [regex("it is 42!", r"\b42\b"), regex("a+b", "a+b", pattern="^{expected}$")] == [1, 1]
+    schema = {"type": "object", "required": ["x"]}
+    assert [json_schema('```json\n{"x": 1}\n```', schema), json_schema("{}", schema), json_schema("x", schema)] == [
+        1,
+        0,
+        0,
+    ]
+    with pytest.raises(EnvError, match="is no number"):
+        number("4", "four")
+
+
+def test_a_pattern_that_takes_for_ever_on_what_the_model_wrote_earns_nothing_in_time() -> None:
+    began = time.monotonic()
+    assert regex("a" * 40 + "!", r"(a|aa)+$") == 0.0
+    assert time.monotonic() - began < 60
+
+
+@given(st.text(max_size=200))
+def test_any_text_has_code(text: str) -> None:
+    assert isinstance(python_code(text), str)
+
+
+def test_code_is_in_the_last_block() -> None:
+    assert python_code("First:\n```python\nx = 1\n```\nthen\n```\ny = 2\n```") == "\ny = 2\n"
+    assert python_code("```python\nx = 1\n```") == "x = 1\n"
+    assert python_code("print(1)") == "print(1)"
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize(
+    ("program", "tests", "earned"),
+    [
+        ("print(int(input()) * 2)", [{"input": "3", "output": "6"}, {"input": "5", "output": "10"}], 1.0),
+        ("print(6)", [{"input": "3", "output": "6"}, {"input": "5", "output": "10"}], 0.5),
+        ("def double(x): return 2 * x", "assert double(3) == 6", 1.0),
+        ("def double(x): return 3 * x", "assert double(3) == 6", 0.0),
+        ("raise SystemExit(0)", "assert double(3) == 6", 0.0),
+        ("while True: pass", "assert double(3) == 6", 0.0),
+    ],
+)
+def test_programs_are_tested_in_the_sandbox(program: str, tests: Any, earned: float) -> None:
+    reward = {"function": "python_tests", "kwargs": {"timeout_s": 2.0}}
+    env: Any = make_env("Dataset-v0", answer=tests, rewards=[reward]).unwrapped
+
+    async def episode() -> float:
+        async with open_sandbox(SandboxSpec(), provider="docker") as sandbox:
+            env.sandbox = sandbox
+            await env.reset(seed=0)
+            _, found, *_ = await env.step(f"```python\n{program}\n```")
+            return float(found)
+
+    assert asyncio.run(episode()) == earned
