@@ -10,9 +10,11 @@ import asyncio
 import ctypes
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,11 +22,15 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ConfigError
+from roll_flash.processes.gpus import CPU_BUILDS, MIG, VISIBLE, is_cpu_installation, torch_build, visible_gpus
+from roll_flash.processes.nvml import Driver, Gpu, read_driver
 
 MINIMUM_PYTHON = (3, 11)
 MINIMUM_MEMORY_GIB = 8.0
 MINIMUM_DISK_GIB = 5.0
 MINIMUM_SHM_GIB = 1.0
+USED_GPU_SHARE = 0.05
+"""A GPU of whose memory more is taken is in use; the driver itself takes some."""
 COMMAND_TIMEOUT_S = 2.0
 GIB = 1024**3
 QUICKSTART_MODEL = "smollm2-135m"
@@ -49,9 +55,15 @@ class Check:
 
 def check_machine(only: Sequence[str] = ()) -> list[Check]:
     """Run all checks, or only the named ones. Raises ConfigError for an unknown name."""
-    if unknown := [name for name in only if name not in CHECKS]:
-        raise ConfigError(f"no check is called {', '.join(unknown)}; there are: {', '.join(CHECKS)}")
-    return [CHECKS[name]() for name in (only or CHECKS)]
+    if unknown := [name for name in only if name not in (*CHECKS, *GPU_CHECKS)]:
+        raise ConfigError(f"no check is called {', '.join(unknown)}; there are: {', '.join([*CHECKS, *GPU_CHECKS])}")
+    driver = read_driver()
+    names = only or [*CHECKS, *(GPU_CHECKS if driver.gpus else ())]
+    return [CHECKS[name]() if name in CHECKS else _check_of_gpus(name, driver) for name in names]
+
+
+def _check_of_gpus(name: str, driver: Driver) -> Check:
+    return GPU_CHECKS[name](driver) if driver.gpus else Check(name, True, "not needed without a GPU")
 
 
 def is_usable(checks: Sequence[Check]) -> bool:
@@ -98,7 +110,7 @@ def check_torch() -> Check:
     if version is None:
         return Check("torch", False, "not installed", "make setup")
     cuda_libraries = any((found.name or "").startswith("nvidia-") for found in metadata.distributions())
-    if cuda_libraries and not _gpu_names():
+    if cuda_libraries and not read_driver().gpus:
         fix = "works, but is gigabytes larger; point pip at CPU wheels in pip's own settings, then: make clean setup"
         return Check("torch", True, f"{version}, a CUDA build on a machine without a GPU", fix)
     return Check("torch", True, version)
@@ -193,21 +205,103 @@ def check_bubblewrap() -> Check:
 
 
 def check_gpu() -> Check:
-    names = _gpu_names()
-    if not names:
+    driver = read_driver()
+    if driver.problem:
+        fix = "nvidia-smi must work: load the driver, after an update reboot; without a GPU ignore this"
+        return Check("gpu", False, f"the NVIDIA driver does not answer: {driver.problem}", fix, required=False)
+    if not driver.gpus:
         return Check("gpu", True, "none; models run on the CPU")
-    if (_version("torch") or "").endswith("+cpu"):
-        fix = "torch and vLLM here are CPU builds; to use the GPU: make clean, then make setup SET=gpu"
-        return Check("gpu", False, ", ".join(names), fix, required=False)
-    return Check("gpu", True, ", ".join(names))
+    names = ", ".join(f"{gpu.name} ({gpu.memory_bytes / GIB:.0f} GiB)" for gpu in driver.gpus)
+    if is_cpu_installation():
+        return Check("gpu", False, names, CPU_BUILDS, required=False)
+    return Check("gpu", True, names)
 
 
-def _gpu_names() -> list[str]:
-    program = shutil.which("nvidia-smi")
-    if program is None:
-        return []
-    result = _run([program, "--query-gpu=name,memory.total", "--format=csv,noheader"])
-    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []
+def check_cuda(driver: Driver) -> Check:
+    """Compare the CUDA version that torch is built for with the highest one that the driver runs.
+
+    A driver runs all minor versions of the CUDA releases that it knows.
+    """
+    runs = f"driver {driver.version} runs CUDA up to {_dotted(driver.cuda)}"
+    built = _cuda_of_torch()
+    if built is None:
+        return Check("cuda", True, f"{runs}; torch here uses none")
+    detail = f"torch is built for CUDA {_dotted(built)}; {runs}"
+    if built[0] > driver.cuda[0]:
+        fix = f"update the driver, or install torch and vLLM for CUDA {driver.cuda[0]}"
+        return Check("cuda", False, detail, fix)
+    return Check("cuda", True, detail)
+
+
+def _cuda_of_torch() -> tuple[int, int] | None:
+    """Read it from torch's files: importing torch takes seconds."""
+    if torch_build() != "cuda":
+        return None
+    file = Path(str(metadata.distribution("torch").locate_file("torch/version.py")))
+    found = re.search(r"^cuda\b.*= '(\d+)\.(\d+)", file.read_text() if file.is_file() else "", re.MULTILINE)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def check_compiler(_: Driver) -> Check:
+    """Check what Triton needs to start kernels that it has compiled: a C compiler and the headers of Python."""
+    if is_cpu_installation():
+        return Check("compiler", True, "not needed by CPU builds")
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        return Check("compiler", False, "no C compiler, which Triton needs", "apt-get install gcc, or set CC")
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
+        return Check(
+            "compiler", False, f"{compiler}, but no Python.h, which Triton needs", f"apt-get install {package}"
+        )
+    return Check("compiler", True, f"{compiler}, with the headers of Python")
+
+
+def check_gpu_memory(driver: Driver) -> Check:
+    """Check that the GPUs are free: vLLM does not start where others use the memory that it is to take."""
+    used = [_memory_text(number, gpu) for number, gpu in enumerate(driver.gpus) if _is_used(gpu)]
+    if not used:
+        return Check("gpu memory", True, "free")
+    fix = "end these processes, choose other GPUs with CUDA_VISIBLE_DEVICES, or lower inference.gpu_memory_utilization"
+    return Check("gpu memory", False, "; ".join(used), fix, required=False)
+
+
+def _is_used(gpu: Gpu) -> bool:
+    return gpu.used_bytes > USED_GPU_SHARE * gpu.memory_bytes
+
+
+def _memory_text(number: int, gpu: Gpu) -> str:
+    users = [
+        f"{_command_of(pid)} ({pid}" + (")" if size is None else f", {size / GIB:.1f} GiB)")
+        for pid, size in gpu.processes.items()
+    ]
+    by_whom = ", ".join(users) or "processes that are not visible here"
+    return f"GPU {number}: {gpu.used_bytes / GIB:.1f} of {gpu.memory_bytes / GIB:.1f} GiB used by {by_whom}"
+
+
+def _command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:  # of another container, or ended
+        return "process"
+
+
+def check_ray_gpus(driver: Driver) -> Check:
+    """Compare the GPUs that a run's own Ray gives out with those that the driver has."""
+    visible = visible_gpus(driver)
+    chosen = os.environ.get(VISIBLE)
+    detail = f"{len(visible)} of {len(driver.gpus)}" + (f" ({VISIBLE}={chosen})" if chosen is not None else "")
+    sliced = [uuid for gpu in driver.gpus for uuid in gpu.slices]
+    if sliced and not any(gpu.startswith(MIG) for gpu in visible):
+        fix = f"to use all slices: export {VISIBLE}={','.join(sliced)}"
+        return Check("ray gpus", False, f"{detail}, in MIG mode: one slice of each", fix, required=False)
+    if not visible:
+        return Check("ray gpus", False, detail, f"unset {VISIBLE}, or list GPUs that exist", required=False)
+    return Check("ray gpus", True, f"{len(visible)} slices" if sliced else detail)
 
 
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -275,3 +369,10 @@ CHECKS: dict[str, Callable[[], Check]] = {
     "disk": check_disk,
     "/dev/shm": check_shm,
 }
+GPU_CHECKS: dict[str, Callable[[Driver], Check]] = {
+    "cuda": check_cuda,
+    "compiler": check_compiler,
+    "gpu memory": check_gpu_memory,
+    "ray gpus": check_ray_gpus,
+}
+"""Checks of a machine that has GPUs."""

@@ -26,7 +26,7 @@ from roll_flash.envs.hosting.sandbox_lease import default_spec
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluation.result import EvalResult
-from roll_flash.inference.open import open_engine
+from roll_flash.inference.open import computes_on_gpus, open_engine
 from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import EpisodesWriter, next_group_number
 from roll_flash.monitor.metrics import MetricsLog
@@ -38,7 +38,7 @@ from roll_flash.processes.background import (
     cancel_on_failure,
     gather_or_cancel,
 )
-from roll_flash.processes.local_ray import local_ray
+from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.processes.ray_watch import watching_ray
 from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episode import Deadlines
@@ -188,7 +188,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     if start.resume_at is not None:
         run_dir.set_aside_after(start.resume_at)
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
-    places = await _start_ray(stack, config, preparation, trains=True, serves=True)
+    places = await _start_ray(stack, config, preparation, progress.note, trains=True, serves=True)
     _note_plan(places.plan, progress)
     engine = await _start_models(stack, start, learner, places, progress)
     settings = worker_settings(config, engine.client_spec(), start.model_folder, bool(start.sandboxes))
@@ -230,8 +230,9 @@ async def open_rollout(
         async with cancel_on_failure(failure):
             in_sandboxes = await call_in_thread(lambda: check_environments(first_tasks(config), config.rollout))
             specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
-            preparation = NodePreparation(config, model_folder, specs, partial(say, error=True))
-            places = await _start_ray(stack, config, preparation, trains=False, serves=endpoint is None)
+            note = partial(say, error=True)
+            preparation = NodePreparation(config, model_folder, specs, note)
+            places = await _start_ray(stack, config, preparation, note, trains=False, serves=endpoint is None)
             model: Any = endpoint
             if model is None:
                 assert model_folder is not None, "either a model folder or an endpoint"
@@ -244,16 +245,26 @@ async def open_rollout(
 
 
 async def _start_ray(
-    stack: AsyncExitStack, config: Config, preparation: NodePreparation, *, trains: bool, serves: bool
+    stack: AsyncExitStack,
+    config: Config,
+    preparation: NodePreparation,
+    note: Callable[[str], None],
+    *,
+    trains: bool,
+    serves: bool,
 ) -> Reservation:
     """Start or join Ray, reserve a place for each part and prepare other nodes; remove temporary files that
     killed processes left behind."""
     await asyncio.to_thread(sweep_folders)
     await stack.enter_async_context(local_ray(config.ray))
     ray_is_alive = await stack.enter_async_context(watching_ray())
-    nodes = await asyncio.to_thread(living_nodes)
-    wanted = run_parts(config, nodes, trains=trains, serves=serves)
-    places = Reservation(wanted, own_ray=config.ray.address is None, prepare=preparation.prepare)
+    gpus = await asyncio.to_thread(own_gpus, config.ray)
+    if unused := await asyncio.to_thread(unused_gpus, config.ray):
+        note(unused)
+    nodes = await asyncio.to_thread(living_nodes, gpus)
+    gpu_servers = computes_on_gpus(config.inference) if serves else None
+    wanted = run_parts(config, nodes, trains=trains, serves=serves, gpu_servers=gpu_servers)
+    places = Reservation(wanted, own_ray=config.ray.address is None, own_gpus=gpus, prepare=preparation.prepare)
     stack.push_async_callback(_free, places, ray_is_alive)
     await places.reserve()
     return places
@@ -279,7 +290,12 @@ async def _start_models(
     await learner.check_model(places)
     engine = _open_engine(stack, config, start.model_folder, start.run_dir.logs, places)
     progress.note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
-    await gather_or_cancel(engine.start(), learner.start())
+    if places.shares_gpus:
+        # vLLM measures the free memory of its GPU while it starts.
+        await engine.start()
+        await learner.start()
+    else:
+        await gather_or_cancel(engine.start(), learner.start())
     return engine
 
 
@@ -338,8 +354,8 @@ def open_fleet(config: Config, settings: WorkerSettings, places: Reservation | N
 
 
 def _note_plan(plan: Plan, progress: Progress) -> None:
-    """Say where each part runs; on one machine there is nothing to say."""
-    if len({row.node.node_id for row in plan.rows}) > 1:
+    """Say where each part runs; on one machine without GPUs there is nothing to say."""
+    if plan.uses_gpus or len({row.node.node_id for row in plan.rows}) > 1:
         for line in plan.lines():
             progress.note(f"placement: {line}")
 

@@ -6,17 +6,26 @@ import asyncio
 import json
 import os
 import socket
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from fake_nvml import FakeGpu, FakeNvml, install
 from safetensors.numpy import save_file
 
-from roll_flash import evaluator, trainer
+from roll_flash import evaluator, system, trainer
+from roll_flash.cli import dry_run
 from roll_flash.cli.main import main
+from roll_flash.cluster import reservation
+from roll_flash.cluster.nodes import Node
 from roll_flash.config.tree import Config, load_config
-from roll_flash.errors import ModelError
+from roll_flash.errors import ModelError, PlacementError
+from roll_flash.inference.vllm import server as vllm_server
+from roll_flash.processes import local_ray
 from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from roll_flash.start_checks import check_parts, check_sandboxes
 
@@ -164,3 +173,76 @@ def test_an_environment_without_a_sandbox_needs_no_engine(monkeypatch: pytest.Mo
     monkeypatch.setenv("DOCKER_HOST", "unix:///nowhere.sock")
     plain = config("sandbox.provider=docker")
     assert asyncio.run(check_sandboxes(plain, check_parts(plain).sandboxes)) is None
+
+
+class TestMoreGpusThanThereAre:
+    """Two GPUs, which are not there; the servers compute on GPUs, as vLLM's CUDA build does."""
+
+    SAYS = (
+        "the run needs 5 GPU(s) (1 rank(s) of 1 and 2 server(s) of 2), and there are 2; lower learner.ranks, "
+        "inference.servers or inference.tensor_parallel_size, or add nodes"
+    )
+    WORDS = ("inference.servers=2", "inference.tensor_parallel_size=2", "learner.device=cuda")
+
+    @pytest.fixture(autouse=True)
+    def two_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(vllm_server, "vllm_build", lambda: "cuda")
+        for module in (dry_run, system):
+            monkeypatch.setattr(module, "own_gpus", lambda config: {"0": 0, "1": 0})
+
+    def test_is_one_line_of_a_dry_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main([*commands(tmp_path, *self.WORDS)[0], "--dry-run"]) in (1, 2)
+        assert capsys.readouterr().err.strip() == f"roll-flash: {self.SAYS}"
+
+    def test_ends_a_start_before_anything_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        resources = {"CPU": 16.0, "GPU": 2.0}
+        nodes = [Node("id", "127.0.0.1", "here", resources, resources)]
+
+        @asynccontextmanager
+        async def nothing(*_: object) -> AsyncIterator[Any]:
+            async def is_alive() -> bool:
+                return False
+
+            yield is_alive
+
+        for module, name in ((system, "local_ray"), (system, "watching_ray")):
+            monkeypatch.setattr(module, name, nothing)
+        for module in (system, reservation):
+            monkeypatch.setattr(module, "living_nodes", lambda *_: nodes)
+
+        async def start() -> None:
+            preparation: Any = SimpleNamespace(prepare=None)
+            async with AsyncExitStack() as stack, asyncio.timeout(10):
+                run = config(*self.WORDS)
+                await system._start_ray(stack, run, preparation, lambda note: None, trains=True, serves=True)
+
+        with pytest.raises(PlacementError) as caught:
+            asyncio.run(start())
+        assert str(caught.value) == self.SAYS
+
+
+def test_a_dry_run_says_which_gpus_the_parts_get(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_server, "vllm_build", lambda: "cuda")
+    monkeypatch.setattr(dry_run, "own_gpus", lambda config: {"MIG-a": 20 * 2**30, "MIG-b": 20 * 2**30})
+    assert main([*commands(tmp_path, "ray.num_cpus=8")[0], "--dry-run"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("# placement: ")]
+    assert lines[0][2:] == ["part", "node", "CPUs", "GPUs", "GPU", "memory"]
+    assert [(line[2], line[-3:]) for line in lines[1:3]] == [
+        ("rank", ["MIG-a", "20", "GiB"]),
+        ("server", ["MIG-b", "20", "GiB"]),
+    ]
+
+
+def test_a_dry_run_says_that_gpus_stay_unused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, FakeNvml(FakeGpu()))
+    monkeypatch.setattr(local_ray, "is_cpu_installation", lambda: True)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert main([*commands(tmp_path)[0], "--dry-run"]) == 0
+    assert (
+        "# placement: 1 GPU(s) of this machine stay unused: torch and vLLM here are CPU builds"
+        in capsys.readouterr().out
+    )

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
-from roll_flash.cluster.nodes import living_nodes, own_node
+from roll_flash.cluster.nodes import Node, living_nodes, own_node
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan, make_plan
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.errors import EnvError, RollFlashError
+from roll_flash.inference.open import computes_on_gpus
 from roll_flash.processes.background import DaemonThreads
-from roll_flash.processes.local_ray import local_ray, own_resources
+from roll_flash.processes.local_ray import local_ray, own_gpus, own_resources, unused_gpus
 from roll_flash.run.run_dir import check_run_folder
 from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
 from roll_flash.start_checks import check_parts
@@ -29,18 +31,22 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     tried = [line for task in first_tasks(config) for line in asyncio.run(_try_environment(config, task))]
     size = open_tasks(config).size
     tasks = "tasks: " + ("as many as their source gives" if size is None else f"{size:,} to train on")
-    placement = [f"placement: {line}" for line in asyncio.run(_plan(config)).lines()]
+    plan = asyncio.run(_plan(config)).lines()
+    placement = [f"placement: {line}" for line in [*plan, *filter(None, [unused_gpus(config.ray)])]]
     return [f"model: {checked.model_folder}", tasks, *tried, *placement, f"run folder: {config.run_folder}"]
 
 
 async def _plan(config: Config) -> Plan:
     """Plan the parts on the cluster, or on this machine without starting Ray."""
     if config.ray.address is None:
-        nodes = [own_node(await asyncio.to_thread(own_resources, config.ray))]
-        return make_plan(run_parts(config, nodes), nodes)
+        gpus = own_gpus(config.ray)
+        return _plan_on(config, [own_node(own_resources(config.ray, gpus), gpus)])
     async with local_ray(config.ray):
-        nodes = await asyncio.to_thread(living_nodes)
-        return make_plan(run_parts(config, nodes), nodes)
+        return _plan_on(config, await asyncio.to_thread(living_nodes))
+
+
+def _plan_on(config: Config, nodes: Sequence[Node]) -> Plan:
+    return make_plan(run_parts(config, nodes, gpu_servers=computes_on_gpus(config.inference)), nodes)
 
 
 async def _try_environment(config: Config, task: Task) -> list[str]:

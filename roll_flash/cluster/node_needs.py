@@ -21,6 +21,7 @@ from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.sent_files import files_in
 from roll_flash.config.tree import Config
+from roll_flash.processes.gpus import vllm_build
 
 MAX_CLOCK_DIFFERENCE_S = 60.0
 MIN_FREE_BYTES = 2**30
@@ -48,10 +49,14 @@ def node_facts() -> NodeFacts:
 
 
 def _version(package: str) -> str:
-    """Return the public part of a version, as `+cpu` or `+cu130` may differ; empty if it is not installed."""
+    """Return the public part of a version, as `+cpu` or `+cu130` may differ; empty if it is not installed.
+
+    With the build of vLLM: the driver knows how to start only servers of its own.
+    """
+    build = f" for {vllm_build()}" if package == "vllm" else ""
     for name in PACKAGES[package]:
         try:
-            return version(name).partition("+")[0]
+            return version(name).partition("+")[0] + build
         except PackageNotFoundError:
             continue
     return ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +18,8 @@ class Node:
     """Host name, for messages."""
     total: Mapping[str, float]
     free: Mapping[str, float]
+    gpus: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of memory of its GPUs by id, in the order in which Ray gives them out; empty if they are not known."""
 
     def holds(self, wanted: Mapping[str, float]) -> float:
         """Return how many parts fit if each takes `wanted`; infinity if `wanted` is empty."""
@@ -25,13 +27,16 @@ class Node:
         return min(counts, default=math.inf)
 
 
-def own_node(resources: Mapping[str, float]) -> Node:
+def own_node(resources: Mapping[str, float], gpus: Mapping[str, int]) -> Node:
     """Return this machine as the only node of a Ray that is not started yet."""
-    return Node("", "127.0.0.1", socket.gethostname(), resources, resources)
+    return Node("", "127.0.0.1", socket.gethostname(), resources, resources, gpus)
 
 
-def living_nodes() -> list[Node]:
-    """Return the living nodes, the driver's node first. Blocks: call it in a thread. Ray must be initialised."""
+def living_nodes(own_gpus: Mapping[str, int] | None = None) -> list[Node]:
+    """Return the living nodes, the driver's node first. Blocks: call it in a thread. Ray must be initialised.
+
+    `own_gpus`: the GPUs of the driver's node, if the run has started Ray. Ray itself tells only their number.
+    """
     import ray
     from ray._private.state import available_resources_per_node  # the public function adds up all nodes
 
@@ -44,6 +49,7 @@ def living_nodes() -> list[Node]:
             node["NodeManagerHostname"],
             _of_users(node["Resources"]),
             _of_users(free.get(node["NodeID"], {})),
+            (own_gpus or {}) if node["NodeID"] == here else {},
         )
         for node in ray.nodes()
         if node["Alive"]

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from roll_flash.cluster.nodes import Node
-from roll_flash.cluster.parts import COUNT_KEYS, RESOURCE_KEYS, Part, Placement, RunParts
+from roll_flash.cluster.parts import COUNT_KEYS, RESOURCE_KEYS, SPLIT_KEY, Part, Placement, RunParts
 from roll_flash.errors import PlacementError
+
+GIB = 2**30
+EPSILON = 1e-9
+"""For sums of fractions."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
     part: Part
     node: Node
+    gpus: tuple[str, ...] = ()
+    """Ids of the GPUs that it will get; empty if others use the node too, so that only Ray knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,19 +31,63 @@ class Plan:
 
     rows: tuple[Row, ...]
 
+    @property
+    def shares_gpus(self) -> bool:
+        """True if a server shares a GPU with another part."""
+        return any(0 < row.part.gpus < 1 and row.part.kind == "server" for row in self.rows)
+
+    @property
+    def uses_gpus(self) -> bool:
+        return any(row.part.gpus for row in self.rows)
+
     def lines(self) -> list[str]:
-        """Return the plan as text: one line per kind and node, since the parts of a kind are alike."""
+        """Return the plan as a table: one line per kind and node, since the parts of a kind are alike."""
         rows = sorted(self.rows, key=lambda row: (row.part.kind, row.node.name, row.node.node_id))
         groups = groupby(rows, key=lambda row: (row.part.kind, row.node.node_id))
-        return [_line(list(group)) for _, group in groups]
+        table = [HEADER, *(_cells(list(group)) for _, group in groups)]
+        used = [column for column in zip(*table, strict=True) if column[0] in ALWAYS or any(column[1:])]
+        widths = [max(map(len, column)) for column in used]
+        return [_aligned(line, widths) for line in zip(*used, strict=True)]
 
 
-def _line(rows: Sequence[Row]) -> str:
-    first, node = rows[0], rows[0].node
-    numbers = [row.part.name.removeprefix(f"{row.part.kind} ") for row in rows]
-    names = f"{first.part.kind} {_ranges(sorted(map(int, numbers)))}"
+HEADER = ("part", "node", "CPUs", "GPUs", "GPU memory", "memory", "other")
+ALWAYS = HEADER[:3]
+
+
+def _aligned(cells: Sequence[str], widths: Sequence[int]) -> str:
+    return "  ".join(f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip()
+
+
+def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
+    part, node = rows[0].part, rows[0].node
     each = " each" if len(rows) > 1 else ""
-    return f"{names}: on {node.name} ({node.address}), {resources_text(first.part.resources)}{each}"
+    smallest = min(node.gpus.values(), default=0)
+    wanted = dict(part.resources)
+    cpus, gpus, memory = (wanted.pop(name, 0.0) for name in ("CPU", "GPU", "memory"))
+    numbers = [int(row.part.name.removeprefix(f"{part.kind} ")) for row in rows]
+    return (
+        f"{part.kind} {_ranges(sorted(numbers))}",
+        f"{node.name} ({node.address})",
+        f"{cpus:g}{each}",
+        _gpus_text(rows),
+        f"{max(1.0, gpus) * smallest / GIB:.3g} GiB{' shared' if gpus < 1 else each}" if gpus and smallest else "",
+        f"{memory / GIB:.3g} GiB{each}" if memory else "",
+        resources_text(wanted) + each if wanted else "",
+    )
+
+
+def _gpus_text(rows: Sequence[Row]) -> str:
+    """Return such as `0-3`, `4-7 (2 each)`, `0.5 of 0`; `4 (which, Ray chooses)` if they are not known."""
+    amount = rows[0].part.gpus
+    if not amount:
+        return ""
+    if not all(row.gpus for row in rows):
+        return f"{amount * len(rows):g} (which, Ray chooses)"
+    ids = list(dict.fromkeys(gpu for row in rows for gpu in row.gpus))
+    text = _ranges(sorted(map(int, ids))) if all(map(str.isdigit, ids)) else ", ".join(ids)
+    if amount < 1:
+        return f"{amount:g} of {text}"
+    return f"{text} ({amount:g} each)" if amount > 1 and len(rows) > 1 else text
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -50,7 +100,7 @@ def _ranges(numbers: Sequence[int]) -> str:
 def resources_text(resources: Mapping[str, float]) -> str:
     """Return resources as text, such as `1 CPU, 0.5 GPU, 2 GiB memory`."""
     texts = (
-        f"{amount / 2**30:.3g} GiB memory" if name == "memory" else f"{amount:g} {name}"
+        f"{amount / GIB:.3g} GiB memory" if name == "memory" else f"{amount:g} {name}"
         for name, amount in resources.items()
     )
     return ", ".join(texts) or "nothing"
@@ -62,6 +112,8 @@ def make_plan(wanted: RunParts, nodes: Sequence[Node]) -> Plan:
     `pack` fills one node after another, `spread` gives each node one part of a kind in turn. Parts that need more
     places of few nodes come first: ranks, then servers, then workers. Raises PlacementError if a part fits nowhere.
     """
+    _check_gpus(wanted.parts, nodes)
+    slots = {node.node_id: _GpuSlots(node) for node in nodes}
     free = {node.node_id: dict(node.free) for node in nodes}
     by_id = {node.node_id: node for node in nodes}
     rows: list[Row] = []
@@ -74,14 +126,62 @@ def make_plan(wanted: RunParts, nodes: Sequence[Node]) -> Plan:
             node_id = next(chosen, None)
             if node_id is None:
                 raise _does_not_fit(parts, index, nodes, free)
-            rows.append(Row(part, by_id[node_id]))
+            rows.append(Row(part, by_id[node_id], slots[node_id].take(part.gpus)))
             for name, amount in resources.items():
                 free[node_id][name] -= amount
     return Plan(tuple(rows))
 
 
+def _check_gpus(parts: Sequence[Part], nodes: Sequence[Node]) -> None:
+    """Say at once that a run needs more GPUs than there are. Raises PlacementError."""
+    needed = math.fsum(part.gpus for part in parts)
+    total = math.fsum(node.total.get("GPU", 0.0) for node in nodes)
+    free = math.fsum(node.free.get("GPU", 0.0) for node in nodes)
+    if needed <= free + EPSILON or len(parts) < 2:
+        return
+    kinds = [(kind, [part.gpus for part in group]) for kind, group in groupby(parts, key=lambda part: part.kind)]
+    users = [(kind, gpus) for kind, gpus in kinds if sum(gpus)]
+    what = " and ".join(f"{len(gpus)} {kind}(s) of {gpus[0]:g}" for kind, gpus in users)
+    if not total:
+        raise PlacementError(
+            f"the run needs {needed:g} GPU(s) ({what}), and there is none; on a machine that has some, `roll-flash "
+            "doctor` says why they are not found"
+        )
+    taken = f", {free:g} of them free" if free < total else ""
+    keys = [COUNT_KEYS[kind] for kind, _ in users]
+    keys += [SPLIT_KEY] if any(kind == "server" and gpus[0] > 1 for kind, gpus in users) else []
+    raise PlacementError(
+        f"the run needs {needed:g} GPU(s) ({what}), and there are {total:g}{taken}; lower {_or(keys)}, or add nodes"
+    )
+
+
+def _or(words: Sequence[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+class _GpuSlots:
+    """Gives the GPUs of a node to parts as Ray does: whole ones by number, a fraction where least is left."""
+
+    def __init__(self, node: Node) -> None:
+        count = node.total.get("GPU", 0.0)
+        ids = list(node.gpus) if len(node.gpus) == count else [str(number) for number in range(int(count))]
+        # If another run uses some, only Ray knows which.
+        self._left = dict.fromkeys(ids, 1.0) if node.free.get("GPU", 0.0) == count else {}
+
+    def take(self, amount: float) -> tuple[str, ...]:
+        """Return the ids; none if they are not known."""
+        if 0 < amount < 1:
+            fits = [(left, gpu) for gpu, left in self._left.items() if left >= amount - EPSILON]
+            chosen = [min(fits, key=lambda pair: pair[0])[1]] if fits else []
+        else:
+            chosen = [gpu for gpu, left in self._left.items() if left == 1.0][: round(amount)]
+        for gpu in chosen:
+            self._left[gpu] -= min(amount, 1.0)
+        return tuple(chosen)
+
+
 def _holds(free: Mapping[str, float], wanted: Mapping[str, float]) -> float:
-    counts = (math.floor(free.get(name, 0.0) / amount + 1e-9) for name, amount in wanted.items())
+    counts = (math.floor(free.get(name, 0.0) / amount + EPSILON) for name, amount in wanted.items())
     return min(counts, default=math.inf)
 
 
@@ -116,7 +216,8 @@ def _does_not_fit(
     else:
         left = resources_text({name: max(0.0, round(free[best.node_id].get(name, 0.0), 4)) for name in names})
         there = f"of {len(nodes)} node(s), {best.name} has the most left: {left}"
+    keys = [COUNT_KEYS[part.kind], *([SPLIT_KEY] if part.gpus > 1 else []), RESOURCE_KEYS[part.kind]]
     return PlacementError(
         f"{part.name}{of_how_many} needs {resources_text(part.resources)}, and no node has that free ({there}); lower "
-        f"{COUNT_KEYS[part.kind]} or {RESOURCE_KEYS[part.kind]}, or add nodes"
+        f"{_or(keys)}, or add nodes"
     )

@@ -35,13 +35,19 @@ class Reservation:
     """The places of a run's parts. Use it from one event loop."""
 
     def __init__(
-        self, wanted: RunParts, *, own_ray: bool, prepare: Callable[[Sequence[Row]], Awaitable[None]] | None = None
+        self,
+        wanted: RunParts,
+        *,
+        own_ray: bool,
+        own_gpus: Mapping[str, int] | None = None,
+        prepare: Callable[[Sequence[Row]], Awaitable[None]] | None = None,
     ) -> None:
-        """`prepare` is called with parts and nodes when their places are reserved; if it raises, they are given
-        back."""
+        """`own_gpus` as in `living_nodes`. `prepare` is called with parts and nodes when their places are reserved; if
+        it raises, they are given back."""
         self._wanted = wanted
         self._prepare = prepare
         self._own_ray = own_ray
+        self._own_gpus = own_gpus
         self._parts = {part.name: part for part in wanted.parts}
         self._held: dict[str, tuple[Place, PlacementGroup]] = {}
         self._changing = asyncio.Lock()
@@ -52,10 +58,15 @@ class Reservation:
         """True if the cluster is only this machine, started by the run."""
         return self._own_ray
 
+    @property
+    def shares_gpus(self) -> bool:
+        """True if a server shares its GPU with another part."""
+        return self.plan.shares_gpus
+
     async def reserve(self) -> None:
         """Plan and reserve a place for every part. Raises PlacementError."""
         async with self._changing:
-            nodes = await call_in_thread(living_nodes)
+            nodes = await call_in_thread(lambda: living_nodes(self._own_gpus))
             self.plan = make_plan(self._wanted, nodes)
             await self._take(self.plan.rows)
 

@@ -143,14 +143,14 @@ class LearnerConfig(Section):
     ranks: PositiveInt = 1
     """Processes that share the training of each step."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """`auto`: GPUs if there are any, else the CPU."""
+    """`auto`: GPUs if the cluster has any, else the CPU."""
     threads: PositiveInt = 1
     """CPU threads of each rank (CPU only)."""
     placement: Literal["pack", "spread"] = "pack"
     """Placement of the ranks: `pack` fills one node after another, the driver's first; `spread` uses all in turn."""
     rank_resources: RayResources | None = None
     """Ray resources that each rank reserves, such as `{GPU: 1, learner: 1}`. None: as many CPUs as `threads`; where the
-    cluster has GPUs, one CPU and one GPU, or an equal share if servers and ranks must share GPUs."""
+    cluster has GPUs, one CPU and one GPU, or half of it if a cluster with a single GPU has one rank and one server."""
     learning_rate: PositiveFloat = 1e-5
     """Learning rate of AdamW."""
     warmup_steps: NonNegativeInt = 0
@@ -203,6 +203,17 @@ class LearnerConfig(Section):
     """Timeout in seconds of the start of the learner."""
     step_timeout_s: PositiveFloat = 1800.0
     """Timeout in seconds of each call of the learner's ranks, such as a micro-batch or the update of a step."""
+
+    @model_validator(mode="after")
+    def _gpus_of_a_rank(self) -> LearnerConfig:
+        reserved = (self.rank_resources or {}).get("GPU")
+        if self.device == "cpu" and reserved is not None:
+            raise ValueError("rank_resources has GPU, but device is cpu; remove one of them")
+        if self.device == "cuda" and self.rank_resources is not None and reserved is None:
+            raise ValueError("rank_resources has no GPU, but device is cuda; add GPU: 1")
+        if self.engine == "fsdp" and reserved is not None and (reserved > 1 or (reserved < 1 and self.ranks > 1)):
+            raise ValueError(f"rank_resources: GPU: {reserved:g} must be 1: each rank computes on one GPU of its own")
+        return self
 
     @model_validator(mode="after")
     def _fits_together(self) -> LearnerConfig:

@@ -196,17 +196,21 @@ class InferenceConfig(Section):
     """`vllm`, `transformers` (small servers for tiny models), or a plug-in of `roll_flash.inference_engines`."""
     servers: PositiveInt = 1
     """Number of servers; each holds the whole model."""
+    tensor_parallel_size: PositiveInt = 1
+    """GPUs of one node over which each server splits the model (`vllm` on GPUs only)."""
     threads: PositiveInt = 1
     """CPU threads of each server (CPU only)."""
     placement: Literal["pack", "spread"] = "pack"
     """Placement of the servers: `pack` fills one node after another, the driver's first; `spread` uses all in turn."""
     server_resources: RayResources | None = None
-    """Ray resources that each server reserves, such as `{GPU: 1, servers: 1}`. None: as many CPUs as `threads`; where
-    the cluster has GPUs, one CPU and one GPU, or an equal share if servers and learner ranks must share GPUs."""
+    """Ray resources that each server reserves, such as `{GPU: 1, servers: 1}`. None: as many CPUs as `threads`; on GPUs
+    `tensor_parallel_size` GPUs and as many CPUs, or half a GPU if a cluster with a single one has one rank and one
+    server."""
     kv_cache_gib: PositiveFloat = 1.0
-    """Size of the key-value cache in GiB (CPU only)."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Fraction of a GPU's memory that a server may use (GPU only)."""
+    """Size of the key-value cache in GiB on a CPU, and on a GPU that a server shares with the learner."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Fraction of a GPU's memory that a server uses if it has the GPU for itself; the rest is for the buffers of weight
+    updates."""
     max_num_seqs: PositiveInt = 64
     """Maximum requests that a server computes at the same time; further ones wait in it."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -228,12 +232,28 @@ class InferenceConfig(Section):
     """Transport of new weights to vLLM: `shm` shared memory (same machine), `nccl` learner ranks on any machine, `ipc`
     learner ranks on the same GPU."""
     extra_args: dict[str, Any] = Field(default_factory=dict)
-    """Additional command-line options of the server."""
+    """Additional command-line options of the server (`vllm` only), such as `{enforce_eager: true}`."""
+
+    @model_validator(mode="after")
+    def _gpus_of_a_server(self) -> InferenceConfig:
+        split, reserved = self.tensor_parallel_size, (self.server_resources or {}).get("GPU")
+        if split > 1 and self.engine == "transformers":
+            raise ValueError(f"tensor_parallel_size={split} is for the engine vllm; set it to 1")
+        if split > 1 and self.server_resources is not None and reserved is None:
+            raise ValueError(f"server_resources has no GPU for tensor_parallel_size={split}; add GPU: {split}")
+        if reserved is not None and reserved != split and not (split == 1 and reserved < 1):
+            raise ValueError(
+                f"server_resources: GPU: {reserved:g} is not tensor_parallel_size={split}; set both to the GPUs of one "
+                "server (or GPU to a fraction, for several parts on one GPU)"
+            )
+        return self
 
     @model_validator(mode="after")
     def _only_vllm_has(self) -> InferenceConfig:
         if self.engine == "transformers" and self.dtype == "bfloat16":
             raise ValueError("dtype: the engine transformers computes in float32; use vllm for bfloat16")
+        if self.engine == "transformers" and self.extra_args:
+            raise ValueError("extra_args are for the engine vllm; transformers has no options; remove them")
         if self.engine == "transformers" and self.weight_transfer != "shm":
             raise ValueError(f"weight_transfer={self.weight_transfer} is for the engine vllm; set it to shm")
         return self

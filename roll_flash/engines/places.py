@@ -31,6 +31,11 @@ class Place:
 class Places(Protocol):
     """The reserved places of a run's parts."""
 
+    @property
+    def shares_gpus(self) -> bool:
+        """True if a server shares its GPU with another part."""
+        ...
+
     async def place(self, part: str) -> Place:
         """Return the place of a part; a new one if it has none or its node is lost. A part that the plan did not have,
         such as one more server, needs what the others of its kind do. Raises PlacementError if no node has room."""

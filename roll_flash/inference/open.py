@@ -34,6 +34,21 @@ def check_engine(config: InferenceConfig, model_folder: Path, *, trains: bool) -
             require_free_port(LOOPBACK, config.port + index, "set inference.port to another one, or to 0")
 
 
+def computes_on_gpus(config: InferenceConfig) -> bool | None:
+    """Return whether the servers of `config.engine` compute on GPUs, as installed here; None if that is not known.
+
+    Raises InferenceError if vLLM is wanted, but not installed.
+    """
+    match config.engine:
+        case "vllm":
+            from roll_flash.inference.vllm.server import vllm_device
+
+            return vllm_device() == "cuda"
+        case "transformers":
+            return False
+    return None
+
+
 def open_engine(
     config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path, places: Places | None = None
 ) -> InferenceEngine:

@@ -18,8 +18,10 @@ from typing import Any
 from roll_flash.config.tree import RayConfig
 from roll_flash.errors import RunError
 from roll_flash.processes.background import in_thread
+from roll_flash.processes.gpus import CPU_BUILDS, is_cpu_installation, visible_gpus
 from roll_flash.processes.joining import join_cluster
 from roll_flash.processes.keys import new_key
+from roll_flash.processes.nvml import read_driver
 from roll_flash.processes.ray_guard import RayGuard
 from roll_flash.sandboxes.scratch import make_short_folder
 
@@ -97,12 +99,25 @@ def _log_what_ray_prints(data: Mapping[str, Any], *_: object, **__: object) -> N
     _log.info("ray: %s", "; ".join(data["lines"])[:2000])
 
 
-def own_resources(config: RayConfig) -> dict[str, float]:
-    """Return the CPUs and GPUs that the run's own Ray has on this machine. Importing Ray takes a second."""
-    from ray._private.accelerators import NvidiaGPUAcceleratorManager
+def own_resources(config: RayConfig, gpus: Mapping[str, int]) -> dict[str, float]:
+    """Return the CPUs and GPUs that the run's own Ray has on this machine."""
+    return {"CPU": float(_own_cpus(config)), **({"GPU": float(len(gpus))} if gpus else {})}
 
-    gpus = NvidiaGPUAcceleratorManager.get_current_node_num_accelerators()
-    return {"CPU": float(_own_cpus(config)), **({"GPU": float(gpus)} if gpus else {})}
+
+def own_gpus(config: RayConfig) -> dict[str, int]:
+    """Return the bytes of memory of the GPUs that the run's own Ray gives out, by id.
+
+    None on a cluster, and none with CPU builds of torch and vLLM (`unused_gpus`). Ray by itself would count GPUs, but
+    not their MIG slices.
+    """
+    return {} if config.address is not None or is_cpu_installation() else visible_gpus(read_driver())
+
+
+def unused_gpus(config: RayConfig) -> str:
+    """Return a note if this machine has GPUs that the packages of the run cannot use; else an empty text."""
+    is_unable = config.address is None and is_cpu_installation()
+    count = len(visible_gpus(read_driver())) if is_unable else 0
+    return f"{count} GPU(s) of this machine stay unused: {CPU_BUILDS}" if count else ""
 
 
 def _own_cpus(config: RayConfig) -> int:
@@ -120,6 +135,7 @@ def _local_options(folder: Path, config: RayConfig) -> dict[str, Any]:
         "include_dashboard": False,
         "object_store_memory": OBJECT_STORE_BYTES,
         "num_cpus": _own_cpus(config),
+        "num_gpus": len(own_gpus(config)),
     }
 
 

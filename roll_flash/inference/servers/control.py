@@ -50,6 +50,8 @@ class ServerControl(ABC):
         """True if the server has joined the learner's group since its start."""
         self.kv_cache_tokens: int | None = None
         """Capacity of the KV cache in tokens; None before the start or if the server does not report it."""
+        self.gpus: tuple[str, ...] = ()
+        """Ids of the GPUs that its process sees; empty before the start, and on a CPU."""
         self.starts = 0
         """Number of starts so far."""
         self.log: Path | str = ""

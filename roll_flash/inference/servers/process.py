@@ -18,6 +18,7 @@ from roll_flash.inference.servers.control import LOOPBACK, Launcher, ServerContr
 from roll_flash.inference.servers.metrics import kv_cache_tokens
 from roll_flash.inference.servers.prepare import prepare_weights
 from roll_flash.models.prepare import cache_folder
+from roll_flash.processes.gpus import environment_of
 from roll_flash.processes.keys import KEY_VARIABLE
 from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_scratch_folder
@@ -38,10 +39,21 @@ class ServerProcess(ServerControl):
     """A child process of this one. `start` can be called again after it has died; the endpoint stays the same."""
 
     def __init__(
-        self, index: int, launcher: Launcher, config: InferenceConfig, logs: Path, key: str, host: str = LOOPBACK
+        self,
+        index: int,
+        launcher: Launcher,
+        config: InferenceConfig,
+        logs: Path,
+        key: str,
+        host: str = LOOPBACK,
+        gpus: tuple[str, ...] | None = None,
     ) -> None:
-        """`host`: address of this machine at which the server listens."""
+        """`host`: address of this machine at which the server listens. `gpus`: the only ones that it sees; None: all
+        that this process sees."""
         super().__init__(index, launcher, key)
+        self.gpus = gpus or ()
+        # vLLM's --device-ids would do, but not for MIG slices, whose UUIDs vLLM takes for numbers of GPUs.
+        self._gpu_environment = {} if gpus is None else environment_of(gpus)
         self.log: Path = logs / f"{launcher.name}-{index}.log"
         self.port = config.port + index if config.port else _free_port(host)
         self._host = host
@@ -103,6 +115,7 @@ class ServerProcess(ServerControl):
             "TORCHINDUCTOR_CACHE_DIR": str(caches),
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
+            **self._gpu_environment,
             **self._launcher.environment,
             KEY_VARIABLE: self._key,
         }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,6 +23,7 @@ from roll_flash.errors import InferenceError, PlacementError, RollFlashError, fi
 from roll_flash.inference.servers.control import CONTROL_TIMEOUT_S, Launcher, ServerControl
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.processes.background import start_background
+from roll_flash.processes.gpus import MIG, assigned_gpus
 
 STOP_TIMEOUT_S = 30.0
 REACH_ATTEMPTS = 3
@@ -41,6 +42,7 @@ class Started:
     log: Path
     kv_cache_tokens: int | None
     guard: int
+    gpus: tuple[str, ...]
 
 
 class ServerHost:
@@ -50,12 +52,14 @@ class ServerHost:
         self, index: int, launcher: Launcher, config: InferenceConfig, logs: Path, key: str, address: str
     ) -> None:
         folder = logs if logs.is_dir() else _ray_logs()  # the driver's folder is not on every node
-        self._server = ServerProcess(index, launcher, config, folder, key, address)
+        self._config = config
+        self._server = ServerProcess(index, launcher, config, folder, key, address, assigned_gpus())
 
     async def start(self) -> Started:
-        await self._server.start()
         server = self._server
-        return Started(server.endpoint, server.log, server.kv_cache_tokens, server.guard)
+        check_slices(self._config, server.gpus)
+        await server.start()
+        return Started(server.endpoint, server.log, server.kv_cache_tokens, server.guard, server.gpus)
 
     async def prepare(self, weights: StagedWeights) -> None:
         await self._server.prepare(weights)
@@ -116,7 +120,7 @@ class RemoteServer(ServerControl):
         own_log = self._logs.is_dir() and started.log.parent == self._logs
         self.log = started.log if own_log else f"{self._place.node_name}:{started.log}"
         self._reach(started.endpoint)
-        self.kv_cache_tokens = started.kv_cache_tokens
+        self.kv_cache_tokens, self.gpus = started.kv_cache_tokens, started.gpus
         self.version, self.joined = 0, False
         self._watch = start_background(self._until_ended(self._host), f"the watch over {self.endpoint}")
         for _ in range(REACH_ATTEMPTS):
@@ -180,6 +184,15 @@ class RemoteServer(ServerControl):
         except RayActorError as error:
             self._end_host()
             raise InferenceError(f"{self.name}{where} did not {what}: {first_line(error)}") from None
+
+
+def check_slices(config: InferenceConfig, gpus: Sequence[str]) -> None:
+    """Raises InferenceError if a server would have to use several MIG slices: CUDA gives a process only one."""
+    if config.tensor_parallel_size > 1 and any(gpu.startswith(MIG) for gpu in gpus):
+        raise InferenceError(
+            f"inference.tensor_parallel_size={config.tensor_parallel_size}, but the GPUs here are MIG slices, of which "
+            f"a process can use only one ({', '.join(gpus)}); set it to 1, or use whole GPUs"
+        )
 
 
 def _ray_logs() -> Path:

