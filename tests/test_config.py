@@ -379,6 +379,36 @@ def test_a_home_folder_is_expanded_and_a_config_cannot_be_changed() -> None:
         config.steps = 3
 
 
+# Paths
+
+
+def test_files_that_a_config_names_are_looked_for_beside_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project, elsewhere = tmp_path / "project", tmp_path / "elsewhere"
+    for folder in (project / "model", elsewhere):
+        folder.mkdir(parents=True)
+    for name in ("my.jsonl", "mine.py"):
+        (project / name).touch()
+    (elsewhere / "there.jsonl").touch()
+    entry = "{id: Dataset-v0, data: my.jsonl, reward: [exact, 'mine.py:f', {function: 'mine.py:g'}]}"
+    own = "{id: 'mine.py:Maze', data: {path: there.jsonl}}"
+    (project / "base.yaml").write_text("model: {path: model}")
+    (project / "mine.yaml").write_text(f"base: base.yaml\nruns: runs\nenvs: [{entry}, {own}]")
+    monkeypatch.chdir(elsewhere)
+    config = load_config("../project/mine.yaml")
+    first, second = config.envs
+    assert first.data is not None
+    assert second.data is not None
+    assert Path(config.model.path).resolve() == project / "model"
+    assert Path(first.data.path).resolve() == project / "my.jsonl"
+    assert [reward.name for reward in first.reward] == ["exact", "f", "g"]
+    assert all(Path(reward.function.split(":")[0]).is_absolute() for reward in first.reward[1:])
+    assert Path(second.id.rpartition(":")[0]).resolve() == project / "mine.py"
+    assert (second.data.path, config.runs) == ("there.jsonl", "runs")
+    assert load_config("../project/mine.yaml", ["envs.0.data=there.jsonl"]).envs[0].data != first.data
+
+
 # The tree itself
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from roll_flash.config.paths import beside
 from roll_flash.errors import ConfigError
 
 
@@ -40,7 +41,7 @@ def _two(first: int, second: int) -> str:
 
 
 def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Tree of a file, merged over the tree of its `base`. Raises ConfigError."""
+    """Tree of a file, merged over the tree of its `base`; paths in a file are relative to it. Raises ConfigError."""
     if path.resolve() in parents:
         raise ConfigError(f"{path}: `base` leads back to the file itself; remove one of the `base` lines")
     try:
@@ -58,6 +59,7 @@ def read_yaml(path: Path, parents: tuple[Path, ...] = ()) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a config is a mapping of keys to values, not a {type(tree).__name__}")
     base = tree.pop("base", None)
+    tree = beside(tree, path.parent)
     if base is None:
         return tree
     return _merge(read_yaml(path.parent / str(base), (*parents, path.resolve())), tree)
