@@ -22,7 +22,6 @@ from roll_flash.errors import ConfigError
 
 ENTRY_POINT_GROUP = "roll_flash.envs"
 SHIPPED = {
-    "Dataset-v0": "roll_flash.envs.datasets.env:make_dataset_env",
     "FileQuest-v0": "roll_flash.envs.shipped.file_quest:FileQuest",
     "GymText-v0": "roll_flash.envs.shipped.gym_text:GymText",
     "PythonRepair-v0": "roll_flash.envs.shipped.python_repair:PythonRepair",
@@ -30,6 +29,8 @@ SHIPPED = {
     "TextFrozenLake-v0": "roll_flash.envs.shipped.move_env:TextFrozenLake",
     "TextSokoban-v0": "roll_flash.envs.shipped.sokoban_level:TextSokoban",
 }
+OF_ROWS = {"Dataset-v0": "roll_flash.envs.datasets.env:make_dataset_env"}
+"""Environments that are nothing without a data set."""
 ADAPTERS = {
     "BFCL-v4": "roll_flash.envs.adapters.bfcl.env:BFCL",
     "OpenEnv-v0": "roll_flash.envs.adapters.openenv.client:OpenEnv",
@@ -51,6 +52,8 @@ RENAMED = {
     "calls_may_take_s": "calls_timeout_s",
 }
 """Old name of an environment's attribute: new name. Nothing reads an old one, so it would be ignored silently."""
+MULTI_AGENT = frozenset({"AECEnv", "ParallelEnv", "MultiAgentEnv"})
+"""Base classes of environments of several agents (PettingZoo, RLlib)."""
 _SYNC_WRAPPERS = (gymnasium.wrappers.OrderEnforcing, gymnasium.wrappers.TimeLimit)
 
 logger = logging.getLogger("roll_flash.envs")
@@ -68,7 +71,7 @@ def register_env(id: str, entry_point: str | Callable[..., gymnasium.Env[Any, An
 
 def register_shipped() -> None:
     """Register all shipped environments."""
-    for id, entry_point in {**SHIPPED, **ADAPTERS, "AgentEnv-v0": AGENT_ENV}.items():
+    for id, entry_point in {**SHIPPED, **OF_ROWS, **ADAPTERS, "AgentEnv-v0": AGENT_ENV}.items():
         register_env(id, entry_point)
     for id, agent in AGENTS.items():
         register_env(id, AGENT_ENV, kwargs={"agent": agent})
@@ -106,6 +109,11 @@ def _find_and_make(env_id: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, An
     found = getattr(module, name, None)
     if isinstance(found, type) and issubclass(found, gymnasium.Env):
         return found(**kwargs)
+    if isinstance(found, type) and not MULTI_AGENT.isdisjoint(base.__name__ for base in found.__mro__):
+        raise ConfigError(
+            f"{source}: {name!r} is an environment of several agents; write a gymnasium.Env in which the model plays "
+            "one of them, and code the others"
+        )
     raise ConfigError(f"{source} has no environment {name!r}; it has {_offered(module)}")
 
 

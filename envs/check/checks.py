@@ -19,7 +19,7 @@ import numpy as np
 
 from roll_flash.envs.check import agents
 from roll_flash.envs.check.contract import contract_broken
-from roll_flash.envs.check.leftovers import Snapshot, own_temporary_folder, wait_until_nothing_new
+from roll_flash.envs.check.leftovers import Snapshot, adopting_orphans, own_temporary_folder, wait_until_nothing_new
 from roll_flash.envs.check.play import Agent, PlayedEpisode, Player
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import list_sandboxes
@@ -27,7 +27,8 @@ from roll_flash.sandboxes import list_sandboxes
 Status = Literal["pass", "fail", "skip"]
 TOLERANCE = 1e-6
 DEFAULT_SEEDS = 4
-DEFAULT_TIMEOUT_S = 30.0
+DEFAULT_TIMEOUT_S = 60.0
+"""As `rollout.step_timeout_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class EnvCheck:
 class EnvReport:
     env_id: str
     checks: tuple[EnvCheck, ...]
+    earned_nothing: bool = False
+    """True if no agent earned more than 0."""
 
     @property
     def ok(self) -> bool:
@@ -58,7 +61,12 @@ class EnvReport:
             + (f" -> {check.advice}" if check.advice else "")
             for check in self.checks
         ]
-        return "\n".join([*lines, f"{self.env_id}: {'fit' if self.ok else 'not fit'} to train on"])
+        verdict = "fit" if self.ok else "not fit"
+        if self.ok and self.earned_nothing:
+            verdict = (
+                "nothing speaks against it, but no agent earned a reward: with an oracle() one can tell if it is fit"
+            )
+        return "\n".join([*lines, f"{self.env_id}: {verdict} to train on"])
 
 
 def check_environment(
@@ -99,7 +107,7 @@ async def _check(
     env_id: str, kwargs: dict[str, Any], provider: str, seeds: Sequence[int], timeout_s: float
 ) -> EnvReport:
     run = f"env-check-{os.getpid()}-{time.time_ns()}"
-    with own_temporary_folder() as temporary:
+    with own_temporary_folder() as temporary, adopting_orphans():
         at_first = Snapshot.take(temporary)
         async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
             env, _ = await _open(player, env_id)
@@ -124,7 +132,8 @@ async def _check(
     )
     contract = _answer("keeps gymnasium's contract", not broken, broken or "reset, step and close", _CONTRACT_ADVICE)
     answers = () if episodes is None else (check(episodes) for check in ask)  # otherwise the other checks are noise
-    return EnvReport(env_id, (contract, *answers, _leaves_nothing(left)))
+    earned = any(played.reward > TOLERANCE for played in episodes.all) if episodes is not None else False
+    return EnvReport(env_id, (contract, *answers, _leaves_nothing(left)), earned_nothing=not earned)
 
 
 _CONTRACT_ADVICE = "see https://gymnasium.farama.org/api/env and docs/environments.md"
@@ -188,16 +197,20 @@ def _differs(episodes: _Episodes) -> EnvCheck:
 
 
 def _nothing_earns_nothing(episodes: _Episodes) -> EnvCheck:
-    paid = [played for played in episodes.idle if played.reward > TOLERANCE or played.success]
+    paid = [played for played in episodes.idle if played.reward > TOLERANCE]
+    praised = [played for played in episodes.idle if played.success]
     best = max((played.reward for played in episodes.idle), default=0.0)
     errors = [played.error for played in episodes.idle if played.error]
+    advice = "answer empty text, do not raise"
+    if paid:
+        advice = "this can be hacked: reward only what the model has brought about"
+    elif praised:
+        advice = 'info["success"] is true although nothing was done: take it from the state of the task'
     return _answer(
         "doing nothing earns nothing",
-        not paid and not errors,
-        errors[0] if errors else f"an agent that does nothing earns {best:g}",
-        "this can be hacked: reward only what the model has brought about"
-        if paid
-        else "answer empty text, do not raise",
+        not paid and not praised and not errors,
+        errors[0] if errors else f"an agent that does nothing earns {best:g}{' and succeeds' if praised else ''}",
+        advice,
     )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import warnings
-from typing import Any
+from collections.abc import Awaitable
+from typing import Any, TypeVar
 
 import gymnasium
 from gymnasium.utils.env_checker import check_env
@@ -16,15 +17,16 @@ from roll_flash.errors import EnvError
 from roll_flash.processes.background import DaemonThreads, call_sync_or_async
 from roll_flash.sandboxes import SandboxError
 
+T = TypeVar("T")
+
 
 async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:
     """Return the first fault found, or an empty string."""
     env, lease = await player.open()
     try:
-        async with asyncio.timeout(timeout_s):
-            return await _first_fault(env, seed)
-    except TimeoutError:
-        return f"it took longer than {timeout_s:g} s"
+        return await _first_fault(env, seed, timeout_s)
+    except TimeoutError as error:
+        return str(error)
     except SandboxError:
         raise
     except EnvError as error:
@@ -36,20 +38,29 @@ async def contract_broken(player: Player, seed: int, timeout_s: float) -> str:
             await lease.close()
 
 
-async def _first_fault(env: Any, seed: int) -> str:
+async def _first_fault(env: Any, seed: int, timeout_s: float) -> str:
+    """Each call may take `timeout_s`, as in training."""
+
+    async def call(what: str, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await work
+        except TimeoutError:
+            raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
+
     if not isinstance(env.unwrapped, Env):
-        fault: str = await call_sync_or_async(_gymnasiums_own_check, env)
+        fault: str = await call("gymnasium's checker", call_sync_or_async(_gymnasiums_own_check, env))
         if fault:
             return fault
     hosted = AsyncEnvironment(env, DaemonThreads())
     for _ in range(2):  # twice, because an environment must be reusable
-        messages, _ = await hosted.reset(seed)
+        messages, _ = await call("reset", hosted.reset(seed))
         if not messages:
             return "reset: an empty observation, so that the model is told nothing"
-        await hosted.step("hello")
-    await call_sync_or_async(env.reset, seed=seed, options={})
-    await call_sync_or_async(env.close)
-    await call_sync_or_async(env.close)
+        await call("step", hosted.step("hello"))
+    await call("reset", call_sync_or_async(env.reset, seed=seed, options={}))
+    await call("close", call_sync_or_async(env.close))
+    await call("close", call_sync_or_async(env.close))
     return ""
 
 

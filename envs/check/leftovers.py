@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import tempfile
 import threading
 import time
@@ -13,6 +15,8 @@ from pathlib import Path
 from roll_flash.processes.supervise import descendants
 from roll_flash.sandboxes.scratch import scratch_folder
 
+PR_SET_CHILD_SUBREAPER = 36
+SHARED_MEMORY = Path("/dev/shm")
 SETTLE_S = 5.0
 """Seconds that leftovers have to end by themselves."""
 
@@ -34,13 +38,15 @@ class Snapshot:
                 for thread in threading.enumerate()
                 if not thread.name.startswith("asyncio_")  # owned and ended by the event loop
             ),
-            files=frozenset(here | {str(path) for path in temporary.iterdir()}),
+            files=frozenset(here | {str(path) for path in (*temporary.iterdir(), *SHARED_MEMORY.iterdir())}),
         )
 
     def since(self, before: Snapshot) -> list[str]:
         """Return descriptions of the items that are new since `before`."""
         parts = (("process", self.processes - before.processes), ("thread", self.threads - before.threads))
-        found = [f"{kind} {name}" for kind, names in (*parts, ("file", self.files - before.files)) for name in names]
+        others = _shared_memory_of_others()
+        files = {path for path in self.files - before.files if path not in others}
+        found = [f"{kind} {name}" for kind, names in (*parts, ("file", files)) for name in names]
         return sorted(found)
 
 
@@ -49,6 +55,29 @@ def wait_until_nothing_new(before: Snapshot, temporary: Path) -> list[str]:
     deadline = time.monotonic() + SETTLE_S
     while (found := Snapshot.take(temporary).since(before)) and time.monotonic() < deadline:
         time.sleep(0.05)
+    return found
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Make this process the parent of descendants whose own parent has ended: they would be nobody's otherwise."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _shared_memory_of_others() -> set[str]:
+    """Return files of shared memory that processes other than this one and those below it have mapped."""
+    ours = {os.getpid(), *descendants()}
+    found: set[str] = set()
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) not in ours:
+            with suppress(OSError):  # it has ended, or is another user's
+                maps = (process / "maps").read_text()
+                found |= {line.split(maxsplit=5)[-1] for line in maps.splitlines() if f"{SHARED_MEMORY}/" in line}
     return found
 
 

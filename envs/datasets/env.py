@@ -34,7 +34,7 @@ class DatasetEnv(ToolEnv):
     def __init__(
         self,
         messages: Sequence[Message] = ({"role": "user", "content": "Say hello."},),
-        answer: Any = None,
+        answer: Any = "hello",
         row: Mapping[str, Any] | None = None,
         rewards: Sequence[Mapping[str, Any]] = ({"function": "exact"},),
         answer_in: AnswerIn = "tag",

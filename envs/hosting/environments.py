@@ -190,6 +190,10 @@ def _as_messages(observation: Any) -> list[Message]:
     if isinstance(observation, str):
         return [{"role": "user", "content": encodable(observation)}] if observation else []
     if isinstance(observation, list) and all(isinstance(m, dict) and "role" in m for m in observation):
+        if any(map(_has_other_parts, observation)):
+            raise EnvError(
+                "an observation has content in parts that are no text, such as images; only text can be played"
+            )
         return [
             {**message, "content": encodable(content)}
             if isinstance(content := message.get("content"), str)
@@ -200,6 +204,11 @@ def _as_messages(observation: Any) -> list[Message]:
         f"an observation must be a str or a list of messages with roles, not {type(observation).__name__}; "
         "render it as text in the environment or in a wrapper (GymText-v0 does it for discrete actions)"
     )
+
+
+def _has_other_parts(message: Message) -> bool:
+    parts = message.get("content")
+    return isinstance(parts, list) and any(not isinstance(part, dict) or part.get("type") != "text" for part in parts)
 
 
 def _as_info(info: Any) -> Mapping[str, Any]:

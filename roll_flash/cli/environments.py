@@ -43,6 +43,9 @@ def check(
     env_id: Annotated[str, argument("ID", "A registered id, module:ID or path/to/file.py:ID.")],
     settings: Annotated[Words, argument("key=value", "Arguments of the environment.")] = None,
     seeds: Annotated[int, option("N", "Tasks that each agent plays.")] = 4,
+    timeout: Annotated[
+        float, option("S", "Seconds that a reset or a step may take, as rollout.step_timeout_s.")
+    ] = 60.0,
     provider: Provider = "auto",
     as_json: Json = False,
 ) -> int:
@@ -54,7 +57,7 @@ def check(
     for word in settings or ():
         kwargs = apply_override(kwargs, word)
     with standard_output_for_json(as_json):
-        found = check_environment(env_id, kwargs, provider=provider, seeds=seeds)
+        found = check_environment(env_id, kwargs, provider=provider, seeds=seeds, timeout_s=timeout)
     show({**dataclasses.asdict(found), "ok": found.ok}, found.as_table(), as_json=as_json)
     return 0 if found.ok else 1
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -117,12 +120,41 @@ class LeavesAFile(Good):
         return await super().step(action)
 
 
+class LeavesSharedMemory(Good):
+    async def step(self, action: str) -> StepResult:
+        memory = Path(f"/dev/shm/left-{os.getpid()}-{len(shared)}")
+        memory.write_bytes(b"x")  # noqa: ASYNC240
+        shared.append(memory)
+        return await super().step(action)
+
+
+class LeavesAnOrphan(Good):
+    async def step(self, action: str) -> StepResult:
+        said = subprocess.run(["sh", "-c", "sleep 60 >/dev/null 2>&1 & echo $!"], capture_output=True, text=True)  # noqa: ASYNC221
+        orphans.append(int(said.stdout))
+        return await super().step(action)
+
+
+class AlwaysSucceeds(Good):
+    async def step(self, action: str) -> StepResult:
+        observation, reward, *rest, _ = await super().step(action)
+        return observation, reward, *rest, {"success": True}  # type: ignore[return-value]
+
+
+class SendsAPicture(Good):
+    async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        await super().reset(seed=seed)
+        return [{"role": "user", "content": [{"type": "image", "image": "..."}]}], {}
+
+
 class NeverEnds(Good):
     async def step(self, action: str) -> StepResult:
         return "again", 0.0, False, False, {}
 
 
 children: list[subprocess.Popen[bytes]] = []
+orphans: list[int] = []
+shared: list[Path] = []
 stop = threading.Event()
 
 
@@ -154,6 +186,10 @@ def test_a_good_environment_passes_every_check() -> None:
         (LeavesAProcess, "leaves nothing behind", "process sleep"),
         (LeavesAThread, "leaves nothing behind", "thread left"),
         (LeavesAFile, "leaves nothing behind", "left.txt"),
+        (LeavesSharedMemory, "leaves nothing behind", "file /dev/shm/left-"),
+        (LeavesAnOrphan, "leaves nothing behind", "process sleep"),
+        (AlwaysSucceeds, "doing nothing earns nothing", "earns 0 and succeeds -> info"),
+        (SendsAPicture, "keeps gymnasium's contract", "only text can be played"),
     ],
 )
 def test_what_is_wrong_is_found_and_what_to_do_is_said(env_type: type[Env], question: str, says: str) -> None:
@@ -165,10 +201,35 @@ def test_what_is_wrong_is_found_and_what_to_do_is_said(env_type: type[Env], ques
             child = children.pop()
             child.kill()
             child.wait()
+        while orphans:
+            os.kill(orphans.pop(), signal.SIGKILL)
+        while shared:
+            shared.pop().unlink()
     failed = {check.name: check for check in report.checks if check.status == "fail"}
     assert question in failed, report.as_table()
     assert says in report.as_table()
     assert not report.ok
+
+
+def test_without_an_oracle_and_a_reward_nobody_can_say_that_it_is_fit() -> None:
+    class Unpaid(Good):
+        oracle = None  # type: ignore[assignment]
+
+        async def step(self, action: str) -> StepResult:
+            return "", 0.0, True, False, {}
+
+    report = check(Unpaid)
+    assert report.ok
+    assert "no agent earned a reward: with an oracle() one can tell if it is fit to train on" in report.as_table()
+
+
+def test_slow_calls_have_as_much_time_as_in_training() -> None:
+    class Slow(Good):
+        async def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+            await asyncio.sleep(0.4)
+            return await super().reset(seed=seed)
+
+    assert check(Slow, timeout_s=1.0).checks[0].status == "pass"
 
 
 def test_a_step_that_hangs_is_given_up() -> None:

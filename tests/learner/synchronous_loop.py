@@ -6,7 +6,8 @@ does not have is everything between them: no FSDP, no driver, no stream, no vers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -18,6 +19,18 @@ from roll_flash.types import Group
 from tests.learner.plain_loop import with_advantages
 
 
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A rank has one by default; more add up in another order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
 def synchronous_loop(
     folder: Path, steps: Sequence[Sequence[Group]], *, row_tokens: int, learning_rate: float = 1e-3
 ) -> dict[str, Tensor]:
