@@ -6,10 +6,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-FILES = ("model.path", "envs.*.data", "envs.*.data.path", "envs.*.data.held_out", "warm_start.demonstrations")
-FILES += ("learner.kl.reference",)
-OBJECTS = ("envs.*.id", "envs.*.reward", "envs.*.reward.*", "envs.*.reward.function", "envs.*.reward.*.function")
-OBJECTS += ("envs.*.task_source.entry_point", "stages.*.entry_point")
+FILES: tuple[str, ...] = (
+    "model.path",
+    "envs.*.data",
+    "envs.*.data.path",
+    "envs.*.data.held_out",
+    "warm_start.demonstrations",
+    "learner.kl.reference",
+)
+OBJECTS: tuple[str, ...] = (
+    "envs.*.id",
+    "envs.*.reward",
+    "envs.*.reward.*",
+    "envs.*.reward.function",
+    "envs.*.reward.*.function",
+    "envs.*.task_source.entry_point",
+    "stages.*.entry_point",
+)
 """Keys that may name an object in a file, `file.py:NAME`. In both, `*` is each entry of a list."""
 
 
