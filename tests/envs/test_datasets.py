@@ -132,6 +132,22 @@ def test_a_csv_file_has_the_same_rows(tmp_path: Path) -> None:
     assert sorted([*all_of(source), *prompts(source.held_out(2))]) == ["one,\ntwo?", "three?"]
 
 
+@pytest.mark.adapters
+def test_parquet_files_and_saved_data_sets_have_the_same_rows(tmp_path: Path) -> None:
+    library = pytest.importorskip("datasets")
+    rows = library.Dataset.from_list(questions(40))
+    rows.to_parquet(tmp_path / "my.parquet")
+    splits = library.DatasetDict({"train": rows, "test": library.Dataset.from_list(questions(45)[40:])})
+    splits.save_to_disk(tmp_path / "saved")
+    (tmp_path / "my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in questions(40)))
+    expected = all_of(tasks(str(tmp_path / "my.jsonl")))
+    assert all_of(tasks(str(tmp_path / "my.parquet"))) == expected
+    saved = tasks({"path": str(tmp_path / "saved"), "held_out": "test"})
+    assert (saved.size, len(saved.held_out(10))) == (40, 5)
+    with pytest.raises(ConfigError, match="there is no split 'dev'"):
+        tasks({"path": str(tmp_path / "saved"), "split": "dev"})
+
+
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [*questions(20), {"prompt": "long " * 100, "answer": 1}]
     source = tasks({"path": write(tmp_path / "my.jsonl", rows), "max_prompt_characters": 100})
