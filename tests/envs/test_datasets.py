@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from roll_flash.config.tree import EnvConfig, load_config
 from roll_flash.envs.datasets.answers import find_answer
 from roll_flash.envs.datasets.env import python_code
-from roll_flash.envs.datasets.rewards import exact, json_schema, number, regex
+from roll_flash.envs.datasets.rewards import exact, json_schema, math, number, regex
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
@@ -304,6 +304,14 @@ def test_ready_rewards() -> None:
     ]
     with pytest.raises(EnvError, match="is no number"):
         number("4", "four")
+
+
+@pytest.mark.adapters
+def test_mathematics_is_compared_by_its_value() -> None:
+    same = [("1/2", "\\frac{1}{2}"), ("0.5", "\\frac{1}{2}"), ("x^2 + 2x + 1", "(x+1)^2"), ("\\{2, 1\\}", "\\{1, 2\\}")]
+    assert [math(answer, expected) for answer, expected in same] == [1] * len(same)
+    assert [math("1/3", "1/2"), math("", "1/2"), math("import os", "1/2"), math("9" * 5000, "1/2")] == [0] * 4
+    assert math("9**9**9**9", "7") == 0.0
 
 
 def test_a_pattern_that_takes_for_ever_on_what_the_model_wrote_earns_nothing_in_time() -> None:
