@@ -64,10 +64,10 @@ def check_model_folder(folder: Path) -> None:
         raise ModelError(f"{config}: not readable as JSON: {error}") from None
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ModelError(f"{folder}: no tokenizer (tokenizer.json); save it there with tokenizer.save_pretrained")
-    missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
+    missing = [name for name in weight_files(folder) if not (folder / name).is_file()]
     if missing:
         raise ModelError(f"{folder}: the weights are incomplete: {missing[0]} is missing; copy the folder again")
-    for name in _weight_files(folder):
+    for name in weight_files(folder):
         _check_readable(folder / name)
 
 
@@ -87,7 +87,8 @@ def _check_readable(file: Path) -> None:
         raise ModelError(f"{file}: the weights cannot be read ({error}); copy the file again") from None
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files with the weights. Raises ModelError if there are none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from roll_flash.errors import ModelError, first_line
 from roll_flash.learner.model.activation_offload import offload_activations
 from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
+from roll_flash.learner.model.weight_files import WeightFiles, read_weights, weights_on_demand
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
 
@@ -66,6 +68,10 @@ class PolicyModel(nn.Module):
     @property
     def form(self) -> ExactSettings:
         return ExactSettings(self.shares_prefixes, self.logit_transform, self.head.shape[0])
+
+    def apply_form(self, form: ExactSettings) -> None:
+        self.share_prefixes(form.shares_prefixes)
+        self.logit_transform = form.logit_transform
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropies) [M], float32, of the policy tokens. `temperature` None: the sampler's."""
@@ -120,30 +126,68 @@ class PolicyModel(nn.Module):
         return list(self.model.base_model.layers)  # type: ignore[arg-type]
 
 
-def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSettings | None = None) -> PolicyModel:
-    """Load a model from a Hugging Face folder: float32, training mode, no dropout.
+@contextmanager
+def open_policy_model(folder: Path, temperature: float = 1.0) -> Iterator[tuple[PolicyModel, WeightFiles]]:
+    """Yield a model on the meta device, with computed buffers but without weights, and the files that hold these.
 
-    Without `form`, `choose_exact_mode` tests the model on a few texts and disables prefix sharing if needed; a `form`
-    from an earlier load skips the test.
-    Raises ModelError if the folder is missing or incomplete, or the model cannot be computed exactly.
+    The model is float32, in training mode, without dropout.
+    Raises ModelError if the folder is missing or incomplete, or holds no decoder-only language model.
     """
+    model = _without_weights(folder)
+    if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
+        raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
+    with WeightFiles(folder, model) as files:
+        files.tie_what_is_equal()
+        yield PolicyModel(model, temperature).train(), files
+
+
+def find_exact_settings(policy: PolicyModel, files: WeightFiles, folder: Path) -> ExactSettings:
+    """Test the model on a few texts, with the weights of one layer in memory at a time, and apply what it needs to be
+    computed exactly. Raises ModelError if that is impossible."""
     from roll_flash.learner.model.exactness import choose_exact_mode
 
+    with weights_on_demand(policy.model, files, policy.layers):
+        choose_exact_mode(policy, folder)
+    policy.train()
+    return policy.form
+
+
+def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSettings | None = None) -> PolicyModel:
+    """Load a whole model in float32 in this process. Without `form`, test it first (`find_exact_settings`); a `form`
+    from an earlier test is applied. Raises ModelError as `open_policy_model` and `find_exact_settings` do."""
+    with open_policy_model(folder, temperature) as (policy, files):
+        if form is None:
+            find_exact_settings(policy, files, folder)
+        else:
+            policy.apply_form(form)
+        read_weights(policy.model, files, torch.device("cpu"))
+    return policy
+
+
+def _without_weights(folder: Path) -> PreTrainedModel:
+    """Return the model with all parameters on the meta device. transformers reads the shapes in the files, not the
+    values."""
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: not a Hugging Face model folder (no config.json); check model.path")
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="meta")
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {first_line(error)}") from error
-    if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
-        raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
-    policy = PolicyModel(model, temperature)
-    if form is None:
-        choose_exact_mode(policy, folder)
-    else:
-        policy.share_prefixes(form.shares_prefixes)
-        policy.logit_transform = form.logit_transform
-    return policy.train()
+    if getattr(model, "hf_quantizer", None) is not None:
+        raise ModelError(f"{folder}: its weights are quantised and cannot be trained; use the original model")
+    _compute_buffers(model)
+    return model
+
+
+def _compute_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers that no folder stores, such as RoPE frequencies, the values that transformers gives them: by the
+    initialisation of their modules, which leaves parameters alone while these are on the meta device."""
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(path)
+        module.register_buffer(attribute, torch.empty_like(buffer, device="cpu"), persistent=False)
+        module._is_hf_initialized = False  # type: ignore[assignment]
+    model.initialize_weights()
 
 
 def check_same_vocabulary(reference: ExactSettings, policy: ExactSettings, folder: Path) -> None:
