@@ -26,9 +26,10 @@ from roll_flash.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The check looks for files in the working folder, where other work may be going on."""
+def elsewhere(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check looks for files in the working folder and in shared memory, where other work may be going on."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(left_behind, "SHARED_MEMORY", tmp_path_factory.mktemp("shm"))
     monkeypatch.setattr(left_behind, "SETTLE_S", 0.5)
     stop.clear()
 
@@ -122,9 +123,7 @@ class LeavesAFile(Good):
 
 class LeavesSharedMemory(Good):
     async def step(self, action: str) -> StepResult:
-        memory = Path(f"/dev/shm/left-{os.getpid()}-{len(shared)}")
-        memory.write_bytes(b"x")  # noqa: ASYNC240
-        shared.append(memory)
+        (left_behind.SHARED_MEMORY / f"left-{len(list(left_behind.SHARED_MEMORY.iterdir()))}").write_bytes(b"x")
         return await super().step(action)
 
 
@@ -154,7 +153,6 @@ class NeverEnds(Good):
 
 children: list[subprocess.Popen[bytes]] = []
 orphans: list[int] = []
-shared: list[Path] = []
 stop = threading.Event()
 
 
@@ -186,7 +184,7 @@ def test_a_good_environment_passes_every_check() -> None:
         (LeavesAProcess, "leaves nothing behind", "process sleep"),
         (LeavesAThread, "leaves nothing behind", "thread left"),
         (LeavesAFile, "leaves nothing behind", "left.txt"),
-        (LeavesSharedMemory, "leaves nothing behind", "file /dev/shm/left-"),
+        (LeavesSharedMemory, "leaves nothing behind", "left-0"),
         (LeavesAnOrphan, "leaves nothing behind", "process sleep"),
         (AlwaysSucceeds, "doing nothing earns nothing", "earns 0 and succeeds -> info"),
         (SendsAPicture, "keeps gymnasium's contract", "only text can be played"),
@@ -203,8 +201,6 @@ def test_what_is_wrong_is_found_and_what_to_do_is_said(env_type: type[Env], ques
             child.wait()
         while orphans:
             os.kill(orphans.pop(), signal.SIGKILL)
-        while shared:
-            shared.pop().unlink()
     failed = {check.name: check for check in report.checks if check.status == "fail"}
     assert question in failed, report.as_table()
     assert says in report.as_table()
