@@ -10,18 +10,14 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
-from matplotlib.patches import Patch
 from scheduling_claims import Row, knee, servers, simulate
 from scheduling_seeds import Result
 
+from roll_flash.planner.gantt import ENVIRONMENT, GENERATE, LEARNER, draw_run, legend_handles
 from roll_flash.planner.simulation.distributions import LogNormal
 from roll_flash.planner.simulation.load import SyntheticLoad
-from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.settings import LearnerSpec
 
-GENERATE, ENVIRONMENT, LOST, LEARNER = "#3b6fb6", "#9cc4e4", "#d9d9d9", "#d1603d"
-COLOURS = {"generate": GENERATE, "environment": ENVIRONMENT, "wait": "#f1e9d2"}
 SLOTS = 16
 STEPS = 4
 
@@ -47,48 +43,14 @@ def draw_gantt(path: Path) -> None:
     end_s = max(result.step_ends_s[-1] for result in results)
     figure, axes = plt.subplots(len(PANELS), 1, figsize=(11, 13.5), sharex=True, layout="constrained")
     for axis, (title, _), result in zip(axes, PANELS, results, strict=True):
-        _draw_run(axis, result, end_s)
+        draw_run(axis, result, end_s, SLOTS)
         axis.set_title(
             f"{title}: {STEPS} steps in {result.step_ends_s[-1]:.0f} s", loc="left", fontsize=11, fontweight="bold"
         )
     axes[-1].set_xlabel("virtual seconds")
-    figure.legend(
-        handles=[
-            Patch(color=GENERATE, label="the model writes"),
-            Patch(color=ENVIRONMENT, label="the environment steps"),
-            Patch(color=COLOURS["wait"], label="waits for others"),
-            Patch(color=LOST, label="played, but not trained"),
-            Patch(color=LEARNER, label="the learner works"),
-            Line2D([], [], color="black", linewidth=1.2, label="a step is finished"),
-        ],
-        loc="outside lower center",
-        ncols=3,
-        frameon=False,
-    )
+    figure.legend(handles=legend_handles(), loc="outside lower center", ncols=3, frameon=False)
     figure.savefig(path, dpi=110)
     plt.close(figure)
-
-
-def _draw_run(axis: Axes, result: SimulationResult, end_s: float) -> None:
-    timeline = result.timeline
-    assert timeline is not None
-    last_s = result.step_ends_s[-1]
-    for span in timeline.episodes.values():
-        is_lost = span.fate in ("cancelled", "dropped", "failed")
-        for activity, start_s, stop_s in span.parts:
-            colour = LOST if is_lost else COLOURS[activity]
-            axis.barh(span.slot, min(stop_s, last_s) - start_s, left=start_s, height=0.86, color=colour, linewidth=0)
-        if span.parts:
-            start_s, stop_s = span.parts[0][1], min(last_s, span.parts[-1][2])
-            axis.barh(span.slot, stop_s - start_s, left=start_s, height=0.86, fill=False, ec="white", linewidth=0.8)
-    for start_s, stop_s in timeline.learner:
-        axis.barh(-2, min(stop_s, last_s) - start_s, left=start_s, height=1.6, color=LEARNER, linewidth=0)
-    for step_s in result.step_ends_s:
-        axis.axvline(step_s, color="black", linewidth=1.2)
-    axis.set(xlim=(0, end_s * 1.01), ylim=(SLOTS - 0.4, -3.2))
-    axis.set_yticks([-2, (SLOTS - 1) / 2], ["learner ", f"{SLOTS} slots "])
-    axis.tick_params(axis="y", length=0)
-    axis.spines[["top", "right"]].set_visible(False)
 
 
 def draw_alpha(results: list[Result], path: Path) -> None:

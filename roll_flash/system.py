@@ -31,6 +31,7 @@ from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import EpisodesWriter, next_group_number
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
+from roll_flash.planner.machines.memory_check import check_gpu_memory
 from roll_flash.processes.background import (
     FirstFailure,
     background_task,
@@ -267,6 +268,7 @@ async def _start_ray(
     places = Reservation(wanted, own_ray=config.ray.address is None, own_gpus=gpus, prepare=preparation.prepare)
     stack.push_async_callback(_free, places, ray_is_alive)
     await places.reserve()
+    await call_in_thread(lambda: check_gpu_memory(config, places.plan))
     return places
 
 

@@ -161,7 +161,7 @@ class Trainer:
             async for micro_batch in micro_batches:
                 has_groups, groups = True, micro_batch.groups
                 self._last_tokens = _computed_tokens(groups)
-                with record.learner_works("accumulate", groups, _packed_tokens(groups)):
+                with record.learner_works("accumulate", groups, self._tokens_to_compute(groups)):
                     accumulating = learner.accumulate(groups)
                     await self._micro_batch_s.run(accumulating, "the learner's micro-batch", self._last_tokens)
         if not has_groups:
@@ -180,6 +180,12 @@ class Trainer:
         if self._schedule.is_due(result.version, time.monotonic()):
             await self._begin_checkpoint()
         return True
+
+    def _tokens_to_compute(self, groups: Iterable[FinishedGroup]) -> int:
+        """Tokens of the groups that the learner computes, the prompt of a group once."""
+        learner = self._config.learner
+        computes_all = learner.entropy_bonus > 0 or learner.kl.coefficient > 0
+        return sum(group.packed_tokens for group in groups if computes_all or has_signal(group))
 
     async def _call_on_step(self, step: int, metrics: Mapping[str, Any]) -> None:
         if (on_step := self._on_step) is None:
@@ -267,11 +273,6 @@ class Trainer:
             if decision.changed:
                 self._progress.note(f"async_ratio is {decision.async_ratio} from now on: {decision.reason}")
         return metrics
-
-
-def _packed_tokens(groups: Iterable[FinishedGroup]) -> int:
-    """Tokens of groups with a signal when the prompt of a group is computed once."""
-    return sum(group.packed_tokens for group in groups if has_signal(group))
 
 
 def _computed_tokens(groups: Iterable[FinishedGroup]) -> int:

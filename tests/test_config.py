@@ -445,9 +445,9 @@ def test_every_section_refuses_unknown_keys() -> None:
 
 
 def test_the_configs_that_ship_are_valid() -> None:
-    """A file named base.yaml is what others build on, no run of its own."""
+    """A file named base.yaml is what others build on, and the files in `hardware` describe machines."""
     found = sorted((Path(__file__).parent.parent / "configs").glob("**/*.yaml"))
-    files = [file for file in found if file.name != "base.yaml"]
+    files = [file for file in found if file.name != "base.yaml" and file.parent.name != "hardware"]
     assert len(files) >= 6
     for file in files:
         load_config(file)

@@ -20,7 +20,7 @@ import typer
 from typer.main import get_command
 
 from roll_flash import __version__
-from roll_flash.cli import environments, evaluate, gateway, sandbox, scale, train
+from roll_flash.cli import environments, evaluate, gateway, plan, sandbox, scale, train
 from roll_flash.cli.options import Json, option, show
 from roll_flash.errors import RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
@@ -39,6 +39,7 @@ app.command("eval-diff")(evaluate.compare)
 app.add_typer(environments.app, name="envs", help="List, check and create environments.")
 app.add_typer(sandbox.app, name="sandbox", help="List, remove and check sandboxes of this machine.")
 app.command("serve-gateway")(gateway.serve_gateway)
+app.command("plan", epilog=EVERY_KEY)(plan.plan)
 app.command("scale")(scale.scale)
 app.command("export")(train.export)
 

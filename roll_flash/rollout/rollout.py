@@ -21,7 +21,7 @@ from roll_flash.processes.background import error_of, start_background
 from roll_flash.rollout.episode_log import EpisodeFiles, EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.scheduling.async_ratio import AsyncRatioController, Decision, StepMeasurement
-from roll_flash.scheduling.policy import SchedulingPolicy, has_signal
+from roll_flash.scheduling.policy import policy_of
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
@@ -62,7 +62,7 @@ class Rollout:
         rule = StalenessRule(async_ratio, scheduler.groups_per_step, scheduler.extra_groups)
         self.scheduler = Scheduler(
             rule,
-            scheduling_policy(config),
+            policy_of(config),
             max_turns=config.envs[0].max_turns,
             sampling=training_sampling(config),
             version=version,
@@ -307,26 +307,6 @@ class Rollout:
         return (
             f"no episode ended for {self._stall_timeout_s:g} s (monitor.stall_timeout_s); {names or 'none is running'}"
         )
-
-
-def scheduling_policy(config: Config) -> SchedulingPolicy:
-    scheduler = config.scheduler
-    return SchedulingPolicy(
-        group_size=scheduler.group_size,
-        mode=scheduler.mode,
-        replicate=scheduler.replicate,
-        extra_replicas=scheduler.extra_replicas,
-        surplus=scheduler.surplus,
-        on_stale=scheduler.on_stale,
-        retries=config.rollout.retries,
-        on_failure=scheduler.on_failure,
-        in_order=scheduler.in_order,
-        group_filter=has_signal if scheduler.drop_groups_without_signal else None,
-        max_filtered_per_step=4 * scheduler.groups_per_step,
-        max_steps_without_signal=scheduler.max_steps_without_signal,
-        max_lost_groups_in_a_row=scheduler.max_failures_in_a_row,
-        max_requeues_per_group=scheduler.max_requeues,
-    )
 
 
 def training_sampling(config: Config) -> SamplingParams:

@@ -23,6 +23,7 @@ from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
+from roll_flash.processes.gpus import is_cpu_installation
 from roll_flash.run.scale_request import ANSWER, REQUEST
 from roll_flash.run.trained_tasks import TRAINED_TASKS
 
@@ -126,10 +127,11 @@ class RunDir:
             file.write(decision)
 
     def log_timeline(self, step: Mapping[str, Any]) -> None:
-        """Append when a step and the learner's work in it began and ended, and this machine's cores, to
-        `logs/timeline.jsonl`: `roll-flash plan --from` reads it."""
+        """Append when a step and the learner's work in it began and ended to `logs/timeline.jsonl`, which `roll-flash
+        plan --from` reads, with the cores of this machine if all computes on them (else 0)."""
+        cores = len(os.sched_getaffinity(0)) if is_cpu_installation() else 0
         with closing(JsonLinesFile(self.logs / TIMELINE)) as file:
-            file.write({**step, "cpu_cores": len(os.sched_getaffinity(0))})
+            file.write({**step, "cpu_cores": cores})
 
     def checkpoint_folder(self, step: int) -> Path:
         return self.checkpoints_folder / f"step_{step}"

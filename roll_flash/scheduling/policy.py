@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from roll_flash.config.tree import Config
 from roll_flash.types import FinishedGroup
 
 GroupFilter = Callable[[FinishedGroup], bool]
@@ -73,3 +74,24 @@ def has_signal(group: FinishedGroup) -> bool:
     """True if rewards differ within the group; if not, every advantage is zero (DAPO, arXiv 2503.14476)."""
     rewards = [trajectory.reward for trajectory in group.trajectories]
     return min(rewards) != max(rewards)
+
+
+def policy_of(config: Config) -> SchedulingPolicy:
+    """Return the policy of a run."""
+    scheduler = config.scheduler
+    return SchedulingPolicy(
+        group_size=scheduler.group_size,
+        mode=scheduler.mode,
+        replicate=scheduler.replicate,
+        extra_replicas=scheduler.extra_replicas,
+        surplus=scheduler.surplus,
+        on_stale=scheduler.on_stale,
+        retries=config.rollout.retries,
+        on_failure=scheduler.on_failure,
+        in_order=scheduler.in_order,
+        group_filter=has_signal if scheduler.drop_groups_without_signal else None,
+        max_filtered_per_step=4 * scheduler.groups_per_step,
+        max_steps_without_signal=scheduler.max_steps_without_signal,
+        max_lost_groups_in_a_row=scheduler.max_failures_in_a_row,
+        max_requeues_per_group=scheduler.max_requeues,
+    )

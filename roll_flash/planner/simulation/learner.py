@@ -82,7 +82,7 @@ class SimulatedLearner:
     def _work_as_it_comes(self) -> None:
         if not self._finishing:
             for group, scored_s in self._take():
-                tokens = group.packed_tokens if has_signal(group) else 0
+                tokens = group.packed_tokens if self._spec.computes_all or has_signal(group) else 0
                 if scored_s > self._clock.now_s:
                     self._unscored += 1
                     self._clock.at(scored_s, self._on_scored, tokens)

@@ -65,6 +65,8 @@ class SimulationResult:
     events: int
     turns: int = 0
     """Number of turns that the model has ended."""
+    generate_s: float = 0.0
+    """Time of these turns together, from the request to the answer."""
     timeline: Timeline | None = None
 
     @property

@@ -33,6 +33,8 @@ class LearnerSpec:
     """Time to accumulate the gradient of one token, prompts of a group counted once."""
     late_token_s: float = 0.0
     """Time of one token that is computed only when the step is full (minibatches, advantages over the batch)."""
+    computes_all: bool = False
+    """True: groups whose replicas all got the same reward are computed too."""
     batch_tokens: float = math.inf
     """Maximum tokens of a micro-batch."""
     stage_s: float = 0.0

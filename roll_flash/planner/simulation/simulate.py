@@ -40,6 +40,7 @@ class _Episode:
     spans: list[tuple[int, int]] = field(default_factory=list)
     """(version, tokens) sampled so far."""
     since_s: float = 0.0
+    turn_began_s: float = 0.0
     is_cancelled: bool = False
     has_sandbox: bool = False
     span: EpisodeSpan | None = None
@@ -93,7 +94,7 @@ class Simulation:
         self._replays: Counter[int] = Counter()
         """Number of replays per task seed: each replay gets different episodes."""
         self._in_step: list[tuple[str, set[str]]] = []
-        self._slot_busy_s = 0.0
+        self._slot_busy_s = self._generate_s = 0.0
         self._empty_since_s: float | None = 0.0
         self._empty_s = 0.0
         """Time without a running episode, as `idle/servers` of a run counts it."""
@@ -207,7 +208,7 @@ class Simulation:
         if episode.is_cancelled:
             return
         self._note(episode, "environment")
-        episode.since_s = self._clock.now_s
+        episode.since_s = episode.turn_began_s = self._clock.now_s
         self._clock.soon(self._settings.servers.request_s, self._generate, episode)
 
     def _generate(self, episode: _Episode) -> None:
@@ -250,6 +251,7 @@ class Simulation:
     def _generated(self, episode: _Episode, spans: Iterable[tuple[int, int]]) -> None:
         episode.spans.extend(spans)
         self._turns += 1
+        self._generate_s += self._clock.now_s - episode.turn_began_s
         self._note(episode, "generate")
         if self._settings.servers.routes and episode.request is not None:
             self._servers.routed_done(episode.request, self._reserved(episode))
@@ -438,6 +440,7 @@ class Simulation:
             cancelled_episodes=self._scheduler.cancelled_episodes,
             events=self._clock.events,
             turns=self._turns,
+            generate_s=self._generate_s,
             timeline=self._timeline,
         )
 

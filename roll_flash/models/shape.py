@@ -1,0 +1,163 @@
+"""The sizes of a model from its config.json alone: transformers builds it on the meta device, without memory.
+
+`read_shape` takes a model folder, or the name of a model whose config.json comes with this package (`shapes/`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from roll_flash.errors import ModelError, first_line
+from roll_flash.models.prepare import RECIPES, resolve_model
+
+SHAPES = Path(__file__).parent / "shapes"
+"""Folder of config.json files by the name of their model's folder, such as `Qwen3-0.6B.json`."""
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """Numbers of parameters, and sizes of the layers. A tied output head counts once, as `embedding`."""
+
+    name: str
+    parameters: int
+    embedding: int
+    head: int
+    """0 if it is tied to the embedding."""
+    experts: int
+    """Parameters of routed experts, which are only partly used for each token."""
+    num_experts: int
+    """Routed experts of a layer; 0 without any."""
+    experts_per_token: int
+    """Routed experts that one token uses; 0 without any."""
+    largest_layer: int
+    """Parameters of the largest decoder layer."""
+    layers: int
+    hidden: int
+    query: int
+    """Heads x head size: the width of the queries."""
+    key: int
+    """Heads of keys and values x head size: the width of the keys, and of the values."""
+    heads: int
+    feed_forward: int
+    """Width of the feed-forward layer; of all experts together that one token uses."""
+    vocabulary: int
+    linear: Mapping[str, tuple[int, int]]
+    """Last part of the name of the linear layers in the decoder -> (number of layers, sum of inputs + outputs)."""
+
+    @property
+    def outside_layers(self) -> int:
+        """Parameters of embedding and output head, which each forward pass holds as a whole."""
+        return self.embedding + self.head
+
+    @property
+    def computed(self) -> int:
+        """Parameters that a token is multiplied with: without the embedding and the experts it does not use."""
+        unused = self.experts * (1 - self.experts_per_token / self.num_experts) if self.num_experts else 0
+        return self.parameters - self.outside_layers - round(unused) + (self.head or self.embedding)
+
+    @property
+    def cache_bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token in bfloat16, over all layers."""
+        return 2 * 2 * self.layers * self.key
+
+    def adapter_parameters(self, rank: int, targets: Iterable[str]) -> int:
+        """Parameters of low-rank adapters of `rank` on the linear layers with these names."""
+        return rank * sum(self.linear[name][1] for name in targets if name in self.linear)
+
+
+def read_shape(path_or_name: str) -> ModelShape:
+    """Return the shape of the model in a folder, or of a known name. Raises ModelError.
+
+    A folder that does not exist yet is taken for the model of its name, if that is one of those in `SHAPES`.
+    """
+    file = _config_file(path_or_name)
+    return _read_shape(file, Path(path_or_name).name, file.stat().st_mtime_ns)
+
+
+def _config_file(path_or_name: str) -> Path:
+    folder, known = Path(path_or_name).expanduser(), SHAPES / f"{Path(path_or_name).name}.json"
+    if path_or_name in RECIPES:
+        folder = resolve_model(path_or_name)
+    if (folder / "config.json").is_file():
+        return folder / "config.json"
+    if not folder.exists() and known.is_file():
+        return known
+    names = ", ".join(sorted(path.stem for path in SHAPES.glob("*.json")))
+    raise ModelError(f"{path_or_name}: no config.json is there; shapes that are known without a folder: {names}")
+
+
+@lru_cache(maxsize=8)
+def _read_shape(file: Path, name: str, changed_ns: int) -> ModelShape:
+    """`changed_ns`: when the file changed, so that a changed one is read again."""
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        tree = json.loads(file.read_text())
+        config: Any = AutoConfig.for_model(**tree)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ModelError(f"{file}: transformers cannot read this model: {first_line(error)}") from error
+    return shape_of(model, name)
+
+
+def shape_of(model: Any, name: str) -> ModelShape:
+    """Return the shape of a causal language model of transformers, on any device. Raises ModelError for others."""
+    if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
+        raise ModelError(f"{name}: {type(model).__name__} is not a decoder-only language model with an output head")
+    config = model.config.get_text_config()
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    layers = list(model.base_model.layers)
+    experts = sum(_size(layer, experts_only=True) for layer in layers)
+    num_experts = next((n for key in _NUM_EXPERTS if (n := getattr(config, key, None))), 0) if experts else 0
+    per_token = getattr(config, "num_experts_per_tok", None) or 1 if num_experts else 0
+    heads = config.num_attention_heads
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    width = (getattr(config, "moe_intermediate_size", None) if num_experts else None) or config.intermediate_size
+    return ModelShape(
+        name=name,
+        parameters=_size(model),
+        embedding=embedding.numel(),
+        head=0 if head is embedding else head.numel(),
+        experts=experts,
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        largest_layer=max(map(_size, layers)),
+        layers=len(layers),
+        hidden=config.hidden_size,
+        query=heads * head_size,
+        key=kv_heads * head_size,
+        heads=heads,
+        feed_forward=max(1, per_token) * width,
+        vocabulary=head.shape[0],
+        linear=_linear_layers(layers),
+    )
+
+
+def _size(module: Any, *, experts_only: bool = False) -> int:
+    """Parameters of a module, each counted once."""
+    named = module.named_parameters()
+    return sum(parameter.numel() for name, parameter in named if not experts_only or ".experts." in f".{name}")
+
+
+def _linear_layers(layers: Iterable[Any]) -> dict[str, tuple[int, int]]:
+    from torch import nn
+
+    found: dict[str, tuple[int, int]] = {}
+    for layer in layers:
+        for name, module in layer.named_modules():
+            if type(module) is nn.Linear:
+                last = name.rsplit(".", 1)[-1]
+                count, total = found.get(last, (0, 0))
+                found[last] = (count + 1, total + module.in_features + module.out_features)
+    return found

@@ -1,0 +1,169 @@
+"""Speeds by arithmetic, where no run was measured: from the shape of a model and the published figures of a GPU.
+
+A decoding step reads the weights and the keys and values of its sequences from memory; reading a prompt and training
+are matrix products: 2 operations per parameter and token forward, 4 backward (2 if the weights are frozen). The shares
+of the published figures that are reached, and what episodes are like, are assumptions in the hardware file.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+from roll_flash.config.tree import Config
+from roll_flash.errors import ConfigError
+from roll_flash.models.shape import ModelShape
+from roll_flash.planner.machines.hardware import GpuFigures, Hardware
+from roll_flash.planner.machines.memory import (
+    HALF,
+    MASTER,
+    MOMENTS,
+    cache_bytes,
+    cache_bytes_per_token,
+    trained_parameters,
+)
+from roll_flash.planner.measured.calibration import Calibration, Speeds
+from roll_flash.planner.measured.episodes import MeasuredLoad, duration_s
+from roll_flash.planner.simulation.distributions import LogNormal
+from roll_flash.planner.simulation.load import EpisodePlan
+
+ERROR = 0.5
+"""Relative error of speeds that nobody measured."""
+ITERATION_S = 2e-3
+"""Work of a server's processor for each decoding step."""
+LAYER_SYNC_S = 2e-5
+"""Two exchanges between the GPUs of a server in each layer."""
+REQUEST_S = 0.01
+CALL_S = 0.05
+REPORT_S = 0.2
+DRAWN_EPISODES = 512
+
+
+def arithmetic(config: Config, shape: ModelShape, hardware: Hardware, measured: Calibration | None) -> Calibration:
+    """Return speeds for the GPUs of `hardware`; episodes, sandboxes and stages of `measured`, or assumed ones.
+
+    Raises ConfigError if the hardware file names no GPU.
+    """
+    gpu = hardware.gpu
+    if gpu is None:
+        raise ConfigError("the hardware file has no gpu; build on one in configs/hardware (`base: FILE`)")
+    load = measured.load if measured else _assumed_load(config, hardware)
+    speeds = _speeds(config, shape, hardware, gpu, _mean_context(load))
+    ordered = sorted(load.episodes, key=lambda plan: duration_s(plan, speeds.token_s))
+    what = "its figures are published ones and its speeds arithmetic, not measurements"
+    episodes = f"episodes {measured.source}" if measured else "episodes are assumed"
+    return Calibration(
+        source=f"{gpu.name}: {what}; {episodes}",
+        speeds=speeds,
+        load=replace(load, episodes=tuple(ordered)),
+        sandboxes=measured.sandboxes if measured else None,
+        scoring=measured.scoring if measured else (),
+        error=ERROR,
+        notes=measured.notes if measured else (),
+    )
+
+
+def _speeds(config: Config, shape: ModelShape, hardware: Hardware, gpu: GpuFigures, context: float) -> Speeds:
+    inference, learner = config.inference, config.learner
+    split = inference.tensor_parallel_size
+    bytes_per_s = 1e9 * hardware.bandwidth_share * gpu.hbm_gb_s
+    flops = 1e12 * hardware.matmul_share * gpu.bf16_tflops
+    batch = max(2.0, min(inference.max_num_seqs, config.rollout.max_concurrent / inference.servers))
+    weights_s, many_s = (HALF * _read_parameters(shape, b) / split / bytes_per_s for b in (1.0, batch))
+    per_sequence_s = cache_bytes_per_token(config, shape) * context / bytes_per_s + 2 * shape.computed / flops / split
+    growth_s = (many_s - weights_s) / (batch - 1)
+    sync_s = LAYER_SYNC_S * shape.layers if split > 1 else 0.0
+    shares_gpu = hardware.gpus == 1
+    room = cache_bytes(config, shape, hardware.gpu_bytes, shares_gpu=shares_gpu)
+    moved_s = _moved_bytes(config, shape) / (1e9 * hardware.bandwidth_share * _link_gb_s(config, gpu) / 2)
+    train_s = _train_flops(config, shape, context) / flops / learner.ranks
+    states = (MASTER + MOMENTS) * trained_parameters(learner, shape) // learner.ranks
+    return Speeds(
+        request_s=REQUEST_S,
+        token_s=ITERATION_S + weights_s - growth_s + sync_s,
+        sequence_s=per_sequence_s + growth_s,
+        prompt_token_s=2 * shape.computed / flops / split,
+        call_s=CALL_S,
+        train_token_s=train_s * learner.ranks,
+        proximal_token_s=train_s * learner.ranks / 3,
+        update_s=2 * states / bytes_per_s,
+        stage_s=CALL_S + moved_s,
+        report_s=REPORT_S,
+        pause_s=moved_s,
+        publish_delay_s=CALL_S,
+        cache_tokens=max(1.0, room / cache_bytes_per_token(config, shape)),
+    )
+
+
+def _read_parameters(shape: ModelShape, batch: float) -> float:
+    """Parameters that a decoding step reads: all but the embedding, and the experts that some sequence chose."""
+    always = shape.parameters - shape.outside_layers - shape.experts + (shape.head or shape.embedding)
+    if not shape.num_experts:
+        return always
+    chosen = 1 - float((1 - shape.experts_per_token / shape.num_experts) ** batch)
+    return always + shape.experts * chosen
+
+
+def _train_flops(config: Config, shape: ModelShape, context: float) -> float:
+    """Operations to train one token: weights, and attention over half of the context."""
+    learner = config.learner
+    forwards = 1 + learner.gradient_checkpointing
+    weights = 2 * shape.computed * (forwards + (1 if learner.lora.rank else 2))
+    return weights + 2 * context * shape.query * shape.layers * (forwards + 2)
+
+
+def _moved_bytes(config: Config, shape: ModelShape) -> int:
+    lora = config.learner.lora
+    if lora.rank and lora.publish == "adapters":
+        return HALF * trained_parameters(config.learner, shape)
+    return HALF * shape.parameters
+
+
+def _link_gb_s(config: Config, gpu: GpuFigures) -> float:
+    """Bandwidth of the way that new weights take, both directions together."""
+    if config.inference.weight_transfer == "ipc":
+        return gpu.hbm_gb_s
+    if config.inference.weight_transfer == "nccl" and gpu.nvlink_gb_s:
+        return gpu.nvlink_gb_s
+    return gpu.pcie_gb_s
+
+
+def _mean_context(load: MeasuredLoad) -> float:
+    """Mean tokens that a sampled token attends to."""
+    total = sum(tokens * (prompt + tokens / 2) for plan in load.episodes for tokens, prompt in _answers(plan))
+    return total / max(1, sum(plan.tokens for plan in load.episodes))
+
+
+def _answers(plan: EpisodePlan) -> list[tuple[int, int]]:
+    return [(tokens, prompt) for (tokens, _), prompt in zip(plan.turns, plan.prompts, strict=True)]
+
+
+def _assumed_load(config: Config, hardware: Hardware) -> MeasuredLoad:
+    """Draw episodes from the assumptions of the hardware file; environments by their weights."""
+    assumed, chance = hardware.episodes, random.Random(config.seed)
+    length, time = (LogNormal(1.0, assumed.spread) for _ in range(2))
+    weights = [env.weight for env in config.envs]
+    plans = []
+    for _ in range(DRAWN_EPISODES):
+        (env,) = chance.choices(config.envs, weights)
+        most = config.rollout.max_new_tokens
+        turns, prompts, context = [], [], assumed.prompt_tokens
+        count = max(1, min(env.max_turns, round(assumed.turn_share * env.max_turns * length.sample(chance))))
+        factor, slowness = length.sample(chance), time.sample(chance)
+        for _ in range(count):
+            room = config.model.max_length - context
+            tokens = min(most, room, max(1, round(assumed.answer_share * most * factor)))
+            if tokens < 1:
+                break
+            turns.append((tokens, assumed.step_s * slowness))
+            prompts.append(context)
+            context += tokens + assumed.observation_tokens
+        if turns:
+            packed = prompts[-1] + turns[-1][0]
+            plans.append(EpisodePlan(tuple(turns), 0.0, False, tuple(prompts), 0.0, packed))
+    if not plans:
+        raise ConfigError(
+            f"episodes.prompt_tokens={assumed.prompt_tokens} of the hardware file fill model.max_length="
+            f"{config.model.max_length}; lower the first"
+        )
+    return MeasuredLoad(tuple(plans), assumed.correlation)

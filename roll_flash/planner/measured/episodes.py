@@ -1,0 +1,108 @@
+"""Measured episodes as the load of a simulation: whole episodes, with the correlation of durations within groups."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean
+
+from roll_flash.planner.measured.recording import RecordedEpisode
+from roll_flash.planner.simulation.load import EpisodePlan
+
+MAX_CORRELATION = 0.99
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLoad:
+    """Draws episodes so that replicas of a task are alike as in the run, by a Gaussian copula over their durations."""
+
+    episodes: tuple[EpisodePlan, ...]
+    """Sorted by duration."""
+    correlation: float
+    """Correlation of the normal scores of durations within a group."""
+    signal_rate: float = 1.0
+    """Share of the groups whose replicas get different rewards."""
+    failure_rate: float = 0.0
+    """Share of the attempts that fail."""
+    seed: int = 0
+
+    def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:
+        """Return the plan of one episode; the same arguments give the same plan."""
+        of_task = random.Random(self.seed * 7_368_787 + seed)
+        own = random.Random((self.seed * 1_000_003 + seed) * 1_009 + replica * 31 + attempt)
+        shared, has_signal = of_task.gauss(0, 1), of_task.random() < self.signal_rate
+        score = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own.gauss(0, 1)
+        place = min(len(self.episodes) - 1, int(_NORMAL.cdf(score) * len(self.episodes)))
+        reward = float(replica % 2) if has_signal else 0.0
+        return replace(self.episodes[place], reward=reward, fails=own.random() < self.failure_rate)
+
+    def with_seed(self, seed: int) -> MeasuredLoad:
+        return replace(self, seed=seed)
+
+
+def measured_load(
+    episodes: Sequence[RecordedEpisode], failures: int, token_s: float, *, lease_s: float = 0.0, leased_at_reset: bool
+) -> MeasuredLoad:
+    """Return the load of recorded episodes. `token_s`: usual time of one token, to compare their durations. `lease_s`:
+    mean wait for a sandbox, which is taken out of the reset or of the first step: the simulation adds its own."""
+    startup_share = _share_without(lease_s, [episode.startup_s for episode in episodes]) if leased_at_reset else 1.0
+    step_share = 1.0
+    if lease_s and not leased_at_reset:
+        step_share = _share_without(lease_s, [episode.turns[0].step_s for episode in episodes])
+    pairs = [(_plan(episode, startup_share, step_share), episode) for episode in episodes]
+    pairs.sort(key=lambda pair: duration_s(pair[0], token_s))
+    groups = defaultdict(list)
+    for place, (_, episode) in enumerate(pairs):
+        groups[episode.group_id].append((_NORMAL.inv_cdf((place + 0.5) / len(pairs)), episode.reward))
+    several = [group for group in groups.values() if len(group) > 1]
+    with_signal = [len({reward for _, reward in group}) > 1 for group in several]
+    return MeasuredLoad(
+        episodes=tuple(plan for plan, _ in pairs),
+        correlation=within_group_correlation([[score for score, _ in group] for group in several]),
+        signal_rate=fmean(with_signal) if with_signal else 1.0,
+        failure_rate=failures / (failures + len(episodes)),
+    )
+
+
+def _share_without(lease_s: float, seconds: Sequence[float]) -> float:
+    """Return the share of these times that is left without the wait for a sandbox."""
+    mean_s = fmean(seconds)
+    return max(0.0, 1 - lease_s / mean_s) if mean_s else 1.0
+
+
+def duration_s(plan: EpisodePlan, token_s: float) -> float:
+    """Return the time of an episode without other load."""
+    return plan.startup_s + sum(step_s + token_s * tokens for tokens, step_s in plan.turns)
+
+
+def _plan(episode: RecordedEpisode, startup_share: float, step_share: float) -> EpisodePlan:
+    first, *rest = episode.turns
+    first_s = step_share * first.step_s
+    if step_share < 1 and rest:  # the wait differs, so the other steps of the episode say more about this one
+        first_s = fmean(turn.step_s for turn in rest)
+    return EpisodePlan(
+        turns=((first.tokens, first_s), *((turn.tokens, turn.step_s) for turn in rest)),
+        reward=0.0,
+        fails=False,
+        prompts=tuple(turn.prompt for turn in episode.turns),
+        startup_s=startup_share * episode.startup_s,
+        packed_tokens=episode.packed_tokens,
+    )
+
+
+def within_group_correlation(groups: Sequence[Sequence[float]]) -> float:
+    """Return the intraclass correlation of values in groups (one-way analysis of variance), between 0 and 0.99; 0 if
+    there are fewer than two groups of several values."""
+    values = [value for group in groups for value in group]
+    if len(groups) < 2 or len(values) <= len(groups):
+        return 0.0
+    mean = fmean(values)
+    between = sum(len(group) * (fmean(group) - mean) ** 2 for group in groups) / (len(groups) - 1)
+    within = sum((value - fmean(group)) ** 2 for group in groups for value in group) / (len(values) - len(groups))
+    usual = (len(values) - sum(len(group) ** 2 for group in groups) / len(values)) / (len(groups) - 1)
+    total = between + (usual - 1) * within
+    return min(MAX_CORRELATION, max(0.0, (between - within) / total)) if total > 0 else 0.0

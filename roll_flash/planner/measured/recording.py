@@ -1,0 +1,235 @@
+"""What a run folder tells about speeds: its episodes turn by turn, its steps, and when its learner worked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config.tree import Config, load_config
+from roll_flash.errors import ConfigError, RunError
+from roll_flash.monitor.json_lines import read_lines
+from roll_flash.monitor.metrics import STEP_S, read_metrics
+from roll_flash.run.run_dir import TIMELINE
+
+MAX_EPISODES = 20_000
+"""The newest episodes are read, at most this many."""
+MIN_EPISODES = 16
+"""With fewer episodes nothing can be said about their spread."""
+
+Span = tuple[float, float]
+"""Start and end in seconds of Unix time."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    started_s: float
+    generate_s: float
+    step_s: float
+    tokens: int
+    prompt: int
+    first_version: int
+    last_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedEpisode:
+    group_id: str
+    startup_s: float
+    """Time before the first turn."""
+    started_s: float
+    finished_s: float
+    turns: tuple[RecordedTurn, ...]
+    reward: float
+    packed_tokens: int
+
+    @property
+    def environment_s(self) -> float:
+        return self.startup_s + sum(turn.step_s for turn in self.turns)
+
+    @property
+    def tokens(self) -> int:
+        return sum(turn.tokens for turn in self.turns)
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSpan:
+    work: str
+    """`accumulate`, `update` or `stage`."""
+    started_s: float
+    ended_s: float
+    tokens: int
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.started_s
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStep:
+    """A line of `logs/timeline.jsonl`."""
+
+    step: int
+    started_s: float
+    ended_s: float
+    learner: tuple[LearnerSpan, ...]
+    cpu_cores: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    folder: Path
+    config: Config
+    episodes: tuple[RecordedEpisode, ...]
+    failures: int
+    """Attempts that ended without a trajectory."""
+    steps: tuple[Mapping[str, Any], ...]
+    """The rows of `metrics.jsonl` that end a step."""
+    timeline: tuple[RecordedStep, ...]
+    """Empty for runs of older versions."""
+
+    @property
+    def learner_spans(self) -> list[LearnerSpan]:
+        return [span for step in self.timeline for span in step.learner]
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a metric over the steps; None if it was never measured."""
+        values = [float(row[name]) for row in self.steps if row.get(name) is not None]
+        return sum(values) / len(values) if values else None
+
+    def last(self, name: str, default: float = 0.0) -> float:
+        """Return the newest value of a metric, such as a count since the start of the run."""
+        values = [float(row[name]) for row in self.steps if row.get(name) is not None]
+        return values[-1] if values else default
+
+
+def read_recording(folder: Path) -> Recording:
+    """Read a run folder, also of a run that still trains. Raises RunError if it says too little, ConfigError if its
+    config cannot be read."""
+    steps = [row for row in read_metrics(folder) if row.get(STEP_S) is not None]
+    records = list(_newest_records(folder))
+    episodes = [_episode(record) for record in records if record["kind"] == "trajectory" and record["turns"]]
+    if not steps or len(episodes) < MIN_EPISODES:
+        raise RunError(
+            f"{folder}: {len(steps)} finished steps and {len(episodes)} episodes are too few to measure speeds; a plan "
+            f"needs a step and {MIN_EPISODES} episodes of them"
+        )
+    return Recording(
+        folder=folder,
+        config=load_config(folder / "config.yaml"),
+        episodes=tuple(episodes),
+        failures=sum(record["kind"] == "failure" for record in records),
+        steps=tuple(steps),
+        timeline=tuple(_step(line) for line in read_lines(folder / "logs" / TIMELINE)),
+    )
+
+
+def _newest_records(folder: Path) -> Iterator[dict[str, Any]]:
+    left = MAX_EPISODES
+    for file in sorted((folder / "episodes").glob("step_*.jsonl"), reverse=True):
+        for record in read_lines(file):
+            yield record
+            left -= 1
+        if left <= 0:
+            return
+
+
+def _episode(record: Mapping[str, Any]) -> RecordedEpisode:
+    turns = record["turns"]
+    played_s = sum(turn["generate_s"] + turn["step_s"] for turn in turns)
+    startup_s = max(0.0, record["finished_s"] - record["started_s"] - played_s)
+    now_s, found = record["started_s"] + startup_s, []
+    for turn in turns:
+        found.append(_turn(record, turn, now_s))
+        now_s += turn["generate_s"] + turn["step_s"]
+    return RecordedEpisode(
+        group_id=record["group_id"],
+        startup_s=startup_s,
+        started_s=record["started_s"],
+        finished_s=record["finished_s"],
+        turns=tuple(found),
+        reward=float(record["reward"]),
+        packed_tokens=len(record["token_ids"]) + sum(len(branch["token_ids"]) for branch in record["branches"]),
+    )
+
+
+def _turn(record: Mapping[str, Any], turn: Mapping[str, Any], started_s: float) -> RecordedTurn:
+    start, end, versions = int(turn["start"]), int(turn["end"]), record["versions"]
+    has_versions = 0 <= start < end <= len(versions)
+    return RecordedTurn(
+        started_s=started_s,
+        generate_s=float(turn["generate_s"]),
+        step_s=float(turn["step_s"]),
+        tokens=max(1, int(turn["completion_tokens"] or end - start)),
+        prompt=int(turn["prompt_tokens"] or start),
+        first_version=int(versions[start]) if has_versions else 0,
+        last_version=int(versions[end - 1]) if has_versions else 0,
+    )
+
+
+def _step(line: Mapping[str, Any]) -> RecordedStep:
+    spans = tuple(LearnerSpan(str(work), float(a), float(b), int(tokens)) for work, a, b, tokens in line["learner"])
+    cores = int(line.get("cpu_cores") or 0)
+    return RecordedStep(int(line["step"]), float(line["started_s"]), float(line["ended_s"]), spans, cores)
+
+
+def overlap_share(spans: Sequence[Span], others: Sequence[Span]) -> list[float]:
+    """Return for each span the share of it that lies in the union of `others`, between 0 and 1."""
+    import numpy as np
+
+    times, covered = _coverage(others)
+    found = []
+    for start, end in spans:
+        inside = float(np.interp(end, times, covered) - np.interp(start, times, covered)) if times else 0.0
+        found.append(min(1.0, inside / (end - start)) if end > start else 0.0)
+    return found
+
+
+def _coverage(spans: Sequence[Span]) -> tuple[list[float], list[float]]:
+    """Return times and, at each, how long the union of `spans` has lasted so far; linear between them."""
+    times: list[float] = []
+    covered: list[float] = []
+    total = 0.0
+    for start, end in merged(spans):
+        times += [start, end]
+        covered += [total, total + end - start]
+        total += end - start
+    return times, covered
+
+
+def merged(spans: Sequence[Span]) -> list[Span]:
+    """Return the union of spans as spans that do not overlap, in order."""
+    found: list[Span] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        elif end > start:
+            found.append((start, end))
+    return found
+
+
+def require_same_work(recording: Recording, config: Config) -> list[str]:
+    """Return a line for each difference of `config` from the recorded run that changes its episodes.
+
+    Raises ConfigError for another model: its speeds say nothing.
+    """
+    run = recording.config
+    if run.model.path != config.model.path:
+        raise ConfigError(
+            f"model.path: {recording.folder} measured {run.model.path}, not {config.model.path}; make a short run with "
+            "that model first"
+        )
+    names = [name for name, of in _SAME_WORK.items() if of(run) != of(config)]
+    return [f"{name} differs from that of the run: its episodes may be others than those measured" for name in names]
+
+
+_SAME_WORK: Mapping[str, Callable[[Config], object]] = {
+    "envs": lambda config: [(env.id, env.kwargs, env.max_turns) for env in config.envs],
+    "rollout.max_new_tokens": lambda config: config.rollout.max_new_tokens,
+    "rollout.temperature": lambda config: config.rollout.temperature,
+    "model.max_length": lambda config: config.model.max_length,
+    "inference.engine": lambda config: config.inference.engine,
+    "inference.threads": lambda config: config.inference.threads,
+    "learner.lora.rank": lambda config: config.learner.lora.rank,
+}

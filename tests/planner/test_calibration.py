@@ -1,0 +1,185 @@
+"""Speeds measured from a run folder: those with which a simulation has made the folder come out again."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from simulated_run import write_run
+
+from roll_flash.config.tree import Config, load_config
+from roll_flash.errors import ConfigError, RunError
+from roll_flash.planner.measured.calibration import Calibration, Speeds, calibrate
+from roll_flash.planner.measured.episodes import MeasuredLoad, within_group_correlation
+from roll_flash.planner.measured.recording import merged, overlap_share, read_recording, require_same_work
+from roll_flash.planner.measured.replay import calibrated
+from roll_flash.planner.measured.turn_times import fit_line
+from roll_flash.planner.prediction import predict, simulate
+from roll_flash.planner.simulation.load import EpisodePlan
+
+SPEEDS = Speeds(
+    request_s=0.03,
+    token_s=0.004,
+    sequence_s=0.0005,
+    prompt_token_s=0.0002,
+    call_s=0.05,
+    train_token_s=0.0002,
+    proximal_token_s=0.00007,
+    update_s=0.2,
+    stage_s=0.3,
+    report_s=0.1,
+    pause_s=0.1,
+    publish_delay_s=0.2,
+)
+
+
+def load(correlation: float = 0.4) -> MeasuredLoad:
+    chance = random.Random(0)
+    plans = []
+    for _ in range(400):
+        turns, prompts, context = [], [], 40
+        for _ in range(3):
+            tokens = chance.randint(8, 40)
+            turns.append((tokens, chance.lognormvariate(-1.0, 0.6)))
+            prompts.append(context)
+            context += tokens + 20
+        plans.append(EpisodePlan(tuple(turns), 0.0, False, tuple(prompts), 0.05, prompts[-1] + turns[-1][0]))
+    plans.sort(key=lambda plan: sum(step_s + 0.01 * tokens for tokens, step_s in plan.turns))
+    return MeasuredLoad(tuple(plans), correlation)
+
+
+def config_of(**sections: Any) -> Config:
+    return load_config(
+        {
+            "model": {"path": "tiny"},
+            "envs": [{"id": "A-v0"}],
+            "rollout": {"max_concurrent": 48, "max_new_tokens": 40},
+            "scheduler": {"groups_per_step": 8, "group_size": 6, "async_ratio": 1},
+            **sections,
+        }
+    )
+
+
+def run_of(folder: Path, truth: Calibration, config: Config | None = None, **options: Any) -> Path:
+    write_run(folder / "run", config or config_of(), truth, **{"steps": 20, **options})
+    return folder / "run"
+
+
+def test_the_speeds_that_made_a_run_are_found_in_it(tmp_path: Path) -> None:
+    found = calibrate(read_recording(run_of(tmp_path, Calibration("made", SPEEDS, load()))))
+    for name in ("request_s", "sequence_s", "train_token_s", "update_s", "stage_s"):
+        assert getattr(found.speeds, name) == pytest.approx(getattr(SPEEDS, name), rel=0.3), name
+    for batch in (4, 10, 30):
+        token_s = found.speeds.token_s + batch * found.speeds.sequence_s
+        assert token_s == pytest.approx(SPEEDS.token_s + batch * SPEEDS.sequence_s, rel=0.2), batch
+    assert found.speeds.pause_s == pytest.approx(0.1)
+    assert found.speeds.publish_delay_s == pytest.approx(0.2)
+    assert math.isinf(found.speeds.cores)
+    assert found.load.correlation == pytest.approx(0.4, abs=0.15)
+    assert found.load.signal_rate == 1.0
+    assert found.notes == ()
+
+
+def test_other_settings_than_the_measured_one_are_predicted_within_ten_per_cent(tmp_path: Path) -> None:
+    """The world is the simulation itself here: what is tested is the way from a folder to speeds and back."""
+    truth = Calibration("made", SPEEDS, load())
+    found, measured, simulated = calibrated(run_of(tmp_path, truth))
+    assert simulated.step_s == pytest.approx(measured.step_s, rel=0.1)
+    for sections in (
+        {"scheduler": {"groups_per_step": 8, "group_size": 6, "async_ratio": 0}},
+        {"scheduler": {"groups_per_step": 8, "group_size": 6, "async_ratio": 2}},
+        {"rollout": {"max_concurrent": 16, "max_new_tokens": 40}},
+        {"inference": {"servers": 2}},
+        {"scheduler": {"groups_per_step": 8, "group_size": 6, "async_ratio": 0, "extra_groups": 2}},
+    ):
+        config = config_of(**sections, steps=20)
+        real = [simulate(config, truth, steps=20, seed=seed).step_s for seed in range(100, 104)]
+        predicted = predict(config, found, repeats=4)["step_s"]
+        assert predicted.value == pytest.approx(sum(real) / len(real), rel=0.1), sections
+        assert predicted.low < predicted.value < predicted.high
+
+
+def test_cores_that_servers_and_learner_share_are_found_with_what_else_uses_them(tmp_path: Path) -> None:
+    truth = Calibration("made", replace(SPEEDS, cores=2.0, train_token_s=0.0006), load())
+    found = calibrate(read_recording(run_of(tmp_path, truth, background_cores=0.6)))
+    assert found.speeds.cores == 2
+    assert found.speeds.train_token_s == pytest.approx(0.0006, rel=0.15)
+    assert found.speeds.token_s + 10 * found.speeds.sequence_s == pytest.approx(0.009, rel=0.15)
+    recording = read_recording(tmp_path / "run")
+    lasted_s = max(e.finished_s for e in recording.episodes) - min(e.started_s for e in recording.episodes)
+    turns_per_s = sum(len(e.turns) for e in recording.episodes) / lasted_s
+    assert found.speeds.background_s * turns_per_s == pytest.approx(0.6, abs=0.25)
+
+
+def test_a_run_in_which_servers_and_learner_take_turns_says_that_their_contention_is_unknown(tmp_path: Path) -> None:
+    truth = Calibration("made", replace(SPEEDS, cores=2.0), load())
+    synchronous = config_of(scheduler={"groups_per_step": 8, "group_size": 6, "async_ratio": 0})
+    found = calibrate(read_recording(run_of(tmp_path, truth, synchronous, steps=2)))
+    assert any("measure with scheduler.async_ratio=1" in note for note in found.notes)
+    assert found.error > 0.1
+
+
+def test_a_run_without_a_timeline_is_measured_by_its_averages(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, Calibration("made", SPEEDS, load()))
+    (folder / "logs/timeline.jsonl").unlink()
+    found = calibrate(read_recording(folder))
+    assert any("an older version" in note for note in found.notes)
+    assert found.speeds.stage_s > 0
+
+
+def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
+    folder = run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=1)
+    (folder / "metrics.jsonl").write_text("")
+    with pytest.raises(RunError, match=r"0 finished steps and .* episodes are too few"):
+        calibrated(folder)
+
+
+def test_differences_that_change_episodes_are_named_and_another_model_is_refused(tmp_path: Path) -> None:
+    recording = read_recording(run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=2))
+    assert require_same_work(recording, config_of()) == []
+    longer = config_of(rollout={"max_concurrent": 48, "max_new_tokens": 200})
+    assert require_same_work(recording, longer) == [
+        "rollout.max_new_tokens differs from that of the run: its episodes may be others than those measured"
+    ]
+    with pytest.raises(ConfigError, match=r"model\.path: .* measured tiny, not smollm2-135m"):
+        require_same_work(recording, config_of(model={"path": "smollm2-135m"}))
+
+
+def test_correlation_within_groups_is_that_of_the_numbers() -> None:
+    chance = random.Random(0)
+    for correlation in (0.0, 0.5, 0.9):
+        groups = []
+        for _ in range(400):
+            shared = chance.gauss(0, correlation**0.5)
+            groups.append([shared + chance.gauss(0, (1 - correlation) ** 0.5) for _ in range(6)])
+        assert within_group_correlation(groups) == pytest.approx(correlation, abs=0.06)
+    assert within_group_correlation([[1.0, 2.0]]) == 0.0
+
+
+@pytest.mark.parametrize("correlation", [0.0, 0.6])
+def test_drawn_episodes_have_the_measured_correlation_and_the_measured_durations(correlation: float) -> None:
+    drawn = load(correlation)
+    seconds = [
+        [sum(step_s for _, step_s in drawn.plan(seed, replica, 0).turns) for replica in range(6)] for seed in range(500)
+    ]
+    assert within_group_correlation(seconds) == pytest.approx(correlation, abs=0.12)
+    mean = sum(map(sum, seconds)) / 3000
+    usual = sum(step_s for plan in drawn.episodes for _, step_s in plan.turns) / len(drawn.episodes)
+    assert mean == pytest.approx(usual, rel=0.08)
+    assert drawn.plan(3, 1, 0) == drawn.plan(3, 1, 0)
+
+
+def test_overlaps_are_shares_of_the_union() -> None:
+    assert merged([(3, 4), (0, 2), (1, 2.5)]) == [(0, 2.5), (3, 4)]
+    assert overlap_share([(0, 2), (2, 4), (5, 6)], [(1, 3), (1, 2)]) == pytest.approx([0.5, 0.5, 0.0])
+
+
+def test_a_line_has_no_negative_part() -> None:
+    assert fit_line([10, 20, 30], [1.1, 2.1, 3.1]) == pytest.approx((0.1, 0.1))
+    constant, slope = fit_line([10, 20, 30], [0.5, 1.5, 2.5])
+    assert constant == 0
+    assert slope == pytest.approx(0.08, rel=0.1)

@@ -1,0 +1,252 @@
+"""The memory arithmetic against known models, and against what a small model allocates by the learner's own code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from roll_flash.cluster.nodes import Node
+from roll_flash.cluster.parts import run_parts
+from roll_flash.cluster.plan import make_plan
+from roll_flash.config.learner import LearnerConfig, LoraConfig
+from roll_flash.config.tree import Config, load_config
+from roll_flash.errors import ModelError, PlacementError
+from roll_flash.learner.model import lora
+from roll_flash.learner.ranks.rank import LearnerRank
+from roll_flash.models.prepare import resolve_model
+from roll_flash.models.shape import ModelShape, read_shape, shape_of
+from roll_flash.planner.machines.memory import (
+    GIB,
+    cache_bytes_per_token,
+    layer_activation_bytes,
+    rank_memory,
+    server_memory,
+    trained_parameters,
+)
+from roll_flash.planner.machines.memory_check import check_gpu_memory, require_memory
+
+MIB = 2**20
+
+
+def config_of(model: str, **sections: Any) -> Config:
+    return load_config({"model": {"path": model}, "envs": [{"id": "A-v0"}], **sections})
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "states_gib"),
+    [
+        ("Qwen3-0.6B", 596_049_920, 8.9),
+        ("Qwen3-4B", 4_022_468_096, 59.9),
+        ("Qwen3-8B", 8_190_735_360, 122),
+        ("Qwen3-30B-A3B", 30_532_122_624, 455),
+    ],
+)
+def test_known_models_have_their_known_sizes(name: str, parameters: int, states_gib: float) -> None:
+    shape = read_shape(name)
+    assert shape.parameters == parameters
+    states = rank_memory(config_of(name), shape).parts["states"]
+    assert states == 16 * parameters
+    assert states / GIB == pytest.approx(states_gib, rel=0.01)
+
+
+def test_a_mixture_of_experts_computes_only_some_of_its_parameters() -> None:
+    shape = read_shape("Qwen3-30B-A3B")
+    assert shape.computed == pytest.approx(3.0e9, rel=0.05), "A3B: 3 billion, without the embedding"
+    assert read_shape("Qwen3-0.6B").computed == 596_049_920, "a tied head is computed"
+
+
+def test_a_folder_is_read_before_a_known_shape_and_an_unknown_one_is_one_clear_line(tmp_path: Path) -> None:
+    folder = tmp_path / "Qwen3-0.6B"
+    small = Qwen3Config(vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, head_dim=8)
+    small.save_pretrained(folder)
+    assert read_shape(str(folder)).parameters < 100_000
+    assert read_shape(str(tmp_path / "elsewhere/Qwen3-0.6B")).parameters == 596_049_920
+    with pytest.raises(ModelError, match=r"no config\.json is there; .*Qwen3-0\.6B"):
+        read_shape(str(tmp_path / "nothing"))
+    (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
+    with pytest.raises(ModelError, match="transformers cannot read this model"):
+        read_shape(str(tmp_path))
+
+
+def test_the_shape_on_the_meta_device_is_that_of_the_loaded_model() -> None:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
+    assert shape_of(model, "tiny") == read_shape("tiny")
+
+
+def trained_rank(settings: dict[str, Any]) -> LearnerRank:
+    """A rank of the learner in this process, after an update (with gradients of 0, which Adam's moments do not see)."""
+    rank = LearnerRank(resolve_model("tiny"), LearnerConfig(**settings), rank=0, seed=0, temperature=1.0, run="test")
+    forms = rank.check_model()
+    rank.start(rank.open_store(None), forms)
+    rank.update(1.0, 1e-5, skip=False)
+    return rank
+
+
+def number_of_bytes(tensors: list[Any]) -> int:
+    return sum(tensor.to_local().numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("settings", [{}, {"lora": {"rank": 4}}])
+def test_states_are_what_the_learner_allocates(settings: dict[str, Any]) -> None:
+    """Masters, gradients and moments of a real rank; a CPU stands in for the GPU, where their types are the same."""
+    rank = trained_rank(settings)
+    try:
+        trained = rank._trained
+        moments = [state[name] for state in rank._optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+        allocated = 2 * number_of_bytes(trained) + number_of_bytes(moments)  # a gradient is like its parameter
+        assert {parameter.dtype for parameter in trained} == {torch.float32}
+    finally:
+        rank.close()
+    config = config_of("tiny", learner=settings)
+    assert rank_memory(config, read_shape("tiny")).parts["states"] == allocated
+
+
+def test_adapters_have_the_parameters_that_the_learner_adds() -> None:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
+    lora.adapt(model, LoraConfig(rank=4))
+    added = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    learner = LearnerConfig(lora=LoraConfig(rank=4))
+    assert trained_parameters(learner, read_shape("tiny")) == added
+
+
+def saved_bytes(model: Any, tokens: int) -> int:
+    """Bytes that the decoder layers save for their backward pass, each storage once, without parameters."""
+    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, int] = {}
+
+    def save(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            storages[storage.data_ptr()] = storage.nbytes()
+        kept.append(tensor)
+        return tensor
+
+    kept: list[torch.Tensor] = []
+    hidden = torch.randn(1, tokens, model.config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(tokens)[None]
+    rope = model.model.rotary_emb(hidden, positions)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+        for layer in model.model.layers:
+            hidden = layer(hidden, position_embeddings=rope)
+    return sum(storages.values())
+
+
+def test_activations_are_what_decoder_layers_save() -> None:
+    """bfloat16 on a CPU, in two sizes of rows, so that what does not grow with the row is left out."""
+    config = Qwen3Config(
+        vocab_size=64,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=32,
+        attn_implementation="sdpa",
+    )
+    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    saved = (saved_bytes(model, 512) - saved_bytes(model, 256)) / 256
+    assert 3 * layer_activation_bytes(shape_of(model, "small")) == pytest.approx(saved, rel=0.15)
+
+
+def test_the_cache_is_what_a_model_keeps_of_a_token() -> None:
+    model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.bfloat16)
+    cache = model(torch.tensor([[5, 6, 7]]), use_cache=True).past_key_values
+    kept = sum(part.nbytes for layer in cache.layers for part in (layer.keys, layer.values))
+    assert cache_bytes_per_token(config_of("tiny"), read_shape("tiny")) == kept / 3
+
+
+def test_tensor_parallelism_splits_weights_and_the_cache_as_far_as_there_are_heads() -> None:
+    shape = read_shape("Qwen3-30B-A3B")
+    one, four, eight = (config_of("Qwen3-30B-A3B", inference={"tensor_parallel_size": size}) for size in (1, 4, 8))
+    assert server_memory(four, shape).parts["weights"] == server_memory(one, shape).parts["weights"] / 4
+    assert cache_bytes_per_token(four, shape) == cache_bytes_per_token(one, shape) / 4
+    assert cache_bytes_per_token(eight, shape) == cache_bytes_per_token(four, shape), "4 heads of keys"
+
+
+def total(**learner: Any) -> float:
+    return rank_memory(config_of("Qwen3-8B", learner=learner), read_shape("Qwen3-8B")).total
+
+
+def test_each_way_to_save_memory_saves_memory() -> None:
+    assert total(gradient_checkpointing=True) < total()
+    assert total(gradient_checkpointing=True, activation_offload=True) < total(gradient_checkpointing=True)
+    assert total(ranks=8) < total(ranks=2) < total()
+    assert total(ranks=8) < total(ranks=8, gradient_sync="step")
+    assert total(lora={"rank": 8}) < total() / 3
+    assert total(micro_batch_tokens=1024) < total(micro_batch_tokens=16384)
+    assert total(kl={"coefficient": 0.1}) > total()
+    assert total(lora={"rank": 8}, kl={"coefficient": 0.1}) == total(lora={"rank": 8}), "the base is the reference"
+
+
+def gpu_node(gpus: int, gib: float) -> Node:
+    resources = {"CPU": 16.0, "GPU": float(gpus)}
+    return Node("id", "10.0.0.1", "one", resources, resources, {str(n): int(gib * GIB) for n in range(gpus)})
+
+
+def check(config: Config, node: Node, shape: ModelShape | None = None) -> list[str]:
+    plan = make_plan(run_parts(config, [node], gpu_servers=True), [node])
+    return require_memory(config, shape or read_shape(config.model.path), plan)
+
+
+def test_what_fits_is_said_for_each_use_of_a_gpu() -> None:
+    shared = config_of("Qwen3-0.6B", inference={"kv_cache_gib": 4}, learner={"gradient_checkpointing": True})
+    (line,) = check(shared, gpu_node(1, 23.3))
+    assert line.startswith("rank ")
+    assert "+ server" in line
+    assert "key-value cache 4.0" in line
+    lines = check(config_of("Qwen3-0.6B", inference={"servers": 3}), gpu_node(4, 80))
+    assert [line.rpartition(", ")[2] for line in lines] == ["1 GPU(s)", "3 GPU(s)"]
+
+
+@pytest.mark.parametrize(
+    ("model", "sections", "gpus", "gib", "message"),
+    [
+        (
+            "Qwen3-4B",
+            {},
+            1,
+            80,
+            r"rank 0 and server 0: about .* GiB \(states 59\.9.* on a GPU with 80\.0 GiB; a smaller",
+        ),
+        ("Qwen3-8B", {}, 2, 80, r"rank 0: about .* on a GPU with 80\.0 GiB; more learner\.ranks"),
+        (
+            "Qwen3-30B-A3B",
+            {"inference": {"servers": 1}, "learner": {"lora": {"rank": 8, "targets": ["q_proj"]}, "ranks": 7}},
+            8,
+            40,
+            r"server 0: about .* a larger inference\.tensor_parallel_size",
+        ),
+    ],
+)
+def test_what_cannot_fit_is_refused_in_one_line(
+    model: str, sections: dict[str, Any], gpus: int, gib: float, message: str
+) -> None:
+    with pytest.raises(PlacementError, match=message) as caught:
+        check(config_of(model, **sections), gpu_node(gpus, gib))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_that_holds_no_episode_is_refused() -> None:
+    config = config_of("Qwen3-0.6B", inference={"kv_cache_gib": 0.05}, learner={"gradient_checkpointing": True})
+    with pytest.raises(PlacementError, match=r"one episode of model\.max_length=1024 needs 0\.1 GiB; raise"):
+        check(config, gpu_node(1, 80))
+
+
+def test_nothing_is_checked_without_gpus_or_where_their_memory_is_unknown() -> None:
+    config = config_of("Qwen3-30B-A3B")
+    cpu = Node("id", "10.0.0.1", "one", {"CPU": 16.0}, {"CPU": 16.0})
+    plan = make_plan(run_parts(config, [cpu]), [cpu])
+    assert check_gpu_memory(config, plan) == []
+    unknown = Node("id", "10.0.0.1", "one", {"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 2.0})
+    assert check(config, unknown) == []
+
+
+def test_a_model_of_unknown_size_is_not_checked_and_the_line_says_so(tmp_path: Path) -> None:
+    config, node = config_of(str(tmp_path)), gpu_node(2, 80)
+    plan = make_plan(run_parts(config, [node], gpu_servers=True), [node])
+    (line,) = check_gpu_memory(config, plan)
+    assert line.startswith("not checked: ")
