@@ -14,9 +14,10 @@ from typing import Any
 
 from roll_flash.cluster.nodes import living_nodes
 from roll_flash.cluster.parts import run_parts
-from roll_flash.cluster.plan import Plan
+from roll_flash.cluster.plan import Plan, make_plan
 from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
+from roll_flash.cluster.weight_transfer import check_weight_transfer
 from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
@@ -265,6 +266,7 @@ async def _start_ray(
     nodes = await asyncio.to_thread(living_nodes, gpus)
     gpu_servers = computes_on_gpus(config.inference) if serves else None
     wanted = run_parts(config, nodes, trains=trains, serves=serves, gpu_servers=gpu_servers)
+    check_weight_transfer(make_plan(wanted, nodes), config.inference.weight_transfer)
     places = Reservation(wanted, own_ray=config.ray.address is None, own_gpus=gpus, prepare=preparation.prepare)
     stack.push_async_callback(_free, places, ray_is_alive)
     await places.reserve()

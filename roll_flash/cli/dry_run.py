@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from roll_flash.cluster.nodes import Node, living_nodes, own_node
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan, make_plan
+from roll_flash.cluster.weight_transfer import check_weight_transfer
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
@@ -48,7 +49,9 @@ async def _plan(config: Config) -> Plan:
 
 
 def _plan_on(config: Config, nodes: Sequence[Node]) -> Plan:
-    return make_plan(run_parts(config, nodes, gpu_servers=computes_on_gpus(config.inference)), nodes)
+    plan = make_plan(run_parts(config, nodes, gpu_servers=computes_on_gpus(config.inference)), nodes)
+    check_weight_transfer(plan, config.inference.weight_transfer)
+    return plan
 
 
 async def _try_environment(config: Config, task: Task) -> list[str]:

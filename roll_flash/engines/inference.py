@@ -148,6 +148,11 @@ class InferenceEngine(Protocol):
         running requests: they are kept, or aborted and then resumed by their clients."""
         ...
 
+    async def forget_weights_on_devices(self) -> None:
+        """Give no server the published weights again that are on a GPU of the learner, which will overwrite them. Only
+        called if `publish` got such weights (`update_info`)."""
+        ...
+
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
         """Return the log-probabilities [T - 1] of `token_ids[1:]`, each given its prefix (parity probe).
 

@@ -1,29 +1,35 @@
-"""Double-buffers the weights of a vLLM model on CPU: prepares new weights during generation, then swaps them in.
+"""Double-buffers the weights of a vLLM model: prepares new weights during generation, then swaps them in.
 
-vLLM packs the weights of its linear layers for oneDNN at load time, so that new weights cannot be copied into place.
-Packing takes several times as long as copying. A thread therefore loads and packs new tensors into twin modules while
-the model generates; the exchange only swaps references.
+A thread loads new tensors into twin modules while the model generates, so that little is left for the pause. The twins
+use the metadata that vLLM records for its own layerwise reload, and the model's own `load_weights` fills them, so that
+fused, renamed and split tensors are identical to those of vLLM.
 
-The twins use the metadata that vLLM records for its own layerwise reload, and the model's own `load_weights` fills
-them, so that fused and renamed tensors are identical to those of vLLM.
+On CPU vLLM packs the weights of its linear layers for oneDNN, which takes several times as long as copying: the twins
+are packed too, and the exchange only swaps references. The few other weights, such as those of norms, are copied: other
+objects than their module may refer to them. On a GPU captured CUDA graphs read the weights at their
+addresses, and vLLM leaves no room for second ones: the twins lie in page-locked memory of the host, and the exchange is
+one copy.
+
+Experts of a mixture, which vLLM prepares in many ways, have no twins: they are left to vLLM's reload in the pause, if
+they have changed.
 """
 
 from __future__ import annotations
 
-import os
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor, to_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+from roll_flash.weight_sync.page_locked import page_locked_like
 from roll_flash.weight_sync.published import TIED_HEAD, ModelFolder, PublishedWeights
 
 PACKED = "cpu_linear"
@@ -33,84 +39,146 @@ class UnknownModelError(Exception):
     """The model does not support twin modules: it is quantised, or loads weights in a custom way."""
 
 
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What a module loads from a checkpoint: names of tensors there, and of its parameters that they fill."""
+
+    names: frozenset[str]
+    parameters: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOver:
+    """Modules without twins whose weights have changed, and the names of all their tensors in the checkpoint."""
+
+    modules: tuple[nn.Module, ...] = ()
+    names: tuple[str, ...] = ()
+
+
 class WeightDoubleBuffer:
     """Second weight buffer. Call `prepare` (in a thread while the model generates), then `exchange` or `discard`."""
 
     def __init__(self, model: nn.Module, folder: ModelFolder) -> None:
         """Raises UnknownModelError if the model does not support twin modules."""
         self._model = model
-        self._names_of = _find_modules(model, folder)
-        self._tied_to = _tied_modules(model, self._names_of)
+        found = _find_modules(model, folder)
+        self._experts = {module: loads for module, loads in found.items() if _holds_experts(module)}
+        self._loads = {module: loads for module, loads in found.items() if module not in self._experts}
+        _refuse_derived_weights(model, self._experts)
+        self._tied_to = _tied_modules(model, self._loads)
         self._differing: set[str] = set()
         """Names of the tensors that currently differ from those in the model folder."""
         self._ready: list[tuple[nn.Module, nn.Module]] = []
         self._changed: set[str] = set()
+        self.left_over = LeftOver()
+        """What `exchange` will not have exchanged."""
 
     @torch.no_grad()
     def prepare(self, weights: PublishedWeights) -> None:
-        """Load and pack the tensors that differ between the model and `weights`."""
+        """Load the tensors that differ between the model and `weights`."""
         self.discard()
         self._changed = set(weights.changed)
         wanted = self._changed | self._differing
-        modules = [module for module, names in self._names_of.items() if not wanted.isdisjoint(names)]
+        modules = [module for module, loads in self._loads.items() if not wanted.isdisjoint(loads.names)]
         twin_model = ModelTwin(self._model)
         for module in modules:
-            twin_model.materialize(module)
-        names = [name for name in weights.names if any(name in self._names_of[module] for module in modules)]
-        twin_model.root.load_weights((name, weights.tensor(name)) for name in names)  # type: ignore[operator]
+            self._allocate(twin_model.twins[module], module)
+        names = set().union(*(self._loads[module].names for module in modules))
+        twin_model.root.load_weights((name, weights.tensor(name)) for name in weights.names if name in names)  # type: ignore[operator]
         for module in modules:
-            twin = twin_model.twins[module]
-            _pack(twin)
-            self._ready.append((module, twin))
-            for follower in self._tied_to.get(module, ()):
-                twin_follower = twin_model.twins[follower]
-                twin_follower._parameters["weight"] = twin._parameters["weight"]
-                _pack(twin_follower)
-                self._ready.append((follower, twin_follower))
+            self._complete(module, twin_model)
+        experts = {m: loads.names for m, loads in self._experts.items() if not wanted.isdisjoint(loads.names)}
+        left_names = set().union(*experts.values())
+        self.left_over = LeftOver(tuple(experts), tuple(name for name in weights.names if name in left_names))
 
     def exchange(self) -> None:
         """Swap the prepared weights into the model."""
         for module, twin in self._ready:
-            module._parameters.update(twin._parameters)
+            for name in self._parameters_of(module):
+                live, new = module._parameters[name], twin._parameters[name]
+                assert live is not None
+                assert new is not None
+                if name == "weight" and _method(module) is not None:
+                    module._parameters[name] = new
+                else:
+                    live.data.copy_(new)
             if hasattr(twin, PACKED):
                 setattr(module, PACKED, getattr(twin, PACKED))
-        self._differing = self._changed
-        self.discard()
+        self._end_exchange()
 
     def discard(self) -> None:
         self._ready = []
         self._changed = set()
+        self.left_over = LeftOver()
+
+    def _end_exchange(self) -> None:
+        self._differing = self._changed
+        self.discard()
+
+    def _parameters_of(self, module: nn.Module) -> frozenset[str]:
+        """Names of the parameters to exchange; a module that loads nothing has only the weight that it is tied to."""
+        loads = self._loads.get(module)
+        return frozenset({"weight"}) if loads is None else loads.parameters
+
+    def _allocate(self, twin: nn.Module, module: nn.Module) -> None:
+        """Allocate the parameters of one twin, in checkpoint layout; until then they are on device `meta`."""
+        parameters: dict[str, Any] = twin._parameters
+        with get_layerwise_info(module).restore_device:
+            for name in self._loads[module].parameters:
+                parameters[name] = materialize_meta_tensor(parameters[name])
+
+    def _complete(self, module: nn.Module, twin_model: ModelTwin) -> None:
+        twin = twin_model.twins[module]
+        _pack(twin)
+        self._ready.append((module, twin))
+        for follower in self._tied_to.get(module, ()):
+            twin_follower = twin_model.twins[follower]
+            twin_follower._parameters["weight"] = twin._parameters["weight"]
+            _pack(twin_follower)
+            self._ready.append((follower, twin_follower))
 
 
-class Preparation:
-    """Runs `WeightDoubleBuffer.prepare` in a thread; closes the descriptor `ready_pipe` at its end or error."""
+class PageLockedDoubleBuffer(WeightDoubleBuffer):
+    """The form for GPUs. Takes as much memory of the host as this process has of the model on its GPU, for ever."""
 
-    def __init__(self, double_buffer: WeightDoubleBuffer, weights: PublishedWeights, ready_pipe: int) -> None:
-        self._done: Future[None] = Future()
-        # A daemon thread, so that a stopping server does not wait for unused weights.
-        thread = threading.Thread(
-            target=self._run, args=(double_buffer, weights, ready_pipe), name="prepare-weights", daemon=True
-        )
-        thread.start()
+    def __init__(self, model: nn.Module, folder: ModelFolder) -> None:
+        super().__init__(model, folder)
+        self._memory: dict[tuple[nn.Module, str], Tensor] = {}
+        for module, loads in self._loads.items():
+            recorded, _ = get_layerwise_info(module).restore_metadata
+            for name in loads.parameters:
+                live: Any = module._parameters[name]
+                if name in recorded and _layout(recorded[name]) != _layout(live):
+                    raise UnknownModelError(f"vLLM keeps the {name} of a {type(module).__name__} in another layout")
 
-    def result(self) -> None:
-        """Wait for the end of the preparation. Raises its error, if any."""
-        self._done.result()
+    def prepare(self, weights: PublishedWeights) -> None:
+        super().prepare(weights)
+        if self.left_over.names:
+            weights.page_lock()
 
-    def wait(self) -> None:
-        """Wait for the end of the preparation; ignore its error."""
-        self._done.exception()
+    def exchange(self) -> None:
+        """Copy the prepared weights into the model; they are there on return."""
+        for module, twin in self._ready:
+            for name in self._loads[module].parameters:
+                live: Any = module._parameters[name]
+                live.data.copy_(twin._parameters[name], non_blocking=True)
+        torch.cuda.synchronize()
+        self._end_exchange()
 
-    def _run(self, double_buffer: WeightDoubleBuffer, weights: PublishedWeights, ready_pipe: int) -> None:
-        try:
-            with weights:
-                double_buffer.prepare(weights)
-        except Exception as error:
-            self._done.set_exception(error)
-        else:
-            self._done.set_result(None)
-        finally:
-            os.close(ready_pipe)
+    def _allocate(self, twin: nn.Module, module: nn.Module) -> None:
+        parameters: dict[str, Any] = twin._parameters
+        for name in self._loads[module].parameters:
+            described, key = parameters[name], (module, name)
+            if key not in self._memory:
+                self._memory[key] = page_locked_like(described)
+            tensor: Any = self._memory[key].detach()
+            # As vLLM materialises a tensor that it has only described.
+            tensor.__class__, tensor.__dict__ = described.__class__, described.__dict__.copy()
+            parameters[name] = tensor
+
+    def _complete(self, module: nn.Module, twin_model: ModelTwin) -> None:
+        # A tied head has the same tensor, at the same address.
+        self._ready.append((module, twin_model.twins[module]))
 
 
 class ModelTwin:
@@ -119,14 +187,6 @@ class ModelTwin:
     def __init__(self, model: nn.Module) -> None:
         self.twins: dict[nn.Module, nn.Module] = {}
         self.root = self._make_twin(model)
-
-    def materialize(self, module: nn.Module) -> None:
-        """Allocate the parameters of one module, in checkpoint layout; until then they are on device `meta`."""
-        parameters: dict[str, Any] = self.twins[module]._parameters
-        with get_layerwise_info(module).restore_device:
-            for name, parameter in parameters.items():
-                if parameter is not None:
-                    parameters[name] = materialize_meta_tensor(parameter)
 
     def _make_twin(self, module: nn.Module) -> nn.Module:
         if module in self.twins:
@@ -161,25 +221,43 @@ def repack_tied_heads(modules: Iterable[nn.Module]) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
+def _method(module: nn.Module) -> Any:
+    """Return what prepares the weights of a module after they are loaded; None for norms and the like."""
+    return getattr(module, "quant_method", None)
+
+
 def _pack(twin: nn.Module) -> None:
-    method = getattr(twin, "quant_method", None)
-    if method is not None:
+    if (method := _method(twin)) is not None:
         method.process_weights_after_loading(twin)
 
 
-def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, frozenset[str]]:
-    """Map each module to its checkpoint tensors, recorded while the model loads tensors without data."""
+def _layout(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _holds_experts(module: nn.Module) -> bool:
+    return isinstance(_method(module), FusedMoEMethodBase)
+
+
+def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, Loads]:
+    """Find what each module loads, recorded while the model loads tensors without data."""
     twin_model = ModelTwin(model)
-    found: dict[nn.Module, set[str]] = {}
+    found: dict[nn.Module, tuple[set[str], set[str]]] = {}
     current = ""
 
-    def recorder(module: nn.Module) -> Callable[..., None]:
-        return lambda *_, **__: found.setdefault(module, set()).add(current)
+    def recorder(module: nn.Module, parameter: str) -> Callable[..., bool]:
+        def record(*_: Any, **__: Any) -> bool:
+            names, parameters = found.setdefault(module, (set(), set()))
+            names.add(current)
+            parameters.add(parameter)
+            return True
+
+        return record
 
     for module, twin in twin_model.twins.items():
-        for parameter in twin._parameters.values():
+        for name, parameter in twin._parameters.items():
             if parameter is not None:
-                parameter.weight_loader = recorder(module)  # type: ignore[attr-defined]
+                parameter.weight_loader = recorder(module, name)  # type: ignore[attr-defined]
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         nonlocal current
@@ -188,25 +266,38 @@ def _find_modules(model: nn.Module, folder: ModelFolder) -> dict[nn.Module, froz
             yield name, torch.empty(shape, device="meta")
 
     twin_model.root.load_weights(tensors())  # type: ignore[operator]
-    lost = folder.shapes.keys() - set().union(*found.values()) - {TIED_HEAD}
+    lost = folder.shapes.keys() - set().union(*(names for names, _ in found.values())) - {TIED_HEAD}
     if lost:
         raise UnknownModelError(f"{type(model).__name__} loads {sorted(lost)[0]} in a way of its own")
-    for module in found:
-        method = getattr(module, "quant_method", None)
-        if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+    known = UnquantizedLinearMethod | UnquantizedEmbeddingMethod | FusedMoEMethodBase
+    for method in map(_method, found):
+        if method is not None and not isinstance(method, known):
             raise UnknownModelError(f"its layers are prepared by {type(method).__name__}")
-    return {module: frozenset(names) for module, names in found.items()}
+    return {module: Loads(frozenset(names), frozenset(parameters)) for module, (names, parameters) in found.items()}
 
 
-def _tied_modules(
-    model: nn.Module, names_of: dict[nn.Module, frozenset[str]]
-) -> dict[nn.Module, tuple[nn.Module, ...]]:
-    """Map each module to the modules that use its weight and load no tensor themselves."""
+def _refuse_derived_weights(model: nn.Module, experts: Mapping[nn.Module, Loads]) -> None:
+    """Raises UnknownModelError if vLLM has made weights of others after it loaded them, as in latent attention:
+    exchanging the others would not change these."""
+    addresses = {parameter.data_ptr() for parameter in model.parameters()}
+    for module in model.modules():
+        sinks = getattr(getattr(module, "impl", None), "sinks", None)
+        if sinks is not None and sinks.data_ptr() not in addresses:
+            raise UnknownModelError(f"a {type(module).__name__} keeps a copy of its sinks")
+        recorded, _ = get_layerwise_info(module).restore_metadata
+        made = {name for name, tensor in module._parameters.items() if tensor is not None}
+        made -= recorded.keys() | SKIP_TENSORS
+        if made and module not in experts:
+            raise UnknownModelError(f"a {type(module).__name__} derives {sorted(made)[0]} from other weights")
+
+
+def _tied_modules(model: nn.Module, loads: Mapping[nn.Module, Loads]) -> dict[nn.Module, tuple[nn.Module, ...]]:
+    """Map each module to the modules that use the same weight."""
     tied: dict[nn.Module, tuple[nn.Module, ...]] = {}
-    for module in names_of:
+    for module in loads:
         weight = module._parameters.get("weight")
         if weight is None or not weight.numel():
             continue
-        others = (other for other in model.modules() if other is not module and other not in names_of)
+        others = (other for other in model.modules() if other is not module)
         tied[module] = tuple(other for other in others if other._parameters.get("weight") is weight)
     return tied

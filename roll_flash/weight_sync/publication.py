@@ -73,6 +73,8 @@ class Publisher:
         self._on_published = on_published
         self._checked = False
         self._begun = 0
+        self._held: StagedWeights | None = None
+        """Published weights on a GPU of the learner, for servers that come back, until the next are staged."""
         self._task: asyncio.Task[Publication] | None = None
 
     async def begin(self) -> None:
@@ -86,6 +88,7 @@ class Publisher:
         probe = self._probe.after_update(self._begun) if self._checked else self._probe
         self._begun, self._checked = self._begun + 1, True
         expected = await self._learner.logprobs_of(probe.texts)
+        await self._release_held()
         weights = await self._learner.stage_weights()
         self._task = start_background(
             self._publish(weights, probe, expected), f"the publication of step {weights.version}"
@@ -127,11 +130,20 @@ class Publisher:
             self._on_published(weights.version)
             total_s = time.monotonic() - started
         finally:
-            # Last, because the learner is busy with its next step and may answer late.
-            await self._learner.release_weights(weights)
+            if weights.update_info is not None:
+                self._held = weights
+            else:
+                # Last, because the learner is busy with its next step and may answer late.
+                await self._learner.release_weights(weights)
         paused_s = max(update.paused_s for update in updates)
         published_fraction = weights.num_bytes / weights.model_bytes if weights.model_bytes else 1.0
         return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, published_fraction)
+
+    async def _release_held(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            await self._engine.forget_weights_on_devices()
+            await self._learner.release_weights(held)
 
     async def _compare(self, probe: Probe, expected: Sequence[NDArray[np.float32]]) -> Parity:
         """Score the probe on all servers. Raises ParityError if a server differs from the learner."""

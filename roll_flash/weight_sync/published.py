@@ -18,6 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from roll_flash.weight_sync.page_locked import PageLockedFile
+
+CPU = torch.device("cpu")
 TIED_HEAD = "lm_head.weight"
 LORA_A, LORA_B = "lora_a", "lora_b"
 """Last name components of the factors A [rank, in] and B [out, rank] of an adapted layer."""
@@ -27,8 +30,9 @@ MODEL_FOLDER = "model_folder"
 
 
 def merged(weight: Tensor, down: Tensor, up: Tensor, scale: float) -> Tensor:
-    """Return W + scale B A, in the dtype of W."""
-    return torch.addmm(weight, up.to(weight.dtype), down.to(weight.dtype), alpha=scale)
+    """Return W + scale B A on the device and in the dtype of W, computed in float32: rounded once, at the end."""
+    whole = weight.to(torch.float32, copy=True)
+    return whole.addmm_(up.float(), down.float(), alpha=scale).to(weight.dtype)
 
 
 def is_adapter(name: str) -> bool:
@@ -53,21 +57,33 @@ class ModelFolder:
 
 
 class PublishedWeights:
-    """All weights of one version. A context manager; tensors can be read only while it is open.
+    """All weights of one version. A context manager, or `open` and `close` it; tensors can be read only while it is
+    open, from any thread, one at a time."""
 
-    Raises ValueError if the file does not match the model in the folder, or does not contain `tag`: a path of shared
-    memory may meanwhile be that of another file.
-    """
-
-    def __init__(self, path: str | Path, folder: ModelFolder, *, tied: bool, tag: str = "") -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        folder: ModelFolder,
+        *,
+        tied: bool,
+        tag: str = "",
+        device: torch.device = CPU,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Adapted weights are merged on `device`, where they stay, and then rounded to `dtype`; None: not rounded."""
         self._path = str(path)
         self._tag = tag
         self._folder = folder
         self._tied = tied
+        self._device = device
+        self._dtype = dtype
         self._open = ExitStack()
         self._files: dict[Path, Any] = {}
+        self._locked: PageLockedFile | None = None
 
-    def __enter__(self) -> PublishedWeights:
+    def open(self) -> PublishedWeights:
+        """Open the file; return this object. Raises ValueError if the file does not match the model in the folder, or
+        does not contain `tag`: a path of shared memory may meanwhile be that of another file."""
         self._file = self._open.enter_context(safe_open(self._path, framework="pt", device="cpu"))
         metadata = self._file.metadata() or {}
         stored = list(self._file.keys())
@@ -85,11 +101,23 @@ class PublishedWeights:
         """Names of the tensors that may differ from those in the model folder."""
         return self
 
+    def close(self) -> None:
+        self._open.close()
+        self._files.clear()
+        self._locked = None
+
+    def page_lock(self) -> None:
+        """Lock the file's memory, so that a GPU copies from it by itself. Takes time; call it before a pause."""
+        self._locked = PageLockedFile(self._path)
+        self._open.callback(self._locked.close)
+
+    def __enter__(self) -> PublishedWeights:
+        return self.open()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._open.close()
-        self._files.clear()
+        self.close()
 
     @property
     def names(self) -> list[str]:
@@ -100,11 +128,20 @@ class PublishedWeights:
     def tensor(self, name: str) -> Tensor:
         """Return one tensor. It may be mapped from the file: do not write to it."""
         if name in self._adapted:
-            layer = name.removesuffix(".weight")
-            down, up = (self._file.get_tensor(f"{layer}.{part}") for part in (LORA_A, LORA_B))
-            return merged(self._base(name).to(down.dtype), down, up, self._scale)
-        tensor: Tensor = self._file.get_tensor(name) if name in self.changed else self._base(name)
+            return self._merged(name)
+        if name not in self.changed:
+            return self._base(name)
+        if self._locked is not None:
+            return self._locked.tensor(name)
+        tensor: Tensor = self._file.get_tensor(name)
         return tensor
+
+    def _merged(self, name: str) -> Tensor:
+        """Merge an adapted weight, always from the one in the folder: errors of versions cannot add up."""
+        layer = name.removesuffix(".weight")
+        down, up = (self._file.get_tensor(f"{layer}.{part}").to(self._device) for part in (LORA_A, LORA_B))
+        whole = merged(self._base(name).to(self._device).float(), down, up, self._scale)
+        return whole if self._dtype is None else whole.to(self._dtype)
 
     def _base(self, name: str) -> Tensor:
         path = self._folder.path(name)

@@ -1,25 +1,39 @@
 """Loads published weights from a safetensors file in shared memory into the running vLLM model.
 
-Runs inside vLLM's worker process. A file that does not match the model is rejected before the model changes. On CPU
-the new weights are prepared beside the old ones during generation and swapped in a pause of milliseconds
-(`double_buffer.py`); if the model does not support this, they are loaded layer by layer during the pause.
+Runs inside vLLM's worker processes. A file that does not match the model is rejected before the model changes. The new
+weights are prepared beside the old ones during generation (`double_buffer.py`), with adapters merged on the device of
+the model; in the pause they are only swapped or copied. What a model does not support of this is loaded layer by layer
+during the pause, on GPUs from page-locked memory.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
 
-from roll_flash.weight_sync.double_buffer import Preparation, UnknownModelError, WeightDoubleBuffer, repack_tied_heads
+from roll_flash.weight_sync.copied_weights import refresh_copied_weights
+from roll_flash.weight_sync.double_buffer import (
+    PageLockedDoubleBuffer,
+    UnknownModelError,
+    WeightDoubleBuffer,
+    repack_tied_heads,
+)
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 
 _log = logging.getLogger(__name__)
@@ -64,10 +78,13 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
         """Prepare or load the weights. Raises ValueError, with the model unchanged, on a name or shape mismatch."""
         if update_info.ready_pipe:
             self._begin_preparation(update_info)
-        elif self._double_buffer is None:
-            self._load_layer_by_layer(update_info)
-        else:
-            self._exchange(self._double_buffer, update_info)
+            return
+        preparation, self._preparation = self._preparation, None
+        weights = self._prepare(update_info) if preparation is None else preparation.result()
+        try:
+            self._load(weights)
+        finally:
+            weights.close()
 
     def finish_weight_update(self) -> None:
         """Do nothing: the model is complete after `receive_weights`."""
@@ -75,53 +92,108 @@ class SharedMemoryWeightTransferEngine(WeightTransferEngine[SharedMemoryInitInfo
     def shutdown(self) -> None:
         self._discard()
 
-    def _read(self, update: SharedMemoryUpdateInfo) -> PublishedWeights:
-        return PublishedWeights(update.path, self._folder, tied=self._tied, tag=update.tag)
-
     def _begin_preparation(self, update: SharedMemoryUpdateInfo) -> None:
         self._discard()
-        self._refuse_misfits(update)
-        if self._double_buffer is not None:
+        self._read(update).open().close()  # refuse now what does not fit
+        if self._double_buffer is not None or self.device.type == "cuda":
             pipe = os.open(update.ready_pipe, os.O_WRONLY)
-            self._preparation = Preparation(self._double_buffer, self._read(update), pipe)
+            self._preparation = Preparation(partial(self._prepare_beside, update), pipe)
 
-    def _exchange(self, double_buffer: WeightDoubleBuffer, update: SharedMemoryUpdateInfo) -> None:
-        preparation, self._preparation = self._preparation, None
-        if preparation is not None:
-            preparation.result()
+    def _prepare_beside(self, update: SharedMemoryUpdateInfo) -> PublishedWeights:
+        with _own_stream(self.device):
+            return self._prepare(update)
+
+    def _prepare(self, update: SharedMemoryUpdateInfo) -> PublishedWeights:
+        """Do all that can be done before the pause; return the weights, open."""
+        weights = self._read(update).open()
+        try:
+            if self._double_buffer is not None:
+                self._double_buffer.prepare(weights)
+            elif self.device.type == "cuda":
+                weights.page_lock()
+        except BaseException:
+            weights.close()
+            raise
+        return weights
+
+    def _read(self, update: SharedMemoryUpdateInfo) -> PublishedWeights:
+        dtype: Any = self.model_config.dtype  # a name only before vLLM has read the config
+        return PublishedWeights(
+            update.path, self._folder, tied=self._tied, tag=update.tag, device=self.device, dtype=dtype
+        )
+
+    def _load(self, weights: PublishedWeights) -> None:
+        if self._double_buffer is None:
+            self._load_layer_by_layer(self.model, weights, weights.names)
+            if self.device.type == "cpu":
+                repack_tied_heads(self.model.modules())
         else:
-            with self._read(update) as weights:
-                double_buffer.prepare(weights)
-        double_buffer.exchange()
+            rest = self._double_buffer.left_over
+            self._double_buffer.exchange()
+            if rest.names:
+                self._load_layer_by_layer(nn.ModuleList(rest.modules), weights, rest.names)
+        refresh_copied_weights(self.model)
 
-    def _refuse_misfits(self, update: SharedMemoryUpdateInfo) -> None:
-        self._read(update).__enter__().__exit__(None, None, None)
+    def _load_layer_by_layer(self, part: nn.Module, weights: PublishedWeights, names: Iterable[str]) -> None:
+        """Load `names`, which are all tensors of the modules in `part`: one loaded in part would be uninitialised in
+        the rest."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        model: Any = self.model
+        with self.device:
+            initialize_layerwise_reload(part)
+            try:
+                model.load_weights((name, weights.tensor(name)) for name in names)
+            finally:
+                finalize_layerwise_reload(part, self.model_config)
 
     def _discard(self) -> None:
         preparation, self._preparation = self._preparation, None
-        if preparation is not None and self._double_buffer is not None:
-            preparation.wait()
-            self._double_buffer.discard()
+        if preparation is not None:
+            preparation.give_up()
+            if self._double_buffer is not None:
+                self._double_buffer.discard()
 
     def _open_double_buffer(self) -> WeightDoubleBuffer | None:
-        if self.device.type != "cpu":
-            return None
+        kinds: dict[str, type[WeightDoubleBuffer]] = {"cpu": WeightDoubleBuffer, "cuda": PageLockedDoubleBuffer}
         try:
-            return WeightDoubleBuffer(self.model, self._folder)
+            return kinds[self.device.type](self.model, self._folder) if self.device.type in kinds else None
         except UnknownModelError as error:
             _log.warning("new weights are loaded while generation is paused: %s", error)
             return None
 
-    def _load_layer_by_layer(self, update: SharedMemoryUpdateInfo) -> None:
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-        model: Any = self.model
-        with self._read(update) as weights, self.device:
-            initialize_layerwise_reload(model)
-            try:
-                # Load all tensors: a partly loaded layer would be uninitialised in the rest.
-                model.load_weights((name, weights.tensor(name)) for name in weights.names)
-            finally:
-                finalize_layerwise_reload(model, self.model_config)
-        if self.device.type == "cpu":
-            repack_tied_heads(model.modules())
+class Preparation:
+    """Runs `prepare` in a thread; closes the descriptor `ready_pipe` at its end or error."""
+
+    def __init__(self, prepare: Callable[[], PublishedWeights], ready_pipe: int) -> None:
+        self._done: Future[PublishedWeights] = Future()
+        # A daemon thread, so that a stopping server does not wait for unused weights.
+        threading.Thread(target=self._run, args=(prepare, ready_pipe), name="prepare-weights", daemon=True).start()
+
+    def result(self) -> PublishedWeights:
+        """Wait for the end of the preparation; return the weights, open. Raises its error, if any."""
+        return self._done.result()
+
+    def give_up(self) -> None:
+        """Wait for the end of the preparation, and close its weights; ignore its error."""
+        if self._done.exception() is None:
+            self._done.result().close()
+
+    def _run(self, prepare: Callable[[], PublishedWeights], ready_pipe: int) -> None:
+        try:
+            self._done.set_result(prepare())
+        except Exception as error:
+            self._done.set_exception(error)
+        finally:
+            os.close(ready_pipe)
+
+
+@contextmanager
+def _own_stream(device: torch.device) -> Iterator[None]:
+    """Let a thread work on the device of the model, but not in the queue of the model's work."""
+    if device.type != "cuda":
+        yield
+        return
+    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
+        yield

@@ -56,7 +56,12 @@ def write_mixture(kind: str, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("engine", "kind"), [("transformers", "mixtral"), pytest.param("vllm", "qwen3_moe", marks=pytest.mark.vllm)]
+    ("engine", "kind"),
+    [
+        ("transformers", "mixtral"),
+        pytest.param("vllm", "qwen3_moe", marks=pytest.mark.vllm),
+        pytest.param("vllm", "mixtral", marks=pytest.mark.vllm),
+    ],
 )
 def test_a_mixture_of_experts_is_published_and_exported(engine: str, kind: str, tmp_path: Path) -> None:
     folder = write_mixture(kind, tmp_path / "model")

@@ -232,9 +232,17 @@ def test_a_server_that_dies_with_its_guard_stopped_takes_the_next_weights_all_th
     deaths, guard, process = engine.deaths, engine.guards()[1], server_process(engine, 1)
     os.kill(guard, signal.SIGSTOP)
     os.kill(process, signal.SIGKILL)
-    two.run(publish(two))
-    assert engine.deaths == deaths + 1
+
+    async def publish_and_wait() -> None:
+        await publish(two)
+        while engine.deaths == deaths or engine._down:  # noqa: ASYNC110 - its supervision brings it back
+            await asyncio.sleep(0.1)
+
+    two.run(publish_and_wait())
     assert len(engine.guards()) == 2, "both run"
+    probe = two.encode("12 + 34 = 46")
+    for score in two.run(engine.score(probe)):
+        assert np.abs(score - two.logprobs(probe)).max() < TOLERANCE
 
 
 @pytest.mark.nightly

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import pickle
+import sys
 import threading
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +26,7 @@ from roll_flash.learner.ranks.rank import rank_actor
 from roll_flash.learner.weights import device as device_weights
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
+from roll_flash.learner.weights.server_group import NcclGroup
 from roll_flash.learner.weights.staged import WeightStage
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import gather_or_cancel
@@ -39,8 +41,8 @@ def model() -> Any:
     return found
 
 
-def staged(model: Any, transfer: Any, rank: int = 0) -> tuple[DeviceWeightStage, StagedWeights]:
-    stage = DeviceWeightStage(model, ["lm_head.weight"], torch.bfloat16, transfer, rank)
+def staged(model: Any, transfer: Any) -> tuple[DeviceWeightStage, StagedWeights]:
+    stage = DeviceWeightStage(model, ["lm_head.weight"], torch.bfloat16, transfer)
     return stage, stage.stage(3)
 
 
@@ -69,18 +71,28 @@ def test_a_staged_version_is_sent_in_the_order_that_was_told_and_later_steps_do_
 
     sent: list[tuple[str, torch.Tensor]] = []
 
-    def producer(iterator: Any, group: Any, src: int, post_iter_func: Any) -> None:
-        assert (group, src) == ("group of a", 0)
+    def producer(iterator: Any, group: Any, src: int, post_iter_func: Any, **sizes: int) -> None:
+        assert (group, src) == (opened, 0)
+        assert sizes == {
+            "buffer_size_bytes": info["packed_buffer_size_bytes"],
+            "num_buffers": info["packed_num_buffers"],
+        }
         sent.extend((item[0], post_iter_func(item)) for item in iterator)
 
+    opened = NcclGroup(None)
+    devices: list[Any] = []
     monkeypatch.setattr(packed_tensor, "packed_nccl_broadcast_producer", producer)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: torch.Stream("cpu"))
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(device_weights, "new_unique_id", lambda: bytes(128))
+    monkeypatch.setattr(device_weights, "open_nccl_group", lambda *_: opened)
     stage, weights = staged(model, "nccl")
-    stage._groups["a"] = "group of a"
+    info = stage.offer("a", 1)
+    stage.join("a", 5)
     before = model.model.norm.weight.detach().clone()
     with torch.no_grad():
         model.model.norm.weight.add_(1)
-    stage.send("a", weights)
+    stage.send("a", weights, 5)
+    assert devices == [model.device], "each thread has a device of its own"
     assert [name for name, _ in sent] == (weights.update_info or {})["names"]
     assert torch.equal(dict(sent)["model.norm.weight"], before.bfloat16())
 
@@ -92,7 +104,7 @@ def test_handles_of_all_ranks_go_to_the_servers_as_vllm_reads_them(model: Any, m
     ranks = []
     for rank in range(2):
         monkeypatch.setattr(device_weights, "_handle", lambda tensor, uuid=f"gpu-{rank}": {uuid: (uuid, tensor.shape)})
-        ranks.append(staged(model, "ipc", rank)[1])
+        ranks.append(staged(model, "ipc")[1])
     info = dict(merge_handles(ranks).update_info or {})
     handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
     assert len(handles) == len(info["names"])
@@ -101,6 +113,50 @@ def test_handles_of_all_ranks_go_to_the_servers_as_vllm_reads_them(model: Any, m
         IPCWeightTransferUpdateInfo(**info)
     monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     assert IPCWeightTransferUpdateInfo(**info).ipc_handles == handles
+
+
+@pytest.mark.vllm
+def test_memory_is_exported_once_and_holds_one_version_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA keeps memory that was exported and read by nobody, or by two; so a copy per version would never be freed."""
+    exported: list[int] = []
+
+    def handle(tensor: torch.Tensor) -> dict[str, Any]:
+        exported.append(tensor.data_ptr())
+        return {"gpu": (tensor.data_ptr(),)}
+
+    monkeypatch.setattr(device_weights, "_handle", handle)
+    model = torch.nn.Linear(4, 4)
+    stage = DeviceWeightStage(model, [], torch.bfloat16, "ipc")
+    first = stage.stage(1)
+    stage.release(first)
+    with torch.no_grad():
+        model.weight.add_(1)
+    second = stage.stage(2)
+    assert dict(first.update_info or {}) == dict(second.update_info or {})
+    assert sorted(exported) == sorted(tensor.data_ptr() for tensor in stage._copy.values())
+    assert torch.equal(stage._copy["weight"], model.weight.detach().bfloat16())
+
+
+@pytest.mark.vllm
+def test_a_group_is_made_with_vllms_own_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL itself is a stand-in."""
+    from vllm.distributed.device_communicators import pynccl_wrapper
+    from vllm.distributed.weight_transfer import nccl_common
+
+    named = pynccl_wrapper.NCCLLibrary.unique_id_from_bytes(cast(Any, None), bytes(range(128)))
+
+    class Library:
+        ncclGetUniqueId = staticmethod(lambda: named)
+
+    made: list[Any] = []
+    monkeypatch.setattr(pynccl_wrapper, "NCCLLibrary", Library)
+    monkeypatch.setattr(nccl_common, "uid_init_process_group", lambda *arguments: made.append(arguments))
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    device = torch.device("cuda", 3)
+    unique_id = device_weights.new_unique_id()
+    assert unique_id == bytes(range(128))
+    assert isinstance(device_weights.open_nccl_group(unique_id, 5, device), NcclGroup)
+    assert made == [device, (unique_id, 0, 5, device)]
 
 
 class StandInServer:
@@ -140,7 +196,7 @@ def publish(server: StandInServer, weights: StagedWeights) -> None:
 
 
 class StandInRank:
-    """Answers like the handle of a rank's Ray actor, in its transfer thread only."""
+    """Answers like the handle of a rank's Ray actor, in its transfer threads only."""
 
     def __init__(self, asked: list[str]) -> None:
         self._asked = asked
@@ -159,9 +215,19 @@ class StandInRank:
         return (self._method, *arguments)
 
 
+OFFER = {
+    "nccl_unique_id_b64": base64.b64encode(bytes(128)).decode(),
+    "rank_offset": 1,
+    "world_size": 3,
+    "packed": True,
+    "packed_buffer_size_bytes": 2**20,
+    "packed_num_buffers": 2,
+}
+
+
 def nccl(asked: list[str]) -> StagedWeights:
     async def gather(calls: list[Any], method: str, timeout_s: float) -> list[Any]:
-        return [("10.0.0.1", 4242) if method == "transfer_address" else None for _ in calls]
+        return [OFFER if method == "offer_transfer" else None for _ in calls]
 
     info = {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2, 2]]}
     channel = NcclChannel(StandInRank(asked), gather, 5.0)
@@ -197,13 +263,13 @@ def test_learner_and_server_meet_once_and_then_send_and_receive_in_a_pause() -> 
     server, weights = StandInServer(asked), nccl(asked)
     publish(server, weights)
     publish(server, weights)
-    met = ["/get_world_size", "rank 0: transfer_address", "rank 0: join_transfer", "/init_weight_transfer_engine"]
+    met = ["/get_world_size", "rank 0: offer_transfer", "rank 0: join_transfer", "/init_weight_transfer_engine"]
     given = ["/pause", "/start_weight_update", "rank 0: send_weights", "/update_weights", "/finish_weight_update"]
     given += ["/reset_prefix_cache", "/resume"]
     assert asked == met + given + given
     info = NCCLWeightTransferInitInfo(**server.bodies["/init_weight_transfer_engine"]["init_info"])
-    assert (info.master_address, info.master_port, info.rank_offset, info.world_size) == ("10.0.0.1", 4242, 1, 3)
-    assert info.packed
+    assert info.nccl_unique_id_bytes == bytes(128)
+    assert (info.packed, info.rank_offset, info.world_size) == (True, 1, 3)
     assert server.bodies["/update_weights"] == {"update_info": weights.update_info}
     assert server.version == 1
 
@@ -214,7 +280,39 @@ def test_a_server_that_fails_in_the_middle_has_no_weights_any_more_and_is_ended(
     with pytest.raises(InferenceError, match="/update_weights failed"):
         publish(server, nccl(asked))
     assert "stop" in asked
+    assert "rank 0: end_transfer" in asked, "the rank would wait for it without end"
     assert server.version == 0
+
+
+def test_a_server_that_cannot_join_waits_for_the_learner_and_is_ended() -> None:
+    asked: list[str] = []
+    with pytest.raises(InferenceError, match="/init_weight_transfer_engine failed"):
+        publish(StandInServer(asked, fails="/init_weight_transfer_engine"), nccl(asked))
+    assert asked[-2:] == ["rank 0: end_transfer", "stop"]
+    assert "/pause" not in asked
+
+
+def test_a_transfer_that_is_cancelled_is_ended_on_the_rank_first() -> None:
+    """The rank may overwrite the weights afterwards."""
+    asked: list[str] = []
+    weights = nccl(asked)
+
+    async def main() -> None:
+        async with asyncio.timeout(0.1):
+            assert weights.channel is not None
+            await weights.channel.send("http://a", weights, asyncio.sleep(60))
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(main())
+    assert asked == ["rank 0: send_weights", "rank 0: end_transfer"]
+
+
+def test_the_driver_does_not_import_vllm_to_control_a_transfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes many seconds, in which the event loop would stand still."""
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    server = StandInServer([])
+    publish(server, nccl([]))
+    assert server.version == 1
 
 
 def test_with_ipc_the_server_reads_by_itself() -> None:
@@ -250,7 +348,7 @@ def test_what_the_learner_computes_with_in_float32_is_published_in_float32(tmp_p
     name = next(name for name, _ in model.named_buffers() if name.endswith("e_score_correction_bias"))
     bias = model.get_buffer(name)
     bias.copy_(4 + torch.arange(len(bias)) / 1000)
-    on_gpu = DeviceWeightStage(model, [], torch.bfloat16, "nccl", 0)
+    on_gpu = DeviceWeightStage(model, [], torch.bfloat16, "nccl")
     on_gpu.stage(1)
     in_memory = WeightStage(model, [], torch.bfloat16, "test")
     staged = in_memory.stage(1)
@@ -259,5 +357,5 @@ def test_what_the_learner_computes_with_in_float32_is_published_in_float32(tmp_p
         others = published.tensor("model.norm.weight").dtype
     in_memory.close()
     torch.testing.assert_close(read, bias, atol=0, rtol=0)
-    torch.testing.assert_close(on_gpu._staged["nccl:1"][name], bias, atol=0, rtol=0)
+    torch.testing.assert_close(on_gpu._copy[name], bias, atol=0, rtol=0)
     assert others == torch.bfloat16

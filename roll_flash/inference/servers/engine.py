@@ -1,9 +1,9 @@
 """Supervises the inference servers of a run and publishes new weights to them.
 
 Invariants: the weights of a server match the version it reports; every server runs after a publication, even a failed
-one, unless its node is lost; a server that died or hangs is restarted with the newest published weights (weights sent
-from GPU to GPU are not kept: such a server reports version 0 until the next publication). At most one server loads new
-weights at a time, so that generation never stops on all servers.
+one, unless it died in it or its node is lost; a server that died or hangs is restarted with the newest published
+weights. At most one server loads new weights at a time, so that generation never stops on all servers, and a server
+that dies keeps no other one waiting for weights.
 
 A server whose node is lost is away: the run goes on with the others, and it is started again, with the newest weights,
 as soon as a node has room for it.
@@ -87,8 +87,12 @@ class ServerEngine:
         self._mirrors = Mirrors(_this_node())
         self._loading = asyncio.Lock()
         """Held while a server loads weights and while mirrors change."""
+        self._on_device: StagedWeights | None = None
+        """The newest weights, if they are on GPUs of the learner, until it overwrites them."""
         self._away: dict[ServerControl, float] = {}
         """Servers whose node is lost, with the time since when."""
+        self._down: set[ServerControl] = set()
+        """Servers that died and are not back yet."""
         self._supervisors: dict[ServerControl, asyncio.Task[None]] = {}
         self.deaths = 0
         """Number of server deaths, including kills of hung servers."""
@@ -131,8 +135,9 @@ class ServerEngine:
         )
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:
-        """Update one server after another, so that generation never stops on all. A server that dies or hangs
-        meanwhile is restarted and then gets the weights; one that is away gets them when it is back.
+        """Update one server after another, so that generation never stops on all. A server that is away, or dies or
+        hangs meanwhile, gets the weights when it is back: the publication waits for it only if no other server is
+        there.
 
         Raises InferenceError if a server cannot load the weights; all servers continue to generate.
         """
@@ -146,19 +151,38 @@ class ServerEngine:
             update = await self._update_unless_lost(server, weights, in_flight)
             if update is None:
                 continue
-            if not updates and weights.update_info is None:
+            if not updates:
                 # One server has loaded the weights, so they are valid; a restarted server must get them.
-                async with self._loading:
-                    await self._mirrors.keep(weights)
+                await self._keep(weights)
             updates[server] = update
         return list(updates.values())
 
+    async def forget_weights_on_devices(self) -> None:
+        """See `InferenceEngine`. Waits for a server that loads them."""
+        async with self._loading:
+            self._on_device = None
+
+    async def _keep(self, weights: StagedWeights) -> None:
+        if weights.update_info is not None:
+            self._on_device = weights
+            return
+        async with self._loading:
+            await self._mirrors.keep(weights)
+
+    @property
+    def _newest(self) -> StagedWeights | None:
+        return self._on_device or self._mirrors.newest
+
+    @property
+    def _there(self) -> list[ServerControl]:
+        return [server for server in self._servers if server not in self._away and server not in self._down]
+
     async def _next_without(self, updates: Mapping[ServerControl, ServerUpdate]) -> ServerControl | None:
-        """Return a server that is there and has no update yet. If all are away, wait for the first that comes back;
+        """Return a server that is there and has no update yet. If none is there, wait for the first that comes back;
         `_bring_back` ends the run if none does."""
-        while not updates and len(self._away) == len(self._servers):  # noqa: ASYNC110 - several tasks change it
+        while not updates and not self._there:  # noqa: ASYNC110 - several tasks change it
             await asyncio.sleep(SUPERVISE_EVERY_S)
-        return next((server for server in self._servers if server not in {*updates, *self._away}), None)
+        return next((server for server in self._there if server not in updates), None)
 
     async def resize(self, servers: int, *, before_removal: Callable[[], Awaitable[None]]) -> None:
         """Start more servers, with the newest weights, or end the last ones; `before_removal` tells clients that these
@@ -197,16 +221,16 @@ class ServerEngine:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         self._away.pop(server, None)
+        self._down.discard(server)
         await server.close()
         if self._places is not None:
             await self._places.give_back(f"server {server.index}")
 
     async def score(self, token_ids: Sequence[int]) -> list[NDArray[np.float32]]:
-        """See `InferenceEngine`; without servers that are away. If all are, wait for one."""
+        """See `InferenceEngine`; without servers that are not there. If none is, wait for one."""
         while True:
             await self._next_without({})
-            there = [server for server in self._servers if server not in self._away]
-            found = await asyncio.gather(*(self._score_unless_lost(server, token_ids) for server in there))
+            found = await asyncio.gather(*(self._score_unless_lost(server, token_ids) for server in self._there))
             if scores := [each for each in found if each is not None]:
                 return scores
 
@@ -259,19 +283,26 @@ class ServerEngine:
                 if not await self._lose(server, error):
                     raise
                 return None
-            self._restarts[server].clear()
+            if update is not None:
+                self._restarts[server].clear()
             return update
 
     async def _update_or_restart(
         self, server: ServerControl, weights: StagedWeights, in_flight: InFlight
     ) -> ServerUpdate | None:
-        """Update one server; restart it once if it dies or hangs during the update."""
+        """Update one server. If it dies or hangs during the update, return None, and its supervision restarts it; if it
+        is the only one, restart it here, once."""
         if server.is_running:
             try:
                 return await self._await_or_kill(server, self._update(server, weights, in_flight))
-            except InferenceError:
+            except InferenceError as error:
                 if not await _is_dead(server):
                     raise
+                _log.warning("%s died while it took new weights: %s", server.name, error)
+        if server in self._supervisors and len(self._there) > 1:
+            self._down.add(server)
+            await server.stop()  # whatever is left of it has half the weights
+            return None
         await self._restart(server)
         return await self._update(server, weights, in_flight)
 
@@ -281,7 +312,7 @@ class ServerEngine:
         """Update one server, without `weights` with the newest ones that are kept, if any. Stop a server that takes
         far longer than usual, so that it is restarted."""
         async with self._loading:
-            if (wanted := weights or self._mirrors.newest) is None:
+            if (wanted := weights or self._newest) is None:
                 return None
             limit_s = self._update_deadline.limit_s()
             try:
@@ -361,6 +392,7 @@ class ServerEngine:
             return False
         self.lost += 1
         self._away[server] = time.monotonic()
+        self._down.discard(server)
         _log.warning("%s is away, its node is lost: %s", server.name, error)
         await server.stop()
         return True
@@ -384,8 +416,12 @@ class ServerEngine:
         await asyncio.sleep(AWAY_RETRY_S)
 
     async def _start_with_newest(self, server: ServerControl) -> None:
+        """Start a server and give it the newest weights, also if they become the newest meanwhile."""
         await server.start()
-        await self._update(server, None, "keep")
+        given = None
+        while (newest := self._newest) is not given:
+            given = newest
+            await self._update(server, None, "keep")
 
     async def _restart(self, server: ServerControl) -> None:
         if await server.is_lost():
@@ -397,8 +433,10 @@ class ServerEngine:
                 f"see {server.log}"
             )
         _log.warning("inference server %s died; starting it again, see %s", server.endpoint, server.log)
+        self._down.add(server)
         await server.stop()
         await self._start_with_newest(server)
+        self._down.discard(server)
 
 
 def _this_node() -> str:

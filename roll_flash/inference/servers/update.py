@@ -49,7 +49,10 @@ async def update_server(server: ServerControl, weights: StagedWeights, in_flight
 
 
 async def _join(server: ServerControl, weights: StagedWeights) -> None:
-    """Join the server and the sending learner in one group, once per server start."""
+    """Join the server and the sending learner in one group, once per server start.
+
+    A server that fails here may wait for the learner without end: it is stopped, to be restarted.
+    """
     channel = weights.channel
     if channel is None or server.joined:
         return
@@ -57,8 +60,12 @@ async def _join(server: ServerControl, weights: StagedWeights) -> None:
     async def join(info: dict[str, Any]) -> None:
         await server.post("/init_weight_transfer_engine", {"init_info": info})
 
-    world_size = (await server.get("/get_world_size"))["world_size"]
-    await channel.join(server.endpoint, world_size, join)
+    try:
+        world_size = (await server.get("/get_world_size"))["world_size"]
+        await channel.join(server.endpoint, world_size, join)
+    except BaseException:
+        await server.stop()
+        raise
     server.joined = True
 
 

@@ -7,6 +7,7 @@ internals.
 - Mixture of experts on CPU: packing at every load. vLLM's CPU kernel needs the experts in a special order. vLLM packs
   them when a server starts, but copies reloaded weights without packing: no error, but wrong numbers (log-probabilities
   are off by 0.5).
+- Copied weights at every reload (`weight_sync/copied_weights.py`), also those of vLLM's own transfer engines.
 - Seeded requests with chunked prefill on CPU. After each chunk vLLM samples a token, discards it, and then rewinds the
   request's random generator. CPU generators cannot be rewound, so one such request crashed the whole server. The patch
   removes the generators of these requests while the discarded tokens are sampled: the generators stay unused, so the
@@ -18,11 +19,13 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+from roll_flash.weight_sync.copied_weights import refresh_copied_weights
+
 _log = logging.getLogger(__name__)
 
 
 def _install(owner: Any, name: str, patched: Any) -> None:
-    """Replace the method `name` of a class, once."""
+    """Replace the function `name` of a class or module, once."""
     if not hasattr(getattr(owner, name), "is_patched"):
         patched.is_patched = True
         setattr(owner, name, patched)
@@ -61,6 +64,21 @@ def patch_expert_reload() -> None:
         set_up_kernel(self, *arguments, **keywords)
 
     _install(UnquantizedFusedMoEMethod, "_setup_kernel", set_up_new_kernel)
+
+
+def patch_copied_weights() -> None:
+    from vllm.model_executor.model_loader import reload
+
+    finalize: Any = getattr(reload, "finalize_layerwise_reload", None)
+    if finalize is None:
+        _log.warning("this vLLM reloads weights in another way: copies of new weights may be old ones")
+        return
+
+    def finalize_with_copies(model: Any, *arguments: Any, **keywords: Any) -> None:
+        finalize(model, *arguments, **keywords)
+        refresh_copied_weights(model)
+
+    _install(reload, "finalize_layerwise_reload", finalize_with_copies)
 
 
 def patch_seeded_chunked_prefill() -> None:

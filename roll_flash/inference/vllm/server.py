@@ -68,7 +68,7 @@ class VllmEngine(ServerEngine):
             dtype,
             command,
             environment,
-            prepares_weights=device == "cpu" and transfer == "shm",
+            prepares_weights=transfer == "shm",
             joins_learner=transfer == "nccl",
         )
         super().__init__(

@@ -39,8 +39,8 @@ from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
-from roll_flash.learner.weights.channel import TRANSFER
-from roll_flash.learner.weights.device import DeviceWeightStage, free_port
+from roll_flash.learner.weights.channel import TRANSFER, TRANSFER_THREADS
+from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.stream.blocks import fetch_tokens
 
@@ -294,20 +294,21 @@ class LearnerRank:
         if self._rank == 0 or self._transfer == "ipc":
             self._stage.release(weights)
 
-    def transfer_address(self) -> tuple[str, int]:
-        """Return the address and a free port at which a server can reach this rank."""
-        host = self.node_address()
-        return host, free_port(host)
+    def offer_transfer(self, endpoint: str, world_size: int) -> dict[str, Any]:
+        """Offer a group to a server; return what its workers need to join. `nccl` only, first rank only, as below."""
+        return self._transfers.offer(endpoint, world_size)
 
-    def join_transfer(self, endpoint: str, host: str, port: int, world_size: int) -> None:
-        """Form a group with one server. `nccl` only, first rank only, in its transfer thread."""
-        torch.cuda.set_device(self._device)
-        cast(DeviceWeightStage, self._stage).join(endpoint, host, port, world_size)
+    def join_transfer(self, endpoint: str, timeout_s: float) -> None:
+        """Wait for the server to join the group. Raises InferenceError if it does not."""
+        self._transfers.join(endpoint, timeout_s)
 
-    def send_weights(self, endpoint: str, weights: StagedWeights) -> None:
-        """Send weights to a receiving server. `nccl` only, first rank only, in its transfer thread."""
-        torch.cuda.set_device(self._device)
-        cast(DeviceWeightStage, self._stage).send(endpoint, weights)
+    def send_weights(self, endpoint: str, weights: StagedWeights, timeout_s: float) -> None:
+        """Send weights to a receiving server. Raises InferenceError if it does not take them."""
+        self._transfers.send(endpoint, weights, timeout_s)
+
+    def end_transfer(self, endpoint: str) -> None:
+        """End the group with a server, and what waits for that server in other threads."""
+        self._transfers.end(endpoint)
 
     def begin_save(self, folder: Path) -> None:
         """Copy this rank's part of a checkpoint and write it in the background. A collective."""
@@ -350,6 +351,10 @@ class LearnerRank:
         dist.destroy_process_group()
 
     @property
+    def _transfers(self) -> DeviceWeightStage:
+        return cast(DeviceWeightStage, self._stage)
+
+    @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self._config.step_timeout_s)
 
@@ -374,7 +379,7 @@ class LearnerRank:
     def _open_stage(self) -> WeightStage | DeviceWeightStage:
         model, dtype = self._policy.model, torch.float32 if self._device.type == "cpu" else torch.bfloat16
         if self._transfer == "nccl" or self._transfer == "ipc":
-            return DeviceWeightStage(model, self._tied, dtype, self._transfer, self._rank)
+            return DeviceWeightStage(model, self._tied, dtype, self._transfer)
         changed_only = self._config.lora.publish == "adapters"
         return WeightStage(model, self._tied, dtype, self._run, changed_only=changed_only)
 
@@ -410,10 +415,10 @@ class LearnerRank:
 
 
 def rank_actor(rank: type, transfer: WeightTransfer) -> Any:
-    """Return the Ray actor class of `rank`; with `nccl` it sends weights in a separate thread."""
+    """Return the Ray actor class of `rank`; with `nccl` it sends weights in separate threads."""
     if transfer != "nccl":
         return ray.remote(rank)
-    return ray.remote(concurrency_groups={TRANSFER: 1})(rank)  # type: ignore[call-overload]
+    return ray.remote(concurrency_groups={TRANSFER: TRANSFER_THREADS})(rank)  # type: ignore[call-overload]
 
 
 def rank_environment(threads: int) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
@@ -10,13 +11,21 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.processes.background import gather_or_cancel
 
 TRANSFER = "transfer"
-"""Ray concurrency group of the rank's actor: weights are sent in its thread while another thread computes."""
+"""Ray concurrency group of the rank's actor: weights are sent in its threads while another thread computes."""
+TRANSFER_THREADS = 8
+"""One server takes weights at a time; the others are for calls that give up what waits for a dead server."""
+ANSWER_S = 60.0
+"""Time in seconds for the rank to answer after its own deadline."""
 
 Gather = Callable[[list[Any], str, float], Awaitable[list[Any]]]
 
 
 class NcclChannel:
-    """Sends weights from the first rank to servers. `gather` awaits rank calls, with the learner's error handling."""
+    """Sends weights from the first rank to servers. `gather` awaits rank calls, with the learner's error handling.
+
+    Methods raise InferenceError if the server fails, or takes longer than `timeout_s`. Whatever ends them, the rank no
+    longer waits for that server then.
+    """
 
     def __init__(self, first_rank: Any, gather: Gather, timeout_s: float) -> None:
         self._first_rank = first_rank
@@ -25,28 +34,23 @@ class NcclChannel:
 
     async def join(self, endpoint: str, world_size: int, receive: Callable[[dict[str, Any]], Awaitable[Any]]) -> None:
         """Create a group of the first rank and a server's `world_size` workers; `receive` makes the server join."""
-        from vllm.distributed.weight_transfer.packed_tensor import (
-            DEFAULT_PACKED_BUFFER_SIZE_BYTES,
-            DEFAULT_PACKED_NUM_BUFFERS,
-        )
-
-        host, port = await self._call("transfer_address")
-        info = {
-            "master_address": host,
-            "master_port": port,
-            "rank_offset": 1,
-            "world_size": 1 + world_size,
-            "packed": True,
-            "packed_buffer_size_bytes": DEFAULT_PACKED_BUFFER_SIZE_BYTES,
-            "packed_num_buffers": DEFAULT_PACKED_NUM_BUFFERS,
-        }
-        await gather_or_cancel(self._call("join_transfer", endpoint, host, port, 1 + world_size), receive(info))
+        info = await self._call("offer_transfer", endpoint, world_size)
+        await self._both(endpoint, self._call("join_transfer", endpoint, self._timeout_s), receive(info))
 
     async def send(self, endpoint: str, weights: StagedWeights, receive: Awaitable[Any]) -> None:
         """Send the weights while `receive`, the server's side of the transfer, runs."""
-        await gather_or_cancel(self._call("send_weights", endpoint, replace(weights, channel=None)), receive)
+        staged = replace(weights, channel=None)
+        await self._both(endpoint, self._call("send_weights", endpoint, staged, self._timeout_s), receive)
+
+    async def _both(self, endpoint: str, ours: Awaitable[Any], theirs: Awaitable[Any]) -> None:
+        try:
+            await gather_or_cancel(ours, theirs)
+        except BaseException:
+            # The rank waits for the server in NCCL. Shielded: its staged weights may be released after this.
+            await asyncio.shield(asyncio.ensure_future(self._call("end_transfer", endpoint)))
+            raise
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         call = getattr(self._first_rank, method).options(concurrency_group=TRANSFER).remote(*arguments)
-        (result,) = await self._gather([call], method, self._timeout_s)
+        (result,) = await self._gather([call], method, self._timeout_s + ANSWER_S)
         return result

@@ -22,16 +22,10 @@ from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import LearnerError, ModelError
 from roll_flash.learner.model import lora
 from roll_flash.weight_sync.checkpoint_format import as_stored, converts_one_by_one
+from roll_flash.weight_sync.page_locked import DTYPES, page_lock, unlock
 from roll_flash.weight_sync.published import BASE_KEY, MODEL_FOLDER, SCALE, TAG, is_adapter, merged
 
-_DTYPE_NAMES = {
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.bool: "BOOL",
-}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 NO_TAG = b"0" * 32
 """Place in the header for the tag of each version."""
 
@@ -63,6 +57,9 @@ class WeightStage:
         )
         self._in_use: dict[str, tuple[int, mmap.mmap]] = {}
         self._spare: list[tuple[int, mmap.mmap]] = []
+        self._on_gpu = is_on_gpu(model)
+        self._locked: set[int] = set()
+        """Descriptors of memory that is locked for the GPU."""
 
     def reserve(self) -> None:
         """Preallocate the memory of one version: a first write to new pages takes many times as long as a copy."""
@@ -78,7 +75,9 @@ class WeightStage:
         for name, tensor in self._tensors():
             start, end = self._offsets[name]
             target = buffer[start:end].view(self._dtypes[name]).view(tensor.shape)
-            target.copy_(tensor)
+            target.copy_(tensor, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
         tag = secrets.token_hex(len(NO_TAG) // 2)
         memory[self._tag_at : self._tag_at + len(NO_TAG)] = tag.encode()
         path = f"/proc/{os.getpid()}/fd/{descriptor}"
@@ -96,13 +95,13 @@ class WeightStage:
         if entry is None:
             raise LearnerError(f"{weights.path}: version {weights.version} is not staged here, or was released before")
         if self._spare:
-            _free(entry)
+            self._free(entry)
         else:
             self._spare.append(entry)
 
     def close(self) -> None:
         for entry in (*self._in_use.values(), *self._spare):
-            _free(entry)
+            self._free(entry)
         self._in_use.clear()
         self._spare.clear()
 
@@ -145,7 +144,21 @@ class WeightStage:
         os.truncate(descriptor, self._size)
         memory = mmap.mmap(descriptor, self._size)
         memory[: len(self._header)] = self._header
+        if self._on_gpu and page_lock(torch.frombuffer(memory, dtype=torch.uint8)):
+            self._locked.add(descriptor)
         return descriptor, memory
+
+    def _free(self, entry: tuple[int, mmap.mmap]) -> None:
+        descriptor, memory = entry
+        if descriptor in self._locked:
+            self._locked.discard(descriptor)
+            unlock(torch.frombuffer(memory, dtype=torch.uint8).data_ptr())
+        memory.close()
+        os.close(descriptor)
+
+
+def is_on_gpu(model: nn.Module) -> bool:
+    return any(parameter.is_cuda for parameter in model.parameters())
 
 
 def _layout(
@@ -202,9 +215,3 @@ def check_can_be_staged(model: nn.Module, folder: object) -> None:
 def _whole(tensor: Tensor) -> Tensor:
     detached = tensor.detach()
     return detached.full_tensor() if isinstance(detached, DTensor) else detached
-
-
-def _free(entry: tuple[int, mmap.mmap]) -> None:
-    descriptor, memory = entry
-    memory.close()
-    os.close(descriptor)
