@@ -88,6 +88,14 @@ def processes(machine: Machine, name: str) -> int:
     return int(output)
 
 
+def processes_left(machine: Machine, within_s: float = 30) -> int:
+    """Number of processes of runs on a machine, 0 as soon as all have ended: Ray ends actors after their driver."""
+    deadline = time.monotonic() + within_s
+    while (left := processes(machine, OURS)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
+
+
 @pytest.fixture(scope="module")
 def spread_run() -> Iterator[dict[str, Any]]:
     """A run of the tiny model whose two ranks, server and workers with sandboxes are on two other machines."""
@@ -101,7 +109,7 @@ def spread_run() -> Iterator[dict[str, Any]]:
         first = head.run(*train(head, **settings), timeout_s=RUN_TIMEOUT_S)
         again = head.run(*train(head, **settings, steps=4), "--resume", timeout_s=RUN_TIMEOUT_S)
         check = head.run(sys.executable, ".ci/check_run.py", "/tmp/runs/run")
-        left = {each.name: processes(each, OURS) for each in (envs, gpus)}
+        left = {each.name: processes_left(each) for each in (envs, gpus)}
         yield {
             "first": first,
             "again": again,

@@ -23,7 +23,7 @@ from roll_flash.models.prepare import resolve_model
 from roll_flash.sandboxes.docker.api import open_engine
 from roll_flash.sandboxes.images.transfer import find_image, image_pieces, load_image
 from tests.cluster.machines import ROOT, Machine, machines, why_not
-from tests.cluster.test_many_machines import OURS, PARTS, RUN_TIMEOUT_S, processes
+from tests.cluster.test_many_machines import PARTS, RUN_TIMEOUT_S, processes_left
 from tests.leaks import Session
 
 ENVIRONMENT = """
@@ -97,7 +97,7 @@ def one_cluster() -> Iterator[dict[str, Any]]:
         write(head, f"{PROJECT}/runs/old/large.txt", "x")
         results: dict[str, Any] = {"first": head.run(*command(head, "train"), timeout_s=RUN_TIMEOUT_S)}
         results["there"] = far.run("find", "/tmp/project", "/tmp/models", "-type", "f")[1].split()
-        results["left"] = processes(far, OURS)
+        results["left"] = processes_left(far)
         write(head, f"{PROJECT}/words.py", "WORDS = 'spell'\n")
         results["edited"] = head.run(*command(head, "eval"), timeout_s=RUN_TIMEOUT_S)
         write(far, f"{PROJECT}/say.py", "their own")
