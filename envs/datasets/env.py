@@ -69,6 +69,11 @@ class DatasetEnv(ToolEnv):
             self._answer_in, str(expected)
         )
 
+    async def score_answer(self, text: str) -> Mapping[str, float]:
+        """Return what each reward, unweighted, gives to a text as if the model had ended with it."""
+        self._completion = text
+        return (await self._own_rubric.score(self, "final")).values
+
     def _reward(self, options: Mapping[str, Any]) -> Callable[..., Any]:
         name, kwargs = options["function"], options.get("kwargs", {})
         function = partial(self._passes_tests, **kwargs) if name == IN_SANDBOX else partial(self._ask, name, kwargs)

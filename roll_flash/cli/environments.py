@@ -40,8 +40,8 @@ def list_(
 
 @app.command()
 def check(
-    env_id: Annotated[str, argument("ID", "A registered id, module:ID or path/to/file.py:ID.")],
-    settings: Annotated[Words, argument("key=value", "Arguments of the environment.")] = None,
+    env_id: Annotated[str, argument("ID|CONFIG", "A registered id, module:ID, path/to/file.py:ID, or a YAML file.")],
+    settings: Annotated[Words, argument("key=value", "Arguments of the environment, or keys of the config.")] = None,
     seeds: Annotated[int, option("N", "Tasks that each agent plays.")] = 4,
     timeout: Annotated[
         float, option("S", "Seconds that a reset or a step may take, as rollout.step_timeout_s.")
@@ -49,17 +49,28 @@ def check(
     provider: Provider = "auto",
     as_json: Json = False,
 ) -> int:
-    """Play an environment to find out if it is fit to train on."""
+    """Play an environment to find out if it is fit to train on.
+
+    With a config, play all of its environments and look through the rows of its data sets.
+    """
     from roll_flash.config.files import apply_override
     from roll_flash.envs.check.checks import check_environment
 
-    kwargs: dict[str, Any] = {}
-    for word in settings or ():
-        kwargs = apply_override(kwargs, word)
     with standard_output_for_json(as_json):
-        found = check_environment(env_id, kwargs, provider=provider, seeds=seeds, timeout_s=timeout)
-    show({**dataclasses.asdict(found), "ok": found.ok}, found.as_table(), as_json=as_json)
-    return 0 if found.ok else 1
+        if env_id.endswith((".yaml", ".yml")):
+            from roll_flash.envs.check.configs import check_config
+
+            found = check_config(env_id, settings or (), provider=provider, seeds=seeds, timeout_s=timeout)
+        else:
+            kwargs: dict[str, Any] = {}
+            for word in settings or ():
+                kwargs = apply_override(kwargs, word)
+            found = [check_environment(env_id, kwargs, provider=provider, seeds=seeds, timeout_s=timeout)]
+    ok = all(report.ok for report in found)
+    values = [{**dataclasses.asdict(report), "ok": report.ok} for report in found]
+    text = "\n\n".join(report.as_table() for report in found)
+    show(values[0] if len(values) == 1 else {"reports": values, "ok": ok}, text, as_json=as_json)
+    return 0 if ok else 1
 
 
 @app.command()

@@ -1,0 +1,48 @@
+"""Checks what a config trains on: the rows of its data sets, and each of its environments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from roll_flash.chat.templates import Conversation
+from roll_flash.config.tree import Config, load_config
+from roll_flash.envs.check.checks import EnvReport, check_environment
+from roll_flash.envs.check.datasets import Room, check_data_set
+from roll_flash.errors import ModelError
+from roll_flash.models.prepare import resolve_model
+from roll_flash.scheduling.open_tasks import first_tasks
+from roll_flash.types import Message
+
+
+def check_config(
+    file: str, overrides: Sequence[str], *, provider: str, seeds: int, timeout_s: float
+) -> list[EnvReport]:
+    """Return the reports of all data sets, then those of the first task of each environment and level.
+
+    Raises ConfigError as `load_config`, `check_data_set` and `check_environment` do, SandboxError as the last.
+    """
+    config = load_config(file, overrides)
+    with_rows = [env for env in config.envs if env.data is not None]
+    room = _room(config) if with_rows else None
+    played = (
+        check_environment(task.env_id, task.kwargs, provider=provider, seeds=seeds, timeout_s=timeout_s)
+        for task in first_tasks(config)
+    )
+    return [*(check_data_set(env, room) for env in with_rows), *played]
+
+
+def _room(config: Config) -> Room | None:
+    """Return how to count the tokens of prompts; None if the model is not there."""
+    from transformers import AutoTokenizer
+
+    try:
+        folder = resolve_model(config.model.path)
+    except ModelError:
+        return None
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+
+    def count(messages: Sequence[Message]) -> int:
+        return Conversation(tokenizer, messages).prompt_length
+
+    return Room(count, config.model.max_length, config.rollout.max_new_tokens)
