@@ -98,7 +98,7 @@ def check_counts(books: Mapping[str, int]) -> dict[str, Any]:
 def closing_text(summary: Mapping[str, Any]) -> str:
     """Text printed at the end of a run. Its commands work when pasted into the same shell."""
     rows = [
-        ("held-out success" if is_held_out(summary) else "success", _success(summary["before"], summary["after"])),
+        (f"{'held-out ' if is_held_out(summary) else ''}{_score(summary)}", _scores(summary)),
         ("steps", f"{summary['steps']} of {summary['total_steps']} in {duration(summary['seconds'])} of training"),
         ("tokens", f"{summary['tokens']:,} trained, {summary['tokens_per_s']:,.0f} per second"),
         ("trajectories", _trajectories(summary["books"])),
@@ -169,17 +169,25 @@ def _not_finite(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"{count} metrics were NaN or infinite and are null in metrics.jsonl"] if count else []
 
 
-def _success(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> str:
+def _score(summary: Mapping[str, Any]) -> str:
+    """Return what the evaluations scored: success, or the reward alone."""
+    found = [result for result in (summary["before"], summary["after"]) if result is not None]
+    only_reward = any(result["reward"] for result in found) and not any(result["success"] for result in found)
+    return "reward" if only_reward else "success"
+
+
+def _scores(summary: Mapping[str, Any]) -> str:
+    before, after, score = summary["before"], summary["after"], _score(summary)
     if before is None and after is None:
         return "not measured (eval.before_and_after is off)"
-    return f"{_one(before)} -> {_one(after)}  (95 % intervals)"
+    return f"{_one(before, score)} -> {_one(after, score)}  (95 % intervals)"
 
 
-def _one(result: Mapping[str, Any] | None) -> str:
+def _one(result: Mapping[str, Any] | None, score: str) -> str:
     if result is None:
         return "not measured"
-    success = result["success"]
-    return f"{success['value']:.2f} [{success['low']:.2f}, {success['high']:.2f}]" if success else "not scored"
+    found = result[score]
+    return f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]" if found else "not scored"
 
 
 def _trajectories(books: Mapping[str, Any]) -> str:

@@ -368,6 +368,7 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
     rollout = config.rollout
     if isinstance(model, ClientSpec):
         model = replace(model, clients=rollout.workers, pin_sessions=not config.scheduler.replicate)
+    above = {env.id: env.success_above for env in config.envs if env.success_above is not None}
     return WorkerSettings(
         model=model,
         tokenizer_folder=model_folder,
@@ -375,6 +376,7 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
         deadlines=Deadlines(rollout.generate_timeout_s, rollout.step_timeout_s, rollout.episode_timeout_s),
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",
+        success_above=above,
         threads=rollout.worker_threads,
         folder=Path.cwd(),
     )

@@ -30,6 +30,7 @@ from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoint_writer import CheckpointSchedule
 from roll_flash.run.run_dir import RunDir
 from roll_flash.scheduling.policy import has_signal
+from roll_flash.scheduling.signal_watch import SignalWatch
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
@@ -95,6 +96,7 @@ class Trainer:
         self._last_tokens = 0
         """Tokens of the last micro-batch, counted by `_computed_tokens`."""
         learner = system.config.learner
+        self._signal = SignalWatch(within_groups=learner.advantage != "reinforce++")
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
         self._loader = LearnerLoader(
@@ -213,6 +215,8 @@ class Trainer:
         await self._system.rollout.version_advanced(version)
         self._note_rollout()
         self._note_trained(version, record.trajectories)
+        if notice := self._signal.step(version, record.groups):
+            self._progress.note(notice)
 
     def _note_rollout(self) -> None:
         for notice in self._system.rollout.take_notices():
@@ -235,7 +239,7 @@ class Trainer:
         self._progress.note(f"evaluating {self._config.eval.tasks} tasks with the weights of step {version}")
         result = await self._system.evaluate()
         self._evaluated |= result.task_hashes
-        self._progress.note(f"success, {result.kind}: {result.success}, reward {result.reward}, {result.seconds:.0f} s")
+        self._progress.note(f"{result.kind}: {result.scores}, {result.seconds:.0f} s")
         return result
 
     def _note_trained(self, step: int, trajectories: Iterable[FinishedEpisode]) -> None:

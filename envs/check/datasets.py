@@ -205,7 +205,7 @@ async def _score(env: EnvConfig, source: DatasetTasks, names: set[str]) -> tuple
     return rejected, tried
 
 
-async def _values_of_the_right_answer(kwargs: Mapping[str, Any], names: set[str]) -> dict[str, float]:
+async def _values_of_the_right_answer(kwargs: Mapping[str, Any], names: set[str]) -> Mapping[str, float]:
     rewards = [one for one in kwargs["rewards"] if one["function"].rpartition(":")[2] in names]
     played = DatasetEnv(**{**kwargs, "rewards": rewards, "tools": ()})
     await played.begin(0)

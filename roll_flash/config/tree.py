@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, ValidationError, model_validator
 
 from roll_flash.config.addresses import MAX_PORT, ClusterAddress
 from roll_flash.config.data import Data, Rewards
@@ -76,6 +76,9 @@ class EnvConfig(Section):
     reward: Rewards = ()
     """What an answer to a row of `data` earns (`Dataset-v0` only): a function or a list of them, which are added up:
     `exact`, `number`, `math`, `regex`, `json_schema`, `python_tests`, `file.py:NAME`."""
+    success_above: FiniteFloat | None = None
+    """An episode whose environment reports no `info["success"]` counts as a success if its reward is above this. None:
+    only rewards are reported then."""
     weight: PositiveFloat = 1.0
     """Share of the training tasks, relative to the weights of the other environments."""
     levels: tuple[KeywordArguments, ...] = ()

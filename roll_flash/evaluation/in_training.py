@@ -109,7 +109,7 @@ class EvaluationsBesideTraining:
         self._log(version, metrics)
         versions = ", ".join(result.versions) or "not known"
         self._note(
-            f"success of step {version}, {result.kind}: {result.success}, reward {result.reward}, "
+            f"step {version}, {result.kind}: {result.scores}, "
             f"{result.seconds:.0f} s beside training (weights {versions})"
         )
 

@@ -91,6 +91,12 @@ class EvalResult:
             return "held-out"
         return f"not held out ({self.trained_on} of {len(self.task_hashes)} tasks were trained on)"
 
+    @property
+    def scores(self) -> str:
+        """Success and reward in words; the reward alone where the environment reports no success."""
+        named = (("success", self.success), ("reward", self.reward))
+        return ", ".join(f"{name} {estimate}" for name, estimate in named if estimate) or "nothing was scored"
+
     def metrics(self) -> dict[str, float]:
         """Metrics that a run logs."""
         found: dict[str, float] = {"eval/failed": float(self.missing)}
@@ -230,8 +236,10 @@ def _score_rows(result: EvalResult) -> list[tuple[str, str]]:
     rows = [("tasks x attempts", f"{result.tasks} x {result.attempts}, {result.scored} scored")]
     if result.success:
         rows.append(("success", f"{result.success}  (95 % interval, {result.success.count} tasks)"))
+    elif result.scored:
+        rows.append(("success", "not reported by the environment; envs.N.success_above derives it from the reward"))
     else:
-        rows.append(("success", "not reported by the environment" if result.scored else "nothing was scored"))
+        rows.append(("success", "nothing was scored"))
     if result.reward:
         rows.append(("reward", str(result.reward)))
     for k, estimate in result.pass_at_k.items():

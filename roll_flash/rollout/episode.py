@@ -143,6 +143,13 @@ async def _play(
     return replace(trajectory, info=info, success=None if success is None else bool(success))
 
 
+def with_success(outcome: Trajectory | EpisodeFailure, above: float | None) -> Trajectory | EpisodeFailure:
+    """Return the outcome as a success or not by its reward, if the environment did not say and `above` is given."""
+    if above is None or isinstance(outcome, EpisodeFailure) or outcome.success is not None:
+        return outcome
+    return replace(outcome, success=outcome.reward > above)
+
+
 async def _play_itself(
     spec: EpisodeSpec,
     env: AsyncEnvironment,

@@ -14,7 +14,7 @@ import pickle
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -29,7 +29,7 @@ from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.rollout.conversation import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.environment_threads import EnvironmentThreads
-from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.episode import Deadlines, Progress, run_episode, with_success
 from roll_flash.rollout.loop_watch import LoopWatch
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
@@ -67,6 +67,8 @@ class WorkerSettings:
     sandbox: SandboxConfig | None
     """None for environments that need no sandbox."""
     run: str
+    success_above: Mapping[str, float] = field(default_factory=dict)
+    """Environment id -> reward above which an episode is a success, where the environment does not say."""
     threads: int = 32
     """Maximum number of blocking environments that step at the same time."""
     folder: Path | None = None
@@ -209,7 +211,8 @@ class Worker:
         try:
             policy, deadlines = self._policy(spec), self._settings.deadlines
             outcome = await run_episode(spec, open_env, policy, deadlines, running.progress, self._play_agent)
-            self._end(running, picklable_outcome(outcome, spec))
+            outcome = picklable_outcome(outcome, spec)
+            self._end(running, with_success(outcome, self._settings.success_above.get(spec.task.env_id)))
         finally:
             if lease is not None:
                 await lease.close()

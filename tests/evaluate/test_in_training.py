@@ -84,7 +84,7 @@ def test_steps_do_not_wait_and_an_evaluation_that_is_due_meanwhile_is_skipped_an
     asyncio.run(train())
     assert lines.steps_with("eval/success") == [2, 6]
     assert lines.steps_with("env_1/eval/success") == [2, 6]
-    assert lines.notes[0].startswith("success of step 2, held-out: 1.000")
+    assert lines.notes[0].startswith("step 2, held-out: success 1.000")
     assert (tmp_path / "step_2" / "env_1" / "results.json").is_file()
 
 

@@ -77,6 +77,18 @@ def test_what_was_not_measured_is_not_claimed(run_folder: Path) -> None:
     assert "not measured -> 0.90" in closing_text(summary_of(run_folder, before=None))
 
 
+def test_without_reported_success_the_reward_is_the_score(run_folder: Path) -> None:
+    episode = {"kind": "trajectory", "reward": 0.25, "end": "terminated", "policy_tokens": 3, "turns": [1]}
+    records = [{**episode, "task_id": str(number), "success": None} for number in range(4)]
+    result = score(records, label="test", tasks=4, attempts=1, seconds=1.0)
+    assert result.scores.startswith("reward 0.25")
+    text = closing_text(summary_of(run_folder, before=None, after=result))
+    assert "held-out reward" in text
+    assert "not measured -> 0.25 [" in text
+    assert "None" not in text
+    assert "held-out success" in closing_text(summary_of(run_folder))
+
+
 def test_the_three_commands_are_accepted_by_the_command_line_as_printed(
     run_folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import wait
 from threading import Event
 from typing import Any
@@ -24,7 +24,7 @@ from roll_flash.errors import EnvError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout import environment_threads
 from roll_flash.rollout.environment_threads import EnvironmentThreads
-from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.episode import Deadlines, with_success
 from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings, picklable_outcome
 from roll_flash.scheduling.tasks import make_task
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
@@ -158,6 +158,7 @@ def play(
     deadlines: Deadlines = DEADLINES,
     threads: int = 2,
     sandbox: SandboxConfig | None = None,
+    success_above: Mapping[str, float] | None = None,
 ) -> Any:
     """Run `scenario` with a worker and its server."""
 
@@ -165,7 +166,14 @@ def play(
         async with served or StandInServer(well) as server:
             model = ClientSpec("vllm", (server.endpoint,), "tiny", MAX_LENGTH)
             settings = WorkerSettings(
-                model, resolve_model("tiny"), MAX_LENGTH, deadlines, sandbox, "worker-test", threads=threads
+                model,
+                resolve_model("tiny"),
+                MAX_LENGTH,
+                deadlines,
+                sandbox,
+                "worker-test",
+                success_above=success_above or {},
+                threads=threads,
             )
             worker = Worker(settings)
             try:
@@ -379,3 +387,28 @@ def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_th
         assert list(outcome.info) == ["right", "said" if depth < 64 else "info_left_out"]
         assert outcome.info["right"] == 7  # a judge asks for it
         json.dumps(outcome.info)
+
+
+@pytest.mark.parametrize(
+    ("said", "reward", "above", "success"),
+    [(None, 0.6, 0.5, True), (None, 0.5, 0.5, False), (False, 0.6, 0.5, False), (None, 0.6, None, None)],
+)
+def test_a_success_is_derived_from_the_reward_only_where_the_environment_does_not_say(
+    said: bool | None, reward: float, above: float | None, success: bool | None
+) -> None:
+    episode = EpisodeSpec("e", "g", 0, make_task("tests.misbehaving:Info-v0", 0, {}), SamplingParams(), max_turns=2)
+    ended = dataclasses.replace(whole_trajectory(episode, [1], reward), success=said)
+    assert with_success(ended, above).success is success  # type: ignore[union-attr]
+    failure = EpisodeFailure("e", "g", episode.task, "env_error", "", 0, 0)
+    assert with_success(failure, above) is failure
+
+
+def test_a_worker_derives_success_for_the_environments_of_its_settings() -> None:
+    async def scenario(worker: Worker, _: StandInServer) -> Outcome:
+        worker.submit(episodes("Talking-v0"))
+        return (await outcomes(worker, 1))[0]
+
+    for above, success in (({"Talking-v0": 1.5}, True), ({"Other-v0": 1.5}, None)):
+        outcome = play(scenario, success_above=above)
+        assert isinstance(outcome, Trajectory)
+        assert (outcome.reward, outcome.success) == (2.0, success)
