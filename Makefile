@@ -11,7 +11,7 @@ ADAPTERS_PINS := requirements/adapters.txt requirements/install_adapters.sh
 PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine image agents-image training-image model quickstart test test-nightly test-adapters benchmarks lint clean
+.PHONY: help setup engine image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks lint clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -40,6 +40,9 @@ model: setup ## prepare SmolLM2-135M-Instruct in the model cache folder
 
 quickstart: image model ## set everything up, train, show the result
 	@$(BIN)/roll-flash train configs/quickstart.yaml name=quickstart-$$(date +%Y%m%d-%H%M%S)
+
+gpu-check: setup ## try everything that uses a GPU, about ten minutes, and write a report (SET=gpu; docs/gpu.md)
+	@$(BIN)/python -m roll_flash gpu-check
 
 test: agents-image model ## set everything up, run the tests, those of the adapters too
 	@$(BIN)/python -m pytest -n 2

@@ -192,7 +192,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
     places = await _start_ray(stack, config, preparation, progress.note, trains=True, serves=True)
     _note_plan(places.plan, progress)
-    engine = await _start_models(stack, start, learner, places, progress)
+    engine = await _start_models(stack, config, start.model_folder, run_dir.logs, learner, places, progress.note)
     settings = worker_settings(config, engine.client_spec(), start.model_folder, bool(start.sandboxes))
     fleet = await _start_workers(stack, config, settings, places)
     assert isinstance(settings.model, ClientSpec), "training has servers of its own"
@@ -246,6 +246,31 @@ async def open_rollout(
         yield fleet
 
 
+@asynccontextmanager
+async def open_models(
+    config: Config,
+    model_folder: Path,
+    learner: LearnerEngine,
+    *,
+    serves: bool = True,
+    logs: Path,
+    note: Callable[[str], None],
+) -> AsyncIterator[tuple[InferenceEngine | None, Plan]]:
+    """Start learner and servers (None unless it `serves`) at the places of their plan as training does, without
+    workers: for checks of a machine."""
+    async with AsyncExitStack() as stack:
+        preparation = NodePreparation(config, model_folder, (), note)
+        places = await _start_ray(stack, config, preparation, note, trains=True, serves=serves)
+        if serves:
+            engine = await _start_models(stack, config, model_folder, logs, learner, places, note)
+        else:
+            engine = None
+            stack.push_async_callback(learner.close)
+            await learner.check_model(places)
+            await learner.start()
+        yield engine, places.plan
+
+
 async def _start_ray(
     stack: AsyncExitStack,
     config: Config,
@@ -281,19 +306,24 @@ async def _free(places: Reservation, ray_is_alive: Callable[[], Awaitable[bool]]
 
 
 async def _start_models(
-    stack: AsyncExitStack, start: Start, learner: LearnerEngine, places: Reservation, progress: Progress
+    stack: AsyncExitStack,
+    config: Config,
+    model_folder: Path,
+    logs: Path,
+    learner: LearnerEngine,
+    places: Reservation,
+    note: Callable[[str], None],
 ) -> InferenceEngine:
     """Let the learner try the model before servers start: an unsupported model then costs only one process. If it is
     supported, that process keeps what it has loaded."""
-    config = start.config
     stack.push_async_callback(learner.close)
-    progress.note(
-        f"trying in the learner's first process whether {start.model_folder.name} is computed exactly; servers and "
+    note(
+        f"trying in the learner's first process whether {model_folder.name} is computed exactly; servers and "
         "workers start after that (usually 10-40 s)"
     )
     await learner.check_model(places)
-    engine = _open_engine(stack, config, start.model_folder, start.run_dir.logs, places)
-    progress.note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
+    engine = _open_engine(stack, config, model_folder, logs, places)
+    note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
     if places.shares_gpus:
         # vLLM measures the free memory of its GPU while it starts.
         await engine.start()

@@ -12,6 +12,7 @@ from pathlib import Path
 CHARACTERS = "\n" + "".join(sorted(set(string.printable) - set(string.whitespace))) + " "
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>")
 VOCABULARY_MULTIPLE = 64
+MAX_SPECIAL_TOKENS = 64
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -26,7 +27,7 @@ def write(folder: Path) -> None:
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
-    tokens = _vocabulary()
+    tokens = vocabulary()
     config = Qwen3Config(
         vocab_size=len(tokens),
         hidden_size=128,
@@ -48,24 +49,27 @@ def write(folder: Path) -> None:
         torch.manual_seed(0)
         model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
-    _write_tokenizer(folder, tokens)
+    write_tokenizer(folder, tokens)
 
 
-def _vocabulary() -> list[str]:
-    """Return special tokens, characters, and reserved tokens up to a multiple of 64: every id can be decoded."""
+def vocabulary(size: int | None = None) -> list[str]:
+    """Return special tokens, characters, and reserved tokens up to `size` (None: a multiple of 64): every id can be
+    decoded."""
     tokens = [*SPECIAL_TOKENS, *CHARACTERS]
-    padding = -len(tokens) % VOCABULARY_MULTIPLE
+    padding = -len(tokens) % VOCABULARY_MULTIPLE if size is None else size - len(tokens)
     return tokens + [f"<|reserved_{number}|>" for number in range(padding)]
 
 
-def _write_tokenizer(folder: Path, tokens: list[str]) -> None:
+def write_tokenizer(folder: Path, tokens: list[str]) -> None:
+    """Write a tokenizer for `vocabulary` that makes one token of each character."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<|unknown|>"))
+    numbers = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab=numbers, merges=[], unk_token="<|unknown|>"))
     tokenizer.decoder = decoders.Fuse()
-    special = [token for token in tokens if len(token) > 1]
+    # Thousands of special tokens would make each load of the tokenizer slow.
+    special = [token for token in tokens if len(token) > 1][:MAX_SPECIAL_TOKENS]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in special])
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
