@@ -64,7 +64,7 @@ def attention(bench: Bench, tokens: int, make: MakeAttention = of_the_learner) -
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     row = tree_of(tokens)
     if device.type == "cuda":
-        bench.note(f"compiling FlexAttention for {tokens} tokens, forward and backward (usually 10-40 s)")
+        bench.note(f"FlexAttention of {tokens} tokens, forward and backward (compiling it takes 10-40 s, once)")
     began = time.perf_counter()
     ours, plain = make(row, device), dense(row, device)
     inputs = random_inputs(bench, tokens, device, dtype)

@@ -1,7 +1,7 @@
 """Computes attention over a prefix tree on GPUs with FlexAttention (arXiv 2412.05496), which skips fully masked blocks.
 
-Rows are padded to powers of two inside attention only, so that a few compiled kernels serve rows of all lengths.
-Padding tokens attend only to themselves and cost almost nothing.
+The lists of blocks come from the tree itself, so the mask of a row of 131,072 tokens takes 16 MiB. Inside attention,
+rows are padded to multiples of the block size; one kernel, compiled for any number of blocks, serves all lengths.
 """
 
 from __future__ import annotations
@@ -12,35 +12,61 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from roll_flash.errors import first_line
 
-_MIN_PADDED_TOKENS = 128
+BLOCK_TOKENS = 128
+_MIN_BLOCKS = 2
+"""torch compiles sizes of 1 separately: rows of one block get a second one, so that they share the kernel of others."""
 _MAX_VARIANTS = 64
-"""Maximum number of compiled kernels: one per padded length, with and without gradient."""
+"""Maximum number of compiled kernels: with and without gradient, for each head shape and scale."""
 _TOLERANCE = 0.05
 
 
 def tree_mask(subtree_end: Tensor) -> BlockMask:
-    """Return the block mask of a padded row. `subtree_end` is int64 [N], on the GPU."""
+    """Return the block mask of a padded row. `subtree_end` is int64 [N], on the GPU; a padding token sees itself only.
+
+    Equal to what `create_block_mask` finds by evaluating all N^2 pairs of tokens. A block of queries sees something of
+    an earlier block of keys if one of the keys' subtrees reaches into it, and everything if all of them cover it.
+    """
     tokens = subtree_end.shape[0]
-    length = max(_MIN_PADDED_TOKENS, 1 << (tokens - 1).bit_length())
+    length = max(_MIN_BLOCKS, -(-tokens // BLOCK_TOKENS)) * BLOCK_TOKENS
     ends = torch.arange(1, length + 1, device=subtree_end.device)
     ends[:tokens] = subtree_end
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < ends[key])
 
-    return create_block_mask(visible, None, None, length, length, device=str(subtree_end.device))
+    first, last = (found(ends.view(-1, BLOCK_TOKENS), 1) for found in (torch.amin, torch.amax))
+    queries = torch.arange(0, length, BLOCK_TOKENS, device=ends.device)[:, None]  # the first of each block
+    keys = queries.T
+    full = (queries > keys) & (queries + BLOCK_TOKENS <= first)
+    partial = (queries >= keys) & (queries < last) & ~full
+    return BlockMask(
+        (length, length),
+        *_ordered(partial),
+        *_ordered(full),
+        *_ordered(partial.T),  # the queries of each block of keys, for the backward pass
+        *_ordered(full.T),
+        BLOCK_SIZE=(BLOCK_TOKENS, BLOCK_TOKENS),
+        mask_mod=visible,
+    )
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of true entries [1, 1, R] of each row of bool [R, C], and their columns [1, 1, R, C] in order,
+    followed by the other columns; both int32."""
+    columns = torch.argsort(blocks.to(torch.int8), dim=1, descending=True, stable=True)
+    return blocks.sum(1, dtype=torch.int32)[None, None], columns.to(torch.int32)[None, None]
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
-    """Compute attention: query [1, H, N, D], key and value [1, H_kv, N, D] -> [1, H, N, D]."""
+    """Compute attention: query [1, H, N, D], key [1, H_kv, N, D] and value [1, H_kv, N, E] -> [1, H, N, E]."""
     tokens = query.shape[2]
     padding = (0, 0, 0, mask.shape[-1] - tokens)
     query, key, value = (nn.functional.pad(tensor, padding) for tensor in (query, key, value))
-    kernel: Any = _compiled() if query.device.type == "cuda" else flex_attention
+    kernel: Any = compiled() if query.device.type == "cuda" else flex_attention
     attended: Tensor = kernel(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -89,6 +115,9 @@ def _relative(ours: Tensor | None, theirs: Tensor | None) -> float:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def compiled(backend: str | Callable[..., Any] = "inductor") -> Callable[..., Any]:
+    """Return FlexAttention, which is compiled at its first call, for rows of any length."""
     torch._dynamo.config.recompile_limit = max(_MAX_VARIANTS, torch._dynamo.config.recompile_limit)
-    return torch.compile(flex_attention, dynamic=False)
+    # Kernels take the scale as a constant; a variable would be tried first, and cost a second tracing.
+    torch._dynamo.config.specialize_float = True
+    return torch.compile(flex_attention, dynamic=True, backend=backend)

@@ -1,0 +1,106 @@
+"""FlexAttention's view of a prefix tree: the lists of blocks, and what kernels make of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import flex_attention as torch_flex
+from torch.nn.attention.flex_attention import create_block_mask
+
+from roll_flash.learner.packing import flex_tree
+from roll_flash.learner.packing.rows import attention_mask
+
+LISTS = [f"{full}{side}_{kind}" for full in ("", "full_") for side in ("kv", "q") for kind in ("num_blocks", "indices")]
+LENGTHS = (700, 1, 127, 128, 129, 255, 256, 1500, 2048)
+CPU = torch.device("cpu")
+
+
+def forest(seed: int, tokens: int, branches: float) -> np.ndarray:
+    """subtree_end of random trees in depth-first order; `branches` is the chance that a token starts a new branch."""
+    random = np.random.default_rng(seed)
+    ends = np.full(tokens, tokens)
+    path: list[int] = []
+    for token in range(tokens):
+        depth = int(random.integers(0, len(path) + 1)) if random.random() < branches else len(path)
+        ends[path[depth:]] = token
+        path = [*path[:depth], token]
+    return ends
+
+
+def random_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    random = torch.Generator()
+    random.manual_seed(tokens)
+    query, key, value = (torch.randn(1, heads, tokens, 16, generator=random) for heads in (4, 2, 2))
+    return query, key, value
+
+
+def attend(ends: np.ndarray, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return flex_tree.attend(query, key, value, flex_tree.tree_mask(torch.tensor(ends)), 0.3)
+
+
+def dense_attention(ends: np.ndarray, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    mask = torch.tensor(attention_mask(ends))
+    key, value = key.repeat_interleave(2, 1), value.repeat_interleave(2, 1)
+    return nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=0.3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(0, 2**32), st.integers(1, 1200), st.sampled_from([0.0, 0.002, 0.01, 0.1, 0.6]))
+def test_block_lists_are_those_of_all_pairs_of_tokens(seed: int, tokens: int, branches: float) -> None:
+    ends = forest(seed, tokens, branches)
+    mask = flex_tree.tree_mask(torch.tensor(ends))
+    length = mask.shape[-1]
+    assert length % 128 == 0
+    assert length - tokens < 128 or length == 256
+    expected = create_block_mask(mask.mask_mod, None, None, length, length, device="cpu")
+    for name in LISTS:
+        torch.testing.assert_close(getattr(mask, name), getattr(expected, name), rtol=0, atol=0, msg=name)
+    index = torch.arange(tokens)
+    pairs = mask.mask_mod(index[:1], index[:1], index[:, None], index[None])
+    assert torch.equal(pairs, torch.tensor(attention_mask(ends)))
+
+
+def test_the_mask_of_a_long_row_is_small() -> None:
+    """Evaluated on all pairs of 131,072 tokens, it would take 179 GB while it is made."""
+    ends = forest(0, 131_072, 0.001)
+    mask = flex_tree.tree_mask(torch.tensor(ends))
+    assert sum(getattr(mask, name).nbytes for name in LISTS) < 17 * 2**20
+
+
+def test_one_kernel_for_rows_of_all_lengths_gives_the_outputs_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compiled kernel on the CPU: it skips blocks that are in no list, and masks no block that is listed as full."""
+    counter = CompileCounterWithBackend("inductor")
+    monkeypatch.setattr(flex_tree, "flex_attention", flex_tree.compiled(counter))
+    for tokens in LENGTHS:
+        ends, inputs = forest(tokens, tokens, 0.01), random_inputs(tokens)
+        with torch.no_grad():
+            found = attend(ends, *inputs)
+        torch.testing.assert_close(found, dense_attention(ends, *inputs), rtol=0, atol=1e-5)
+    assert counter.frame_count == 1
+
+
+def test_gradients_are_those_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels for CPUs have no backward pass; torch's plain implementation has one, but is refused on a CPU."""
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_tree, "flex_attention", flex_tree.compiled(counter))
+    for tokens in LENGTHS:
+        ends = forest(tokens, tokens, 0.01)
+        query, key, value = (tensor.double().requires_grad_() for tensor in random_inputs(tokens))
+        inputs = query, key, value
+        found = attend(ends, *inputs)
+        upstream = torch.linspace(-1, 1, found.numel(), dtype=found.dtype).view_as(found)
+        expected = dense_attention(ends, *inputs)
+        torch.testing.assert_close(found, expected)
+        ours, plain = (torch.autograd.grad(output, inputs, upstream) for output in (found, expected))
+        torch.testing.assert_close(ours, plain)
+    assert counter.frame_count == 1
+
+
+def test_without_a_gpu_it_is_not_used() -> None:
+    assert flex_tree.unsupported_reason(CPU) == "there is no GPU"
