@@ -35,6 +35,7 @@ from roll_flash.learner.losses.policy import policy_loss
 from roll_flash.learner.model.policy_model import PolicyModel
 from roll_flash.learner.model.token_logprobs import token_logprobs
 from roll_flash.learner.packing.flex_tree import unsupported_reason
+from roll_flash.learner.packing.head_shape import head_shape
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.learner.weights.staged import WeightStage
 
@@ -312,7 +313,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, An
     policy, plain = load_both(folder, device, options.dtype)
     results: dict[str, dict[str, Any]] = {"on": {"device": _name(device), "dtype": str(options.dtype)}}
     if device.type == "cuda":
-        reason = unsupported_reason(device)
+        reason = unsupported_reason(device, head_shape(policy.model.config, policy.model))
         policy.flex_attention = reason is None
         results["on"]["flex_attention"] = reason or "works"
     vocabulary = policy.head.shape[0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from transformers import AutoConfig
 from roll_flash.gpu_check.check import Bench, CheckFailedError, require
 from roll_flash.gpu_check.machine import GIB, fastest_s, synchronize
 from roll_flash.learner.packing.flex_tree import attend, tree_mask
+from roll_flash.learner.packing.head_shape import head_shape
 from roll_flash.learner.packing.rows import PackedRow, attention_mask, pack
 from roll_flash.learner.packing.sequences import text_sequence
 from roll_flash.learner.packing.tree_attention import TreeLayout, tree_attention, tree_layout
@@ -110,14 +110,7 @@ def tree_of(tokens: int) -> PackedRow:
 
 def random_inputs(bench: Bench, tokens: int, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return query, key and value with the model's heads."""
-    config: Any = AutoConfig.from_pretrained(bench.settings.model_folder).get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // heads
-    generator = torch.Generator(device)
-    generator.manual_seed(0)
-    shapes = ((1, number, tokens, size) for number in (heads, kv_heads, kv_heads))
-    return tuple(torch.randn(shape, device=device, generator=generator).to(dtype) for shape in shapes)
+    return head_shape(AutoConfig.from_pretrained(bench.settings.model_folder)).random_inputs(tokens, device, dtype)
 
 
 def check_leaks(row: PackedRow, ours: Attention, inputs: tuple[Tensor, ...], device: torch.device) -> None:

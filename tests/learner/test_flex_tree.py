@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,10 +13,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import flex_attention as torch_flex
-from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from roll_flash.learner.packing import flex_tree
-from roll_flash.learner.packing.rows import attention_mask
+from roll_flash.learner.model.policy_model import load_policy_model
+from roll_flash.learner.packing import flex_tree, tree_attention
+from roll_flash.learner.packing.head_shape import HeadShape, head_shape
+from roll_flash.learner.packing.rows import attention_mask, pack
+from roll_flash.learner.packing.sequences import text_sequence
+from tests.learner.architectures import SHARED, write_model
 
 LISTS = [f"{full}{side}_{kind}" for full in ("", "full_") for side in ("kv", "q") for kind in ("num_blocks", "indices")]
 LENGTHS = (700, 1, 127, 128, 129, 255, 256, 1500, 2048)
@@ -33,9 +41,10 @@ def forest(seed: int, tokens: int, branches: float) -> np.ndarray:
 
 
 def random_inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """In the memory layout of projections in a model: heads of a token side by side."""
     random = torch.Generator()
     random.manual_seed(tokens)
-    query, key, value = (torch.randn(1, heads, tokens, 16, generator=random) for heads in (4, 2, 2))
+    query, key, value = (torch.randn(1, tokens, heads, 16, generator=random).transpose(1, 2) for heads in (4, 2, 2))
     return query, key, value
 
 
@@ -87,7 +96,7 @@ def test_one_kernel_for_rows_of_all_lengths_gives_the_outputs_of_a_dense_mask(mo
 def test_gradients_are_those_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels for CPUs have no backward pass; torch's plain implementation has one, but is refused on a CPU."""
     counter = CompileCounterWithBackend("aot_eager")
-    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    on_cpu(monkeypatch)
     monkeypatch.setattr(flex_tree, "flex_attention", flex_tree.compiled(counter))
     for tokens in LENGTHS:
         ends = forest(tokens, tokens, 0.01)
@@ -102,5 +111,54 @@ def test_gradients_are_those_of_a_dense_mask(monkeypatch: pytest.MonkeyPatch) ->
     assert counter.frame_count == 1
 
 
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_flex, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(flex_tree, "flex_attention", flex_tree.compiled("aot_eager"))
+
+
+SHAPES = [HeadShape(16, 8, 128, 128, 128**-0.5), HeadShape(9, 3, 64, 64, 0.125), HeadShape(4, 4, 24, 12, 0.1)]
+
+
+@pytest.mark.parametrize("heads", SHAPES, ids=str)
+def test_the_test_at_the_start_passes_with_heads_of_any_shape(
+    heads: HeadShape, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_cpu(monkeypatch)
+    assert 0 < flex_tree.largest_difference(CPU, heads) < 0.02
+
+
+@pytest.mark.parametrize("wrong", ["a branch sees its neighbour", "no scale", "no number"])
+def test_the_test_at_the_start_finds_a_wrong_kernel(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_cpu(monkeypatch)
+    right = flex_tree.attend
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float) -> Tensor:
+        if wrong == "a branch sees its neighbour":
+            mask = flex_tree.tree_mask(torch.full((1300,), 1300))
+        factor = {"no scale": 1 / scale, "no number": torch.nan}.get(wrong, 1.0)
+        return right(query * factor, key, value, mask, scale)
+
+    monkeypatch.setattr(flex_tree, "attend", attend)
+    assert flex_tree.largest_difference(CPU, SHAPES[1]) > 0.05
+
+
 def test_without_a_gpu_it_is_not_used() -> None:
-    assert flex_tree.unsupported_reason(CPU) == "there is no GPU"
+    assert flex_tree.unsupported_reason(CPU, SHAPES[0]) == "there is no GPU"
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_the_shape_of_heads_is_that_of_the_attention_of_the_model(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = load_policy_model(write_model(name, tmp_path))
+    (row,) = pack([text_sequence([1, 5, 6, 7])], 10)
+    seen = []
+
+    def recording(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Any:
+        scale = options.get("scaling") or query.shape[-1] ** -0.5
+        seen.append(HeadShape(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1], scale))
+        return tree_attention.tree_attention(module, query, key, value, *rest, **options)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, tree_attention.NAME, recording)
+    policy(row)
+    assert set(seen) == {head_shape(policy.model.config, policy.model)}

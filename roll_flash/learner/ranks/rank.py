@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from roll_flash.config.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
@@ -33,6 +33,7 @@ from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowReco
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.compiled_layers import compile_layers
 from roll_flash.learner.model.policy_model import ExactSettings, PolicyModel, check_same_vocabulary, load_policy_model
+from roll_flash.learner.packing.head_shape import head_shape
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
@@ -150,7 +151,8 @@ class LearnerRank:
         if self._config.gradient_checkpointing:
             policy.model.gradient_checkpointing_enable({"use_reentrant": False})
         policy.offload_activations = self._config.activation_offload
-        self._flex_attention = self._device.type == "cuda" and _flex_attention_works(self._device)
+        on_gpu = self._device.type == "cuda"
+        self._flex_attention = on_gpu and policy.shares_prefixes and _flex_attention_works(self._device, policy.model)
         fingerprint = checkpoint.fingerprint(policy.model)
         self._tied = policy.tied_names()
         self._policy = self._shard(policy)
@@ -435,11 +437,11 @@ def rank_environment(threads: int) -> dict[str, str]:
     }
 
 
-def _flex_attention_works(device: torch.device) -> bool:
-    """Return true if FlexAttention works; if not, log a warning: a dense attention mask is used instead."""
+def _flex_attention_works(device: torch.device, model: PreTrainedModel) -> bool:
+    """Return true if FlexAttention works with the model's heads; if not, log that a dense mask is used instead."""
     from roll_flash.learner.packing.flex_tree import unsupported_reason
 
-    reason = unsupported_reason(device)
+    reason = unsupported_reason(device, head_shape(model.config, model))
     if reason is not None:
         _LOG.warning("FlexAttention cannot be used here, a dense mask takes its place: %s", reason)
     return reason is None
