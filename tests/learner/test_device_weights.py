@@ -28,10 +28,10 @@ from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
 from roll_flash.learner.weights.server_group import NcclGroup
 from roll_flash.learner.weights.staged import WeightStage
+from roll_flash.model_check.architectures import write_model
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import gather_or_cancel
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights, is_adapter
-from tests.learner.architectures import write_model
 
 
 @pytest.fixture(scope="module")

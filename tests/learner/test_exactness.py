@@ -2,65 +2,37 @@
 
 from __future__ import annotations
 
-import copy
 import logging
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+import transformers
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from roll_flash.cli.main import main
 from roll_flash.errors import ModelError
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
-from roll_flash.learner.packing.rows import TrainSequence, pack
-from tests.learner.architectures import ALONE, SHARED, VOCABULARY, write_model
+from roll_flash.model_check.architectures import ALONE, SHARED, VOCABULARY, write_model
+from roll_flash.model_check.check import one_thread
+from roll_flash.model_check.comparison import (
+    TOLERANCE,
+    branching_texts,
+    compare_model,
+    gradient_difference,
+    learner,
+    plain_transformers,
+)
 
 
-def _tree(lengths: tuple[int, ...] = (70, 25, 45)) -> list[TrainSequence]:
-    """Sequences of unequal length with one prompt, and advantages of both signs."""
-    random = np.random.default_rng(0)
-    prompt = random.integers(3, VOCABULARY, 12)
-    found = []
-    for number, length in enumerate(lengths):
-        tokens = np.concatenate([prompt, random.integers(3, VOCABULARY, length - 12)]).astype(np.int32)
-        zeros, advantages = np.zeros(length, np.float32), np.full(length, (-1) ** number, np.float32)
-        found.append(TrainSequence(tokens, np.arange(length) >= 12, zeros, np.zeros(length, np.int32), advantages))
-    return found
-
-
-def _packed(policy: PolicyModel, data: list[TrainSequence]) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """Log-probabilities of each sequence, and the gradient of their weighted sum."""
-    policy.train()
-    logprobs: dict[int, Tensor] = {}
-    for row in pack(data, 10_000 if policy.shares_prefixes else 1):
-        found, _ = policy(row)
-        (found * torch.tensor(row.advantages)).sum().backward()
-        for number, member in enumerate(row.members):
-            logprobs[member] = found.detach()[torch.tensor(row.sequence_ids == number)]
-    return logprobs, _gradients(policy.model)
-
-
-def _plain(folder: Path, data: list[TrainSequence]) -> tuple[dict[int, Tensor], dict[str, Tensor]]:
-    """As `_packed`, each sequence in a model that has seen no other."""
-    logprobs: dict[int, Tensor] = {}
-    gradients: dict[str, Tensor] = {}
-    untouched = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    for index, sequence in enumerate(data):
-        model = copy.deepcopy(untouched)
-        tokens = torch.tensor(sequence.token_ids, dtype=torch.int64)
-        distribution = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        chosen = distribution.gather(-1, tokens[1:, None])[:, 0][torch.tensor(sequence.policy_mask[1:])]
-        (chosen * float(sequence.advantages[0])).sum().backward()
-        logprobs[index] = chosen.detach()
-        for name, gradient in _gradients(model).items():
-            gradients[name] = gradients.get(name, torch.zeros_like(gradient)) + gradient
-    return logprobs, gradients
-
-
-def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+@pytest.fixture(autouse=True)
+def one_thread_each() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
 @pytest.mark.parametrize("name", [*SHARED, *ALONE])
@@ -69,18 +41,12 @@ def test_logprobs_and_gradients_are_those_of_plain_transformers(
 ) -> None:
     folder = write_model(name, tmp_path)
     with caplog.at_level(logging.WARNING, "roll_flash"):
-        policy = load_policy_model(folder)
-    assert policy.shares_prefixes == (name in SHARED)
+        result = compare_model(folder, name)
+    assert result.layout == ("shared prefixes" if name in SHARED else "one by one")
     said = [record.getMessage() for record in caplog.records if "computed alone" in record.getMessage()]
     assert len(said) == (name in ALONE)
-    data = _tree()
-    found, gradients = _packed(policy, data)
-    expected, expected_gradients = _plain(folder, data)
-    for index, logprobs in expected.items():
-        torch.testing.assert_close(found[index], logprobs, atol=2e-4, rtol=1e-4)
-    assert gradients.keys() == expected_gradients.keys()
-    whole, wanted = (torch.cat([g[n].flatten() for n in sorted(g)]) for g in (gradients, expected_gradients))
-    assert float((whole - wanted).norm() / wanted.norm()) < 1e-3
+    assert all(result.reason in line for line in said)
+    assert result.is_exact(TOLERANCE), result
 
 
 @pytest.mark.parametrize("name", ["llama with attention dropout", "xglm"])
@@ -88,10 +54,10 @@ def test_layers_that_are_computed_again_drop_nothing(name: str, tmp_path: Path) 
     folder = write_model(name, tmp_path)
     policy = load_policy_model(folder)
     policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-    _, gradients = _packed(policy, _tree())
-    _, expected = _plain(folder, _tree())
-    whole, wanted = (torch.cat([g[n].flatten() for n in sorted(g)]) for g in (gradients, expected))
-    assert float((whole - wanted).norm() / wanted.norm()) < 1e-3
+    data = branching_texts(VOCABULARY)
+    _, gradients = learner(policy, data)
+    _, expected = plain_transformers(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), data)
+    assert gradient_difference(gradients, expected) <= TOLERANCE
 
 
 def test_a_head_that_nobody_can_describe_is_the_models_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,9 +72,8 @@ def test_a_head_that_nobody_can_describe_is_the_models_own(tmp_path: Path, monke
     policy = load_policy_model(folder)
     assert policy.logit_transform is None
     assert policy.shares_prefixes
-    found, _ = _packed(policy, _tree())
-    expected, _ = _plain(folder, _tree())
-    torch.testing.assert_close(found, expected, atol=2e-4, rtol=1e-4)
+    result = compare_model(folder, "llama")
+    assert result.is_exact(TOLERANCE), result
 
 
 def test_a_model_that_cannot_be_exact_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,9 +123,27 @@ def test_a_softcap_is_found_where_logits_are_small(tmp_path: Path) -> None:
     assert policy.logit_transform.softcap == 15.0
 
 
-def test_the_docs_list_what_is_tried() -> None:
-    rows = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text().splitlines()
-    for outcome, tried in (("prefixes are shared", SHARED), ("each sequence is computed alone", ALONE)):
-        row = next(row for row in rows if row.startswith(f"| {outcome}"))
-        names = [name.removesuffix("_text") for name in tried if " " not in name]  # the others are described
-        assert [name for name in names if name not in row] == []
+def test_a_mistake_that_the_test_at_the_start_lets_pass_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = PolicyModel.forward
+
+    def forward(self: PolicyModel, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        logprobs, entropies = own(self, *args, **kwargs)
+        return logprobs * 1.00001, entropies
+
+    monkeypatch.setattr(PolicyModel, "forward", forward)
+    assert main(["check-models", "llama"]) == 1
+    said = capsys.readouterr().out
+    assert said.startswith("WRONG: llama: shared prefixes; log-probabilities differ by ")
+    assert said.endswith("0 of 1 are exact; not: llama\n")
+
+
+def test_the_page_has_the_result_of_each_architecture_with_the_installed_transformers() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+    table = page.partition("<!-- architectures: begin -->")[2].partition("<!-- architectures: end -->")[0]
+    assert f"transformers {transformers.__version__}," in table
+    rows = re.findall(r"^\| (.*?) \| \w+ForCausalLM \| (.*?)(?:: .*?)? \| (\S+) \| (\S+) \|", table, re.MULTILINE)
+    layouts = {name: layout for name, layout, *_ in rows}
+    assert layouts == dict.fromkeys(SHARED, "shared prefixes") | dict.fromkeys(ALONE, "one by one")
+    assert max(float(value) for *_, logprob, gradient in rows for value in (logprob, gradient)) <= TOLERANCE

@@ -21,11 +21,13 @@ from roll_flash.learner.packing import flex_tree, tree_attention
 from roll_flash.learner.packing.head_shape import HeadShape, head_shape
 from roll_flash.learner.packing.rows import attention_mask, pack
 from roll_flash.learner.packing.sequences import text_sequence
-from tests.learner.architectures import SHARED, write_model
+from roll_flash.model_check.architectures import SHARED, write_model
 
 LISTS = [f"{full}{side}_{kind}" for full in ("", "full_") for side in ("kv", "q") for kind in ("num_blocks", "indices")]
 LENGTHS = (700, 1, 127, 128, 129, 255, 256, 1500, 2048)
 CPU = torch.device("cpu")
+OTHER_KEYS = {"biogpt", "gpt_neox", "persimmon", "jetmoe"}
+"""Three do not read the number of key heads that all tiny configs give; jetmoe repeats its keys before attention."""
 
 
 def forest(seed: int, tokens: int, branches: float) -> np.ndarray:
@@ -146,7 +148,7 @@ def test_without_a_gpu_it_is_not_used() -> None:
     assert flex_tree.unsupported_reason(CPU, SHAPES[0]) == "there is no GPU"
 
 
-@pytest.mark.parametrize("name", SHARED)
+@pytest.mark.parametrize("name", sorted(SHARED.keys() - OTHER_KEYS))
 def test_the_shape_of_heads_is_that_of_the_attention_of_the_model(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

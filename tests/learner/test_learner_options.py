@@ -21,7 +21,7 @@ from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.flex_tree import attend, tree_mask
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from tests.learner.architectures import write_model
+from roll_flash.model_check.architectures import write_model
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
 from tests.learner.plain_loop import plain_loop

@@ -65,6 +65,7 @@ def choose_exact_mode(policy: PolicyModel, folder: Path) -> None:
     if reason is None and spread < _MIN_SPREAD:
         reason = "to it all tokens are nearly as likely, so that what is wrong would hardly show"
     reason = reason or _difference(policy, texts, expected, tolerance, share=True)
+    policy.alone_because = reason
     if reason is not None:
         _LOG.warning("%s: prefixes are not shared, each sequence is computed alone: %s", name, reason)
         if (reason := _difference(policy, texts, expected, tolerance, share=False)) is not None:
@@ -112,7 +113,9 @@ def _sees_later_tokens(texts: Sequence[NDArray[np.int32]], expected: Sequence[Te
 
 
 def _cannot_be_seen(policy: PolicyModel) -> str | None:
-    """Return a reason against prefix sharing that only long texts would show; None if there is no such reason."""
+    """Return a reason against prefix sharing that short texts or new weights might not show; None if there is none."""
+    if not policy.model._can_set_attn_implementation():
+        return "its attention cannot be replaced"
     config: Any = policy.model.config
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind != "full_attention"}
     if kinds:

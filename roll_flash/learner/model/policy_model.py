@@ -40,6 +40,8 @@ class PolicyModel(nn.Module):
         self.temperature = temperature
         self.shares_prefixes = True
         """If true, rows may be prefix trees; else each row is one sequence, computed with the model's own attention."""
+        self.alone_because: str | None = None
+        """Why prefixes are not shared, if `choose_exact_mode` found a reason."""
         self.logit_transform: LogitTransform | None = LogitTransform()
         """Function from hidden states and head to logits. None: unknown; the model computes all logits of the row."""
         self.flex_attention = False
