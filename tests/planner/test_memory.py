@@ -230,6 +230,32 @@ def test_what_cannot_fit_is_refused_in_one_line(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("tokens", "options", "helps"),
+    [
+        (32_768, [], "learner.gradient_checkpointing=true or a smaller model.max_length"),
+        (131_072, ["gradient_checkpointing"], "learner.activation_offload=true or a smaller model.max_length"),
+        (131_072, ["gradient_checkpointing", "activation_offload"], None),
+        (262_144, ["gradient_checkpointing", "activation_offload"], "a smaller model.max_length"),
+    ],
+)
+def test_a_row_that_one_gpu_cannot_hold_is_refused_with_what_helps(
+    tokens: int, options: list[str], helps: str | None
+) -> None:
+    model, learner = {"path": "Qwen3-8B", "max_length": tokens}, {"ranks": 8, **dict.fromkeys(options, True)}
+    envs = [{"id": "A-v0"}]
+    config = load_config({"model": model, "envs": envs, "inference": {"servers": 4}, "learner": learner})
+    if helps is None:
+        check(config, gpu_node(12, 80))
+        return
+    with pytest.raises(PlacementError) as caught:
+        check(config, gpu_node(12, 80))
+    assert str(caught.value).startswith("rank 0: about")
+    assert str(caught.value).endswith(
+        f"a row of model.max_length={tokens} tokens is not split over GPUs: {helps} helps"
+    )
+
+
 def test_a_cache_that_holds_no_episode_is_refused() -> None:
     config = config_of("Qwen3-0.6B", inference={"kv_cache_gib": 0.05}, learner={"gradient_checkpointing": True})
     with pytest.raises(PlacementError, match=r"one episode of model\.max_length=1024 needs 0\.1 GiB; raise"):

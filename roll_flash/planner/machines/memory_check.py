@@ -104,7 +104,7 @@ def _require(config: Config, shape: ModelShape, use: GpuUse) -> None:
     names = " and ".join(part.name for part in use.parts)
     if use.total > use.memory:
         advice = SHARED_ADVICE if len(use.parts) > 1 else ""
-        advice = advice or (RANK_ADVICE if use.parts[0].kind == "rank" else SERVER_ADVICE)
+        advice = advice or (_rank_advice(config, use) if use.parts[0].kind == "rank" else SERVER_ADVICE)
         raise PlacementError(
             f"{names}: about {' + '.join(part.text() for part in use.uses)} on a GPU with {use.memory / GIB:.1f} GiB; "
             f"{advice}"
@@ -119,6 +119,16 @@ def _require(config: Config, shape: ModelShape, use: GpuUse) -> None:
                 f"and one episode of model.max_length={config.model.max_length} needs {needed / GIB:.1f} GiB; raise "
                 f"{key}, or {SERVER_ADVICE}"
             )
+
+
+def _rank_advice(config: Config, use: GpuUse) -> str:
+    """More ranks and smaller micro-batches do not help where one row is too long: it is computed as a whole."""
+    learner, tokens = config.learner, config.model.max_length
+    if tokens < learner.micro_batch_tokens or use.total - use.uses[0].parts["activations"] > use.memory:
+        return RANK_ADVICE
+    keys = "gradient_checkpointing", "activation_offload"
+    better = next((f"learner.{key}=true or " for key in keys if not getattr(learner, key)), "")
+    return f"a row of model.max_length={tokens} tokens is not split over GPUs: {better}a smaller model.max_length helps"
 
 
 def _line(use: GpuUse) -> str:
