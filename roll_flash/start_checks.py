@@ -13,7 +13,7 @@ from roll_flash.evaluation.tasks import held_out_tasks
 from roll_flash.inference.open import check_engine
 from roll_flash.learner.open import check_learner
 from roll_flash.learner.warm_start import check_demonstrations
-from roll_flash.models.prepare import check_model_folder, resolve_model
+from roll_flash.models.prepare import check_chat_template, check_model_folder, resolve_model
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.open_tasks import first_tasks
 from roll_flash.stages.reward_stage import check_stages
@@ -36,6 +36,7 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     """
     folder = resolve_model(config.model.path) if serves else None
     if folder is not None:
+        check_chat_template(folder)
         check_engine(config.inference, folder, trains=trains)
     in_sandboxes = check_environments(first_tasks(config), config.rollout)
     if not trains or config.eval.before_and_after or config.eval.every:

@@ -15,6 +15,7 @@ import pytest
 
 from roll_flash.errors import ModelError
 from roll_flash.models.prepare import resolve_model
+from roll_flash.models.tiny import vocabulary, write_tokenizer
 
 
 def test_the_tiny_model_loads_speaks_chatml_and_is_the_same_each_time(
@@ -88,6 +89,38 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ModelError, match=r"model-00002-of-00002.safetensors is missing"):
+        resolve_model(folder)
+
+
+def changed_json(file: Path, **changes: object) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(resolve_model("tiny"), tmp_path / "model"))
+
+
+def test_a_tokenizer_with_ids_that_the_model_does_not_have_is_refused(folder: Path) -> None:
+    write_tokenizer(folder, vocabulary(1000))
+    with pytest.raises(ModelError, match=r"its tokenizer has token ids up to 999, but .* vocabulary has 128 tokens"):
+        resolve_model(folder)
+
+
+def test_a_smaller_tokenizer_fits_as_vocabularies_are_often_padded(folder: Path) -> None:
+    write_tokenizer(folder, vocabulary(100))
+    assert resolve_model(folder) == folder.resolve()
+
+
+def test_a_vocabulary_that_does_not_fit_its_weights_is_refused(folder: Path) -> None:
+    changed_json(folder / "config.json", vocab_size=192)
+    with pytest.raises(ModelError, match=r"embed_tokens.weight has 128 rows, but vocab_size in config.json is 192"):
+        resolve_model(folder)
+
+
+def test_a_model_for_images_is_refused_with_the_way_out(folder: Path) -> None:
+    changed_json(folder / "config.json", model_type="gemma3", vision_config={})
+    with pytest.raises(ModelError, match=r"gemma3 has a part for vision, .*; save its text part .*docs/models.md"):
         resolve_model(folder)
 
 

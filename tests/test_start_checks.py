@@ -53,6 +53,7 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("")
     save_file({"weight": np.zeros(64, np.float32)}, folder / "model.safetensors")
     return folder
 
@@ -97,6 +98,12 @@ class TestEachCommandSaysInOneLine:
         weights = model / "model.safetensors"
         os.truncate(weights, weights.stat().st_size - 8)
         assert "weights cannot be read" in self.said(index, tmp_path, capsys, f"model.path={model}")
+
+    def test_that_there_is_no_chat_template(
+        self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: Path
+    ) -> None:
+        (model / "chat_template.jinja").unlink()
+        assert "has no chat template" in self.said(index, tmp_path, capsys, f"model.path={model}")
 
     def test_that_a_port_is_taken(
         self, index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], taken: int

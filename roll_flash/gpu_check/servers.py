@@ -157,7 +157,7 @@ async def publication(bench: Bench, models: Models) -> None:
         before = await models.learner.logprobs_of(models.probe.texts)
         await change_weights(bench, models, before)
         bench.note("publishing, with requests in flight")
-        published = await _publish(models)
+        published = await publish(models)
         bench.note("waiting for the requests in flight")
     bench.measured(
         pause_s=published.paused_s,
@@ -172,7 +172,7 @@ async def publication(bench: Bench, models: Models) -> None:
     _compare_with_copy(bench, models, published)
 
 
-async def _publish(models: Models) -> Publication:
+async def publish(models: Models) -> Publication:
     await models.publisher.begin()
     published = await models.publisher.wait_published()
     assert published is not None, "it has begun"

@@ -40,7 +40,7 @@ _DELTA = _LINEAR_THEN_ALL | {
     "linear_value_head_dim": 32,
     "linear_conv_kernel_dim": 4,
 }
-_MAMBA = {"state_size": 16, "time_step_rank": 8}
+_MAMBA = {"intermediate_size": 256, "state_size": 16, "time_step_rank": 8}
 _MAMBA_2 = {
     "mamba_n_heads": 8,
     "mamba_d_head": 32,
@@ -56,8 +56,9 @@ _MLA = {
     "moe_intermediate_size": 64,
     "first_k_dense_replace": 1,
     "q_lora_rank": 32,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 32,
+    "kv_lora_rank": 512,  # with 64, the only sizes that vLLM serves on a CPU
+    "qk_rope_head_dim": 64,
+    "head_dim": 64,
     "qk_nope_head_dim": 64,
     "v_head_dim": 48,
     "n_shared_experts": 1,
@@ -77,7 +78,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "cohere": {"logit_scale": 0.25},
     "deepseek_v2": _MLA | {"topk_method": "greedy"},
-    "deepseek_v3": _MLA,
+    "deepseek_v3": _MLA | {"topk_method": "noaux_tc"},
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 64},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
@@ -142,7 +143,14 @@ ALONE: dict[str, dict[str, Any]] = {
     "lfm2": _CONVOLUTION,
     "lfm2_moe": _EXPERTS | _CONVOLUTION | {"num_dense_layers": 1},
     "mamba": _MAMBA,
-    "mamba2": {"state_size": 16, "num_heads": 8, "head_dim": 32, "n_groups": 2, "chunk_size": 32},
+    "mamba2": {
+        "intermediate_size": 256,
+        "state_size": 16,
+        "num_heads": 8,
+        "head_dim": 32,
+        "n_groups": 2,
+        "chunk_size": 32,
+    },
     "mimo_v2_flash": _EXPERTS | _WINDOW_THEN_ALL,
     "minimax": _EXPERTS | _LINEAR_THEN_ALL | {"block_size": 32},
     "mistral with a window": {"model_type": "mistral"} | _WINDOW,
@@ -182,6 +190,27 @@ ALONE: dict[str, dict[str, Any]] = {
     },
 }
 """Models whose sequences are computed one by one."""
+
+SERVED = (
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "mixtral",
+    "mistral with a window",
+    "gemma2",
+    "gemma3_text",
+    "phi3",
+    "granite",
+    "olmo2",
+    "olmo3",
+    "glm4",
+    "exaone4",
+    "stablelm",
+    "nemotron",
+    "falcon_h1",
+)
+"""Architectures that are published to a vLLM server."""
 
 
 def write_model(name: str, folder: Path, **changes: Any) -> Path:

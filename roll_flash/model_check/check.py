@@ -11,22 +11,34 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers.utils import logging as transformers_logging
 
-from roll_flash.model_check.architectures import ALONE, SHARED, write_model
+from roll_flash.model_check.architectures import ALONE, SERVED, SHARED, write_model
 from roll_flash.model_check.comparison import TOLERANCE, Comparison, compare_model
+from roll_flash.model_check.publication import Published, publish_model
 from roll_flash.models.prepare import resolve_model
 
 FOLDER_TOLERANCE = 1e-3
 """For models of real size, whose float32 rounding alone is more than 1e-5; the same as in the test at a run's start."""
 
 
-def compare(names: Sequence[str]) -> Iterator[tuple[Comparison, bool]]:
-    """Yield the result of each architecture or model (a folder or name as in `model.path`; none: the whole list), and
-    whether it is exact. Raises ModelError for an unknown name."""
+def compare(names: Sequence[str]) -> Iterator[Comparison]:
+    """Yield the result of each architecture or model (a folder or name as in `model.path`; none: the whole list).
+
+    Raises ModelError for an unknown name, or a model that transformers cannot load.
+    """
     with _without_remarks():
         for name in names or [*SHARED, *ALONE]:
             with _folder_of(name) as folder:
-                result = compare_model(folder, name)
-            yield result, result.is_exact(TOLERANCE if name in SHARED | ALONE else FOLDER_TOLERANCE)
+                result = compare_model(folder, name, TOLERANCE if name in SHARED | ALONE else FOLDER_TOLERANCE)
+            yield result
+
+
+def publish(names: Sequence[str]) -> Iterator[Published]:
+    """As `compare`, with a vLLM server; none: `SERVED`."""
+    with _without_remarks():
+        for name in names or SERVED:
+            with _folder_of(name) as folder, TemporaryDirectory() as scratch:
+                result = publish_model(folder, name, scratch=Path(scratch))
+            yield result
 
 
 @contextmanager

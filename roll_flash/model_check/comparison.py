@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -47,19 +47,35 @@ class Comparison:
     tensor's: some gradients are zero but for rounding, such as that of a bias of keys, which softmax ignores."""
     seconds: float = 0.0
 
-    def is_exact(self, tolerance: float) -> bool:
-        return all(value is not None and value <= tolerance for value in (self.logprob, self.gradient))
+    tolerance: float = TOLERANCE
+    TABLE: ClassVar = ("architectures", ["architecture", "class", "computed as", "log-probabilities", "gradients"])
+
+    @property
+    def is_ok(self) -> bool:
+        return all(value is not None and value <= self.tolerance for value in (self.logprob, self.gradient))
 
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "ok": self.is_ok}
+
+    def line(self) -> str:
+        """Return one line for the terminal."""
+        if self.logprob is None:
+            return f"{self.name}: refused: {self.reason}"
+        why = f" ({self.reason})" if self.reason else ""
+        figures = f"log-probabilities differ by {self.logprob:.1e}, gradients by {self.gradient:.1e}"
+        return f"{self.name}: {self.layout}{why}; {figures} ({self.seconds:.1f} s)"
+
+    def cells(self) -> list[str]:
+        """Return the columns of `TABLE`."""
+        figures = ("" if value is None else f"{value:.1e}" for value in (self.logprob, self.gradient))
+        return [self.name, self.model, f"{self.layout}: {self.reason}".removesuffix(": "), *figures]
 
 
-def compare_model(folder: Path, name: str) -> Comparison:
-    """Compare the model in `folder`; it is refused if the learner refuses it. Raises ModelError if it cannot be
-    loaded."""
+def compare_model(folder: Path, name: str, tolerance: float = TOLERANCE) -> Comparison:
+    """Compare the model in `folder`; it is refused if the learner refuses it."""
     began = time.perf_counter()
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    found = Comparison(name, type(plain).__name__, "refused")
+    found = Comparison(name, type(plain).__name__, "refused", tolerance=tolerance)
     data = branching_texts(plain.get_input_embeddings().weight.shape[0])
     try:
         policy = load_policy_model(folder)

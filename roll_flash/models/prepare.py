@@ -15,11 +15,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from roll_flash.errors import ModelError, RollFlashError
 from roll_flash.models import tiny as tiny_model
 from roll_flash.terminal import progress_bars_on_terminals_only, say
 
+_BY_TOKEN = ("embed_tokens.weight", "lm_head.weight")
+"""Ends of names of weights that have one row for each token of the vocabulary."""
 RECIPE_VERSION = 1
 """Recipe version, part of the cache folder's name; increased when a recipe changes, so that old models are rebuilt."""
 
@@ -53,22 +56,44 @@ def prepared_folder(name: str) -> Path:
 
 
 def check_model_folder(folder: Path) -> None:
-    """Raises ModelError naming the missing or unreadable file: config, tokenizer, weights or one weight shard."""
-    config = folder / "config.json"
-    if not config.is_file():
+    """Raises ModelError naming the missing or unreadable file: config, tokenizer, weights or one weight shard; or if
+    they do not fit each other, or the model is not one of text alone."""
+    file = folder / "config.json"
+    if not file.is_file():
         raise ModelError(f"{folder}: no config.json; this is not a Hugging Face model folder")
-    try:
-        if not isinstance(json.loads(config.read_text()), dict):
-            raise ValueError("it holds no object")
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{config}: not readable as JSON: {error}") from None
+    config = _read_object(file)
+    if parts := [part for part in ("vision", "audio") if f"{part}_config" in config]:
+        raise ModelError(
+            f"{folder}: {config.get('model_type')} has a part for {' and '.join(parts)}, and only models of text alone "
+            "can be trained; save its text part as a folder of its own (docs/models.md shows how)"
+        )
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ModelError(f"{folder}: no tokenizer (tokenizer.json); save it there with tokenizer.save_pretrained")
     missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
     if missing:
         raise ModelError(f"{folder}: the weights are incomplete: {missing[0]} is missing; copy the folder again")
+    vocabulary = config.get("vocab_size")
     for name in _weight_files(folder):
-        _check_readable(folder / name)
+        _check_readable(folder / name, vocabulary)
+    largest = _largest_token_id(folder)
+    if isinstance(vocabulary, int) and largest >= vocabulary:
+        raise ModelError(
+            f"{folder}: its tokenizer has token ids up to {largest}, but the model's vocabulary has {vocabulary} "
+            "tokens; copy the tokenizer of this model into its folder"
+        )
+
+
+def check_chat_template(folder: Path) -> None:
+    """Raises ModelError if the tokenizer in the folder has no chat template."""
+    file = folder / "tokenizer_config.json"
+    settings = _read_object(file) if file.is_file() else {}
+    if "auto_map" in settings or settings.get("chat_template"):
+        return
+    if not any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        raise ModelError(
+            f"{folder}: the tokenizer has no chat template; use an instruct model, or copy the chat_template.jinja of "
+            "a model with the same tokenizer into the folder"
+        )
 
 
 def model_type(folder: Path) -> str:
@@ -76,15 +101,42 @@ def model_type(folder: Path) -> str:
     return str(json.loads((folder / "config.json").read_text()).get("model_type", ""))
 
 
-def _check_readable(file: Path) -> None:
-    """Read the header only; it also contains the expected file size. Raises ModelError."""
+def _read_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it holds no object")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{file}: not readable as JSON: {error}") from None
+    return found
+
+
+def _check_readable(file: Path, vocabulary: object) -> None:
+    """Read the header only; it also contains the expected file size and the shapes. Raises ModelError."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(str(file), framework="numpy"):
-            pass
+        with safe_open(str(file), framework="numpy") as weights:
+            names = [name for name in weights.keys() if name.endswith(_BY_TOKEN)]  # noqa: SIM118 - it is no dict
+            rows = {name: weights.get_slice(name).get_shape()[0] for name in names}
     except (OSError, SafetensorError) as error:
         raise ModelError(f"{file}: the weights cannot be read ({error}); copy the file again") from None
+    for name, number in rows.items():
+        if isinstance(vocabulary, int) and number != vocabulary:
+            raise ModelError(
+                f"{file}: {name} has {number} rows, but vocab_size in config.json is {vocabulary}; copy the config.json"
+                " that belongs to these weights"
+            )
+
+
+def _largest_token_id(folder: Path) -> int:
+    """Return the largest id in tokenizer.json, -1 without one. Not of added tokens: gemma3 has one that only models for
+    images know."""
+    if not (file := folder / "tokenizer.json").is_file():
+        return -1
+    model = _read_object(file).get("model") or {}
+    tokens = model.get("vocab") or ()
+    return max(tokens.values(), default=-1) if isinstance(tokens, dict) else len(tokens) - 1
 
 
 def _weight_files(folder: Path) -> list[str]:

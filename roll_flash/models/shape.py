@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -98,14 +97,14 @@ def _read_shape(file: Path, name: str, changed_ns: int) -> ModelShape:
     """`changed_ns`: when the file changed, so that a changed one is read again."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        tree = json.loads(file.read_text())
-        config: Any = AutoConfig.for_model(**tree)
+        config: Any = AutoConfig.from_pretrained(file)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
         raise ModelError(f"{file}: transformers cannot read this model: {first_line(error)}") from error
     return shape_of(model, name)
 
@@ -120,10 +119,11 @@ def shape_of(model: Any, name: str) -> ModelShape:
     experts = sum(_size(layer, experts_only=True) for layer in layers)
     num_experts = next((n for key in _NUM_EXPERTS if (n := getattr(config, key, None))), 0) if experts else 0
     per_token = getattr(config, "num_experts_per_tok", None) or 1 if num_experts else 0
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+    heads = getattr(config, "num_attention_heads", None) or 0  # none in mamba
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // max(1, heads)
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    width = (getattr(config, "moe_intermediate_size", None) if num_experts else None) or config.intermediate_size
+    width = getattr(config, "moe_intermediate_size", None) if num_experts else None
+    width = width or getattr(config, "intermediate_size", None) or 0
     return ModelShape(
         name=name,
         parameters=_size(model),

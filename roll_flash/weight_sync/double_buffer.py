@@ -5,10 +5,10 @@ use the metadata that vLLM records for its own layerwise reload, and the model's
 fused, renamed and split tensors are identical to those of vLLM.
 
 On CPU vLLM packs the weights of its linear layers for oneDNN, which takes several times as long as copying: the twins
-are packed too, and the exchange only swaps references. The few other weights, such as those of norms, are copied: other
-objects than their module may refer to them. On a GPU captured CUDA graphs read the weights at their
-addresses, and vLLM leaves no room for second ones: the twins lie in page-locked memory of the host, and the exchange is
-one copy.
+are packed too, and the exchange only swaps references. The few other weights, such as those of norms, are copied:
+other objects than their module may refer to them, as mixers of mamba do to those of their convolution. On a GPU
+captured CUDA graphs read the weights at their addresses, and vLLM leaves no room for second ones: the twins lie in
+page-locked memory of the host, and the exchange is one copy.
 
 Experts of a mixture, which vLLM prepares in many ways, have no twins: they are left to vLLM's reload in the pause, if
 they have changed.
@@ -98,7 +98,7 @@ class WeightDoubleBuffer:
                 live, new = module._parameters[name], twin._parameters[name]
                 assert live is not None
                 assert new is not None
-                if name == "weight" and _method(module) is not None:
+                if name == "weight" and _method(module) is not None and new.ndim == 2:
                     module._parameters[name] = new
                 else:
                     live.data.copy_(new)

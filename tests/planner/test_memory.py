@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ModelError, PlacementError
 from roll_flash.learner.model import lora
 from roll_flash.learner.ranks.rank import LearnerRank
+from roll_flash.model_check.architectures import VOCABULARY, write_model
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import ModelShape, read_shape, shape_of
 from roll_flash.planner.machines.memory import (
@@ -70,6 +72,18 @@ def test_a_folder_is_read_before_a_known_shape_and_an_unknown_one_is_one_clear_l
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
     with pytest.raises(ModelError, match="transformers cannot read this model"):
         read_shape(str(tmp_path))
+
+
+@pytest.mark.parametrize(("name", "heads"), [("mamba", 0), ("falcon_h1", 4)])
+def test_layers_of_mamba_have_a_size_too(name: str, heads: int, tmp_path: Path) -> None:
+    """Their configs hold an infinite number, and those without attention no heads."""
+    folder = write_model(name, tmp_path)
+    if not heads:
+        config = json.loads((folder / "config.json").read_text())
+        del config["num_attention_heads"], config["num_key_value_heads"], config["head_dim"]
+        (folder / "config.json").write_text(json.dumps(config))
+    shape = read_shape(str(folder))
+    assert (shape.heads, shape.layers, shape.vocabulary) == (heads, 2, VOCABULARY)
 
 
 def test_the_shape_on_the_meta_device_is_that_of_the_loaded_model() -> None:

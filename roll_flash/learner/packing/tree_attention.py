@@ -77,12 +77,14 @@ def tree_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     *,
-    tree: TreeLayout,
+    tree: TreeLayout | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention with the transformers interface: query [1, H, N, D], key [1, H_kv, N, D], value
     [1, H_kv, N, E]; returns [1, N, H, E]. Raises NotImplementedError for unsupported options."""
     del module
+    if tree is None:
+        raise NotImplementedError("the model passes no arguments on to its attention")
     refused = [name for name in _UNSUPPORTED if options.get(name) is not None]
     if attention_mask is not None:
         # transformers creates no mask for an unknown implementation: this mask comes from the model and is more than
