@@ -365,18 +365,18 @@ def test_docker_without_an_engine_is_one_clear_line_before_anything_starts(tmp_p
 
 @pytest.mark.ray
 def test_a_model_that_cannot_be_trained_is_refused_before_servers_and_workers_start(tmp_path: Path) -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import CTRLConfig, CTRLLMHeadModel
 
     model = tmp_path / "model"
     shutil.copytree(resolve_model("tiny"), model)
-    config = GPT2Config(
-        vocab_size=json.loads((model / "config.json").read_text())["vocab_size"], n_embd=8, n_head=2, n_layer=1
+    config = CTRLConfig(
+        vocab_size=json.loads((model / "config.json").read_text())["vocab_size"], n_embd=8, n_head=2, n_layer=1, dff=8
     )
-    GPT2LMHeadModel(config).save_pretrained(model)
+    CTRLLMHeadModel(config).save_pretrained(model)
     arguments = ["train", "configs/ci.yaml", "name=refused", f"runs={tmp_path}", *QUICK, f"model.path={model}"]
     code, output = run(*arguments, "envs.0.id=tests.counting:Counting-v0")
     assert code == 2, output
     last = output.strip().splitlines()[-1]
-    assert last == f"roll-flash: {model}: GPT2LMHeadModel is not a decoder-only language model with an output head"
+    assert last == f"roll-flash: {model}: CTRLLMHeadModel is not a decoder-only language model with an output head"
     assert "whether model is computed exactly" in output, "what is waited for is said"
     assert list((tmp_path / "refused" / "logs").iterdir()) == [], "no server was started"

@@ -28,6 +28,7 @@ _COMMON: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+_GPT = {"n_embd": 128, "n_head": 4, "n_layer": 2, "n_positions": 512, "rotary_dim": 16}
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 _SHARED_EXPERT = _EXPERTS | {"shared_expert_intermediate_size": 64}
 _WINDOW = {"sliding_window": 32}
@@ -88,6 +89,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "glm4": {},
     "glm4_moe": _EXPERTS | _GROUPED,
     "glm4_moe_lite": _MLA,
+    "gpt2": _GPT,
+    "gpt_bigcode": _GPT,
     "gpt_neox": {},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "granitemoe": _EXPERTS,
@@ -108,6 +111,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "olmo": {},
     "olmo2": {},
     "olmoe": _EXPERTS,
+    "opt": {"ffn_dim": 96, "word_embed_proj_dim": 128},
     "persimmon": {},
     "phi": {},
     "phi3": {},
@@ -126,16 +130,20 @@ SHARED: dict[str, dict[str, Any]] = {
 ALONE: dict[str, dict[str, Any]] = {
     "afmoe": _EXPERTS | _WINDOW_THEN_ALL,
     "bamba": _MAMBA_2 | {"attn_layer_indices": [1]},
+    "bloom": _GPT,
+    "codegen": _GPT,
     "cohere2": {"logit_scale": 0.25} | _WINDOW_THEN_ALL,
     "dots1": _EXPERTS | _GROUPED | _WINDOW,
     "exaone4 with a window": {"model_type": "exaone4"} | _WINDOW_THEN_ALL,
     "exaone_moe": _EXPERTS | _WINDOW_THEN_ALL,
+    "falcon": {"head_dim": None},
     "falcon_h1": _MAMBA_2 | {"mamba_d_ssm": 256},
     "falcon_mamba": _MAMBA,
     "gemma2": _WINDOW_THEN_ALL,
     "gemma3_text": _WINDOW_THEN_ALL,
     "gpt_neox_japanese": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
     "gpt_oss": _EXPERTS | _WINDOW_THEN_ALL | {"rope_parameters": _YARN},
+    "gptj": _GPT,
     "granitemoehybrid": _EXPERTS | _MAMBA_2 | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 64},
     "jamba": _EXPERTS
     | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
@@ -154,6 +162,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": _EXPERTS | _WINDOW_THEN_ALL,
     "minimax": _EXPERTS | _LINEAR_THEN_ALL | {"block_size": 32},
     "mistral with a window": {"model_type": "mistral"} | _WINDOW,
+    "mpt": {"d_model": 128, "n_heads": 4, "n_layers": 2},
     "nemotron": {},
     "nemotron_h": _EXPERTS | {"mamba_num_heads": 8, "mamba_head_dim": 32, "ssm_state_size": 16, "chunk_size": 32},
     "olmo3": _WINDOW_THEN_ALL,
@@ -222,6 +231,8 @@ def write_model(name: str, folder: Path, **changes: Any) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = _COMMON | (SHARED | ALONE)[name] | changes
+    if settings["head_dim"] is None:  # a config that computes it takes none
+        del settings["head_dim"]
     config = AutoConfig.for_model(settings.pop("model_type", name), **settings)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -111,11 +111,11 @@ def _read_shape(file: Path, name: str, changed_ns: int) -> ModelShape:
 
 def shape_of(model: Any, name: str) -> ModelShape:
     """Return the shape of a causal language model of transformers, on any device. Raises ModelError for others."""
-    if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
+    layers = decoder_layers(model)
+    if not layers or model.get_output_embeddings() is None:
         raise ModelError(f"{name}: {type(model).__name__} is not a decoder-only language model with an output head")
     config = model.config.get_text_config()
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
-    layers = list(model.base_model.layers)
     experts = sum(_size(layer, experts_only=True) for layer in layers)
     num_experts = next((n for key in _NUM_EXPERTS if (n := getattr(config, key, None))), 0) if experts else 0
     per_token = getattr(config, "num_experts_per_tok", None) or 1 if num_experts else 0
@@ -142,6 +142,18 @@ def shape_of(model: Any, name: str) -> ModelShape:
         vocabulary=head.shape[0],
         linear=_linear_layers(layers),
     )
+
+
+def decoder_layers(model: Any) -> list[Any]:
+    """Return the decoder layers of a model of transformers; empty if it has no list of them."""
+    if hasattr(model.base_model, "layers"):
+        return list(model.base_model.layers)
+    kinds = model._no_split_modules or ()
+    for module in model.base_model.modules():
+        is_list = type(module).__name__ == "ModuleList" and len(module)
+        if is_list and all(type(layer).__name__ in kinds for layer in module):
+            return list(module)
+    return []
 
 
 def _size(module: Any, *, experts_only: bool = False) -> int:

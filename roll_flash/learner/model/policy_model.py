@@ -16,6 +16,7 @@ from roll_flash.learner.model.activation_offload import offload_activations
 from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
+from roll_flash.models.shape import decoder_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +120,7 @@ class PolicyModel(nn.Module):
     @property
     def layers(self) -> list[nn.Module]:
         """The decoder layers, which FSDP shards one by one."""
-        return list(self.model.base_model.layers)  # type: ignore[arg-type]
+        return decoder_layers(self.model)
 
 
 def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSettings | None = None) -> PolicyModel:
@@ -137,7 +138,7 @@ def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSetting
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {first_line(error)}") from error
-    if not hasattr(model.base_model, "layers") or model.get_output_embeddings() is None:
+    if not decoder_layers(model) or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
     policy = PolicyModel(model, temperature)
     if form is None:
