@@ -69,6 +69,7 @@ BENCHMARKS = [
         full=("--tokens", "8192"),
         entry="benchmarks/all.py",
     ),
+    Benchmark("load", ("load.py",), writes=False),
     Benchmark("long_rows", ("long_rows.py",)),
     Benchmark("bfcl", ("bfcl.py",), writes=False),
     Benchmark("agents", ("agents.py",), writes=False),

@@ -69,11 +69,11 @@ def check_model_folder(folder: Path) -> None:
         )
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         raise ModelError(f"{folder}: no tokenizer (tokenizer.json); save it there with tokenizer.save_pretrained")
-    missing = [name for name in _weight_files(folder) if not (folder / name).is_file()]
+    missing = [name for name in weight_files(folder) if not (folder / name).is_file()]
     if missing:
         raise ModelError(f"{folder}: the weights are incomplete: {missing[0]} is missing; copy the folder again")
     vocabulary = config.get("vocab_size")
-    for name in _weight_files(folder):
+    for name in weight_files(folder):
         _check_readable(folder / name, vocabulary)
     largest = _largest_token_id(folder)
     if isinstance(vocabulary, int) and largest >= vocabulary:
@@ -139,7 +139,8 @@ def _largest_token_id(folder: Path) -> int:
     return max(tokens.values(), default=-1) if isinstance(tokens, dict) else len(tokens) - 1
 
 
-def _weight_files(folder: Path) -> list[str]:
+def weight_files(folder: Path) -> list[str]:
+    """Return the names of the files with the weights. Raises ModelError if there are none."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:

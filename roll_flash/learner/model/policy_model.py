@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from roll_flash.errors import ModelError, first_line
 from roll_flash.learner.model.activation_offload import offload_activations
 from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
+from roll_flash.learner.model.weight_files import WeightFiles, compute_buffers
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
 from roll_flash.models.shape import decoder_layers
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,10 @@ class PolicyModel(nn.Module):
     @property
     def form(self) -> ExactSettings:
         return ExactSettings(self.shares_prefixes, self.logit_transform, self.head.shape[0])
+
+    def apply_form(self, form: ExactSettings) -> None:
+        self.share_prefixes(form.shares_prefixes)
+        self.logit_transform = form.logit_transform
 
     def forward(self, row: PackedRow, temperature: float | None = None) -> tuple[Tensor, Tensor]:
         """Return (logprobs, entropies) [M], float32, of the policy tokens. `temperature` None: the sampler's."""
@@ -124,7 +133,7 @@ class PolicyModel(nn.Module):
 
 
 def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSettings | None = None) -> PolicyModel:
-    """Load a model from a Hugging Face folder: float32, training mode, no dropout.
+    """Load a whole model from a Hugging Face folder: float32, training mode, no dropout.
 
     Without `form`, `choose_exact_mode` tests the model on a few texts and disables prefix sharing if needed; a `form`
     from an earlier load skips the test.
@@ -132,21 +141,55 @@ def load_policy_model(folder: Path, temperature: float = 1.0, form: ExactSetting
     """
     from roll_flash.learner.model.exactness import choose_exact_mode
 
+    policy = PolicyModel(_transformers_model(folder), temperature)
+    if form is None:
+        choose_exact_mode(policy, folder)
+    else:
+        policy.apply_form(form)
+    return policy.train()
+
+
+@contextmanager
+def open_policy_model(
+    folder: Path, form: ExactSettings, temperature: float = 1.0
+) -> Iterator[tuple[PolicyModel, WeightFiles | None]]:
+    """Yield a model on the meta device, with its buffers but without weights, and the files that hold these; None, and
+    a whole model in host memory, if the files cannot be read tensor by tensor: a line in the log says why.
+
+    Raises ModelError if the folder is missing or incomplete.
+    """
+    model = _transformers_model(folder, on_meta=True)
+    with WeightFiles(folder) as files:
+        reason = files.why_not_by_shards(model)
+        if reason is None:
+            compute_buffers(model)
+            policy = PolicyModel(model, temperature)
+            policy.apply_form(form)
+            yield policy.train(), files
+            return
+    _LOG.warning("%s: every rank loads the whole model before it keeps its shard: %s", folder, reason)
+    del model
+    yield load_policy_model(folder, temperature, form), None
+
+
+def check_weight_files(folder: Path) -> None:
+    """Raises ModelError if a tensor of the model is missing or has another shape. Reads no weights."""
+    model = _transformers_model(folder, on_meta=True)
+    with WeightFiles(folder) as files:
+        files.why_not_by_shards(model)
+
+
+def _transformers_model(folder: Path, *, on_meta: bool = False) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise ModelError(f"{folder}: not a Hugging Face model folder (no config.json); check model.path")
+    place = {"device_map": "meta"} if on_meta else {}
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {first_line(error)}") from error
     if not decoder_layers(model) or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
-    policy = PolicyModel(model, temperature)
-    if form is None:
-        choose_exact_mode(policy, folder)
-    else:
-        policy.share_prefixes(form.shares_prefixes)
-        policy.logit_transform = form.logit_transform
-    return policy.train()
+    return model
 
 
 def check_same_vocabulary(reference: ExactSettings, policy: ExactSettings, folder: Path) -> None:

@@ -32,7 +32,15 @@ from roll_flash.errors import ConfigError, LearnerError, StreamError
 from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.compiled_layers import compile_layers
-from roll_flash.learner.model.policy_model import ExactSettings, PolicyModel, check_same_vocabulary, load_policy_model
+from roll_flash.learner.model.policy_model import (
+    ExactSettings,
+    PolicyModel,
+    check_same_vocabulary,
+    check_weight_files,
+    load_policy_model,
+    open_policy_model,
+)
+from roll_flash.learner.model.weight_files import WeightFiles, halve_frozen
 from roll_flash.learner.packing.head_shape import head_shape
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import PlannedTrajectory
@@ -82,7 +90,6 @@ class LearnerRank:
         self._kept: dict[str, list[TrainSequence]] = {}
         """Sequences of the step by group, with proximal log-probabilities; only with several minibatches."""
         self._store: dist.Store | None = None
-        self._loaded: PolicyModel | None = None
         self._writing: dict[Path, Future[Any]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
         self._device = CPU
@@ -112,13 +119,15 @@ class LearnerRank:
         forms: dict[Path, ExactSettings] = {}
         reference = self._reference_folder()
         if reference is not None and reference != self._folder:
-            # Not kept, to avoid two whole models in one process.
+            check_weight_files(reference)
             forms[reference] = load_policy_model(reference, self._temperature).form
-        self._loaded = load_policy_model(self._folder, self._temperature)
-        forms[self._folder] = self._loaded.form
+        check_weight_files(self._folder)
+        # Not kept: each rank then reads its shard only.
+        policy = load_policy_model(self._folder, self._temperature)
+        forms[self._folder] = policy.form
         for folder, form in forms.items():
             check_same_vocabulary(form, forms[self._folder], folder)
-        check_can_be_staged(self._loaded.model, self._folder)
+        check_can_be_staged(policy.model, self._folder)
         return forms
 
     def open_store(self, host: str | None) -> str:
@@ -141,21 +150,22 @@ class LearnerRank:
         # Background collectives use a separate group, so that they cannot mix with those of FSDP.
         self._background: Any = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
-        policy = self._loaded or load_policy_model(self._folder, self._temperature, forms[self._folder])
-        self._loaded = None
-        if self._config.lora.rank:
-            # The same seed on every rank, because each rank keeps one shard of the same matrix.
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(self._seed)
-                lora.adapt(policy.model, self._config.lora)
-        if self._config.gradient_checkpointing:
-            policy.model.gradient_checkpointing_enable({"use_reentrant": False})
-        policy.offload_activations = self._config.activation_offload
-        on_gpu = self._device.type == "cuda"
-        self._flex_attention = on_gpu and policy.shares_prefixes and _flex_attention_works(self._device, policy.model)
-        fingerprint = checkpoint.fingerprint(policy.model)
-        self._tied = policy.tied_names()
-        self._policy = self._shard(policy)
+        with open_policy_model(self._folder, forms[self._folder], self._temperature) as (policy, files):
+            if self._config.lora.rank:
+                # The same seed on every rank, because each rank keeps one shard of the same matrix.
+                with torch.random.fork_rng(devices=[]):
+                    torch.manual_seed(self._seed)
+                    lora.adapt(policy.model, self._config.lora)
+            if self._config.gradient_checkpointing:
+                policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+            policy.offload_activations = self._config.activation_offload
+            on_gpu = self._device.type == "cuda"
+            self._flex_attention = (
+                on_gpu and policy.shares_prefixes and _flex_attention_works(self._device, policy.model)
+            )
+            fingerprint = checkpoint.fingerprint(policy.model)
+            self._tied = policy.tied_names()
+            self._policy = self._shard(policy, files)
         if self._config.compile:
             compile_layers(self._policy)
         reference = self._load_reference(forms)
@@ -385,8 +395,13 @@ class LearnerRank:
         changed_only = self._config.lora.publish == "adapters"
         return WeightStage(model, self._tied, dtype, self._run, changed_only=changed_only)
 
-    def _shard(self, policy: PolicyModel) -> PolicyModel:
-        policy = policy.to(self._device)
+    def _shard(self, policy: PolicyModel, files: WeightFiles | None) -> PolicyModel:
+        """Shard a model, and read this rank's shards if it has no weights yet; frozen ones in the dtype of the GPU's
+        computation."""
+        if self._device.type == "cuda":
+            halve_frozen(policy)
+        if files is None:
+            policy = policy.to(self._device)
         policy.flex_attention = self._flex_attention
         mesh = init_device_mesh(self._device.type, (self._config.ranks,))
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -394,6 +409,8 @@ class LearnerRank:
         for layer in policy.layers:
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(policy, mesh=mesh, mp_policy=precision)
+        if files is not None:
+            files.fill(policy, "model.", self._device)
         return policy
 
     def _reference_folder(self) -> Path | None:
@@ -408,7 +425,8 @@ class LearnerRank:
         folder = self._reference_folder()
         if folder is None:
             return None
-        return self._shard(load_policy_model(folder, self._temperature, forms[folder]).requires_grad_(False))
+        with open_policy_model(folder, forms[folder], self._temperature) as (reference, files):
+            return self._shard(reference.requires_grad_(False), files)
 
     def _total_norm(self) -> float:
         gradients = [p.grad for p in self._trained if p.grad is not None]

@@ -1,0 +1,142 @@
+"""Gives a sharded model its weights from safetensors files; each rank reads only the rows of each tensor that it keeps.
+
+The model is created on the meta device, without memory, so that no process needs room for all of it. The files are
+mapped: ranks on one node share what they read, in the page cache.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+
+from roll_flash.errors import ModelError
+from roll_flash.models.prepare import weight_files
+
+_READ_BYTES = 64 << 20
+"""Most bytes of a stored tensor that are copied at a time, beside the shard itself."""
+
+
+class WeightFiles:
+    """The safetensors files of a folder, by tensor name. A context manager."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises ModelError if a file is missing or cannot be read."""
+        self._folder = folder
+        self._open = ExitStack()
+        self._slices: dict[str, Any] = {}
+        single = folder / "model.safetensors"
+        for path in [single] if single.is_file() else [folder / name for name in weight_files(folder)]:
+            try:
+                file: Any = self._open.enter_context(safe_open(str(path), framework="pt", device="cpu"))
+            except (OSError, SafetensorError) as error:
+                self._open.close()
+                raise ModelError(f"{path}: the weights cannot be read ({error}); copy the file again") from None
+            for name in file.keys():  # noqa: SIM118 - no mapping
+                self._slices[name] = file.get_slice(name)
+
+    def __enter__(self) -> WeightFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._slices.clear()
+        self._open.close()
+
+    def why_not_by_shards(self, model: PreTrainedModel) -> str | None:
+        """Return why `model`, created from this folder on the meta device, cannot be filled tensor by tensor; None if
+        it can. Raises ModelError if a tensor is missing or has another shape than the model's."""
+        if getattr(model, "_weight_conversions", None):
+            return "its files name or join tensors in another way than the model in memory"
+        state = model.state_dict(keep_vars=True)
+        both = [name for name, source in model.all_tied_weights_keys.items() if {name, source} <= self._slices.keys()]
+        if both:
+            return f"its files hold {both[0]} although the config ties it to another tensor"
+        found = {id(tensor) for name, tensor in state.items() if name in self._slices}
+        missing = [name for name, tensor in state.items() if id(tensor) not in found]
+        if missing and not found:
+            return "its files name tensors in another way than the model in memory"
+        if missing:
+            raise ModelError(
+                f"{self._folder}: {len(missing)} of {len(state)} tensors of {type(model).__name__} are not in its "
+                f"files, such as {missing[0]}; copy the folder again, or look at config.json"
+            )
+        for name in state.keys() & self._slices.keys():
+            shape, wanted = self._slices[name].get_shape(), list(state[name].shape)
+            if shape != wanted:
+                raise ModelError(
+                    f"{self._folder}: {name} has the shape {shape}, the model's is {wanted}; look at config.json"
+                )
+        return None
+
+    def fill(self, policy: nn.Module, prefix: str, device: torch.device) -> int:
+        """Give each tensor of `policy` on the meta device its values on `device`, in its own dtype; of a sharded
+        parameter, the shard of this rank. `prefix` begins the names of the tensors of the files.
+
+        Returns the bytes of the tensors that it created.
+        """
+        state = policy.state_dict(keep_vars=True)
+        values: dict[int, Tensor] = {}
+        for name, tensor in state.items():
+            stored = name.removeprefix(prefix)
+            if tensor.is_meta and id(tensor) not in values and stored in self._slices:
+                values[id(tensor)] = self._read(stored, tensor, device)
+        # Tied names get the same object, which keeps them tied.
+        filled = {name: values[id(tensor)] for name, tensor in state.items() if id(tensor) in values}
+        policy.load_state_dict(filled, strict=False, assign=True)
+        return sum(_local(tensor).nbytes for tensor in values.values())
+
+    def _read(self, stored: str, empty: Tensor, device: torch.device) -> Tensor:
+        if isinstance(empty, DTensor):
+            # FSDP shards the first dimension; the last ranks may have fewer rows or none.
+            shape, offset = compute_local_shape_and_global_offset(empty.shape, empty.device_mesh, empty.placements)
+            local = torch.empty(shape, dtype=empty.dtype, device=device)
+            self._copy_rows(stored, offset[0], local)
+            values: Tensor = DTensor.from_local(
+                local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
+            )
+        else:
+            values = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+            self._copy_rows(stored, 0, values)
+        return nn.Parameter(values, empty.requires_grad) if isinstance(empty, nn.Parameter) else values
+
+    def _copy_rows(self, stored: str, first: int, target: Tensor) -> None:
+        lazily = self._slices[stored]
+        if not target.shape:
+            target.copy_(lazily[...])
+        elif target.numel():
+            rows = max(1, _READ_BYTES * len(target) // max(1, target.numel() * 4))
+            for start in range(0, len(target), rows):
+                end = min(start + rows, len(target))
+                target[start:end].copy_(lazily[first + start : first + end])
+
+
+def compute_buffers(model: PreTrainedModel) -> None:
+    """Give the buffers that no folder stores, such as RoPE frequencies, the values that transformers gives them: by the
+    initialisation of their modules, which leaves parameters alone while these are on the meta device."""
+    for name, buffer in list(model.named_non_persistent_buffers()):
+        path, _, attribute = name.rpartition(".")
+        module: Any = model.get_submodule(path)
+        module.register_buffer(attribute, torch.empty_like(buffer, device="cpu"), persistent=False)
+        module._is_hf_initialized = False
+    model.initialize_weights()
+
+
+def halve_frozen(model: nn.Module) -> None:
+    """Convert frozen parameters to bfloat16. FSDP gathers them in bfloat16 on a GPU, so its results stay the same."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
