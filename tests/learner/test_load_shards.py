@@ -39,6 +39,7 @@ from roll_flash.learner.model.policy_model import (
     open_policy_model,
 )
 from roll_flash.learner.model.weight_files import halve_frozen
+from roll_flash.model_check.architectures import write_model
 from roll_flash.models.prepare import resolve_model
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import in_process
@@ -115,6 +116,18 @@ def compare(folder: Path, tmp_path: Path, report: str = "shards") -> None:
 @pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma"])
 def test_two_ranks_have_the_weights_and_buffers_of_transformers(tmp_path: Path, name: str) -> None:
     compare(make(tmp_path / "model", name), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["falcon_h1", "gptj"])
+def test_buffers_are_those_of_transformers_whichever_module_computes_them(tmp_path: Path, name: str) -> None:
+    folder = write_model(name, tmp_path / "model")
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with open_policy_model(folder, FORM) as (policy, files):
+        assert files is not None
+        buffers = dict(expected.named_non_persistent_buffers())
+        assert buffers
+        for name, buffer in buffers.items():
+            assert torch.equal(policy.model.get_buffer(name), buffer), name
 
 
 def test_weights_in_several_files_are_found_by_their_index(tmp_path: Path) -> None:

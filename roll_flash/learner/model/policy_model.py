@@ -161,8 +161,9 @@ def open_policy_model(
     model = _transformers_model(folder, on_meta=True)
     with WeightFiles(folder) as files:
         reason = files.why_not_by_shards(model)
+        if reason is None and (unknown := compute_buffers(model)):
+            reason = f"transformers computes {unknown[0]} only when it loads the model"
         if reason is None:
-            compute_buffers(model)
             policy = PolicyModel(model, temperature)
             policy.apply_form(form)
             yield policy.train(), files
@@ -184,9 +185,17 @@ def _transformers_model(folder: Path, *, on_meta: bool = False) -> PreTrainedMod
         raise ModelError(f"{folder}: not a Hugging Face model folder (no config.json); check model.path")
     place = {"device_map": "meta"} if on_meta else {}
     try:
-        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **place)
+        found: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True, **place
+        )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise ModelError(f"{folder}: transformers cannot load this model: {first_line(error)}") from error
+    model: PreTrainedModel = found[0]
+    if missing := sorted(found[1]["missing_keys"]):  # transformers gives them random values
+        raise ModelError(
+            f"{folder}: {len(missing)} tensors of {type(model).__name__} are not in its files, such as {missing[0]}; "
+            "copy the folder again, or look at config.json"
+        )
     if not decoder_layers(model) or model.get_output_embeddings() is None:
         raise ModelError(f"{folder}: {type(model).__name__} is not a decoder-only language model with an output head")
     return model

@@ -54,7 +54,7 @@ class WeightFiles:
 
     def why_not_by_shards(self, model: PreTrainedModel) -> str | None:
         """Return why `model`, created from this folder on the meta device, cannot be filled tensor by tensor; None if
-        it can. Raises ModelError if a tensor is missing or has another shape than the model's."""
+        it can. Raises ModelError if a tensor has another shape than the model's."""
         if getattr(model, "_weight_conversions", None):
             return "its files name or join tensors in another way than the model in memory"
         state = model.state_dict(keep_vars=True)
@@ -63,13 +63,8 @@ class WeightFiles:
             return f"its files hold {both[0]} although the config ties it to another tensor"
         found = {id(tensor) for name, tensor in state.items() if name in self._slices}
         missing = [name for name, tensor in state.items() if id(tensor) not in found]
-        if missing and not found:
-            return "its files name tensors in another way than the model in memory"
         if missing:
-            raise ModelError(
-                f"{self._folder}: {len(missing)} of {len(state)} tensors of {type(model).__name__} are not in its "
-                f"files, such as {missing[0]}; copy the folder again, or look at config.json"
-            )
+            return f"its files hold {missing[0]} under another name"
         for name in state.keys() & self._slices.keys():
             shape, wanted = self._slices[name].get_shape(), list(state[name].shape)
             if shape != wanted:
@@ -120,15 +115,23 @@ class WeightFiles:
                 target[start:end].copy_(lazily[first + start : first + end])
 
 
-def compute_buffers(model: PreTrainedModel) -> None:
+def compute_buffers(model: PreTrainedModel) -> list[str]:
     """Give the buffers that no folder stores, such as RoPE frequencies, the values that transformers gives them: by the
-    initialisation of their modules, which leaves parameters alone while these are on the meta device."""
-    for name, buffer in list(model.named_non_persistent_buffers()):
+    initialisation of all modules, which leaves parameters alone while these are on the meta device.
+
+    Returns the names of buffers that are still without values.
+    """
+    names = [name for name, _ in model.named_non_persistent_buffers()]
+    for name in names:
         path, _, attribute = name.rpartition(".")
-        module: Any = model.get_submodule(path)
-        module.register_buffer(attribute, torch.empty_like(buffer, device="cpu"), persistent=False)
-        module._is_hf_initialized = False
+        buffer = torch.empty_like(model.get_buffer(name), device="cpu")
+        if buffer.is_floating_point():
+            buffer.fill_(torch.nan)
+        model.get_submodule(path).register_buffer(attribute, buffer, persistent=False)
+    for module in model.modules():  # all, as some initialise buffers of the modules below them
+        module._is_hf_initialized = False  # type: ignore[assignment]
     model.initialize_weights()
+    return [name for name in names if model.get_buffer(name).isnan().any()]
 
 
 def halve_frozen(model: nn.Module) -> None:
