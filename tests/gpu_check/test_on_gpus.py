@@ -221,7 +221,7 @@ def test_a_server_that_answers_with_old_weights_fails(reported: Reported, settin
         before = await learner.logprobs_of(models.probe.texts)
         learner.version = 1
         try:
-            await servers._publish(models)
+            await servers.publish(models)
         except ParityError:
             assert stale
         await servers.check_new_weights(reported.bench, models, before)

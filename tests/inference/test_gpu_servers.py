@@ -272,14 +272,10 @@ def test_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
 
     async def start() -> None:
         config = load_config(TREE)
-        run: Any = types.SimpleNamespace(
-            config=config, model_folder=Path("model"), run_dir=types.SimpleNamespace(logs=None)
-        )
         places: Any = types.SimpleNamespace(shares_gpus=shares_gpus)
-        progress: Any = types.SimpleNamespace(note=lambda _: None)
         learner: Any = StandIn("learner", events)
         async with AsyncExitStack() as stack:
-            await system._start_models(stack, run, learner, places, progress)
+            await system._start_models(stack, config, Path("model"), Path("logs"), learner, places, lambda _: None)
 
     asyncio.run(start())
     one_after_another = ["server starts", "server is up", "learner starts", "learner is up"]

@@ -26,8 +26,8 @@ from roll_flash.model_check.architectures import SHARED, write_model
 LISTS = [f"{full}{side}_{kind}" for full in ("", "full_") for side in ("kv", "q") for kind in ("num_blocks", "indices")]
 LENGTHS = (700, 1, 127, 128, 129, 255, 256, 1500, 2048)
 CPU = torch.device("cpu")
-OTHER_KEYS = {"biogpt", "gpt_neox", "persimmon", "jetmoe"}
-"""Three do not read the number of key heads that all tiny configs give; jetmoe repeats its keys before attention."""
+OTHER_KEYS = {"biogpt", "gpt_neox", "persimmon", "gpt2", "opt", "jetmoe"}
+"""All but jetmoe do not read the number of key heads that all tiny configs give; jetmoe repeats its keys."""
 
 
 def forest(seed: int, tokens: int, branches: float) -> np.ndarray:

@@ -13,6 +13,7 @@ from abuse import within
 from test_no_leaks import assert_gone, children_of, controller
 
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxPool, SandboxSpec, SandboxSpecError, list_sandboxes, reap
+from roll_flash.sandboxes.owner import process_started
 
 pytestmark = pytest.mark.docker
 INTERNAL = SandboxSpec(network="internal")
@@ -149,8 +150,11 @@ def test_the_network_of_a_killed_controller_is_gone_and_the_reaper_has_nothing_l
         below = children_of(process.pid)
         namespaces = {network_namespace(pid) for pid in container_processes(run)}
         assert len(namespaces) == 1
+        everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        inside = {pid: process_started(pid) for pid in everyone if network_namespace(pid) in namespaces}
+        assert len(inside) >= 4
     assert_gone(docker, run, below, 20.0)
-    assert not namespaces & {network_namespace(int(folder.name)) for folder in Path("/proc").glob("[0-9]*")}
+    assert not [pid for pid, started in inside.items() if started is not None and process_started(pid) == started]
     assert [entry for entry in reap() if entry.run == run] == []
 
 

@@ -39,9 +39,10 @@ def head_shape(config: Any, model: torch.nn.Module | None = None) -> HeadShape:
         size = config.qk_nope_head_dim + config.qk_rope_head_dim
     layers = [] if model is None else [layer for layer in model.modules() if "Attention" in type(layer).__name__]
     scales = [scale for layer in layers if isinstance(scale := getattr(layer, "scaling", None), float)]
+    shared = 1 if getattr(config, "multi_query", False) else getattr(config, "num_key_value_heads", None)
     return HeadShape(
         heads,
-        getattr(config, "num_key_value_heads", None) or heads,
+        shared or heads,
         size,
         getattr(config, "v_head_dim", None) or size,
         scales[0] if scales else size**-0.5,
