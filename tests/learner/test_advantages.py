@@ -30,6 +30,13 @@ def test_grpo_is_the_z_score_of_the_group() -> None:
     np.testing.assert_allclose(grpo([0.0, 0.0, 0.0, 4.0]), np.array([-1, -1, -1, 3]) / (np.sqrt(3) + EPSILON))
 
 
+@given(rewards)
+def test_mean_and_deviation_are_those_of_numpy_bit_by_bit(values: list[float]) -> None:
+    if np.ptp(values) > 1e-6:
+        array = np.array(values)
+        assert grpo(values).tobytes() == ((array - array.mean()) / (array.std() + EPSILON)).tobytes()
+
+
 @pytest.mark.parametrize("noise", [1e-8, 1e-6])
 def test_the_noise_of_a_judge_is_no_signal(noise: float) -> None:
     for function in (grpo, rloo):

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from math import isfinite, sqrt
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +15,7 @@ Advantage = Callable[[ArrayLike, bool], NDArray[np.float64]]
 
 _RELATIVE_VARIANCE_FLOOR = 1e-9
 """Relative range below which rewards count as equal (rounding error)."""
+_FLOAT32_MAX = float(np.finfo(np.float32).max)
 EPSILON = 1e-4
 """Added to every standard deviation before division, as in TRL: otherwise noise in the last digits of a judge's scores
 would become advantages near 1."""
@@ -28,10 +30,8 @@ def grpo(rewards: ArrayLike, normalize: bool = True) -> NDArray[np.float64]:
     `rewards` has shape [replicas], of any length (a group may have lost members); a single replica or equal rewards
     give zeros. The result has the same shape, float64.
     """
-    rewards, centred = _centre(rewards)
-    if normalize and centred.any():
-        centred = centred / (rewards.std() + EPSILON)
-    return centred
+    centred = _centre(rewards)
+    return centred / (_deviation(centred) + EPSILON) if normalize else centred
 
 
 def rloo(rewards: ArrayLike, normalize: bool = False) -> NDArray[np.float64]:
@@ -40,11 +40,9 @@ def rloo(rewards: ArrayLike, normalize: bool = False) -> NDArray[np.float64]:
     Source: "Back to Basics", arXiv 2402.14740, section 3.3. `normalize` divides by the group's standard deviation.
     Shapes and degenerate groups as in `grpo`.
     """
-    rewards, centred = _centre(rewards)
-    if not centred.any():
-        return centred
-    advantages = centred * (len(rewards) / (len(rewards) - 1))
-    return advantages / (rewards.std() + EPSILON) if normalize else advantages
+    centred = _centre(rewards)
+    advantages = centred * (len(centred) / max(1, len(centred) - 1))
+    return advantages / (_deviation(centred) + EPSILON) if normalize else advantages
 
 
 def scale_by_batch(advantages: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
@@ -96,17 +94,24 @@ def discounted_returns(rewards: ArrayLike, discount: float) -> NDArray[np.float6
     return values
 
 
-def _centre(rewards: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+def _centre(rewards: ArrayLike) -> NDArray[np.float64]:
+    """Return rewards minus their mean; zeros for fewer than two, or if they are equal."""
     values = np.asarray(rewards, dtype=np.float64)
     if values.ndim != 1:
         raise ValueError(f"rewards must have shape [replicas], not {values.shape}")
-    with np.errstate(over="ignore"):
-        squares = np.square(values.astype(np.float32))
-    if not np.isfinite(squares).all():
-        raise ValueError(f"rewards must be finite, in float32 their squares too, not {values.tolist()}")
-    if values.size < 2 or np.ptp(values) <= _RELATIVE_VARIANCE_FLOOR * max(1.0, float(np.abs(values).max())):
-        return values, np.zeros_like(values)
-    return values, values - values.mean()
+    plain = values.tolist()  # the driver does this for each group: a dozen calls of numpy would take most of its time
+    largest, smallest = max(plain, default=0.0), min(plain, default=0.0)
+    magnitude = max(largest, -smallest)
+    if not (isfinite(sum(plain)) and magnitude * magnitude <= _FLOAT32_MAX):
+        raise ValueError(f"rewards must be finite, in float32 their squares too, not {plain}")
+    if len(plain) < 2 or largest - smallest <= _RELATIVE_VARIANCE_FLOOR * max(1.0, magnitude):
+        return np.zeros_like(values)
+    return values - np.add.reduce(values) / len(plain)
+
+
+def _deviation(centred: NDArray[np.float64]) -> float:
+    """Population standard deviation, bit by bit that of `numpy.std`."""
+    return sqrt(float(np.add.reduce(centred * centred)) / len(centred)) if len(centred) else 0.0
 
 
 ADVANTAGES: dict[str, Advantage] = {"grpo": grpo, "rloo": rloo, "reinforce++": grpo}
