@@ -16,6 +16,6 @@ cd "$folder"
 venv/bin/pip install --quiet --no-deps --no-build-isolation --editable .
 venv/bin/python --version
 venv/bin/python -m pytest -m "not docker and not vllm and not ray and not adapters" \
-    tests/sandboxes tests/planner tests/test_config.py \
-    --ignore tests/sandboxes/test_engines.py --ignore tests/planner/test_memory.py ||
+    tests/sandboxes tests/planner/test_simulate.py tests/planner/test_simulated_parts.py tests/test_config.py \
+    --ignore tests/sandboxes/test_engines.py ||
     bash .ci/alone.sh venv/bin/python

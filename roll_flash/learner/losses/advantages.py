@@ -106,7 +106,8 @@ def _centre(rewards: ArrayLike) -> NDArray[np.float64]:
         raise ValueError(f"rewards must be finite, in float32 their squares too, not {plain}")
     if len(plain) < 2 or largest - smallest <= _RELATIVE_VARIANCE_FLOOR * max(1.0, magnitude):
         return np.zeros_like(values)
-    return values - np.add.reduce(values) / len(plain)
+    mean: np.float64 = np.add.reduce(values) / len(plain)
+    return values - mean
 
 
 def _deviation(centred: NDArray[np.float64]) -> float:
