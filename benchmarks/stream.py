@@ -296,6 +296,9 @@ class NoFiles:
     def write_dropped(self, step: int, group: Any) -> None:
         pass
 
+    def sync(self) -> None:
+        pass
+
 
 async def steps_s(scale: float, judge_s: float, logs: Path) -> float:
     """Seconds of STEPS steps at `async_ratio` 1, after two that fill the pipeline."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -29,7 +28,7 @@ from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluat
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.inference.open import computes_on_gpus, open_engine
 from roll_flash.learner.warm_start import warm_start
-from roll_flash.monitor.episodes import EpisodesWriter, next_group_number
+from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.planner.machines.memory_check import check_gpu_memory
@@ -42,6 +41,7 @@ from roll_flash.processes.background import (
 )
 from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.processes.ray_watch import watching_ray
+from roll_flash.resume import Resumed, read_state, resume, unreadable
 from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.episode_log import EpisodeFiles
@@ -49,6 +49,7 @@ from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoint_writer import CheckpointWriter
+from roll_flash.run.journal import Journal
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
@@ -142,21 +143,15 @@ class Start:
     resumes: bool
     checkpoint: Checkpoint | None
     """Checkpoint of a resumed run; None if it has none yet and begins again."""
-    rollout: Any
-    """Rollout state in the checkpoint."""
 
     @classmethod
     def of(cls, config: Config, run_dir: RunDir, checked: Checked, *, resume: bool) -> Start:
         """Read the start state. Raises CheckpointError if the checkpoint cannot be read."""
         assert checked.model_folder is not None, "training has a model of its own"
         checkpoint = run_dir.latest_checkpoint() if resume else None
-        rollout = None if checkpoint is None else _read_rollout_state(checkpoint)
-        return cls(config, run_dir, checked.model_folder, checked.sandboxes, resume, checkpoint, rollout)
-
-    @property
-    def resume_at(self) -> int | None:
-        """Step after which the run continues; -1 is its start, None is a new run."""
-        return (self.checkpoint.step if self.checkpoint else -1) if self.resumes else None
+        if checkpoint is not None:
+            read_state(checkpoint)
+        return cls(config, run_dir, checked.model_folder, checked.sandboxes, resume, checkpoint)
 
     def announce(self, progress: Progress) -> None:
         config = self.config
@@ -187,8 +182,6 @@ async def open_system(
 
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
-    if start.resume_at is not None:
-        run_dir.set_aside_after(start.resume_at)
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
     places = await _start_ray(stack, config, preparation, progress.note, trains=True, serves=True)
     _note_plan(places.plan, progress)
@@ -198,13 +191,20 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     assert isinstance(settings.model, ClientSpec), "training has servers of its own"
     elastic = ElasticParts(engine, fleet, settings.model, run_dir.folder, progress.note)
     await stack.enter_async_context(background_task(elastic.run(), "the scaling of the run"))
+    resumed = None
     if start.checkpoint:
-        await learner.load(start.checkpoint.state)
-    metrics = MetricsLog(run_dir.folder, config.monitor.tensorboard, resume_at=start.resume_at)
+        resumed = await resume(config, run_dir, start.checkpoint, learner, progress.note)
+    elif start.resumes:
+        run_dir.begin_again()
+    metrics = MetricsLog(
+        run_dir.folder,
+        config.monitor.tensorboard,
+        resume_at=learner.version if resumed else -1 if start.resumes else None,
+    )
     stack.callback(metrics.close)
     episodes = stack.enter_context(EpisodesWriter(run_dir.episodes))
     stream = TrajectoryStream(stage_consumers(config.stages))
-    rollout = _open_rollout(start, fleet, episodes, stream, learner.version)
+    rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version)
     stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
     checkpoints = _open_checkpoints(start, learner, rollout)
@@ -417,6 +417,7 @@ def _open_checkpoints(start: Start, learner: LearnerEngine, rollout: Rollout) ->
         start.run_dir,
         learner,
         rollout_state=rollout.state,
+        episodes_written=rollout.written,
         keep=start.config.checkpoint.keep,
         model_bytes=sum(path.stat().st_size for path in start.model_folder.glob("*.safetensors")),
         timeout_s=start.config.learner.step_timeout_s,
@@ -437,26 +438,30 @@ async def _warm_start(
 
 
 def _open_rollout(
-    start: Start, fleet: WorkerFleet, episodes: EpisodeFiles, stream: TrajectoryStream, version: int
+    stack: AsyncExitStack,
+    start: Start,
+    resumed: Resumed | None,
+    fleet: WorkerFleet,
+    episodes: EpisodeFiles,
+    stream: TrajectoryStream,
+    version: int,
 ) -> Rollout:
-    tasks = open_tasks(start.config)
-    if start.checkpoint is None:
-        return Rollout(start.config, fleet, tasks, episodes, stream, version=version)
+    tasks, journal = open_tasks(start.config), Journal(start.run_dir.journal)
+    stack.callback(journal.close)
+    journal.begin(journal.newest(start.checkpoint.step if start.checkpoint else 0))
+    if resumed is None:
+        return Rollout(start.config, fleet, tasks, episodes, stream, version=version, journal=journal)
     try:
-        # Keep group ids unique, although the run continued after the checkpoint.
-        written = next_group_number(start.run_dir.episodes, start.checkpoint.step)
-        restored = {**start.rollout, "next_group": max(written, int(start.rollout["next_group"]))}
-        return Rollout(start.config, fleet, tasks, episodes, stream, version=version, restored=restored)
+        return Rollout(
+            start.config,
+            fleet,
+            tasks,
+            episodes,
+            stream,
+            version=version,
+            recovery=resumed.recovery,
+            trajectories=resumed.trajectories,
+            journal=journal,
+        )
     except (ValueError, KeyError, TypeError) as error:
-        raise _unreadable(start.checkpoint, error) from None
-
-
-def _read_rollout_state(checkpoint: Checkpoint) -> Any:
-    try:
-        return json.loads(checkpoint.trainer.read_text())
-    except (OSError, ValueError) as error:
-        raise _unreadable(checkpoint, error) from None
-
-
-def _unreadable(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
-    return CheckpointError(f"{checkpoint.trainer}: not readable as a trainer state: {error}")
+        raise unreadable(resumed.checkpoint, error) from None

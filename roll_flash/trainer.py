@@ -212,7 +212,7 @@ class Trainer:
         """Count the groups of a step as trained, once the learner has finished it."""
         record.is_counted = True
         version = self._system.learner.version
-        await self._system.rollout.version_advanced(version)
+        await self._system.rollout.version_advanced(version, record.micro_batches, record.learner_metrics)
         self._note_rollout()
         self._note_trained(version, record.trajectories)
         if notice := self._signal.step(version, record.groups):

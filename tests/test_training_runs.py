@@ -22,6 +22,7 @@ from listening import key_holders, open_to_everybody
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
+from roll_flash.run.journal import read_journal
 from roll_flash.run.run_dir import list_checkpoints
 
 ROOT = Path(__file__).parents[1]
@@ -325,7 +326,8 @@ def test_when_ray_dies_the_run_saves_what_it_has_and_says_so_in_one_line(
 
 @pytest.mark.ray
 @pytest.mark.docker
-def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path) -> None:
+def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes_where_it_was(tmp_path: Path) -> None:
+    """The steps after the checkpoint are repeated from the journal, and no episode that had ended is played again."""
     arguments = [
         "train",
         "configs/ci.yaml",
@@ -345,10 +347,20 @@ def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes(tmp_path: Path)
         process.kill()
     process.communicate(timeout=30)
     assert session.leaks() == []
-    newest = list_checkpoints(tmp_path / "killed")[-1].step
-    code, output = run(*arguments[:-1], f"steps={newest + 1}", "--resume")
+    checkpoint = list_checkpoints(tmp_path / "killed")[-1].step
+    events, _ = read_journal(tmp_path / "killed/journal", checkpoint)
+    trained = [event["version"] for event in events if event["event"] == "trained"]
+    ended = {event["episode"] for event in events if event["event"] == "ended"}
+    assert trained[-1] >= 3 > checkpoint
+    code, output = run(*arguments[:-1], f"steps={trained[-1] + 1}", "--resume")
     assert code == 0, output
-    assert [row["step"] for row in step_rows(tmp_path / "killed")] == list(range(1, newest + 2))
+    assert f"repeating steps {checkpoint + 1} to {trained[-1]} from the journal" in output
+    assert "another result" not in output
+    steps = {row["step"] for row in step_rows(tmp_path / "killed")}
+    assert steps | {trained[-1]} == set(range(1, trained[-1] + 2)), "the last one may have been cut before its report"
+    played = [row["episode_id"] for row in read_episodes(tmp_path / "killed/episodes") if row["kind"] == "trajectory"]
+    assert ended <= set(played)
+    assert len(played) == len(set(played))
 
 
 def test_docker_without_an_engine_is_one_clear_line_before_anything_starts(tmp_path: Path) -> None:

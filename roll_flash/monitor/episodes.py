@@ -1,25 +1,31 @@
 """Episodes as JSON lines: all data of every episode, readable with `pandas.read_json(lines=True)`.
 
 One record is one ended episode: `kind` is `trajectory` or `failure`. Both kinds have the same columns; columns that do
-not apply are null (or an empty list).
+not apply are null (or an empty list). A resumed run reads trajectories back (`find_trajectories`), so each line has its
+checksum, `crc32`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from roll_flash.monitor.json_lines import JsonLinesFile, read_lines
+import numpy as np
+
+from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, read_lines, with_checksum
 from roll_flash.types import Branch, EpisodeFailure, Task, Trajectory, Turn
 
 Outcome = Trajectory | EpisodeFailure
 _BACKTICKS = re.compile(r"`{3,}+")
 _GROUP = re.compile(rb'"group_id":"g(\d+)"')
+_EPISODE = re.compile(rb'"episode_id":"([^"\\]+)"')
+_OWN_COLUMNS = ("episode_id", "group_id", "reward", "success", "end", "started_s", "finished_s", "info")
 DROPPED_FILE = "dropped.jsonl"
 TURN_COLUMNS = tuple(field.name for field in fields(Turn))
 BRANCH_COLUMNS = tuple(field.name for field in fields(Branch) if field.name != "turns")
@@ -112,11 +118,16 @@ class EpisodesWriter:
 
     def write(self, step: int, outcome: Outcome) -> None:
         """Append one episode to the file of `step`."""
-        self._open(step).write({"step": step, **episode_record(outcome)})
+        self.write_line(step, encode(episode_record(outcome)).encode())
 
     def write_line(self, step: int, line: bytes) -> None:
         """Append an episode that is encoded already, as `episode_record`."""
-        self._open(step).write_line(b'{"step":%d,' % step + line[1:])
+        self._open(step).write_line(with_checksum(b'{"step":%d,' % step + line[1:]))
+
+    def sync(self) -> None:
+        """Wait until the disk has all episodes that were written."""
+        if self._file is not None:
+            self._file.sync()
 
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
         """Append a group that no step will train, with the reason, to `dropped.jsonl` next to the episodes."""
@@ -132,6 +143,7 @@ class EpisodesWriter:
 
     def _close_step(self) -> None:
         if self._file is not None:
+            self._file.sync()
             self._file.close()
         self._file = self._step = None
 
@@ -172,6 +184,42 @@ def read_episodes(path: Path) -> list[dict[str, Any]]:
         raise FileNotFoundError(f"{path}: no such file or folder of episodes")
     files = sorted(path.glob("step_*.jsonl")) if path.is_dir() else [path]
     return [record for file in files for record in read_lines(file)]
+
+
+def find_trajectories(folder: Path, tasks: Mapping[str, Task]) -> dict[str, Trajectory]:
+    """Read trajectories from a run's `episodes/`, newest files first; `tasks`: that of each wanted episode, by its id.
+    Those that are missing or damaged are left out."""
+    found: dict[str, Trajectory] = {}
+    for path in sorted(folder.glob("step_*.jsonl"), reverse=True):
+        if len(found) == len(tasks):
+            break
+        here: dict[str, bytes] = {}  # played again after the log was damaged: the last one counts
+        with path.open("rb") as lines:
+            for line in lines:
+                name = _EPISODE.search(line, 0, 400)
+                episode_id = name[1].decode() if name else ""
+                if episode_id in tasks and b'"kind":"trajectory"' in line[:80] and is_intact(line):
+                    here[episode_id] = line
+        found = {name: trajectory_of(json.loads(line), tasks[name]) for name, line in here.items()} | found
+    return found
+
+
+def trajectory_of(record: Mapping[str, Any], task: Task) -> Trajectory:
+    """Undo `episode_record`, bit by bit: numbers in the file read as the same float32."""
+    own = {name: record[name] for name in _OWN_COLUMNS}
+    branches = tuple(Branch(**_sample_of(each)) for each in record["branches"])
+    return Trajectory(task=task, **own, **_sample_of(record), branches=branches)
+
+
+def _sample_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    arrays = {
+        "token_ids": np.array(record["token_ids"], np.int32),
+        "policy_mask": np.array(record["policy_mask"], np.bool_),
+        "logprobs": np.array([math.nan if each is None else each for each in record["logprobs"]], np.float32),
+        "versions": np.array(record["versions"], np.int32),
+    }
+    turns = tuple(Turn(**turn) for turn in record["turns"])
+    return {**arrays, "turns": turns, "messages": tuple(record["messages"]), "prompt_length": record["prompt_length"]}
 
 
 def transcript(record: Mapping[str, Any]) -> str:

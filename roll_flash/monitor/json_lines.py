@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import msgspec
 import numpy as np
@@ -138,8 +139,26 @@ class JsonLinesFile:
         if written != len(data):
             raise RunError(f"{self.path}: {written} of {len(data)} bytes could be written; free space on its disk")
 
+    def sync(self) -> None:
+        """Wait until the disk has all lines, so that a loss of power loses none. Raises RunError if that fails."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise RunError(f"{self.path}: cannot be written: {error.strerror}") from error
+
     def close(self) -> None:
         self._file.close()
+
+
+def with_checksum(line: bytes) -> bytes:
+    """Put the CRC-32 of an encoded record in front of its keys, as `crc32`."""
+    return b'{"crc32":"%08x",' % crc32(line) + line[1:]
+
+
+def is_intact(line: bytes) -> bool:
+    """Return True for a line of `with_checksum` that is as it was written, with or without its newline."""
+    head, body = line[:20], b"{" + line[20:].rstrip(b"\n")
+    return head == b'{"crc32":"%08x",' % crc32(body)
 
 
 def cut_half_line(path: Path) -> None:

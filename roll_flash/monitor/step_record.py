@@ -38,13 +38,14 @@ class StepRecord:
         self._unix_s = time.time() - self._started
         self._learner_s = 0.0
         self._spans: list[tuple[LearnerWork, float, float, int]] = []
-        self.groups: list[FinishedGroup] = []
-        """All groups of the step so far."""
+        self.micro_batches: list[list[FinishedGroup]] = []
+        """Groups of the step so far, as they were accumulated."""
 
     @contextmanager
     def learner_works(self, work: LearnerWork, groups: Sequence[FinishedGroup] = (), tokens: int = 0) -> Iterator[None]:
         """Time a call of the learner, which computes `tokens`."""
-        self.groups.extend(groups)
+        if groups:
+            self.micro_batches.append(list(groups))
         started = time.monotonic()
         yield
         ended = time.monotonic()
@@ -56,6 +57,11 @@ class StepRecord:
         tokens)."""
         times = {"started_s": self._unix_s + self._started, "ended_s": self._unix_s + time.monotonic()}
         return {"step": self.version + 1, **times, "learner": self._spans}
+
+    @property
+    def groups(self) -> list[FinishedGroup]:
+        """All groups of the step so far."""
+        return [group for groups in self.micro_batches for group in groups]
 
     @property
     def trajectories(self) -> list[FinishedEpisode]:

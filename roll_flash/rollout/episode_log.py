@@ -1,4 +1,7 @@
-"""Writes ended episodes into the run's log, in a thread: the driver's event loop neither reads nor encodes them."""
+"""Writes ended episodes and the journal, in a thread: the driver's event loop neither reads nor encodes them.
+
+What the journal says of an episode is written after the episode. Every GROUP_COMMIT_S both are on the disk.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +13,15 @@ from typing import Any, Protocol
 
 from roll_flash.processes.background import call_in_thread, start_background
 from roll_flash.rollout.worker import Outcome
+from roll_flash.run.journal import Event, Journal
 from roll_flash.stream.blocks import fetch_lines
 from roll_flash.types import EpisodeFailure, FinishedEpisode, StoredTrajectory
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 30.0
+GROUP_COMMIT_S = 0.05
+"""Minimum time between two waits for the disk, which take milliseconds each."""
 
 
 class EpisodeFiles(Protocol):
@@ -29,17 +35,23 @@ class EpisodeFiles(Protocol):
 
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None: ...
 
+    def sync(self) -> None: ...
+
 
 Ended = tuple[int, FinishedEpisode | EpisodeFailure]
 """Learner version at the end of the episode, and its outcome."""
+Entry = Ended | Event | int | asyncio.Future[None]
+"""An episode, an event of the journal, the step of the checkpoint after which the journal goes on, or a future that is
+set when all before it is on the disk."""
 
 
 class EpisodeLog:
-    """Queue of ended episodes and the task that writes them."""
+    """Queue of ended episodes and events, and the task that writes them."""
 
-    def __init__(self, files: EpisodeFiles) -> None:
+    def __init__(self, files: EpisodeFiles, journal: Journal | None = None) -> None:
         self._files = files
-        self._waiting: list[Ended] = []
+        self._journal = journal
+        self._waiting: list[Entry] = []
         self._unwritten = 0
         self._changed = asyncio.Event()
         self._is_closed = False
@@ -51,8 +63,28 @@ class EpisodeLog:
         return self._task
 
     def add(self, step: int, outcome: FinishedEpisode | EpisodeFailure) -> None:
-        self._waiting.append((step, outcome))
         self._unwritten += 1
+        self._append((step, outcome))
+
+    def note(self, event: Event) -> None:
+        """Write an event of the journal."""
+        self._append(event)
+
+    def begin_journal(self, step: int) -> None:
+        """Write the events that follow as those after the checkpoint of `step`."""
+        if self._journal is not None:
+            self._append(step)
+
+    async def written(self) -> None:
+        """Wait until all that was added is on the disk, or writing has ended with an error."""
+        if self._task is None:
+            return
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._append(done)
+        await asyncio.wait([done, self._task], return_when=asyncio.FIRST_COMPLETED)
+
+    def _append(self, entry: Entry) -> None:
+        self._waiting.append(entry)
         self._changed.set()
 
     async def close(self) -> None:
@@ -72,11 +104,28 @@ class EpisodeLog:
         while self._waiting or not self._is_closed:
             await self._changed.wait()
             self._changed.clear()
-            ended, self._waiting = self._waiting, []
-            await call_in_thread(partial(self._write, ended))
-            self._unwritten -= len(ended)
+            entries, self._waiting = self._waiting, []
+            await call_in_thread(partial(self._write, entries))
+            self._unwritten -= sum(isinstance(entry, tuple) for entry in entries)
+            for entry in entries:
+                if isinstance(entry, asyncio.Future) and not entry.done():
+                    entry.set_result(None)
+            if not self._is_closed:
+                await asyncio.sleep(GROUP_COMMIT_S)
 
-    def _write(self, ended: Sequence[Ended]) -> None:
+    def _write(self, entries: Sequence[Entry]) -> None:
+        self._write_ended([entry for entry in entries if isinstance(entry, tuple)])
+        self._files.sync()
+        if self._journal is None:
+            return
+        for entry in entries:
+            if isinstance(entry, int):
+                self._journal.begin(entry)
+            elif isinstance(entry, dict):
+                self._journal.write(entry)
+        self._journal.sync()
+
+    def _write_ended(self, ended: Sequence[Ended]) -> None:
         data = [outcome.data for _, outcome in ended if isinstance(outcome, FinishedEpisode)]
         stored = [each for each in data if isinstance(each, StoredTrajectory)]
         lines = iter(fetch_lines(stored))

@@ -20,14 +20,17 @@ from roll_flash.monitor.metrics import LEARNER_IDLE, SERVERS_IDLE
 from roll_flash.processes.background import error_of, start_background
 from roll_flash.rollout.episode_log import EpisodeFiles, EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.recovery import MicroBatches, Recovery
+from roll_flash.run.journal import Event, Journal
 from roll_flash.scheduling.async_ratio import AsyncRatioController, Decision, StepMeasurement
+from roll_flash.scheduling.group_queues import OpenGroup
 from roll_flash.scheduling.policy import policy_of
 from roll_flash.scheduling.scheduler import Scheduler
 from roll_flash.scheduling.selection_bias import SelectionBias
 from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.stream import REWARD, TrajectoryStream
-from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams, Task
+from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams
 
 
 class Rollout:
@@ -42,14 +45,18 @@ class Rollout:
         stream: TrajectoryStream,
         *,
         version: int = 0,
-        restored: Mapping[str, Any] | None = None,
+        recovery: Recovery | None = None,
+        trajectories: Mapping[str, FinishedEpisode] | None = None,
+        journal: Journal | None = None,
     ) -> None:
-        """`restored`: the `state` to resume from. Raises ValueError, KeyError or TypeError if it is another run's."""
+        """`recovery`: where to go on, with those of its `trajectories` that were found, by episode id; the others are
+        played again. Raises ValueError, KeyError or TypeError if it is another run's. `journal`: of all decisions."""
         rollout, scheduler = config.rollout, config.scheduler
         self._fleet = fleet
         self._tasks = tasks
         self._files = files
-        self._log = EpisodeLog(files)
+        self._log = EpisodeLog(files, journal)
+        self._has_journal = journal is not None
         self._stream = stream
         self._has_stages = bool(config.stages)
         self._max_concurrent = rollout.max_concurrent
@@ -66,11 +73,11 @@ class Rollout:
             max_turns=config.envs[0].max_turns,
             sampling=training_sampling(config),
             version=version,
-            first_group=int(restored["next_group"]) if restored else 0,
             bias=SelectionBias(longest_s=rollout.episode_timeout_s),
         )
-        if restored:
-            self._restore(restored)
+        self._is_batch = policy_of(config).mode == "batch"
+        if recovery is not None:
+            self._restore(recovery, trajectories or {})
         self._changed = asyncio.Event()
         self._group_ready = asyncio.Event()
         self._failures_in_a_row = 0
@@ -119,8 +126,12 @@ class Rollout:
             report(f"{self.scheduler.groups_wanted()} groups to go, {self.scheduler.running} episodes running")
             await self._wait_for_group()
 
-    async def version_advanced(self, version: int) -> None:
-        """Record that the learner finished a step; cancel and drop the groups that are now too old."""
+    async def version_advanced(
+        self, version: int, micro_batches: MicroBatches = (), metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Record that the learner finished a step, from these micro-batches and with these metrics; cancel and drop the
+        groups that are now too old."""
+        self._note_step(version, micro_batches, metrics or {})
         self.scheduler.now_s = time.monotonic()
         self.scheduler.version_advanced(version)
         if steps := self.scheduler.steps_without_signal:
@@ -151,13 +162,24 @@ class Rollout:
         return notices
 
     def state(self) -> dict[str, Any]:
-        """Return the checkpoint state as JSON: unfinished tasks, task source, group number, async ratio."""
+        """Return the checkpoint state as JSON, for `Recovery`. What is decided from now on is journaled as after it."""
+        self._log.begin_journal(self.scheduler.learner_version)
+        groups = self.scheduler.unfinished_groups()
         return {
+            "version": self.scheduler.learner_version,
             "tasks": self._tasks.state(),
             "next_group": self.scheduler.next_group,
-            "unfinished": [task.to_dict() for task in self.scheduler.unfinished_tasks()],
+            "groups": [
+                [group.number, group.task.to_dict(), group.requeues, [each.episode_id for each in group.trajectories]]
+                for group in groups
+            ],
+            "requeued": [[task.to_dict(), requeues] for task, requeues in self.scheduler.requeued_tasks],
             "async_ratio": self._controller.state() if self._controller else None,
         }
+
+    async def written(self) -> None:
+        """Wait until the disk has all episodes that ended before."""
+        await self._log.written()
 
     def metrics(self) -> dict[str, float]:
         """Return the async ratio, the selection bias so far, and the metrics of the task source."""
@@ -180,6 +202,7 @@ class Rollout:
         if decision.changed:
             self.scheduler.set_async_ratio(decision.async_ratio)
             self._changed.set()
+        self._note({"event": "async_ratio", "state": self._controller.state()})
         return decision
 
     def fail(self, error: BaseException) -> None:
@@ -199,12 +222,45 @@ class Rollout:
         counts = {f"groups_{name}": count for name, count in scheduler.counts().items()}
         return {**scheduler.trajectories, "waiting": waiting, "cancelled": cancelled, **failures, **counts}
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        self._tasks.restore(state["tasks"])
-        self.scheduler.restore_tasks(Task(**tree) for tree in state["unfinished"])
-        if self._controller is not None and state["async_ratio"] is not None:
-            self._controller.restore(state["async_ratio"])
+    def _restore(self, recovery: Recovery, trajectories: Mapping[str, FinishedEpisode]) -> None:
+        recovery.restore_source(self._tasks)
+        if self._controller is not None and recovery.async_ratio is not None:
+            self._controller.restore(recovery.async_ratio)
             self.scheduler.set_async_ratio(self._controller.async_ratio)
+        self.scheduler.restore_requeued(recovery.requeued)
+        for group in sorted(recovery.groups.values(), key=lambda group: group.number):
+            names = [] if self._is_batch else [name for name in group.episodes if name in trajectories]
+            found = [trajectories[name] for name in names]
+            for each in found:
+                self._put(each)
+            self.scheduler.restore_group(group.number, group.task, group.requeues, found)
+        self.scheduler.continue_at(recovery.next_group)
+        for group_id in self.scheduler.take_completed():
+            self._stream.complete(group_id)
+
+    def _put(self, outcome: FinishedEpisode) -> None:
+        columns = {} if self._has_stages else {REWARD: outcome.reward}
+        self._stream.put(outcome.episode_id, outcome.group_id, outcome, columns)
+
+    def _note(self, event: Event) -> None:
+        if self._has_journal:
+            self._log.note(event)
+
+    def _note_admitted(self, group: OpenGroup, *, drawn: bool) -> None:
+        task = group.task.to_dict()
+        self._note(
+            {"event": "admitted", "number": group.number, "task": task, "requeues": group.requeues, "drawn": drawn}
+        )
+
+    def _note_step(self, version: int, micro_batches: MicroBatches, metrics: Mapping[str, float]) -> None:
+        batches = [
+            [[group.group_id, [[each.episode_id, each.reward] for each in group.trajectories]] for group in groups]
+            for groups in micro_batches
+        ]
+        given = {group.group_id for groups in micro_batches for group in groups}
+        lost = [name for name in self.scheduler.step_group_ids if name not in given]
+        event = {"event": "trained", "version": version, "batches": batches, "without_rows": lost}
+        self._note({**event, "metrics": dict(metrics)})
 
     async def _keep_slots_filled(self) -> None:
         try:
@@ -243,22 +299,27 @@ class Rollout:
             record = {**asdict(group), "task": group.task.task_id}
             self._files.write_dropped(self.scheduler.learner_version, record)
             self._stream.drop_group(group.group_id, group.reason)
+            self._note({"event": "dropped", "group": group.group_id, "reason": group.reason})
 
     def _admit(self) -> None:
-        while self.scheduler.room() and (self.scheduler.admit_requeued() is not None or self._admit_next()):
-            pass
+        while self.scheduler.room():
+            if (again := self.scheduler.admit_requeued()) is not None:
+                self._note_admitted(again, drawn=False)
+            elif not self._admit_next():
+                return
 
     def _admit_next(self) -> bool:
         """Admit the next task of the source; return False if the source has ended."""
         if self._tasks_ended:
             return False
         try:
-            self.scheduler.admit(self._tasks.next())
+            task = self._tasks.next()
         except StopIteration:
             self._tasks_ended = True
             count = self.scheduler.admitted
             self._notices.append(f"the task source has ended after {count} groups: what is there is trained")
             return False
+        self._note_admitted(self.scheduler.admit(task), drawn=True)
         return True
 
     def _receive(self, outcome: FinishedEpisode | EpisodeFailure) -> None:
@@ -273,9 +334,12 @@ class Rollout:
             self._last_causes.clear()
             score = outcome.reward if outcome.success is None else float(outcome.success)
             self._tasks.report(outcome.task, score)
-        if self.scheduler.finished(outcome) and isinstance(outcome, FinishedEpisode):
-            columns = {} if self._has_stages else {REWARD: outcome.reward}
-            self._stream.put(outcome.episode_id, outcome.group_id, outcome, columns)
+        is_kept = self.scheduler.finished(outcome)
+        if isinstance(outcome, FinishedEpisode):
+            if is_kept:
+                self._put(outcome)
+            ended = {"event": "ended", "episode": outcome.episode_id, "group": outcome.group_id, "kept": is_kept}
+            self._note({**ended, "score": score, "task": None if is_kept else outcome.task.to_dict()})
         for group_id in self.scheduler.take_completed():
             self._stream.complete(group_id)
         self._changed.set()

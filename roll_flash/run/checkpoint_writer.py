@@ -1,8 +1,8 @@
 """Write checkpoints of a run while its steps continue.
 
 The state is copied between two steps: weights and optimizer by the learner, the state of the rollout here. Steps
-continue after the copy. What is in the trajectory stream is not saved: a resumed run plays these tasks again. One
-checkpoint is written at a time, and it is valid (`step_N`) only when all of it is on disk.
+continue after the copy. Trajectories are not saved: they are in the log of episodes, and what happens after the copy is
+in the journal. One checkpoint is written at a time, and it is valid (`step_N`) only when all of it is on disk.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from roll_flash.config.tree import CheckpointConfig
@@ -49,14 +49,16 @@ class CheckpointWriter:
         learner: LearnerEngine,
         *,
         rollout_state: Callable[[], Mapping[str, Any]],
+        episodes_written: Callable[[], Awaitable[None]],
         keep: int,
         model_bytes: int,
         timeout_s: float,
     ) -> None:
-        """`keep`: number of newest checkpoints to keep."""
+        """`keep`: number of newest checkpoints to keep. `episodes_written` waits for those that the state names."""
         self._run_dir = run_dir
         self._learner = learner
         self._rollout_state = rollout_state
+        self._episodes_written = episodes_written
         self._keep = keep
         self._model_bytes = model_bytes
         self._timeout_s = timeout_s
@@ -132,7 +134,7 @@ class CheckpointWriter:
                 state = json.dumps({"version": version, **self._rollout_state()})
                 copied.set()
                 await asyncio.to_thread((folder / "trainer.json").write_text, state)
-                await asyncio.gather(*writing)
+                await asyncio.gather(self._episodes_written(), *writing)
             finally:
                 for task in writing:
                     task.cancel()

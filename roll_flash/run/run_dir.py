@@ -24,10 +24,11 @@ from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.processes.gpus import is_cpu_installation
+from roll_flash.run.journal import prune, set_aside
 from roll_flash.run.scale_request import ANSWER, REQUEST
 from roll_flash.run.trained_tasks import TRAINED_TASKS
 
-FOLDERS = ("episodes", "checkpoints", "logs", "eval", "plots")
+FOLDERS = ("episodes", "journal", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
 TIMELINE = "timeline.jsonl"
 SUMMARY = "summary.json"
@@ -105,6 +106,10 @@ class RunDir:
         return self.folder / "episodes"
 
     @property
+    def journal(self) -> Path:
+        return self.folder / "journal"
+
+    @property
     def checkpoints_folder(self) -> Path:
         return self.folder / "checkpoints"
 
@@ -158,10 +163,13 @@ class RunDir:
             shutil.rmtree(partial, ignore_errors=True)
 
     def prune_checkpoints(self, keep: int) -> None:
-        """Remove all but the newest `keep` complete checkpoints."""
-        for checkpoint in list_checkpoints(self.folder)[:-keep]:
+        """Remove all but the newest `keep` complete checkpoints, and the journal before them."""
+        found = list_checkpoints(self.folder)
+        for checkpoint in found[:-keep]:
             (checkpoint.folder / COMPLETE).unlink()
             shutil.rmtree(checkpoint.folder)
+        if found:
+            prune(self.journal, found[-keep:][0].step)
 
     def set_aside_after(self, step: int) -> None:
         """Rename (to `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
@@ -173,6 +181,11 @@ class RunDir:
                     path.rename(_free_name(path))
         for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS, self.logs / TIMELINE):
             keep_steps_until(path, step)
+
+    def begin_again(self) -> None:
+        """Set aside all that a run without a checkpoint has written."""
+        self.set_aside_after(-1)
+        set_aside(self.journal, 0)
 
     def require_space(self, num_bytes: int) -> None:
         """Check the free disk space. Raises RunError if it is less than `num_bytes`."""

@@ -64,11 +64,11 @@ class DeadlineBuckets:
 class SubmissionOrder(DeadlineBuckets):
     """Order of submission: `first` returns the group submitted next, or None until that group is complete."""
 
-    def __init__(self, first_number: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._next = first_number
+        self._waiting: dict[int, None] = {}
+        """Numbers of the groups that were admitted and have not left, in this order."""
         self._by_number: dict[int, OpenGroup] = {}
-        self._left: set[int] = set()
 
     def add(self, group: OpenGroup) -> None:
         super().add(group)
@@ -79,14 +79,14 @@ class SubmissionOrder(DeadlineBuckets):
         del self._by_number[group.number]
 
     def first(self) -> OpenGroup | None:
-        return self._by_number.get(self._next)
+        return self._by_number.get(next(iter(self._waiting), -1))
+
+    def mark_admitted(self, number: int) -> None:
+        self._waiting[number] = None
 
     def mark_left(self, number: int) -> None:
         """Mark a group as taken or dropped, so that the next one can follow."""
-        self._left.add(number)
-        while self._next in self._left:
-            self._left.remove(self._next)
-            self._next += 1
+        self._waiting.pop(number, None)
 
 
 DropReason = Literal["stale", "too_few_trajectories", "surplus", "no_signal"]

@@ -25,12 +25,13 @@ class RequeuedTasks:
         return len(self._waiting)
 
     @property
-    def tasks(self) -> list[Task]:
-        return [task for task, _ in self._waiting]
+    def waiting(self) -> list[tuple[Task, int]]:
+        """Tasks with their number of requeues, oldest first."""
+        return list(self._waiting)
 
-    def restore_tasks(self, tasks: Iterable[Task]) -> None:
-        """Add tasks that an earlier run did not finish. Their requeue count starts at 0."""
-        self._waiting.extend((task, 0) for task in tasks)
+    def restore(self, waiting: Iterable[tuple[Task, int]]) -> None:
+        """Add the `waiting` tasks of an earlier run."""
+        self._waiting.extend(waiting)
 
     def requeue(self, group: OpenGroup) -> None:
         """Requeue the task of a stale group, or give it up at the limit."""

@@ -19,7 +19,7 @@ The time of each event grows with its group, not with the number of running or w
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from roll_flash.scheduling.batches import Batches
@@ -42,7 +42,6 @@ class Scheduler:
         max_turns: int,
         sampling: SamplingParams,
         version: int = 0,
-        first_group: int = 0,
         bias: SelectionBias | None = None,
     ) -> None:
         if policy.in_order and rule.extra_groups:
@@ -51,7 +50,7 @@ class Scheduler:
         self._policy = policy
         self._max_turns = max_turns
         self._sampling = sampling
-        self._next_group = first_group
+        self._next_group = 0
         self._groups: dict[str, OpenGroup] = {}
         """Groups admitted and not yet taken or dropped."""
         self._running: dict[str, OpenGroup] = {}
@@ -60,7 +59,7 @@ class Scheduler:
         self._queued = 0
         self._begun = DeadlineBuckets()
         """Groups that have started and are not ready for the learner."""
-        self._ready: DeadlineBuckets = SubmissionOrder(first_group) if policy.in_order else DeadlineBuckets()
+        self._ready: DeadlineBuckets = SubmissionOrder() if policy.in_order else DeadlineBuckets()
         self._batches = Batches() if policy.mode == "batch" else None
         self._in_step: list[tuple[OpenGroup, FinishedGroup]] = []
         self._filtered_in_step = 0
@@ -166,10 +165,15 @@ class Scheduler:
         waiting = sum(len(group.trajectories) for group in self._groups.values())
         return waiting + sum(len(group.trajectories) for _, group in self._in_step)
 
-    def unfinished_tasks(self) -> list[Task]:
-        """Return the tasks whose groups no finished step has trained, oldest first: a checkpoint saves them."""
+    def unfinished_groups(self) -> list[OpenGroup]:
+        """Return the groups that no finished step has trained, oldest first: a checkpoint saves them."""
         waiting = [*(group for group, _ in self._in_step), *self._groups.values()]
-        return [*self._requeued.tasks, *(group.task for group in sorted(waiting, key=lambda g: g.number))]
+        return sorted(waiting, key=lambda group: group.number)
+
+    @property
+    def step_group_ids(self) -> list[str]:
+        """Ids of the groups that the current step has taken so far."""
+        return [group.group_id for group, _ in self._in_step]
 
     @property
     def problem(self) -> str | None:
@@ -182,9 +186,9 @@ class Scheduler:
         return self._progress.steps_without_signal
 
     @property
-    def requeued_tasks(self) -> list[Task]:
-        """Tasks to admit again, oldest first."""
-        return self._requeued.tasks
+    def requeued_tasks(self) -> list[tuple[Task, int]]:
+        """Tasks to admit again with the number of their requeues, oldest first."""
+        return self._requeued.waiting
 
     def counts(self) -> dict[str, int]:
         """Count groups whose task was requeued or given up, and groups without signal that had to be trained."""
@@ -196,25 +200,58 @@ class Scheduler:
 
     # Events that the caller reports
 
-    def restore_tasks(self, tasks: Iterable[Task]) -> None:
-        """Add tasks that an earlier run did not finish, for `admit_requeued`."""
-        self._requeued.restore_tasks(tasks)
+    def restore_requeued(self, waiting: Iterable[tuple[Task, int]]) -> None:
+        """Add the `requeued_tasks` of an earlier run, for `admit_requeued`."""
+        self._requeued.restore(waiting)
 
-    def admit_requeued(self) -> Task | None:
-        """Admit the oldest requeued task and return it; None if no task is requeued."""
+    def restore_group(
+        self, number: int, task: Task, requeues: int, trajectories: Sequence[FinishedEpisode] = ()
+    ) -> OpenGroup:
+        """Add a group of an earlier run with the trajectories that it has; queue its other replicas. Groups come in the
+        order of their numbers, before any is admitted. One that is too old by now is dropped. With `mode="batch"` it
+        begins again: give no trajectories."""
+        self._next_group = number
+        group = self._add_group(task, requeues)
+        group.trajectories.extend(trajectories)
+        self.trajectories["produced"] += len(trajectories)
+        ended = {trajectory.episode_id for trajectory in trajectories}
+        for episode in (self._episode(group, replica) for replica in range(self._policy.replicas)):
+            if episode.episode_id not in ended:
+                self._enqueue(group, episode)
+        if trajectories:
+            group.max_staleness = self._rule.max_staleness
+            last_step = group.set_last_step_from_tokens()
+            self._begun.add(group)
+            if last_step < self.learner_version:
+                self._drop(group, "stale")
+            elif len(trajectories) >= self._policy.group_size or not group.is_waiting:
+                self._complete(group)
+        return group
+
+    def continue_at(self, number: int) -> None:
+        """Admit the next group with this number, after all groups of an earlier run are restored."""
+        self._next_group = number
+
+    def admit_requeued(self) -> OpenGroup | None:
+        """Admit the oldest requeued task and return its group; None if no task is requeued."""
         again = self._requeued.pop()
-        if again is not None:
-            self.admit(again[0], requeues=again[1])
-        return again[0] if again is not None else None
+        return None if again is None else self.admit(again[0], requeues=again[1])
 
-    def admit(self, task: Task, *, requeues: int = 0) -> None:
+    def admit(self, task: Task, *, requeues: int = 0) -> OpenGroup:
         """Add a task as a new group and queue its replicas."""
+        group = self._add_group(task, requeues)
+        for replica in range(self._policy.replicas):
+            self._enqueue(group, self._episode(group, replica))
+        return group
+
+    def _add_group(self, task: Task, requeues: int) -> OpenGroup:
         group = OpenGroup(self._next_group, f"g{self._next_group:08d}", task, requeues=requeues)
         self._next_group += 1
         self.admitted += 1
         self._groups[group.group_id] = group
-        for replica in range(self._policy.replicas):
-            self._enqueue(group, self._episode(group, replica))
+        if isinstance(self._ready, SubmissionOrder):
+            self._ready.mark_admitted(group.number)
+        return group
 
     def finished(self, outcome: FinishedEpisode | EpisodeFailure) -> bool:
         """Record the end of an episode; return True if a trajectory became part of its group.

@@ -73,10 +73,14 @@ class Run:
             run_dir,
             learner,
             rollout_state=lambda: dict(self.books),
+            episodes_written=self.episodes_written,
             keep=keep,
             model_bytes=0,
             timeout_s=timeout_s,
         )
+
+    async def episodes_written(self) -> None:
+        """There are none."""
 
     def complete(self) -> list[int]:
         return [checkpoint.step for checkpoint in list_checkpoints(self.run_dir.folder)]

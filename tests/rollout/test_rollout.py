@@ -61,6 +61,9 @@ class Log:
     def write_dropped(self, step: int, group: Mapping[str, Any]) -> None:
         self.dropped.append(group)
 
+    def sync(self) -> None:
+        pass
+
 
 class ThreeTasks(SeedTasks):
     """A source that ends."""

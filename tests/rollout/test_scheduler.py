@@ -71,7 +71,7 @@ def test_requeue_brings_the_task_of_a_stale_group_back() -> None:
     scheduler.finished(trajectory(fast_b, [0]))
     scheduler.take_ready()
     scheduler.version_advanced(1)
-    assert list(scheduler.requeued_tasks) == [slow_a.task]
+    assert scheduler.requeued_tasks == [(slow_a.task, 1)]
 
 
 def test_wait_keeps_a_place_for_what_would_go_stale() -> None:
@@ -221,11 +221,11 @@ def test_a_checkpoint_brings_back_every_task_that_was_not_trained() -> None:
     first_a, first_b, *_ = scheduler.next_episodes(2)
     scheduler.finished(trajectory(first_a, [0]))
     scheduler.finished(trajectory(first_b, [0]))
-    assert [task.seed for task in scheduler.unfinished_tasks()] == [0, 1]
+    assert [group.task.seed for group in scheduler.unfinished_groups()] == [0, 1]
     scheduler.take_ready()
-    assert [task.seed for task in scheduler.unfinished_tasks()] == [0, 1]
+    assert [group.task.seed for group in scheduler.unfinished_groups()] == [0, 1]
     scheduler.version_advanced(1)
-    assert [task.seed for task in scheduler.unfinished_tasks()] == [1]
+    assert [group.task.seed for group in scheduler.unfinished_groups()] == [1]
 
 
 @pytest.mark.parametrize(

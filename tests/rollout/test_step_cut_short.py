@@ -152,7 +152,7 @@ def test_it_is_in_the_metrics_and_its_tasks_are_not_played_again(where: str) -> 
     assert books["trained"] == 8
     assert kept.rows[-1]["books/trained"] == 8
     (state,) = kept.states
-    waiting = {task["task_id"] for task in state["unfinished"]}
+    waiting = {task["task_id"] for _, task, _, _ in state["groups"]}
     assert waiting
     assert not waiting & set().union(*kept.trained.values())
 

@@ -141,7 +141,7 @@ class Simulation:
 
     def _admit(self) -> None:
         if (again := self._scheduler.admit_requeued()) is not None:
-            self._replays[again.seed] += 1
+            self._replays[again.task.seed] += 1
             return
         seed = next(self._tasks)
         self._scheduler.admit(Task(f"t{seed}", self._settings.task_name(seed), seed))

@@ -1,0 +1,131 @@
+"""Resume a run: its newest checkpoint, then what the journal says was decided after it.
+
+Steps that were trained after the checkpoint are repeated with their recorded micro-batches, so the weights are those of
+before (bit by bit on a CPU) and no episode is played again for them. Groups that were not trained keep the trajectories
+that they had; only episodes that were running are played again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from roll_flash.config.tree import Config
+from roll_flash.engines.learner import LearnerEngine, StepResult
+from roll_flash.errors import CheckpointError, LearnerError
+from roll_flash.monitor.episodes import find_trajectories, next_group_number
+from roll_flash.rollout.recovery import RecordedStep, Recovery
+from roll_flash.run.journal import read_journal, set_aside
+from roll_flash.run.run_dir import Checkpoint, RunDir
+from roll_flash.scheduling.policy import policy_of
+from roll_flash.stream import finished_episode
+from roll_flash.types import FinishedEpisode, FinishedGroup
+
+Note = Callable[[str], None]
+COMPARED = ("loss", "grad_norm")
+"""Metrics of the learner by which a repeated step is compared with the recorded one."""
+TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where a run goes on. `trajectories`: those that were found, by episode id."""
+
+    checkpoint: Checkpoint
+    recovery: Recovery
+    trajectories: Mapping[str, FinishedEpisode]
+
+
+def read_state(checkpoint: Checkpoint) -> Recovery:
+    """Return the rollout's state in a checkpoint. Raises CheckpointError."""
+    try:
+        return Recovery.of(json.loads(checkpoint.trainer.read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise unreadable(checkpoint, error) from None
+
+
+def unreadable(checkpoint: Checkpoint, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{checkpoint.trainer}: not readable as a trainer state: {error!r}")
+
+
+async def resume(
+    config: Config, run_dir: RunDir, checkpoint: Checkpoint, learner: LearnerEngine, note: Note
+) -> Resumed:
+    """Load the checkpoint into the learner and repeat the journal. What cannot be repeated is said, and trained again
+    from new episodes."""
+    await learner.load(checkpoint.state)
+    recovery, trajectories = await asyncio.to_thread(_read, config, run_dir, checkpoint, note)
+    if recovery.steps:
+        first, last = recovery.steps[0].version, recovery.steps[-1].version
+        note(f"repeating steps {first} to {last} from the journal: they came after the newest checkpoint")
+    try:
+        for step in recovery.steps:
+            async with asyncio.timeout(config.learner.step_timeout_s):
+                await _repeat(learner, step, trajectories, note)
+    except (LearnerError, TimeoutError) as error:
+        why = str(error) or "it took longer than learner.step_timeout_s"
+        note(f"steps after {checkpoint.step} cannot be repeated ({why}): they are trained from new episodes")
+        await learner.abandon_step()
+        await learner.load(checkpoint.state)
+        await asyncio.to_thread(set_aside, run_dir.journal, checkpoint.step)
+        recovery = read_state(checkpoint)
+    await asyncio.to_thread(run_dir.set_aside_after, recovery.version)
+    written = await asyncio.to_thread(next_group_number, run_dir.episodes, recovery.version)
+    recovery.next_group = max(written, recovery.next_group)
+    open_ids = {name for group in recovery.groups.values() for name in group.episodes}
+    return Resumed(checkpoint, recovery, {name: trajectories[name] for name in open_ids & trajectories.keys()})
+
+
+def _read(
+    config: Config, run_dir: RunDir, checkpoint: Checkpoint, note: Note
+) -> tuple[Recovery, dict[str, FinishedEpisode]]:
+    recovery, policy = read_state(checkpoint), policy_of(config)
+    events, damage = read_journal(run_dir.journal, checkpoint.step)
+    if damage:
+        note(damage)
+    try:
+        recovery.repeat(events, max_requeues=policy.max_requeues_per_group if policy.on_stale == "requeue" else None)
+    except (KeyError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{run_dir.journal}: not readable as the journal of this run ({error!r}); move it away to resume from the "
+            f"checkpoint of step {checkpoint.step} alone"
+        ) from None
+    tasks = {name: group.task for group in recovery.groups.values() for name in group.episodes}
+    for step in recovery.steps:
+        tasks |= {name: task for batch in step.batches for _, task, members in batch for name, _ in members}
+    found = {name: finished_episode(each) for name, each in find_trajectories(run_dir.episodes, tasks).items()}
+    if missing := len(tasks.keys() - found.keys()):
+        note(f"{missing} of {len(tasks)} trajectories in the journal are not in {run_dir.episodes}, or damaged")
+    return recovery, found
+
+
+async def _repeat(
+    learner: LearnerEngine, step: RecordedStep, trajectories: Mapping[str, FinishedEpisode], note: Note
+) -> None:
+    for batch in step.batches:
+        groups = []
+        for group_id, task, members in batch:
+            if lost := [name for name, _ in members if name not in trajectories]:
+                raise LearnerError(f"trajectory {lost[0]} is lost")
+            rows = tuple(replace(trajectories[name], reward=reward) for name, reward in members)
+            groups.append(FinishedGroup(group_id, task, rows))
+        await learner.accumulate(groups)
+    result = await learner.finish_step()
+    if result.version != step.version:
+        raise LearnerError(f"the learner is at step {result.version} instead of {step.version}")
+    if difference := _difference(step, result):
+        note(f"step {step.version} is repeated with another result: {difference}")
+
+
+def _difference(step: RecordedStep, result: StepResult) -> str:
+    """Describe the first compared metric that is not as recorded."""
+    for name in COMPARED:
+        before: Any = step.metrics.get(name)
+        now = result.metrics.get(name)
+        if before is not None and now is not None and not math.isclose(before, now, rel_tol=TOLERANCE, abs_tol=1e-6):
+            return f"{name} {now:.4g} instead of {before:.4g}"
+    return ""

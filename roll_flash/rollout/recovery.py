@@ -1,0 +1,131 @@
+"""What a resumed run begins with: the state in its checkpoint, and the journal after it. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from roll_flash.run.journal import Event
+from roll_flash.scheduling.tasks import TaskSource
+from roll_flash.types import FinishedGroup, Task
+
+MicroBatches = Sequence[Sequence[FinishedGroup]]
+
+
+@dataclass(slots=True)
+class RestoredGroup:
+    """A group that was neither trained nor dropped. `episodes`: ids of its trajectories, in the order of their ends."""
+
+    number: int
+    task: Task
+    requeues: int
+    episodes: list[str] = field(default_factory=list)
+
+    @property
+    def group_id(self) -> str:
+        return group_id(self.number)
+
+
+@dataclass(slots=True)
+class RecordedStep:
+    """A step that was trained after the checkpoint. Groups of a micro-batch: (id, task, [(episode id, reward)])."""
+
+    version: int
+    batches: list[list[tuple[str, Task, list[tuple[str, float]]]]]
+    metrics: dict[str, float]
+
+
+@dataclass(slots=True)
+class Recovery:
+    """State of the rollout when the run stopped."""
+
+    version: int
+    next_group: int
+    groups: dict[str, RestoredGroup]
+    requeued: list[tuple[Task, int]]
+    async_ratio: Any
+    tasks: Mapping[str, Any]
+    """State of the task source in the checkpoint; `calls` are what it was asked and told since."""
+    calls: list[tuple[str, float | None]] = field(default_factory=list)
+    """(task id, None) for a task that was drawn, (group id, score) for a report."""
+    steps: list[RecordedStep] = field(default_factory=list)
+    known_tasks: dict[str, Task] = field(default_factory=dict)
+    """Of all groups since the checkpoint, by group id."""
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Recovery:
+        """Begin with a checkpoint (`Rollout.state`). Raises KeyError, ValueError or TypeError for another state."""
+        groups = [
+            RestoredGroup(int(number), Task(**task), int(requeues), list(episodes))
+            for number, task, requeues, episodes in state["groups"]
+        ]
+        found = cls(
+            version=int(state["version"]),
+            next_group=int(state["next_group"]),
+            groups={group.group_id: group for group in groups},
+            requeued=[(Task(**task), int(requeues)) for task, requeues in state["requeued"]],
+            async_ratio=state["async_ratio"],
+            tasks=state["tasks"],
+        )
+        found.known_tasks = {group.group_id: group.task for group in groups}
+        return found
+
+    def repeat(self, events: Iterable[Event], *, max_requeues: int | None) -> None:
+        """Apply the journal. `max_requeues`: how often the task of a stale group is played again; None: never."""
+        for event in events:
+            match event["event"]:
+                case "admitted":
+                    self._admit(event)
+                case "ended":
+                    if event["task"] is not None:  # its group may have left before the checkpoint
+                        self.known_tasks.setdefault(event["group"], Task(**event["task"]))
+                    self.calls.append((event["group"], event["score"]))
+                    group = self.groups.get(event["group"])
+                    if event["kept"] and group is not None and event["episode"] not in group.episodes:
+                        group.episodes.append(event["episode"])
+                case "dropped":
+                    group = self.groups.pop(event["group"], None)
+                    stale = event["reason"] == "stale" and max_requeues is not None
+                    if group is not None and stale and group.requeues < (max_requeues or 0):
+                        self.requeued.append((group.task, group.requeues + 1))
+                case "trained":
+                    self._train(event)
+                case "async_ratio":
+                    self.async_ratio = event["state"]
+
+    def _admit(self, event: Event) -> None:
+        task = Task(**event["task"])
+        if event["drawn"]:
+            self.calls.append((task.task_id, None))
+        elif self.requeued:
+            self.requeued.pop(0)
+        group = RestoredGroup(int(event["number"]), task, int(event["requeues"]))
+        self.groups[group.group_id] = group
+        self.known_tasks[group.group_id] = task
+        self.next_group = group.number + 1
+
+    def _train(self, event: Event) -> None:
+        self.version = int(event["version"])
+        batches = [
+            [(name, self.known_tasks[name], [(episode, reward) for episode, reward in rows]) for name, rows in each]
+            for each in event["batches"]
+        ]
+        self.steps.append(RecordedStep(self.version, batches, event["metrics"]))
+        for name in {name for batch in batches for name, _, _ in batch} | set(event["without_rows"]):
+            self.groups.pop(name, None)
+
+    def restore_source(self, source: TaskSource) -> None:
+        """Bring a task source to where it was. Raises ValueError if it draws other tasks than it did."""
+        source.restore(self.tasks)
+        for name, score in self.calls:
+            if score is not None:
+                source.report(self.known_tasks[name], score)
+                continue
+            drawn = source.next()
+            if drawn.task_id != name:
+                raise ValueError(f"the task source draws {drawn.task_id!r} where it drew {name!r} before")
+
+
+def group_id(number: int) -> str:
+    return f"g{number:08d}"

@@ -1,0 +1,110 @@
+"""The journal of a run: what rollout and learner decided since a checkpoint. A crash then loses running episodes only.
+
+Trajectories are in `episodes/`; the journal says what became of them. `journal/after_step_N.jsonl` has the events after
+checkpoint N in the order in which they fell, one line each, with a checksum:
+
+- `admitted`: a task became a group; `drawn` if it came from the task source, not from the requeued tasks;
+- `ended`: a trajectory was told to the task source, and became part of its group if `kept`;
+- `dropped`: a group left without being trained;
+- `trained`: a step, with the episodes and rewards of its micro-batches in the order in which they were accumulated;
+- `async_ratio`: a decision of `async_ratio: auto`.
+
+A resumed run repeats them from the checkpoint on (`roll_flash/rollout/recovery.py`), up to the first damaged line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, with_checksum
+
+FORMAT = 1
+Event = Mapping[str, Any]
+_FILE = re.compile(r"after_step_(\d+)\.jsonl")
+
+
+class Journal:
+    """Appends events. `begin` comes first, and at each checkpoint. Raises RunError if the disk write fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._file: JsonLinesFile | None = None
+
+    def newest(self, step: int) -> int:
+        """Return the checkpoint whose file a run that resumes at the checkpoint of `step` goes on with."""
+        return max(step, *journal_files(self._folder), step)
+
+    def begin(self, step: int) -> None:
+        """Write what follows into the file of the checkpoint of `step`, or go on with it."""
+        self.close()
+        self._file = JsonLinesFile(self._folder / f"after_step_{step:06d}.jsonl")
+        if not self._file.path.stat().st_size:
+            self.write({"event": "begin", "format": FORMAT})
+
+    def write(self, event: Event) -> None:
+        assert self._file is not None, "begin comes first"
+        self._file.write_line(with_checksum(encode(event).encode()))
+
+    def sync(self) -> None:
+        """Wait until the disk has all events."""
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+            self._file.close()
+            self._file = None
+
+
+def journal_files(folder: Path) -> dict[int, Path]:
+    """Return the files of a journal by the step of their checkpoint, oldest first."""
+    found = {int(match[1]): path for path in folder.glob("*") if (match := _FILE.fullmatch(path.name))}
+    return dict(sorted(found.items()))
+
+
+def read_journal(folder: Path, step: int) -> tuple[list[Event], str | None]:
+    """Return the events after the checkpoint of `step`, and what is wrong, in words. All from a damaged line on is set
+    aside as `*.bak`: events without those before them say nothing."""
+    events: list[Event] = []
+    for number, path in journal_files(folder).items():
+        if number < step:
+            continue
+        size = 0
+        for place, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
+            if not line.endswith(b"\n"):
+                break  # cut by the end of the process
+            event = json.loads(line) if is_intact(line) else None
+            if event is None or (event["event"] == "begin" and event["format"] != FORMAT):
+                set_aside(folder, number + 1)
+                shutil.copyfile(path, _backup(path))
+                os.truncate(path, size)
+                what = "is damaged" if event is None else f"is of format {event['format']}, not {FORMAT}"
+                return events, f"{path}, line {place} {what}: the journal is used up to there"
+            events.append(event)
+            size += len(line)
+    return events, None
+
+
+def set_aside(folder: Path, step: int) -> None:
+    """Rename the files of the checkpoint of `step` and of later ones to `*.bak`."""
+    for number, path in journal_files(folder).items():
+        if number >= step:
+            path.replace(_backup(path))
+
+
+def prune(folder: Path, step: int) -> None:
+    """Remove what is older than the checkpoint of `step`."""
+    for number, path in journal_files(folder).items():
+        if number < step:
+            path.unlink()
+
+
+def _backup(path: Path) -> Path:
+    return path.with_name(path.name + ".bak")

@@ -1,0 +1,359 @@
+"""A killed run goes on where it was: trained steps are repeated, ended episodes are kept, none is trained twice.
+
+Real rollout, stream, journal, episode log and run folder; fleet and learner are stand-ins. A kill is a copy of the
+run's folder at some moment, which is what a killed process leaves behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scheduler_world import failure, whole_trajectory
+
+from roll_flash.config.tree import Config, load_config
+from roll_flash.engines.learner import StepResult
+from roll_flash.errors import CheckpointError, LearnerError
+from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes, trajectory_of
+from roll_flash.monitor.json_lines import encode, with_checksum
+from roll_flash.resume import Resumed, read_state, resume
+from roll_flash.rollout import episode_log
+from roll_flash.rollout.fleet import Ended
+from roll_flash.rollout.rollout import Rollout
+from roll_flash.run.journal import Journal, read_journal
+from roll_flash.run.run_dir import Checkpoint, RunDir
+from roll_flash.scheduling.open_tasks import open_tasks
+from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
+from roll_flash.types import EpisodeSpec, FinishedGroup, Task, Trajectory
+
+STEPS = 8
+
+
+@pytest.fixture(autouse=True)
+def _writes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Episodes here end every few milliseconds."""
+    monkeypatch.setattr(episode_log, "GROUP_COMMIT_S", 0.0)
+
+
+class Fleet:
+    """Stands in for workers: episodes end after a moment, some with a failure. `on_end` is called before each end."""
+
+    def __init__(self, seed: int, version: int, on_end: Callable[[], None]) -> None:
+        self._random = random.Random(seed)
+        self.version = version
+        self._on_end = on_end
+        self._ended: dict[str, Callable[[Ended], None]] = {}
+        self.played: list[EpisodeSpec] = []
+
+    async def submit(self, episodes: Sequence[EpisodeSpec], receive: Callable[[Ended], None]) -> None:
+        for spec in episodes:
+            self.played.append(spec)
+            began = self.version
+            self._ended[spec.episode_id] = receive
+            asyncio.get_running_loop().call_later(self._random.random() * 0.02, self._end, spec, began)
+
+    def _end(self, spec: EpisodeSpec, began: int) -> None:
+        if (receive := self._ended.pop(spec.episode_id, None)) is None:
+            return
+        self._on_end()
+        versions = [began] * 3 + [self.version] * 2
+        good = whole_trajectory(spec, versions, reward=self._random.random())
+        receive(failure(spec) if self._random.random() < 0.1 else finished_episode(good))
+
+    async def cancel(self, episode_ids: Iterable[str]) -> None:
+        for name in episode_ids:
+            self._ended.pop(name, None)
+
+
+class Learner:
+    """Stands in for the learner; keeps what each step was made of."""
+
+    def __init__(self, async_ratio: float) -> None:
+        self.version = 0
+        self.steps: dict[int, list[Any]] = {}
+        self._async_ratio = async_ratio
+        self._now: list[Any] = []
+
+    async def load(self, folder: Path) -> None:
+        self.version = json.loads((folder / "version.json").read_text())
+
+    async def accumulate(self, groups: Sequence[FinishedGroup]) -> None:
+        for episode in (episode for group in groups for episode in group.trajectories):
+            assert episode.oldest_version >= self.version - self._async_ratio, "too old"
+            assert isinstance(episode.data, Trajectory)
+        self._now.append([(g.group_id, [(e.episode_id, e.reward) for e in g.trajectories]) for g in groups])
+
+    async def finish_step(self) -> StepResult:
+        self.version += 1
+        self.steps[self.version], self._now = self._now, []
+        return StepResult(self.version, 1, False, {"loss": float(self.version)})
+
+    async def abandon_step(self) -> None:
+        self._now = []
+
+
+def config_of(folder: Path, **scheduler: Any) -> Config:
+    defaults = {"async_ratio": 1.0, "groups_per_step": 3, "group_size": 2}
+    return load_config(
+        {
+            "name": "run",
+            "runs": str(folder),
+            "model": {"path": "tiny"},
+            "envs": [{"id": "Env-v0"}],
+            "scheduler": defaults | scheduler,
+            "rollout": {"max_concurrent": 9, "retries": 1},
+            "monitor": {"stall_timeout_s": 20.0},
+        }
+    )
+
+
+async def play(
+    config: Config,
+    run_dir: RunDir,
+    learner: Learner,
+    fleet: Fleet,
+    *,
+    resumed: Resumed | None = None,
+    checkpoint_at: int | None = None,
+    on_step: Callable[[int], None] = lambda _: None,
+) -> Rollout:
+    """What the trainer does, up to STEPS. `on_step` is called when the journal has the step."""
+    stream, journal = TrajectoryStream(), Journal(run_dir.journal)
+    journal.begin(journal.newest(resumed.checkpoint.step if resumed else 0))
+    with EpisodesWriter(run_dir.episodes) as files:
+        run = Rollout(
+            config,
+            fleet,  # type: ignore[arg-type]
+            open_tasks(config),
+            files,
+            stream,
+            version=learner.version,
+            recovery=resumed.recovery if resumed else None,
+            trajectories=resumed.trajectories if resumed else None,
+            journal=journal,
+        )
+        loader = LearnerLoader(stream, micro_batch_tokens=12)
+        async with asyncio.timeout(60), run:
+            while learner.version < STEPS:
+                batches = []
+                async with aclosing(loader.stream_step(run.groups_for_step())) as micro_batches:
+                    async for micro_batch in micro_batches:
+                        batches.append(micro_batch.groups)
+                        await learner.accumulate(micro_batch.groups)
+                result = await learner.finish_step()
+                await run.version_advanced(result.version, batches, result.metrics)
+                if result.version == checkpoint_at:
+                    with run_dir.writing_checkpoint(result.version) as folder:
+                        (folder / "state").mkdir()
+                        (folder / "state/version.json").write_text(str(result.version))
+                        (folder / "trainer.json").write_text(json.dumps(run.state()))
+                        await run.written()
+                await run.written()
+                on_step(result.version)
+                fleet.version = result.version
+                run.published(result.version)
+        journal.close()
+    return run
+
+
+async def killed(folder: Path, seed: int, *, at: int | None = None, **scheduler: Any) -> tuple[Config, Learner, Path]:
+    """A run to its end; and its folder as it was after step `at`, or at some moment after the checkpoint of step 2."""
+    config = config_of(folder / "whole", **scheduler)
+    learner, copy = Learner(config.scheduler.highest_async_ratio), folder / "killed/run"
+    moment = random.Random(seed).randint(1, 24)
+    seen = 0
+
+    def on_end() -> None:
+        nonlocal seen
+        seen += (run_dir.checkpoint_folder(2) / "COMPLETE").exists()
+        if at is None and seen == moment:
+            shutil.copytree(run_dir.folder, copy)
+
+    def on_step(version: int) -> None:
+        if version == at:
+            shutil.copytree(run_dir.folder, copy)
+
+    with RunDir.create(config, resume=False) as run_dir:
+        await play(config, run_dir, learner, Fleet(seed, 0, on_end), checkpoint_at=2, on_step=on_step)
+    return config_of(folder / "killed", **scheduler), learner, copy
+
+
+def trained_in(steps: dict[int, list[Any]]) -> list[str]:
+    return [name for step in steps.values() for batch in step for _, rows in batch for name, _ in rows]
+
+
+@pytest.mark.parametrize(
+    "scheduler", [{}, {"on_stale": "requeue"}, {"async_ratio": 0.0, "in_order": True}, {"async_ratio": 2.0}]
+)
+@pytest.mark.parametrize("seed", range(6))
+def test_a_killed_run_repeats_its_steps_and_keeps_every_episode_that_had_ended(
+    seed: int, scheduler: dict[str, Any], tmp_path: Path
+) -> None:
+    async def run() -> None:
+        config, whole, copy = await killed(tmp_path, seed, **scheduler)
+        events, damage = read_journal(copy / "journal", 2)
+        assert damage is None
+        known = {event["episode"] for event in events if event["event"] == "ended"}
+        trained_then = [event["version"] for event in events if event["event"] == "trained"]
+        said: list[str] = []
+        learner = Learner(config.scheduler.highest_async_ratio)
+        with RunDir.create(config, resume=True) as run_dir:
+            checkpoint = run_dir.latest_checkpoint()
+            assert checkpoint is not None
+            resumed = await resume(config, run_dir, checkpoint, learner, said.append)
+            assert learner.version == resumed.recovery.version == max(trained_then, default=2)
+            assert learner.steps == {version: whole.steps[version] for version in trained_then}
+            fleet = Fleet(seed + 100, learner.version, lambda: None)
+            books = (await play(config, run_dir, learner, fleet, resumed=resumed)).books()
+            episodes = read_episodes(run_dir.episodes)
+        assert not known & {spec.episode_id for spec in fleet.played}, "an episode that had ended was played again"
+        steps = {version: step for version, step in whole.steps.items() if version <= 2} | learner.steps
+        names = trained_in(steps)
+        assert len(names) == len(set(names)) == 2 * 3 * STEPS, "every trajectory is trained once"
+        dropped = sum(count for name, count in books.items() if name.startswith("dropped_"))
+        assert books["produced"] == books["trained"] + dropped + books["waiting"]
+        logged = [row["episode_id"] for row in episodes if row["kind"] == "trajectory"]
+        assert set(trained_in(learner.steps)) <= set(logged)
+        assert not [line for line in said if "played" in line or "damaged" in line]
+
+    asyncio.run(run())
+
+
+def test_the_task_source_goes_on_where_it_was(tmp_path: Path) -> None:
+    async def run() -> None:
+        config, _, _ = await killed(tmp_path, 3)
+        learner = Learner(1.0)
+        with RunDir.create(config, resume=True) as run_dir:
+            checkpoint = run_dir.latest_checkpoint()
+            assert checkpoint is not None
+            resumed = await resume(config, run_dir, checkpoint, learner, lambda _: None)
+            fleet = Fleet(7, learner.version, lambda: None)
+            await play(config, run_dir, learner, fleet, resumed=resumed)
+            records = read_episodes(run_dir.episodes)
+        tasks = {row["group_id"]: row["seed"] for row in records} | {s.group_id: s.task.seed for s in fleet.played}
+        source = open_tasks(config)
+        drawn = [source.next().seed for _ in range(100)]
+        assert all(seed == drawn[int(group_id[1:])] for group_id, seed in tasks.items())
+        assert len(tasks) >= 3 * STEPS
+
+    asyncio.run(run())
+
+
+def journal_of(copy: Path) -> Path:
+    (path,) = (copy / "journal").glob("after_step_000002.jsonl")
+    return path
+
+
+async def resumed_from(config: Config, said: list[str]) -> tuple[Resumed, Learner]:
+    learner = Learner(1.0)
+    with RunDir.create(config, resume=True) as run_dir:
+        checkpoint = run_dir.latest_checkpoint()
+        assert checkpoint is not None
+        resumed = await resume(config, run_dir, checkpoint, learner, said.append)
+        await play(config, run_dir, learner, Fleet(1, learner.version, lambda: None), resumed=resumed)
+    return resumed, learner
+
+
+@pytest.mark.parametrize("damage", ["cut in a line", "a flipped bit", "another version"])
+def test_a_damaged_journal_is_used_up_to_the_damage_and_the_rest_set_aside(damage: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        config, _, copy = await killed(tmp_path, 11, at=4)
+        path, said = journal_of(copy), list[str]()
+        data = bytearray(path.read_bytes())
+        if damage == "cut in a line":
+            del data[-5:]
+        elif damage == "a flipped bit":
+            data[len(data) // 2] ^= 1
+        else:
+            rest = bytes(data).partition(b"\n")[2]
+            data = bytearray(with_checksum(encode({"event": "begin", "format": 99}).encode()) + b"\n" + rest)
+        path.write_bytes(data)
+        _, learner = await resumed_from(config, said)
+        assert learner.version == STEPS
+        assert len([line for line in said if str(path) in line]) == (damage != "cut in a line")
+        assert path.with_name(path.name + ".bak").exists() == (damage != "cut in a line")
+        assert read_journal(copy / "journal", 2)[1] is None
+
+    asyncio.run(run())
+
+
+def test_a_trajectory_that_the_disk_has_lost_is_played_again_and_a_step_without_it_trained_anew(tmp_path: Path) -> None:
+    async def run() -> None:
+        config, _, copy = await killed(tmp_path, 14, at=4)
+        events, _ = read_journal(copy / "journal", 2)
+        steps = [event for event in events if event["event"] == "trained"]
+        lost = steps[0]["batches"][0][0][1][0][0]
+        for path in (copy / "episodes").glob("step_*.jsonl"):
+            path.write_bytes(b"".join(line for line in path.open("rb") if f'"{lost}"'.encode() not in line))
+        said: list[str] = []
+        resumed, learner = await resumed_from(config, said)
+        assert resumed.recovery.version == 2
+        assert sorted(learner.steps) == list(range(3, STEPS + 1))
+        assert any(f"trajectory {lost} is lost" in line for line in said)
+
+    asyncio.run(run())
+
+
+def test_a_step_that_the_learner_refuses_to_repeat_is_trained_from_new_episodes(tmp_path: Path) -> None:
+    class Refuses(Learner):
+        async def accumulate(self, groups: Sequence[FinishedGroup]) -> None:
+            raise LearnerError("too old for the new async_ratio")
+
+    async def run() -> None:
+        config, _, _ = await killed(tmp_path, 14, at=4)
+        said: list[str] = []
+        learner = Refuses(1.0)
+        with RunDir.create(config, resume=True) as run_dir:
+            checkpoint = run_dir.latest_checkpoint()
+            assert checkpoint is not None
+            resumed = await resume(config, run_dir, checkpoint, learner, said.append)
+        assert learner.version == resumed.recovery.version == 2
+        assert said[-1] == (
+            "steps after 2 cannot be repeated (too old for the new async_ratio): they are trained from new episodes"
+        )
+
+    asyncio.run(run())
+
+
+def test_a_step_with_another_result_is_named(tmp_path: Path) -> None:
+    class Differs(Learner):
+        async def finish_step(self) -> StepResult:
+            result = await super().finish_step()
+            return StepResult(result.version, 1, False, {"loss": 0.5})
+
+    async def run() -> None:
+        config, _, _ = await killed(tmp_path, 14, at=4)
+        said: list[str] = []
+        with RunDir.create(config, resume=True) as run_dir:
+            checkpoint = run_dir.latest_checkpoint()
+            assert checkpoint is not None
+            await resume(config, run_dir, checkpoint, Differs(1.0), said.append)
+        assert "step 3 is repeated with another result: loss 0.5 instead of 3" in said
+
+    asyncio.run(run())
+
+
+def test_the_state_of_another_program_is_refused_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "trainer.json").write_text('{"version": 3}')
+    with pytest.raises(CheckpointError, match="not readable as a trainer state"):
+        read_state(Checkpoint(3, tmp_path))
+
+
+def test_a_trajectory_is_read_from_its_record_bit_by_bit() -> None:
+    task = Task("t", "Env-v0", 1)
+    made = whole_trajectory(EpisodeSpec("g0-r0", "g0", 0, task, None, 1), [0] * 500, 0.1)  # type: ignore[arg-type]
+    made.logprobs[1:] = -(np.random.default_rng(0).random(500).astype(np.float32) ** 9) * 40
+    made.logprobs[7] = -9999.0
+    back = trajectory_of(json.loads(encode(episode_record(made))), task)
+    for name in ("token_ids", "policy_mask", "logprobs", "versions"):
+        assert getattr(back, name).dtype == getattr(made, name).dtype
+        assert getattr(back, name).tobytes() == getattr(made, name).tobytes()
+    assert (back.reward, back.success, back.end, back.turns, back.messages) == (0.1, None, "terminated", (), ())
