@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import os
@@ -10,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
 from roll_flash.monitor.progress import Progress
+from roll_flash.resume import resume
 from roll_flash.run import scale_request
 from roll_flash.run.run_dir import (
     Checkpoint,
@@ -102,7 +104,7 @@ def test_a_new_run_gets_its_folders_and_a_config_that_can_be_run_again(tmp_path:
     settings = config(tmp_path, steps=7)
     with RunDir.create(settings, resume=False) as run:
         assert {path.name for path in run.folder.iterdir() if path.is_dir()} == {
-            *("episodes", "checkpoints", "logs", "eval", "plots")
+            *("episodes", "journal", "checkpoints", "logs", "eval", "plots")
         }
         assert load_config(run.folder / "config.yaml") == settings
 
@@ -230,7 +232,7 @@ def test_a_half_written_episode_is_no_obstacle_to_reading_or_going_on(tmp_path: 
 def test_a_resumed_run_uses_no_group_id_that_was_written_down_after_the_checkpoint(
     tmp_path: Path, last_written: str | None
 ) -> None:
-    rollout = {"tasks": {"cursor": 5}, "next_group": 5, "unfinished": [], "async_ratio": None}
+    state = {"version": 1, "tasks": {"cursor": 5}, "next_group": 5, "groups": [], "requeued": [], "async_ratio": None}
     with RunDir.create(config(tmp_path), resume=False) as run:
         with EpisodesWriter(run.episodes) as writer:
             writer.write(1, failure())
@@ -238,10 +240,12 @@ def test_a_resumed_run_uses_no_group_id_that_was_written_down_after_the_checkpoi
                 writer.write(1, replace(failure(), group_id="g00000007"))
             if last_written == "a dropped group":
                 writer.write_dropped(1, {"group_id": "g00000007"})
-        checkpoint = Checkpoint(1, run.checkpoint_folder(1))
-        start = system.Start(config(tmp_path), run, tmp_path, (), True, checkpoint, rollout)
-        resumed = system._open_rollout(start, Mock(), Mock(), Mock(), 1)
-    assert resumed.scheduler.next_group == (5 if last_written is None else 8)
+        with run.writing_checkpoint(1) as folder:
+            (folder / "trainer.json").write_text(json.dumps(state))
+        checkpoint, learner = Checkpoint(1, run.checkpoint_folder(1)), AsyncMock()
+        resumed = asyncio.run(resume(config(tmp_path), run, checkpoint, learner, lambda _: None))
+    learner.load.assert_awaited_once_with(checkpoint.state)
+    assert resumed.recovery.next_group == (5 if last_written is None else 8)
 
 
 def test_a_damaged_line_in_the_middle_is_named(tmp_path: Path) -> None:
@@ -344,11 +348,12 @@ def test_a_run_without_a_checkpoint_begins_again_under_its_name_and_says_so(tmp_
     with RunDir.create(config(tmp_path), resume=True) as run:
         checked = Mock(model_folder=tmp_path, sandboxes=[])
         start = system.Start.of(config(tmp_path), run, checked, resume=True)
-        assert (start.checkpoint, start.resume_at) == (None, -1)
+        assert start.resumes
+        assert start.checkpoint is None
         said = io.StringIO()
         start.announce(Progress(1, stream=said))
         assert "the run begins again from its start" in said.getvalue()
-        run.set_aside_after(start.resume_at)
+        run.begin_again()
         assert [path.suffix for path in run.episodes.iterdir()] == [".bak"]
 
 
