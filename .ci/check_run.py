@@ -1,7 +1,8 @@
 """Did a short run do what a run must do? `python .ci/check_run.py RUN_FOLDER` prints what it found, or fails.
 
 Looked for: every step was trained, each publication of weights passed the parity probe, an episode lived through a
-weight update (its tokens carry more than one version), no token was staler than allowed, and the books balance.
+weight update (its tokens carry more than one version), no token was staler than allowed, the books balance, and the
+files tell the same story (`roll-flash verify`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 from roll_flash.config.tree import Config, load_config
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
+from roll_flash.run.verify import verify_run
 from roll_flash.summary import check_counts
 from roll_flash.weight_sync.parity import parity_threshold
 
@@ -78,6 +80,9 @@ def main(folder: Path) -> int:
         except AssertionError as reason:
             failed += 1
             print(f"FAIL  {reason}")
+    for finding in verify_run(folder):
+        failed += not finding.ok
+        print(f"{'ok  ' if finding.ok else 'FAIL'}  {finding.check}: {finding.detail}")
     return 1 if failed else 0
 
 

@@ -19,7 +19,7 @@ from roll_flash.engines.learner import LearnerEngine, StepResult
 from roll_flash.errors import CheckpointError, LearnerError
 from roll_flash.monitor.episodes import find_trajectories, next_group_number
 from roll_flash.rollout.recovery import RecordedStep, Recovery
-from roll_flash.run.journal import read_journal, set_aside
+from roll_flash.run.journal import cut_at, read_journal, set_aside
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.scheduling.policy import policy_of
 from roll_flash.stream import finished_episode
@@ -85,8 +85,9 @@ def _read(
 ) -> tuple[Recovery, dict[str, FinishedEpisode]]:
     recovery, policy = read_state(checkpoint), policy_of(config)
     events, damage = read_journal(run_dir.journal, checkpoint.step)
-    if damage:
-        note(damage)
+    if damage is not None:
+        note(f"{damage.message}: the journal is used up to there")
+        cut_at(run_dir.journal, damage)
     try:
         recovery.repeat(events, max_requeues=policy.max_requeues_per_group if policy.on_stale == "requeue" else None)
     except (KeyError, ValueError, TypeError) as error:

@@ -9,7 +9,8 @@ checkpoint N in the order in which they fell, one line each, with a checksum:
 - `trained`: a step, with the episodes and rewards of its micro-batches in the order in which they were accumulated;
 - `async_ratio`: a decision of `async_ratio: auto`.
 
-A resumed run repeats them from the checkpoint on (`roll_flash/rollout/recovery.py`), up to the first damaged line.
+A resumed run repeats them from the checkpoint on (`roll_flash/rollout/recovery.py`), up to the first damaged line. The
+whole journal is kept: `roll-flash verify` (`verify.py`) checks a run by it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,27 +71,42 @@ def journal_files(folder: Path) -> dict[int, Path]:
     return dict(sorted(found.items()))
 
 
-def read_journal(folder: Path, step: int) -> tuple[list[Event], str | None]:
-    """Return the events after the checkpoint of `step`, and what is wrong, in words. All from a damaged line on is set
-    aside as `*.bak`: events without those before them say nothing."""
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A line that cannot be read. `step` is that of its file, `offset` its place there in bytes."""
+
+    step: int
+    path: Path
+    offset: int
+    message: str
+
+
+def read_journal(folder: Path, step: int = 0) -> tuple[list[Event], Damage | None]:
+    """Return the events after the checkpoint of `step`, up to the first damaged line. A last line without newline is
+    what a killed process leaves, and no damage."""
     events: list[Event] = []
     for number, path in journal_files(folder).items():
         if number < step:
             continue
-        size = 0
+        offset = 0
         for place, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
             if not line.endswith(b"\n"):
-                break  # cut by the end of the process
+                break
             event = json.loads(line) if is_intact(line) else None
             if event is None or (event["event"] == "begin" and event["format"] != FORMAT):
-                set_aside(folder, number + 1)
-                shutil.copyfile(path, _backup(path))
-                os.truncate(path, size)
                 what = "is damaged" if event is None else f"is of format {event['format']}, not {FORMAT}"
-                return events, f"{path}, line {place} {what}: the journal is used up to there"
+                return events, Damage(number, path, offset, f"{path}, line {place} {what}")
             events.append(event)
-            size += len(line)
+            offset += len(line)
     return events, None
+
+
+def cut_at(folder: Path, damage: Damage) -> None:
+    """Keep the journal up to a damaged line, and set aside a copy of the whole as `*.bak`: events without those before
+    them say nothing."""
+    set_aside(folder, damage.step + 1)
+    shutil.copyfile(damage.path, _backup(damage.path))
+    os.truncate(damage.path, damage.offset)
 
 
 def set_aside(folder: Path, step: int) -> None:
@@ -97,13 +114,6 @@ def set_aside(folder: Path, step: int) -> None:
     for number, path in journal_files(folder).items():
         if number >= step:
             path.replace(_backup(path))
-
-
-def prune(folder: Path, step: int) -> None:
-    """Remove what is older than the checkpoint of `step`."""
-    for number, path in journal_files(folder).items():
-        if number < step:
-            path.unlink()
 
 
 def _backup(path: Path) -> Path:

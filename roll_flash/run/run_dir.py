@@ -24,7 +24,7 @@ from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.processes.gpus import is_cpu_installation
-from roll_flash.run.journal import prune, set_aside
+from roll_flash.run.journal import set_aside
 from roll_flash.run.scale_request import ANSWER, REQUEST
 from roll_flash.run.trained_tasks import TRAINED_TASKS
 
@@ -163,13 +163,10 @@ class RunDir:
             shutil.rmtree(partial, ignore_errors=True)
 
     def prune_checkpoints(self, keep: int) -> None:
-        """Remove all but the newest `keep` complete checkpoints, and the journal before them."""
-        found = list_checkpoints(self.folder)
-        for checkpoint in found[:-keep]:
+        """Remove all but the newest `keep` complete checkpoints."""
+        for checkpoint in list_checkpoints(self.folder)[:-keep]:
             (checkpoint.folder / COMPLETE).unlink()
             shutil.rmtree(checkpoint.folder)
-        if found:
-            prune(self.journal, found[-keep:][0].step)
 
     def set_aside_after(self, step: int) -> None:
         """Rename (to `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;

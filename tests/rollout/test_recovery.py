@@ -19,17 +19,20 @@ import numpy as np
 import pytest
 from scheduler_world import failure, whole_trajectory
 
+from roll_flash.cli.main import main
 from roll_flash.config.tree import Config, load_config
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError
 from roll_flash.monitor.episodes import EpisodesWriter, episode_record, read_episodes, trajectory_of
 from roll_flash.monitor.json_lines import encode, with_checksum
+from roll_flash.monitor.metrics import STEP_S
 from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout import episode_log
 from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.run.journal import Journal, read_journal
 from roll_flash.run.run_dir import Checkpoint, RunDir
+from roll_flash.run.verify import verify_run
 from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode
 from roll_flash.types import EpisodeSpec, FinishedGroup, Task, Trajectory
@@ -158,6 +161,13 @@ async def play(
                         await run.written()
                 await run.written()
                 on_step(result.version)
+                rows = {
+                    "step": result.version,
+                    STEP_S: 1.0,
+                    "episodes": sum(len(g.trajectories) for b in batches for g in b),
+                }
+                with (run_dir.folder / "metrics.jsonl").open("a") as metrics:
+                    metrics.write(json.dumps(rows) + "\n")
                 fleet.version = result.version
                 run.published(result.version)
         journal.close()
@@ -223,8 +233,85 @@ def test_a_killed_run_repeats_its_steps_and_keeps_every_episode_that_had_ended(
         logged = [row["episode_id"] for row in episodes if row["kind"] == "trajectory"]
         assert set(trained_in(learner.steps)) <= set(logged)
         assert not [line for line in said if "played" in line or "damaged" in line]
+        for folder in (tmp_path / "whole/run", copy):
+            assert not [finding for finding in verify_run(folder) if not finding.ok]
 
     asyncio.run(run())
+
+
+def change_event(folder: Path, kind: str, change: Callable[[dict[str, Any]], None]) -> None:
+    """Change the last event of a kind as a defect of ours would write it: its checksum is right."""
+    path = sorted((folder / "journal").glob("after_step_*.jsonl"))[-1]
+    lines = path.read_bytes().splitlines()
+    place = max(number for number, line in enumerate(lines) if json.loads(line)["event"] == kind)
+    event = json.loads(lines[place])
+    del event["crc32"]
+    change(event)
+    lines[place] = with_checksum(encode(event).encode())
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def change_log(folder: Path, change: Callable[[list[bytes]], None]) -> None:
+    path = sorted((folder / "episodes").glob("step_*.jsonl"))[1]
+    lines = path.read_bytes().splitlines()
+    change(lines)
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+
+
+def age(lines: list[bytes]) -> None:
+    for number, line in enumerate(lines):
+        record = json.loads(line)
+        del record["crc32"]
+        record["versions"] = [value - 5 if value >= 0 else -1 for value in record["versions"]]
+        lines[number] = with_checksum(encode(record).encode())
+
+
+def twice(event: dict[str, Any]) -> None:
+    event["batches"].append(event["batches"][0])
+
+
+TAMPERED: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "an episode is trained twice": ("episodes", lambda run: change_event(run, "trained", twice)),
+    "a group leaves twice": (
+        "groups",
+        lambda run: change_event(run, "trained", lambda event: event.update(without_rows=["g00000000"])),
+    ),
+    "a group was never admitted": (
+        "groups",
+        lambda run: change_event(run, "trained", lambda event: event["batches"][0][0].__setitem__(0, "g00001000")),
+    ),
+    "a step is missing": ("steps", lambda run: change_event(run, "trained", lambda event: event.update(version=99))),
+    "the log lacks episodes": ("log", lambda run: change_log(run, list.clear)),
+    "tokens are too old": ("staleness", lambda run: change_log(run, age)),
+    "the journal has a flipped bit": ("journal", lambda run: flip(journal_of(run))),
+}
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("what", TAMPERED)
+def test_verify_finds_that(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    async def run() -> None:
+        with RunDir.create(config_of(tmp_path), resume=False) as run_dir:
+            await play(config_of(tmp_path), run_dir, Learner(1.0), Fleet(1, 0, lambda: None), checkpoint_at=2)
+
+    asyncio.run(run())
+    assert main(["verify", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out.count("ok ") == 6
+    check, tamper = TAMPERED[what]
+    tamper(tmp_path / "run")
+    assert main(["verify", str(tmp_path / "run")]) == 1
+    assert f"FAIL  {check} " in capsys.readouterr().out
+
+
+def test_what_is_no_training_run_has_nothing_to_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text("name: run\n")
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "has no journal to verify" in capsys.readouterr().err
 
 
 def test_the_task_source_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -267,15 +354,14 @@ def test_a_damaged_journal_is_used_up_to_the_damage_and_the_rest_set_aside(damag
     async def run() -> None:
         config, _, copy = await killed(tmp_path, 11, at=4)
         path, said = journal_of(copy), list[str]()
-        data = bytearray(path.read_bytes())
+        data = path.read_bytes()
         if damage == "cut in a line":
-            del data[-5:]
+            path.write_bytes(data[:-5])
         elif damage == "a flipped bit":
-            data[len(data) // 2] ^= 1
+            flip(path)
         else:
-            rest = bytes(data).partition(b"\n")[2]
-            data = bytearray(with_checksum(encode({"event": "begin", "format": 99}).encode()) + b"\n" + rest)
-        path.write_bytes(data)
+            header = with_checksum(encode({"event": "begin", "format": 99}).encode())
+            path.write_bytes(header + b"\n" + data.partition(b"\n")[2])
         _, learner = await resumed_from(config, said)
         assert learner.version == STEPS
         assert len([line for line in said if str(path) in line]) == (damage != "cut in a line")

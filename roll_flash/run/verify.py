@@ -1,0 +1,159 @@
+"""Check a run by what it has written: journal, episodes, metrics and checkpoints must tell the same story.
+
+It shares no code with what wrote them but the readers of the files. Works also while the run trains.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config.tree import load_config
+from roll_flash.errors import RunError
+from roll_flash.monitor.json_lines import is_intact
+from roll_flash.monitor.metrics import STEP_S, read_metrics
+from roll_flash.run.journal import Event, read_journal
+from roll_flash.run.run_dir import list_checkpoints
+
+SHOWN = 3
+"""Number of ids in a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Result of one check, in words."""
+
+    check: str
+    ok: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class Logged:
+    """What the log has of a trajectory. `versions`: the lowest and highest of its policy tokens."""
+
+    is_intact: bool
+    versions: tuple[int, int]
+
+
+def verify_run(folder: Path) -> list[Finding]:
+    """Return what holds and what does not. Raises RunError for a run without a journal."""
+    events, damage = read_journal(folder / "journal")
+    if not events:
+        raise RunError(f"{folder}: has no journal to verify; only training runs write one")
+    trained = [event for event in events if event["event"] == "trained"]
+    logged = _read_log(folder / "episodes")
+    config = load_config(folder / "config.yaml")
+    return [
+        Finding("journal", damage is None, damage.message if damage else f"{len(events):,} events, each intact"),
+        _groups(events, trained),
+        _trained_once(events, trained),
+        _in_the_log(trained, logged),
+        _staleness(trained, logged, config.scheduler.highest_async_ratio),
+        _steps(folder, trained),
+    ]
+
+
+def _members(step: Event) -> Iterator[tuple[str, str]]:
+    """Yield (group id, episode id) of everything that a step was trained on."""
+    for batch in step["batches"]:
+        for group_id, rows in batch:
+            for episode_id, _ in rows:
+                yield group_id, episode_id
+
+
+def _groups(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
+    """Every admitted group leaves once, trained or dropped, or is still open."""
+    admitted = Counter(f"g{event['number']:08d}" for event in events if event["event"] == "admitted")
+    dropped = Counter(event["group"] for event in events if event["event"] == "dropped")
+    taken = Counter(name for step in trained for name in [*{g for g, _ in _members(step)}, *step["without_rows"]])
+    left = dropped + taken
+    wrong = [name for name in admitted | left if admitted[name] != 1 or left[name] > 1]
+    counts = (
+        f"{len(admitted)} admitted = {len(taken)} trained + {len(dropped)} dropped + {len(admitted) - len(left)} open"
+    )
+    return _finding("groups", wrong, counts, "admitted more than once, or not at all, or left more than once")
+
+
+def _trained_once(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
+    """Every trained episode ended, became part of its group, and was trained once."""
+    kept = {(event["group"], event["episode"]) for event in events if event["event"] == "ended" and event["kept"]}
+    times = Counter(member for step in trained for member in _members(step))
+    wrong = [episode for (group, episode), count in times.items() if count != 1 or (group, episode) not in kept]
+    return _finding("episodes", wrong, f"{len(times)} trained, each once", "trained twice, or never ended")
+
+
+def _in_the_log(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Finding:
+    names = [episode for step in trained for _, episode in _members(step)]
+    wrong = [name for name in names if name not in logged or not logged[name].is_intact]
+    return _finding("log", wrong, f"{len(names)} trained episodes are on disk, intact", "missing or damaged")
+
+
+def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged], async_ratio: float) -> Finding:
+    """Every token was sampled by weights that its step may train: of version v - 1 - async_ratio to v - 1."""
+    wrong, oldest = [], 0
+    for step in trained:
+        version = step["version"] - 1
+        for _, episode in _members(step):
+            if (found := logged.get(episode)) is not None:
+                oldest = max(oldest, version - found.versions[0])
+                if found.versions[0] < version - async_ratio or found.versions[1] > version:
+                    wrong.append(episode)
+    counts = f"at most {oldest} (async_ratio {async_ratio:g})"
+    return _finding(
+        "staleness", wrong, counts, f"trained beyond async_ratio {async_ratio:g}, or before they were sampled"
+    )
+
+
+def _steps(folder: Path, trained: list[Event]) -> Finding:
+    """Steps follow each other; metrics and checkpoints speak of the same ones, with the same number of episodes."""
+    versions = [step["version"] for step in trained]
+    rows = {row["step"]: row for row in read_metrics(folder) if STEP_S in row}
+    sizes = {step["version"]: sum(1 for _ in _members(step)) for step in trained}
+    wrong = [f"step {one} is followed by {two}" for one, two in itertools.pairwise(versions) if two != one + 1]
+    wrong += [f"step {step} has no line in the journal" for step in rows if step not in sizes]
+    wrong += [
+        f"step {step} has {rows[step]['episodes']:g} episodes in metrics.jsonl and {size} in the journal"
+        for step, size in sizes.items()
+        if step in rows and rows[step]["episodes"] != size
+    ]
+    last = max(versions, default=0)
+    wrong += [f"checkpoint {each.step} is newer" for each in list_checkpoints(folder) if each.step > last]
+    detail = f"{len(versions)} in the journal, {len(rows)} in metrics.jsonl"
+    return Finding("steps", not wrong, "; ".join(wrong[:SHOWN]) or detail)
+
+
+def _finding(check: str, wrong: list[str], good: str, bad: str) -> Finding:
+    names = ", ".join(sorted(wrong)[:SHOWN]) + (" ..." if len(wrong) > SHOWN else "")
+    return Finding(check, not wrong, f"{len(wrong)} {bad}: {names}" if wrong else good)
+
+
+def _read_log(folder: Path) -> dict[str, Logged]:
+    found: dict[str, Logged] = {}
+    for path in sorted(folder.glob("step_*.jsonl")):
+        with path.open("rb") as lines:
+            for line in lines:
+                if not line.endswith(b"\n") or b'"kind":"trajectory"' not in line[:80]:
+                    continue
+                if (record := _parse(line)) is not None:  # one that was cut short is there twice: the last counts
+                    found[record["episode_id"]] = Logged(is_intact(line), _versions(record))
+    return found
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return record
+
+
+def _versions(record: Mapping[str, Any]) -> tuple[int, int]:
+    samples = [record, *record["branches"]]
+    own = [v for each in samples for v, mine in zip(each["versions"], each["policy_mask"], strict=True) if mine]
+    return min(own, default=0), max(own, default=0)
