@@ -214,7 +214,7 @@ def test_a_killed_run_repeats_its_steps_and_keeps_every_episode_that_had_ended(
         known = {event["episode"] for event in events if event["event"] == "ended"}
         trained_then = [event["version"] for event in events if event["event"] == "trained"]
         said: list[str] = []
-        learner = Learner(config.scheduler.highest_async_ratio)
+        learner: Any = Learner(config.scheduler.highest_async_ratio)
         with RunDir.create(config, resume=True) as run_dir:
             checkpoint = run_dir.latest_checkpoint()
             assert checkpoint is not None
@@ -317,7 +317,7 @@ def test_what_is_no_training_run_has_nothing_to_verify(tmp_path: Path, capsys: p
 def test_the_task_source_goes_on_where_it_was(tmp_path: Path) -> None:
     async def run() -> None:
         config, _, _ = await killed(tmp_path, 3)
-        learner = Learner(1.0)
+        learner: Any = Learner(1.0)
         with RunDir.create(config, resume=True) as run_dir:
             checkpoint = run_dir.latest_checkpoint()
             assert checkpoint is not None
@@ -340,7 +340,7 @@ def journal_of(copy: Path) -> Path:
 
 
 async def resumed_from(config: Config, said: list[str]) -> tuple[Resumed, Learner]:
-    learner = Learner(1.0)
+    learner: Any = Learner(1.0)
     with RunDir.create(config, resume=True) as run_dir:
         checkpoint = run_dir.latest_checkpoint()
         assert checkpoint is not None
@@ -396,7 +396,7 @@ def test_a_step_that_the_learner_refuses_to_repeat_is_trained_from_new_episodes(
     async def run() -> None:
         config, _, _ = await killed(tmp_path, 14, at=4)
         said: list[str] = []
-        learner = Refuses(1.0)
+        learner: Any = Refuses(1.0)
         with RunDir.create(config, resume=True) as run_dir:
             checkpoint = run_dir.latest_checkpoint()
             assert checkpoint is not None
@@ -418,10 +418,11 @@ def test_a_step_with_another_result_is_named(tmp_path: Path) -> None:
     async def run() -> None:
         config, _, _ = await killed(tmp_path, 14, at=4)
         said: list[str] = []
+        learner: Any = Differs(1.0)
         with RunDir.create(config, resume=True) as run_dir:
             checkpoint = run_dir.latest_checkpoint()
             assert checkpoint is not None
-            await resume(config, run_dir, checkpoint, Differs(1.0), said.append)
+            await resume(config, run_dir, checkpoint, learner, said.append)
         assert "step 3 is repeated with another result: loss 0.5 instead of 3" in said
 
     asyncio.run(run())
