@@ -74,6 +74,7 @@ BENCHMARKS = [
     Benchmark("bfcl", ("bfcl.py",), writes=False),
     Benchmark("agents", ("agents.py",), writes=False),
     Benchmark("quickstart", ("quickstart.py",)),
+    Benchmark("own_data", ("own_data.py",)),
     Benchmark("end_to_end", ("end_to_end.py",), has_quick=False),
 ]
 
