@@ -35,7 +35,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     tasks = "tasks: " + ("as many as their source gives" if size is None else f"{size:,} to train on")
     plan = asyncio.run(_plan(config))
     placement = [f"placement: {line}" for line in [*plan.lines(), *filter(None, [unused_gpus(config.ray)])]]
-    placement += [f"GPU memory: {line}" for line in check_gpu_memory(config, plan)]
+    placement += [f"memory: {line}" for line in check_gpu_memory(config, plan)]
     return [f"model: {checked.model_folder}", tasks, *tried, *placement, f"run folder: {config.run_folder}"]
 
 

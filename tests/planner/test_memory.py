@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import run_parts
@@ -18,9 +19,11 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ModelError, PlacementError
 from roll_flash.learner.model import lora
 from roll_flash.learner.ranks.rank import LearnerRank
+from roll_flash.learner.weights import device
+from roll_flash.learner.weights.staged import WeightStage
 from roll_flash.model_check.architectures import VOCABULARY, write_model
 from roll_flash.models.prepare import resolve_model
-from roll_flash.models.shape import ModelShape, read_shape, shape_of
+from roll_flash.models.shape import SHAPES, ModelShape, read_shape, shape_of
 from roll_flash.planner.machines.memory import (
     GIB,
     cache_bytes_per_token,
@@ -29,7 +32,7 @@ from roll_flash.planner.machines.memory import (
     server_memory,
     trained_parameters,
 )
-from roll_flash.planner.machines.memory_check import check_gpu_memory, require_memory
+from roll_flash.planner.machines.memory_check import HostUse, check_gpu_memory, host_uses, require_memory
 
 MIB = 2**20
 
@@ -119,6 +122,38 @@ def test_states_are_what_the_learner_allocates(settings: dict[str, Any]) -> None
     assert rank_memory(config, read_shape("tiny")).parts["states"] == allocated
 
 
+def meta_model(name: str) -> Any:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(SHAPES / f"{name}.json"))
+
+
+@pytest.mark.parametrize("transfer", ["nccl", "ipc"])
+@pytest.mark.parametrize("name", ["Qwen3-0.6B", "Qwen3-8B", "Qwen3-30B-A3B"])
+def test_a_rank_is_counted_the_copy_of_the_weights_that_it_stages(
+    name: str, transfer: Literal["nccl", "ipc"], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner's own code stages a model on the meta device; only the CUDA handles of `ipc` cannot be made there."""
+    monkeypatch.setattr(device, "_handle", lambda tensor: {})
+    model = meta_model(name)
+    tied = ["lm_head.weight"] if model.config.tie_word_embeddings else []
+    staged = device.DeviceWeightStage(model, tied, torch.bfloat16, transfer).stage(1)
+    config = config_of(name, inference={"weight_transfer": transfer})
+    others, first = (rank_memory(config, read_shape(name), is_first=is_first).parts for is_first in (False, True))
+    assert first["staged weights"] == staged.num_bytes
+    assert ("staged weights" in others) == (transfer == "ipc"), "with nccl only the first rank keeps a copy"
+    assert first.get("transfer buffers", 0) == (device.BUFFERS * device.BUFFER_BYTES if transfer == "nccl" else 0)
+
+
+def test_shared_memory_for_weights_has_the_size_that_the_host_is_counted() -> None:
+    model = meta_model("Qwen3-0.6B")
+    stage = WeightStage(model, ["lm_head.weight"], torch.bfloat16, "test")
+    config = config_of("Qwen3-0.6B", learner={"gradient_checkpointing": True})
+    (host,) = hosts(config, [gpu_node(1, 80)])
+    assert host.use.parts["published weights"] == pytest.approx(2 * stage._size, rel=1e-3), (
+        "and one to start again with"
+    )
+
+
 def test_adapters_have_the_parameters_that_the_learner_adds() -> None:
     model = AutoModelForCausalLM.from_pretrained(resolve_model("tiny"), dtype=torch.float32)
     lora.adapt(model, LoraConfig(rank=4))
@@ -196,9 +231,47 @@ def test_each_way_to_save_memory_saves_memory() -> None:
     assert total(lora={"rank": 8}, kl={"coefficient": 0.1}) == total(lora={"rank": 8}), "the base is the reference"
 
 
-def gpu_node(gpus: int, gib: float) -> Node:
-    resources = {"CPU": 16.0, "GPU": float(gpus)}
-    return Node("id", "10.0.0.1", "one", resources, resources, {str(n): int(gib * GIB) for n in range(gpus)})
+def gpu_node(gpus: int, gib: float, *, host_gib: float = 0.0, name: str = "one") -> Node:
+    resources = {"CPU": 16.0, "GPU": float(gpus), **({"memory": host_gib * GIB} if host_gib else {})}
+    return Node(name, "10.0.0.1", name, resources, resources, {str(n): int(gib * GIB) for n in range(gpus)})
+
+
+def hosts(config: Config, nodes: list[Node]) -> list[HostUse]:
+    plan = make_plan(run_parts(config, nodes, gpu_servers=True), nodes)
+    return host_uses(config, read_shape(config.model.path), plan)
+
+
+def test_a_host_holds_copies_for_servers_and_for_checkpoints() -> None:
+    shape = read_shape("Qwen3-8B")
+    config = config_of("Qwen3-8B", inference={"servers": 8}, learner={"ranks": 8, "gradient_checkpointing": True})
+    first, second = hosts(config, [gpu_node(8, 80, name="one"), gpu_node(8, 80, name="two")])
+    assert first.use.parts["checkpoint"] == (12 + 4) * shape.parameters, "weights and moments, and the exported model"
+    assert "checkpoint" not in second.use.parts
+    assert second.use.parts["published weights"] == 2 * shape.parameters, "one copy for all servers of a node"
+    assert second.use.parts["second weights of servers"] == 8 * 2 * shape.parameters, "each server prepares its own"
+    nccl = config_of("Qwen3-8B", inference={"servers": 8, "weight_transfer": "nccl"}, learner={"ranks": 8})
+    assert set(hosts(nccl, [gpu_node(8, 80, name="one"), gpu_node(8, 80, name="two")])[1].use.parts) == {"processes"}
+
+
+def test_a_host_that_is_too_small_is_refused_in_one_line() -> None:
+    config = config_of("Qwen3-4B", learner={"gradient_checkpointing": True, "micro_batch_tokens": 1024})
+    assert any(line.startswith("host ") for line in check(config, gpu_node(2, 80, host_gib=128)))
+    with pytest.raises(
+        PlacementError, match=r"node one: about .* \(checkpoint 59\.9, .* on the host, and Ray has 64\.0"
+    ):
+        check(config, gpu_node(2, 80, host_gib=64))
+
+
+def test_rank_0_has_no_room_for_the_copy_that_nccl_sends() -> None:
+    """56.9 GiB beside 50.8: what the other ranks need fits."""
+    learner = {"ranks": 16, "gradient_checkpointing": True, "micro_batch_tokens": 16384}
+    nodes = [gpu_node(8, 77.6, name=f"node-{number}") for number in range(4)]
+    for transfer, message in (("shm", ""), ("nccl", r"rank 0: about 108\..*staged weights 56\.9")):
+        inference = {"servers": 8, "tensor_parallel_size": 2, "weight_transfer": transfer}
+        config = config_of("Qwen3-30B-A3B", inference=inference, learner=learner)
+        plan = make_plan(run_parts(config, nodes, gpu_servers=True), nodes)
+        with pytest.raises(PlacementError, match=message) if message else nullcontext():
+            require_memory(config, read_shape("Qwen3-30B-A3B"), plan)
 
 
 def check(config: Config, node: Node, shape: ModelShape | None = None) -> list[str]:
@@ -208,12 +281,13 @@ def check(config: Config, node: Node, shape: ModelShape | None = None) -> list[s
 
 def test_what_fits_is_said_for_each_use_of_a_gpu() -> None:
     shared = config_of("Qwen3-0.6B", inference={"kv_cache_gib": 4}, learner={"gradient_checkpointing": True})
-    (line,) = check(shared, gpu_node(1, 23.3))
+    line, host = check(shared, gpu_node(1, 23.3))
+    assert host.startswith("host ")
     assert line.startswith("rank ")
     assert "+ server" in line
     assert "key-value cache 4.0" in line
     lines = check(config_of("Qwen3-0.6B", inference={"servers": 3}), gpu_node(4, 80))
-    assert [line.rpartition(", ")[2] for line in lines] == ["1 GPU(s)", "3 GPU(s)"]
+    assert [line.rpartition(", ")[2] for line in lines] == ["1 GPU(s)", "3 GPU(s)", "1 node(s)"]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +356,7 @@ def test_nothing_is_checked_without_gpus_or_where_their_memory_is_unknown() -> N
     plan = make_plan(run_parts(config, [cpu]), [cpu])
     assert check_gpu_memory(config, plan) == []
     unknown = Node("id", "10.0.0.1", "one", {"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 2.0})
-    assert check(config, unknown) == []
+    assert [line.partition(" ")[0] for line in check(config, unknown)] == ["host"]
 
 
 def test_a_model_of_unknown_size_is_not_checked_and_the_line_says_so(tmp_path: Path) -> None:

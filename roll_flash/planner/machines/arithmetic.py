@@ -22,6 +22,7 @@ from roll_flash.planner.machines.memory import (
     cache_bytes_per_token,
     trained_parameters,
 )
+from roll_flash.planner.machines.publication import weight_times
 from roll_flash.planner.measured.calibration import Calibration, Speeds
 from roll_flash.planner.measured.episodes import MeasuredLoad, duration_s
 from roll_flash.planner.simulation.distributions import LogNormal
@@ -75,7 +76,7 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, gpu: GpuFigur
     sync_s = LAYER_SYNC_S * shape.layers if split > 1 else 0.0
     shares_gpu = hardware.gpus == 1
     room = cache_bytes(config, shape, hardware.gpu_bytes, shares_gpu=shares_gpu)
-    moved_s = _moved_bytes(config, shape) / (1e9 * hardware.bandwidth_share * _link_gb_s(config, gpu) / 2)
+    weights = weight_times(config, shape, hardware, gpu)
     train_s = _train_flops(config, shape, context) / flops / learner.ranks
     states = (MASTER + MOMENTS) * trained_parameters(learner, shape) // learner.ranks
     return Speeds(
@@ -87,10 +88,10 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, gpu: GpuFigur
         train_token_s=train_s * learner.ranks,
         proximal_token_s=train_s * learner.ranks / 3,
         update_s=2 * states / bytes_per_s,
-        stage_s=CALL_S + moved_s,
+        stage_s=CALL_S + weights.stage_s,
         report_s=REPORT_S,
-        pause_s=moved_s,
-        publish_delay_s=CALL_S,
+        pause_s=weights.pause_s,
+        publish_delay_s=CALL_S + weights.before_pause_s + weights.to_nodes_s / inference.servers,
         cache_tokens=max(1.0, room / cache_bytes_per_token(config, shape)),
     )
 
@@ -110,22 +111,6 @@ def _train_flops(config: Config, shape: ModelShape, context: float) -> float:
     forwards = 1 + learner.gradient_checkpointing
     weights = 2 * shape.computed * (forwards + (1 if learner.lora.rank else 2))
     return weights + 2 * context * shape.query * shape.layers * (forwards + 2)
-
-
-def _moved_bytes(config: Config, shape: ModelShape) -> int:
-    lora = config.learner.lora
-    if lora.rank and lora.publish == "adapters":
-        return HALF * trained_parameters(config.learner, shape)
-    return HALF * shape.parameters
-
-
-def _link_gb_s(config: Config, gpu: GpuFigures) -> float:
-    """Bandwidth of the way that new weights take, both directions together."""
-    if config.inference.weight_transfer == "ipc":
-        return gpu.hbm_gb_s
-    if config.inference.weight_transfer == "nccl" and gpu.nvlink_gb_s:
-        return gpu.nvlink_gb_s
-    return gpu.pcie_gb_s
 
 
 def _mean_context(load: MeasuredLoad) -> float:

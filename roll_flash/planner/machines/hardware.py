@@ -20,6 +20,10 @@ USABLE_SHARE = 0.97
 24)."""
 
 
+OBJECT_STORE_SHARE, OBJECT_STORE_BYTES = 0.3, 200e9
+"""What Ray sets apart of a machine's memory for its object store: this share, at most so many bytes."""
+
+
 class GpuFigures(Section):
     name: str
     """Product name."""
@@ -35,6 +39,9 @@ class GpuFigures(Section):
     """Bandwidth to the other GPUs of its node in GB/s, both directions together; 0: PCIe only."""
     pcie_gb_s: PositiveFloat
     """Bandwidth to the host in GB/s, both directions together."""
+    network_gb_s: PositiveFloat = 1.25
+    """Bandwidth of its share of the network to other machines in GB/s, one direction; the default is that of 10 Gbit/s
+    Ethernet."""
 
 
 class Episodes(Section):
@@ -65,6 +72,8 @@ class Hardware(Section):
     """GPUs of each machine."""
     cpus_per_node: PositiveInt = 16
     """CPU cores of each machine."""
+    host_memory_gib: PositiveFloat | None = None
+    """Memory of each machine beside its GPUs; None: not known, so not checked."""
     price_per_hour: PositiveFloat | None = None
     """Price of all machines for an hour, in your currency; None: no cost is printed."""
     matmul_share: Share = 0.4
@@ -87,6 +96,9 @@ class Hardware(Section):
         """Return its machines for `make_plan`, as if they were nodes of a cluster that nobody uses."""
         gpus = {str(number): self.gpu_bytes for number in range(self.gpus_per_node)} if self.gpu else {}
         resources = {"CPU": float(self.cpus_per_node)} | ({"GPU": float(len(gpus))} if gpus else {})
+        if self.host_memory_gib:
+            memory = self.host_memory_gib * GIB
+            resources["memory"] = memory - min(OBJECT_STORE_SHARE * memory, OBJECT_STORE_BYTES)
         return [
             Node(f"node-{number}", f"10.0.0.{number}", f"node-{number}", resources, resources, gpus)
             for number in range(1, self.nodes + 1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from roll_flash.cluster.parts import part_name
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.config.tree import Config
 from roll_flash.models.shape import ModelShape
@@ -22,6 +23,9 @@ LOGIT_CHUNK_BYTES = 512 * 2**20
 """As in `learner/model/token_logprobs.py` on a GPU: a chunk of logits. At most as much of probabilities is kept."""
 PREFILL_TOKENS = 8192
 """Tokens that vLLM computes at once on large GPUs (`max_num_batched_tokens`)."""
+TRANSFER_BYTES = 2 * 256 * 2**20
+"""As in `learner/weights/device.py`: the buffers in which `nccl` sends."""
+FIRST_RANK = part_name("rank", 0)
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 HALF, FULL = 2, 4
 """Bytes of a number in bfloat16, in which GPUs compute, and in float32, in which CPUs do."""
@@ -53,23 +57,39 @@ def trained_parameters(learner: LearnerConfig, shape: ModelShape) -> int:
     return shape.adapter_parameters(learner.lora.rank, learner.lora.targets)
 
 
-def rank_memory(config: Config, shape: ModelShape, width: int = HALF) -> MemoryUse:
-    """Return what one learner rank needs at the peak of a step, on a GPU; with `width` FULL, on a CPU."""
+def publishes_adapters(config: Config) -> bool:
+    """True if servers get the factors of adapters, not whole weights."""
+    lora = config.learner.lora
+    return bool(lora.rank) and lora.publish == "adapters"
+
+
+def row_tokens(config: Config) -> int:
+    """Tokens of the longest row that a rank computes at once."""
+    return max(config.learner.micro_batch_tokens, config.model.max_length)
+
+
+def rank_memory(config: Config, shape: ModelShape, width: int = HALF, *, is_first: bool = False) -> MemoryUse:
+    """Return what one learner rank needs at the peak of a step, on a GPU; with `width` FULL, on a CPU.
+
+    `is_first`: rank 0, which keeps the weights that `nccl` sends.
+    """
     learner = config.learner
     trained, is_full = trained_parameters(learner, shape), not learner.lora.rank
     frozen = 0 if is_full else shape.parameters
     states = (MASTER + MOMENTS) * trained // learner.ranks
     # With one synchronization per step, each rank keeps the gradient of all weights.
     gradients = GRADIENT * trained // (learner.ranks if learner.gradient_sync == "row" else 1)
-    row_tokens = max(learner.micro_batch_tokens, config.model.max_length)
+    tokens, transfer = row_tokens(config), config.inference.weight_transfer
+    stages = transfer == "ipc" or (transfer == "nccl" and is_first)
     parts = {
         "states": states + gradients,
         "frozen weights": width * frozen // learner.ranks,
         "gathered layers": _gathered_bytes(shape, width, is_full=is_full),
-        "activations": _activation_bytes(learner, shape, row_tokens, width),
-        "logits": _logit_bytes(shape, row_tokens, width, is_full=is_full),
+        "activations": _activation_bytes(learner, shape, tokens, width),
+        "logits": _logit_bytes(shape, tokens, width, is_full=is_full),
         "reference": _reference_bytes(learner, shape, width),
-        "staged weights": width * shape.parameters if config.inference.weight_transfer == "ipc" else 0,
+        "staged weights": width * shape.parameters if stages else 0,
+        "transfer buffers": TRANSFER_BYTES if stages and transfer == "nccl" else 0,
         "overhead": OVERHEAD["rank"],
     }
     return MemoryUse({name: size for name, size in parts.items() if size})
@@ -134,7 +154,7 @@ def needs(config: Config, shape: ModelShape, *, on_gpus: bool) -> list[str]:
         server["key-value cache"] = int(config.inference.kv_cache_gib * GIB)
     of_each = " on each GPU" if on_gpus else ""
     return [
-        f"each rank about {rank_memory(config, shape, width).text()}{of_each}, by arithmetic",
+        f"each rank about {rank_memory(config, shape, width, is_first=True).text()}{of_each}, by arithmetic",
         f"each server about {MemoryUse(server).text()}{of_each}, by arithmetic"
         + (", and its key-value cache" if on_gpus else ""),
     ]

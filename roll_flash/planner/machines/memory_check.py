@@ -1,4 +1,4 @@
-"""Does a placement plan fit into the memory of its GPUs? By the arithmetic of `memory.py`."""
+"""Does a placement plan fit into the memory of its GPUs and nodes? By the arithmetic of `memory.py` and `host_memory.py`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Part
 from roll_flash.cluster.plan import Plan, Row
 from roll_flash.config.tree import Config
 from roll_flash.errors import ModelError, PlacementError
 from roll_flash.models.shape import ModelShape, read_shape
+from roll_flash.planner.machines.host_memory import host_memory
 from roll_flash.planner.machines.memory import (
+    FIRST_RANK,
     GIB,
     MemoryUse,
     cache_bytes,
@@ -68,7 +71,8 @@ def _gpu_use(config: Config, shape: ModelShape, rows: list[Row], memory: int) ->
     uses = []
     for kind in parts:
         if kind == "rank":
-            uses.append(rank_memory(config, shape))
+            is_first = any(row.part.name == FIRST_RANK for row in rows)
+            uses.append(rank_memory(config, shape, is_first=is_first))
         else:
             own = server_memory(config, shape)
             cache = max(0, cache_bytes(config, shape, memory, shares_gpu=shares))
@@ -77,8 +81,30 @@ def _gpu_use(config: Config, shape: ModelShape, rows: list[Row], memory: int) ->
     return GpuUse(tuple(first_of_kind[kind] for kind in parts), memory, tuple(uses))
 
 
+@dataclass(frozen=True, slots=True)
+class HostUse:
+    """The host of one node of a plan."""
+
+    node: Node
+    use: MemoryUse
+
+    @property
+    def memory(self) -> int:
+        """Bytes that Ray has there beside its object store; 0 if they are not known."""
+        return int(self.node.total.get("memory", 0))
+
+
+def host_uses(config: Config, shape: ModelShape, plan: Plan) -> list[HostUse]:
+    """Return each node with what its host needs."""
+    on_node: dict[str, list[Row]] = defaultdict(list)
+    for row in plan.rows:
+        on_node[row.node.node_id].append(row)
+    return [HostUse(rows[0].node, host_memory(config, shape, [row.part for row in rows])) for rows in on_node.values()]
+
+
 def check_gpu_memory(config: Config, plan: Plan) -> list[str]:
-    """Return how the plan of a run uses its GPUs, in lines; none without GPUs. Raises PlacementError if it cannot fit.
+    """Return how the plan of a run uses its GPUs and their hosts, in lines; none without GPUs. Raises PlacementError if
+    it cannot fit.
 
     A model whose size is unknown is not checked, and the line says so.
     """
@@ -92,12 +118,32 @@ def check_gpu_memory(config: Config, plan: Plan) -> list[str]:
 
 
 def require_memory(config: Config, shape: ModelShape, plan: Plan) -> list[str]:
-    """Return one line for each way in which GPUs are used. Raises PlacementError for the first that cannot fit."""
+    """Return one line for each way in which GPUs and hosts are used. Raises PlacementError for the first that cannot
+    fit."""
     lines: dict[str, int] = defaultdict(int)
     for use in gpu_uses(config, shape, plan):
         _require(config, shape, use)
         lines[_line(use)] += 1
-    return [f"{line}, {count} GPU(s)" for line, count in lines.items()]
+    hosts: dict[str, int] = defaultdict(int)
+    for host in host_uses(config, shape, plan):
+        _require_host(host)
+        hosts[_host_line(host)] += 1
+    return [f"{line}, {count} GPU(s)" for line, count in lines.items()] + [
+        f"{line}, {count} node(s)" for line, count in hosts.items()
+    ]
+
+
+def _require_host(host: HostUse) -> None:
+    if 0 < host.memory < host.use.total:
+        raise PlacementError(
+            f"node {host.node.name}: about {host.use.text()} on the host, and Ray has {host.memory / GIB:.1f} GiB there; "
+            "more memory, ranks on more nodes (learner.placement=spread), or adapters (learner.lora.rank) help"
+        )
+
+
+def _host_line(host: HostUse) -> str:
+    of = f" of {host.memory / GIB:.1f} GiB" if host.memory else ""
+    return f"host {host.use.text()}{of}"
 
 
 def _require(config: Config, shape: ModelShape, use: GpuUse) -> None:
