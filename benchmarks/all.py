@@ -73,6 +73,7 @@ BENCHMARKS = [
     Benchmark("long_rows", ("long_rows.py",)),
     Benchmark("bfcl", ("bfcl.py",), writes=False),
     Benchmark("agents", ("agents.py",), writes=False),
+    Benchmark("plan", ("plan.py",)),
     Benchmark("quickstart", ("quickstart.py",)),
     Benchmark("own_data", ("own_data.py",)),
     Benchmark("end_to_end", ("end_to_end.py",), has_quick=False),

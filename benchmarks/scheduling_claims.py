@@ -14,16 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.planner.simulation.distributions import (
-    ClampedNormal,
-    Constant,
-    Distribution,
-    LogNormal,
-    Mixture,
-    Normal,
-    Truncated,
-    fail_slow,
-)
+from latencies import ClampedNormal, Mixture, Truncated, fail_slow
+
+from roll_flash.planner.simulation.distributions import Constant, Distribution, LogNormal, Normal
 from roll_flash.planner.simulation.load import Load, SyntheticLoad
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import ServerSpec

@@ -173,9 +173,9 @@ def published_tflops(name: str, memory_bytes: int, folder: Path = CONFIGS / "har
     found = []
     for file in sorted(folder.glob("*.yaml")):
         gpu = load_hardware(file).gpu
-        maker, *product = gpu.name.lower().replace("-", " ").split() if gpu else [""]
+        maker, *product = gpu.name.lower().replace("-", " ").split()
         numbered = [word for word in product if any(map(str.isdigit, word)) and not word.endswith("gb")][:1]
-        if gpu and numbered and words >= {maker, *numbered}:
+        if numbered and words >= {maker, *numbered}:
             is_other_form = ("pcie" in words) != ("pcie" in product)
             found.append((is_other_form, abs(gpu.memory_gib * GIB - memory_bytes), gpu.bf16_tflops))
     return min(found)[2] if found else None

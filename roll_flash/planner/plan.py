@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import make_plan
 from roll_flash.config.tree import Config
 from roll_flash.errors import ConfigError, PlacementError
-from roll_flash.models.shape import ModelShape, read_shape
+from roll_flash.models.shape import read_shape
 from roll_flash.planner.gantt import draw_gantt
 from roll_flash.planner.machines.arithmetic import arithmetic
 from roll_flash.planner.machines.hardware import Hardware
@@ -22,7 +22,7 @@ from roll_flash.planner.measured.calibration import Calibration
 from roll_flash.planner.measured.recording import read_recording, require_same_work
 from roll_flash.planner.measured.replay import calibrated
 from roll_flash.planner.prediction import Prediction, predict, simulate
-from roll_flash.planner.search import Candidate, cpu_splits, differing_words, gpu_splits, search
+from roll_flash.planner.search import Candidate, Speeds, cpu_splits, differing_words, gpu_splits, search
 
 SHOWN = 5
 """Settings that are printed."""
@@ -72,15 +72,31 @@ def plan_run(
     config: Config, *, run: Path | None = None, hardware: Hardware | None = None, searches: bool = True
 ) -> RunPlan:
     """Plan a run of `config` from the speeds of an earlier `run`, or by arithmetic for the GPUs of `hardware`; with
-    both, the episodes of the run on these GPUs (a hardware file without a GPU adds only its price).
+    both, the episodes of the run on these GPUs.
 
     Raises ConfigError if there is neither, PlacementError if the config does not fit on `hardware`, RunError if the run
     has trained too little.
     """
-    planner = _Planner(config, run, hardware)
-    memory = planner.memory(config)
-    best = planner.search() if searches else ()
-    calibration = planner.speeds(config)
+    notes: list[str] = []
+    measured = None
+    if run is not None:
+        notes += require_same_work(read_recording(run), config)
+        measured, took, simulated = calibrated(run)
+        notes.append(
+            f"a simulation of the run itself takes {simulated.step_s:.1f} s per step; it took {took.step_s:.1f} s"
+        )
+    if hardware is not None:
+        machines = _on_gpus(config, hardware, measured)
+    elif measured is not None:
+        machines = _as_measured(config, measured)
+    else:
+        raise ConfigError(
+            "a plan needs speeds: --from RUN measures them from a run on your machine (a short one will do), "
+            "--hardware FILE computes them for a GPU (configs/hardware)"
+        )
+    memory = machines.memory(config)
+    best = search(config, machines.speeds, machines.fits, machines.splits) if searches else ()
+    calibration = machines.speeds(config)
     return RunPlan(
         config=config,
         calibration=calibration,
@@ -88,60 +104,45 @@ def plan_run(
         memory=tuple(memory),
         price_per_hour=hardware.price_per_hour if hardware else None,
         best=tuple(best),
-        notes=(*planner.notes, *calibration.notes),
+        notes=(*notes, *calibration.notes),
     )
 
 
-class _Planner:
-    """Speeds, memory and possible splits, for a config and changes of it."""
+@dataclass(frozen=True, slots=True)
+class _Machines:
+    """For a config and changes of it."""
 
-    def __init__(self, config: Config, run: Path | None, hardware: Hardware | None) -> None:
-        if run is None and (hardware is None or hardware.gpu is None):
-            raise ConfigError(
-                "a plan needs speeds: --from RUN measures them from a run on your machine (a short one will do), "
-                "--hardware FILE computes them for a GPU (configs/hardware)"
-            )
-        self._config = config
-        self._hardware = hardware
-        self._on_gpus = hardware is not None and hardware.gpu is not None
-        self._measured: Calibration | None = None
-        self.notes: list[str] = []
-        if run is not None:
-            self.notes += require_same_work(read_recording(run), config)
-            self._measured, took, simulated = calibrated(run)
-            self.notes.append(
-                f"a simulation of the run itself takes {simulated.step_s:.1f} s per step; it took {took.step_s:.1f} s"
-            )
-        self._shape: ModelShape | None = read_shape(config.model.path) if self._on_gpus else None
+    speeds: Speeds
+    memory: Callable[[Config], list[str]]
+    """Returns lines. Raises PlacementError if the machines lack GPUs or their memory."""
+    splits: Sequence[Sequence[str]]
 
-    def speeds(self, config: Config) -> Calibration:
-        if self._hardware is not None and self._shape is not None:
-            return arithmetic(config, self._shape, self._hardware, self._measured)
-        assert self._measured is not None
-        return self._measured
-
-    def memory(self, config: Config) -> list[str]:
-        """Raises PlacementError if the machines lack GPUs or their memory."""
-        if self._hardware is None or self._shape is None:
-            on_gpus = self._measured is not None and math.isinf(self._measured.speeds.cores)
-            return needs(config, read_shape(config.model.path), on_gpus=on_gpus)
-        nodes = self._hardware.as_nodes()
-        return require_memory(config, self._shape, make_plan(run_parts(config, nodes, gpu_servers=True), nodes))
-
-    def search(self) -> Sequence[Candidate]:
-        if self._hardware is not None and self._on_gpus:
-            splits = gpu_splits(self._config, self._hardware.gpus)
-        elif self._measured is not None and math.isfinite(self._measured.speeds.cores):
-            splits = cpu_splits(self._config, self._measured.speeds.cores)
-        else:  # the run's GPUs, whose number is not known here
-            splits = [()]
-        return search(self._config, self.speeds, self._fits, splits)
-
-    def _fits(self, config: Config) -> bool:
-        if not self._on_gpus:
-            return True
+    def fits(self, config: Config) -> bool:
         try:
             self.memory(config)
         except PlacementError:
             return False
         return True
+
+
+def _on_gpus(config: Config, hardware: Hardware, measured: Calibration | None) -> _Machines:
+    shape, nodes = read_shape(config.model.path), hardware.as_nodes()
+
+    def memory(changed: Config) -> list[str]:
+        return require_memory(changed, shape, make_plan(run_parts(changed, nodes, gpu_servers=True), nodes))
+
+    return _Machines(
+        speeds=lambda changed: arithmetic(changed, shape, hardware, measured),
+        memory=memory,
+        splits=gpu_splits(config, hardware.gpus),
+    )
+
+
+def _as_measured(config: Config, measured: Calibration) -> _Machines:
+    """The machines of the run. On GPUs, whose number is not known here, only the config's own split is tried."""
+    shape, cores = read_shape(config.model.path), measured.speeds.cores
+    return _Machines(
+        speeds=lambda _: measured,
+        memory=lambda changed: needs(changed, shape, on_gpus=math.isinf(cores)),
+        splits=[()] if math.isinf(cores) else cpu_splits(config, cores),
+    )

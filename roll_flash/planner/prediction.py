@@ -149,7 +149,7 @@ def predict(config: Config, calibration: Calibration, *, repeats: int = 8) -> Pr
     try:
         for seed in range(repeats):
             varied = _varied(calibration, seed)
-            found.append(figures_of(config, simulate(config, varied, steps=steps, seed=seed)))
+            found.append(figures_of(simulate(config, varied, steps=steps, seed=seed)))
     except RunError as error:
         return Prediction({}, str(error))
     return Prediction({name: _figure([each[name] for each in found]) for name in FIGURES})
@@ -162,18 +162,9 @@ def _varied(calibration: Calibration, seed: int) -> Calibration:
     return replace(calibration, speeds=calibration.speeds.scaled(servers, learner))
 
 
-def figures_of(config: Config, result: SimulationResult) -> dict[str, float]:
+def figures_of(result: SimulationResult) -> dict[str, float]:
     """Return the figures of one simulation."""
-    per_step = result.trained_episodes / max(1, result.steps)
-    return {
-        "step_s": result.step_s,
-        "episodes_per_s": per_step / result.step_s,
-        "servers_idle": result.servers_idle,
-        "learner_idle": result.learner_idle,
-        "staleness_mean": result.staleness_mean,
-        "staleness_max": float(result.staleness_max),
-        "discarded": result.discarded,
-    }
+    return {name: float(getattr(result, name)) for name in FIGURES}
 
 
 def _figure(values: Sequence[float]) -> Figure:

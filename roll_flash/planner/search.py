@@ -65,10 +65,10 @@ def search(config: Config, speeds: Speeds, fits: Fits, splits: Sequence[Sequence
         for each in found[:FINALISTS]
         for again in _simulated(each.config, each.words, speeds(each.config), FINE_STEPS, FINE_SEEDS)
     ]
-    return _ranked(finalists)
+    return ranked(finalists)
 
 
-def _ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
+def ranked(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Order by speed; of those within TIE of the fastest that is left, the freshest with the least waste is next."""
     left, ranked = sorted(candidates, key=lambda each: -each.speed), []
     while left:
@@ -113,7 +113,7 @@ def _simulated(
         results = [simulate(config, calibration, steps=steps, seed=seed) for seed in range(seeds)]
     except RunError:
         return []
-    figures = [figures_of(config, result) for result in results]
+    figures = [figures_of(result) for result in results]
     return [Candidate(words, config, {name: fmean(each[name] for each in figures) for name in figures[0]})]
 
 

@@ -123,14 +123,6 @@ def test_a_run_in_which_servers_and_learner_take_turns_says_that_their_contentio
     assert found.error > 0.1
 
 
-def test_a_run_without_a_timeline_is_measured_by_its_averages(tmp_path: Path) -> None:
-    folder = run_of(tmp_path, Calibration("made", SPEEDS, load()))
-    (folder / "logs/timeline.jsonl").unlink()
-    found = calibrate(read_recording(folder))
-    assert any("an older version" in note for note in found.notes)
-    assert found.speeds.stage_s > 0
-
-
 def test_a_run_that_says_too_little_is_refused(tmp_path: Path) -> None:
     folder = run_of(tmp_path, Calibration("made", SPEEDS, load()), steps=1)
     (folder / "metrics.jsonl").write_text("")

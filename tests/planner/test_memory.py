@@ -266,7 +266,10 @@ def test_rank_0_has_no_room_for_the_copy_that_nccl_sends() -> None:
     """56.9 GiB beside 50.8: what the other ranks need fits."""
     learner = {"ranks": 16, "gradient_checkpointing": True, "micro_batch_tokens": 16384}
     nodes = [gpu_node(8, 77.6, name=f"node-{number}") for number in range(4)]
-    for transfer, message in (("shm", ""), ("nccl", r"rank 0: about 108\..*staged weights 56\.9")):
+    for transfer, message in (
+        ("shm", ""),
+        ("nccl", r"rank 0: about 108\..*staged weights 56\.9.*weight_transfer=shm keeps"),
+    ):
         inference = {"servers": 8, "tensor_parallel_size": 2, "weight_transfer": transfer}
         config = config_of("Qwen3-30B-A3B", inference=inference, learner=learner)
         plan = make_plan(run_parts(config, nodes, gpu_servers=True), nodes)

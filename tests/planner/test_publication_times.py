@@ -20,11 +20,11 @@ def times(
     transfer: str, *, nodes: int = 1, file: str = "h100-sxm-80gb", network: float = 0, **sections: Any
 ) -> WeightTimes:
     hardware = load_hardware(HARDWARE / f"{file}.yaml").model_copy(update={"nodes": nodes, "bandwidth_share": 1.0})
-    assert hardware.gpu is not None
     gpu = hardware.gpu.model_copy(update={"network_gb_s": network} if network else {})
+    hardware = hardware.model_copy(update={"gpu": gpu})
     inference = {"weight_transfer": transfer, **sections.pop("inference", {})}
     config = load_config({"model": {"path": "Qwen3-8B"}, "envs": [{"id": "A-v0"}], "inference": inference, **sections})
-    return weight_times(config, read_shape("Qwen3-8B"), hardware, gpu)
+    return weight_times(config, read_shape("Qwen3-8B"), hardware)
 
 
 def test_weights_go_over_nvlink_within_a_node_and_over_the_network_between_nodes() -> None:

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import gymnasium
 import pytest
+from recipe_tables import machines_of, plan_recipe, recipes, with_table
 
 import roll_flash.envs
 from roll_flash.config.tree import load_config
 from roll_flash.errors import PlacementError
 from roll_flash.planner.machines.hardware import Hardware, load_hardware
-from roll_flash.planner.machines.recipes import machines_of, plan_recipe, recipes, with_table
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = {path.stem: path for path in recipes(CONFIGS / "gpu")}
@@ -24,7 +24,6 @@ def half_of(hardware: Hardware) -> Hardware:
         return hardware.model_copy(update={"nodes": hardware.nodes // 2})
     if hardware.gpus_per_node > 1:
         return hardware.model_copy(update={"gpus_per_node": hardware.gpus_per_node // 2})
-    assert hardware.gpu is not None
     gpu = hardware.gpu.model_copy(update={"memory_gib": hardware.gpu.memory_gib / 2})
     return hardware.model_copy(update={"gpu": gpu})
 
@@ -61,7 +60,7 @@ def test_a_recipe_is_refused_on_half_of_its_machines(recipe: Path) -> None:
 
 @each_recipe
 def test_the_memory_table_of_a_recipe_is_current(recipe: Path) -> None:
-    assert recipe.read_text() == with_table(recipe), "python -m roll_flash.planner.machines.recipes configs/gpu"
+    assert recipe.read_text() == with_table(recipe), "python tests/planner/recipe_tables.py"
 
 
 @each_recipe
@@ -80,9 +79,9 @@ def test_a_recipe_for_24_gb_fits_on_every_gpu_of_that_size() -> None:
 @pytest.mark.parametrize("file", sorted((CONFIGS / "hardware").glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_hardware_file_has_figures_with_their_source(file: Path) -> None:
     gpu = load_hardware(file).gpu
-    assert gpu is not None
     assert "NVIDIA" in gpu.name
     assert "datasheet" in gpu.source or "whitepaper" in gpu.source or "brief" in gpu.source
     assert f"{gpu.memory_gib:g}gb" in file.stem
+    assert (gpu.network_gb_s != 1.25) == ("network: " in gpu.source)
     # What would be a typing error: operations for each byte read, of any GPU so far.
     assert 50 < 1000 * gpu.bf16_tflops / gpu.hbm_gb_s < 450

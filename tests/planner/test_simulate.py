@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 
 from roll_flash.errors import RunError
 from roll_flash.planner.simulation.distributions import Constant, LogNormal, Normal
-from roll_flash.planner.simulation.load import Load, RecordedLoad, SyntheticLoad
+from roll_flash.planner.simulation.load import Load, SyntheticLoad
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import Request, ServerSpec, SimulatedServer
 from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
@@ -221,21 +219,3 @@ def test_a_task_that_is_requeued_is_another_play_in_the_simulation_and_not_for_e
 def test_a_simulated_run_that_only_loses_groups_ends_as_a_real_one_would() -> None:
     with pytest.raises(RunError, match="the last 64 groups could not be trained"):
         simulate(SyntheticLoad(Constant(20), failure_rate=0.9), steps=50)
-
-
-def test_episodes_of_an_earlier_run_are_a_load(tmp_path: Path) -> None:
-    turn = {"start": 5, "end": 25, "step_s": 0.5}
-    lines = [
-        {"kind": "trajectory", "turns": [turn, turn], "reward": 1.0},
-        {"kind": "failure", "turns": [], "reward": None},
-    ]
-    (tmp_path / "episodes").mkdir()
-    (tmp_path / "episodes/step_000000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    load = RecordedLoad.of_run(tmp_path)
-    assert load.plan(7, 0, 0).turns == ((20, 0.5), (20, 0.5))
-    assert 0.3 < sum(load.plan(seed, 0, 0).fails for seed in range(300)) / 300 < 0.7
-
-
-def test_a_recording_without_a_finished_episode_is_refused() -> None:
-    with pytest.raises(ValueError, match="no finished episode"):
-        RecordedLoad([{"kind": "failure", "turns": []}])

@@ -13,7 +13,7 @@ from dataclasses import replace
 from roll_flash.config.tree import Config
 from roll_flash.errors import ConfigError
 from roll_flash.models.shape import ModelShape
-from roll_flash.planner.machines.hardware import GpuFigures, Hardware
+from roll_flash.planner.machines.hardware import Hardware
 from roll_flash.planner.machines.memory import (
     HALF,
     MASTER,
@@ -41,20 +41,14 @@ DRAWN_EPISODES = 512
 
 
 def arithmetic(config: Config, shape: ModelShape, hardware: Hardware, measured: Calibration | None) -> Calibration:
-    """Return speeds for the GPUs of `hardware`; episodes, sandboxes and stages of `measured`, or assumed ones.
-
-    Raises ConfigError if the hardware file names no GPU.
-    """
-    gpu = hardware.gpu
-    if gpu is None:
-        raise ConfigError("the hardware file has no gpu; build on one in configs/hardware (`base: FILE`)")
+    """Return speeds for the GPUs of `hardware`; episodes, sandboxes and stages of `measured`, or assumed ones."""
     load = measured.load if measured else _assumed_load(config, hardware)
-    speeds = _speeds(config, shape, hardware, gpu, _mean_context(load))
+    speeds = _speeds(config, shape, hardware, _mean_context(load))
     ordered = sorted(load.episodes, key=lambda plan: duration_s(plan, speeds.token_s))
     what = "its figures are published ones and its speeds arithmetic, not measurements"
     episodes = f"episodes {measured.source}" if measured else "episodes are assumed"
     return Calibration(
-        source=f"{gpu.name}: {what}; {episodes}",
+        source=f"{hardware.gpu.name}: {what}; {episodes}",
         speeds=speeds,
         load=replace(load, episodes=tuple(ordered)),
         sandboxes=measured.sandboxes if measured else None,
@@ -64,8 +58,8 @@ def arithmetic(config: Config, shape: ModelShape, hardware: Hardware, measured: 
     )
 
 
-def _speeds(config: Config, shape: ModelShape, hardware: Hardware, gpu: GpuFigures, context: float) -> Speeds:
-    inference, learner = config.inference, config.learner
+def _speeds(config: Config, shape: ModelShape, hardware: Hardware, context: float) -> Speeds:
+    inference, learner, gpu = config.inference, config.learner, hardware.gpu
     split = inference.tensor_parallel_size
     bytes_per_s = 1e9 * hardware.bandwidth_share * gpu.hbm_gb_s
     flops = 1e12 * hardware.matmul_share * gpu.bf16_tflops
@@ -76,7 +70,7 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, gpu: GpuFigur
     sync_s = LAYER_SYNC_S * shape.layers if split > 1 else 0.0
     shares_gpu = hardware.gpus == 1
     room = cache_bytes(config, shape, hardware.gpu_bytes, shares_gpu=shares_gpu)
-    weights = weight_times(config, shape, hardware, gpu)
+    weights = weight_times(config, shape, hardware)
     train_s = _train_flops(config, shape, context) / flops / learner.ranks
     states = (MASTER + MOMENTS) * trained_parameters(learner, shape) // learner.ranks
     return Speeds(

@@ -64,8 +64,7 @@ class Episodes(Section):
 
 
 class Hardware(Section):
-    gpu: GpuFigures | None = None
-    """None: the speeds of the measured run."""
+    gpu: GpuFigures
     nodes: PositiveInt = 1
     """Number of machines."""
     gpus_per_node: PositiveInt = 1
@@ -89,13 +88,13 @@ class Hardware(Section):
 
     @property
     def gpu_bytes(self) -> int:
-        """Memory of one GPU that programs can use; 0 without GPUs."""
-        return int(USABLE_SHARE * self.gpu.memory_gib * GIB) if self.gpu else 0
+        """Memory of one GPU that programs can use."""
+        return int(USABLE_SHARE * self.gpu.memory_gib * GIB)
 
     def as_nodes(self) -> list[Node]:
         """Return its machines for `make_plan`, as if they were nodes of a cluster that nobody uses."""
-        gpus = {str(number): self.gpu_bytes for number in range(self.gpus_per_node)} if self.gpu else {}
-        resources = {"CPU": float(self.cpus_per_node)} | ({"GPU": float(len(gpus))} if gpus else {})
+        gpus = {str(number): self.gpu_bytes for number in range(self.gpus_per_node)}
+        resources = {"CPU": float(self.cpus_per_node), "GPU": float(len(gpus))}
         if self.host_memory_gib:
             memory = self.host_memory_gib * GIB
             resources["memory"] = memory - min(OBJECT_STORE_SHARE * memory, OBJECT_STORE_BYTES)

@@ -1,5 +1,7 @@
-"""The memory that a run needs on the host of each node, by arithmetic. Not counted: the page cache, sandboxes, and Ray's
-object store with the trajectories, which Ray sets apart from the memory that it reports.
+"""The memory that a run needs on the host of each node, by arithmetic.
+
+Not counted: the page cache, sandboxes, and Ray's object store with the trajectories, which Ray sets apart from the
+memory that it reports.
 """
 
 from __future__ import annotations

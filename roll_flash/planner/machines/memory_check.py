@@ -1,8 +1,8 @@
-"""Does a placement plan fit into the memory of its GPUs and nodes? By the arithmetic of `memory.py` and `host_memory.py`."""
+"""Does a placement plan fit into the memory of its GPUs and hosts? By `memory.py` and `host_memory.py`."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -120,23 +120,19 @@ def check_gpu_memory(config: Config, plan: Plan) -> list[str]:
 def require_memory(config: Config, shape: ModelShape, plan: Plan) -> list[str]:
     """Return one line for each way in which GPUs and hosts are used. Raises PlacementError for the first that cannot
     fit."""
-    lines: dict[str, int] = defaultdict(int)
-    for use in gpu_uses(config, shape, plan):
+    on_gpus, on_hosts = gpu_uses(config, shape, plan), host_uses(config, shape, plan)
+    for use in on_gpus:
         _require(config, shape, use)
-        lines[_line(use)] += 1
-    hosts: dict[str, int] = defaultdict(int)
-    for host in host_uses(config, shape, plan):
+    for host in on_hosts:
         _require_host(host)
-        hosts[_host_line(host)] += 1
-    return [f"{line}, {count} GPU(s)" for line, count in lines.items()] + [
-        f"{line}, {count} node(s)" for line, count in hosts.items()
-    ]
+    lines = [f"{line}, {count} GPU(s)" for line, count in Counter(map(_line, on_gpus)).items()]
+    return lines + [f"{line}, {count} node(s)" for line, count in Counter(map(_host_line, on_hosts)).items()]
 
 
 def _require_host(host: HostUse) -> None:
     if 0 < host.memory < host.use.total:
         raise PlacementError(
-            f"node {host.node.name}: about {host.use.text()} on the host, and Ray has {host.memory / GIB:.1f} GiB there; "
+            f"node {host.node.name}: about {host.use.text()} on the host, and Ray has {host.memory / GIB:.1f} GiB; "
             "more memory, ranks on more nodes (learner.placement=spread), or adapters (learner.lora.rank) help"
         )
 
@@ -169,8 +165,10 @@ def _require(config: Config, shape: ModelShape, use: GpuUse) -> None:
 
 def _rank_advice(config: Config, use: GpuUse) -> str:
     """More ranks and smaller micro-batches do not help where one row is too long: it is computed as a whole."""
-    learner, tokens = config.learner, config.model.max_length
-    if tokens < learner.micro_batch_tokens or use.total - use.uses[0].parts["activations"] > use.memory:
+    learner, tokens, parts = config.learner, config.model.max_length, use.uses[0].parts
+    if use.total - parts.get("staged weights", 0) <= use.memory:
+        return "inference.weight_transfer=shm keeps no copy of the weights on the GPU"
+    if tokens < learner.micro_batch_tokens or use.total - parts["activations"] > use.memory:
         return RANK_ADVICE
     keys = "gradient_checkpointing", "activation_offload"
     better = next((f"learner.{key}=true or " for key in keys if not getattr(learner, key)), "")

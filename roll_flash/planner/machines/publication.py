@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from roll_flash.config.tree import Config
 from roll_flash.models.shape import ModelShape
-from roll_flash.planner.machines.hardware import GpuFigures, Hardware
+from roll_flash.planner.machines.hardware import Hardware
 from roll_flash.planner.machines.memory import FULL, HALF, publishes_adapters, trained_parameters
 
 HASH_GB_S = 0.85
@@ -35,9 +35,9 @@ class WeightTimes:
     pause_s: float
 
 
-def weight_times(config: Config, shape: ModelShape, hardware: Hardware, gpu: GpuFigures) -> WeightTimes:
+def weight_times(config: Config, shape: ModelShape, hardware: Hardware) -> WeightTimes:
     """Return the times of one publication."""
-    inference, share = config.inference, 1e9 * hardware.bandwidth_share
+    inference, gpu, share = config.inference, hardware.gpu, 1e9 * hardware.bandwidth_share
     whole = HALF * shape.parameters
     hbm_s, pcie_s = 2 * whole / (share * gpu.hbm_gb_s), 2 * whole / (share * gpu.pcie_gb_s)
     if inference.weight_transfer == "ipc":

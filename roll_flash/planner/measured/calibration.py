@@ -13,13 +13,12 @@ from statistics import fmean, median
 
 from roll_flash.config.tree import Config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
-from roll_flash.monitor.metrics import LEARNER_IDLE, STALENESS_MEAN, STEP_S
+from roll_flash.monitor.metrics import STALENESS_MEAN
 from roll_flash.planner.measured.episodes import MeasuredLoad, measured_load
-from roll_flash.planner.measured.recording import LearnerSpan, Recording, Span, merged, overlap_share
+from roll_flash.planner.measured.recording import LearnerSpan, Recording, merged, overlap_share
 from roll_flash.planner.measured.turn_times import TurnTimes, fit_line, fit_turn_times
 from roll_flash.planner.simulation.sandboxes import SandboxSpec
 from roll_flash.planner.simulation.scoring import StageSpec
-from roll_flash.planner.simulation.settings import LearnerSpec
 
 LEAST_ERROR = 0.05
 """Least relative error of speeds, however well the run itself is simulated."""
@@ -67,18 +66,13 @@ class Speeds:
 
     def scaled(self, servers: float, learner: float) -> Speeds:
         """Return speeds with the times of servers and learner multiplied."""
-        return replace(
-            self,
-            request_s=self.request_s * servers,
-            token_s=self.token_s * servers,
-            sequence_s=self.sequence_s * servers,
-            prompt_token_s=self.prompt_token_s * servers,
-            call_s=self.call_s * learner,
-            train_token_s=self.train_token_s * learner,
-            proximal_token_s=self.proximal_token_s * learner,
-            update_s=self.update_s * learner,
-            stage_s=self.stage_s * learner,
-        )
+        factors = dict.fromkeys(_OF_SERVERS, servers) | dict.fromkeys(_OF_LEARNER, learner)
+        times: dict[str, float] = {name: factor * getattr(self, name) for name, factor in factors.items()}
+        return replace(self, **times)
+
+
+_OF_SERVERS = ("request_s", "token_s", "sequence_s", "prompt_token_s")
+_OF_LEARNER = ("call_s", "train_token_s", "proximal_token_s", "update_s", "stage_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +127,18 @@ def _has_prefix_cache(recording: Recording) -> bool:
 
 def _shared_cores(recording: Recording) -> float:
     """The cores that servers and learner share: those of a machine without GPUs that does all by itself."""
-    config, cores = recording.config, recording.timeline[-1].cpu_cores if recording.timeline else 0
+    config, cores = recording.config, recording.timeline[-1].cpu_cores
     return float(cores) if cores and config.ray.address is None and config.learner.device != "cuda" else math.inf
 
 
 def _usual_batch(recording: Recording) -> float:
     """Mean number of sequences at a server while it has any."""
-    turns = [(turn.started_s, turn.started_s + turn.generate_s) for e in recording.episodes for turn in e.turns]
+    turns = [turn.span for episode in recording.episodes for turn in episode.turns]
     lasted_s = sum(end - start for start, end in merged(turns))
     return sum(end - start for start, end in turns) / max(lasted_s, 1e-9) / recording.config.inference.servers
 
 
 def _speeds(recording: Recording, turns: TurnTimes, slowed: float, cores: float) -> Speeds:
-    learner = _learner_times(recording, slowed) if recording.timeline else _learner_times_without_timeline(recording)
     servers = recording.config.inference.servers
     paused_s = recording.mean("weights/paused_s") or 0.0
     published_s = recording.mean("weights/total_s") or 0.0
@@ -155,12 +148,8 @@ def _speeds(recording: Recording, turns: TurnTimes, slowed: float, cores: float)
         token_s=turns.token_s,
         sequence_s=turns.sequence_s,
         prompt_token_s=turns.prompt_token_s,
-        call_s=learner.call_s,
-        train_token_s=learner.late_token_s or learner.token_s,
-        proximal_token_s=learner.token_s if learner.late_token_s else PROXIMAL_SHARE * learner.token_s,
-        update_s=learner.step_s,
-        stage_s=learner.stage_s,
-        report_s=learner.report_s,
+        **_learner_times(recording, slowed),
+        report_s=_report_s(recording),
         pause_s=paused_s,
         publish_delay_s=max(0.0, published_s / servers - paused_s),
         ranks=recording.config.learner.ranks,
@@ -178,30 +167,24 @@ def _cache_tokens(recording: Recording) -> float:
     return tokens / used if used > 0.05 and tokens else math.inf
 
 
-def _learner_times(recording: Recording, slowed: float) -> LearnerSpec:
-    """Times at full speed: what was computed while servers worked ran at the speed `slowed`."""
+def _learner_times(recording: Recording, slowed: float) -> dict[str, float]:
+    """Times of `_OF_LEARNER` at full speed: what was computed while servers worked ran at the speed `slowed`."""
     spans = recording.learner_spans
-    turns: list[Span] = [
-        (turn.started_s, turn.started_s + turn.generate_s) for episode in recording.episodes for turn in episode.turns
-    ]
+    turns = [turn.span for episode in recording.episodes for turn in episode.turns]
     shares = overlap_share([(span.started_s, span.ended_s) for span in spans], turns)
     seconds = [span.seconds * (1 - share * (1 - slowed)) for span, share in zip(spans, shares, strict=True)]
     of = {work: [(span, s) for span, s in zip(spans, seconds, strict=True) if span.work == work] for work in _WORKS}
     call_s, token_s = _micro_batches(of["accumulate"])
-    updates = _mean([s for _, s in of["update"]])
-    if computes_late(recording.config):
-        tokens = sum(span.tokens for span, _ in of["accumulate"]) / max(1, len(recording.timeline))
-        late_s = (recording.mean("forward_backward_s") or 0.0) * slowed
-        return LearnerSpec(
-            call_s=call_s,
-            token_s=token_s,
-            late_token_s=late_s / max(1.0, tokens),
-            step_s=max(0.0, updates - late_s),
-            stage_s=_mean([s for _, s in of["stage"]]),
-            report_s=_report_s(recording),
-        )
-    stage_s = _mean([s for _, s in of["stage"]])
-    return LearnerSpec(call_s=call_s, token_s=token_s, step_s=updates, stage_s=stage_s, report_s=_report_s(recording))
+    late_s = (recording.mean("forward_backward_s") or 0.0) * slowed if computes_late(recording.config) else 0.0
+    tokens = sum(span.tokens for span, _ in of["accumulate"]) / len(recording.timeline)
+    late_token_s = late_s / max(1.0, tokens)
+    return {
+        "call_s": call_s,
+        "train_token_s": late_token_s or token_s,
+        "proximal_token_s": token_s if late_token_s else PROXIMAL_SHARE * token_s,
+        "update_s": max(0.0, _mean([s for _, s in of["update"]]) - late_s),
+        "stage_s": _mean([s for _, s in of["stage"]]),
+    }
 
 
 _WORKS = ("accumulate", "update", "stage")
@@ -223,17 +206,6 @@ def _report_s(recording: Recording) -> float:
         if step.learner and following.step == step.step + 1
     ]
     return median(gaps) if gaps else 0.0
-
-
-def _learner_times_without_timeline(recording: Recording) -> LearnerSpec:
-    """Times of a run that has logged no timeline, as if nothing had shared its cores."""
-    tokens = max(1.0, recording.mean("computed_tokens") or 0.0)
-    computed_s, prox_s = recording.mean("forward_backward_s") or 0.0, recording.mean("prox_s") or 0.0
-    busy = [(1 - row[LEARNER_IDLE]) * row[STEP_S] for row in recording.steps if row.get(LEARNER_IDLE) is not None]
-    rest_s = max(0.0, fmean(busy) - computed_s - prox_s) if busy else 0.0
-    if computes_late(recording.config):
-        return LearnerSpec(token_s=prox_s / tokens, late_token_s=computed_s / tokens, stage_s=rest_s)
-    return LearnerSpec(token_s=computed_s / tokens, stage_s=rest_s)
 
 
 def computes_late(config: Config) -> bool:
@@ -285,9 +257,7 @@ def _notes(recording: Recording, turns: TurnTimes, cores: float) -> list[str]:
             f"{unfinished:.0%} of the run's episodes were stopped or failed, and slow ones more often: the plan is too "
             "fast. Measure with scheduler.on_stale=wait and without redundancy"
         )
-    if not recording.timeline:
-        notes.append("the run has no logs/timeline.jsonl (an older version), so the learner's times are averages")
-    elif not turns.knows_slowdown and math.isfinite(cores):
+    if not turns.knows_slowdown and math.isfinite(cores):
         notes.append(
             "servers and learner hardly worked at the same time (or always did), so how much they slow each other down "
             "is not measured; measure with scheduler.async_ratio=1"

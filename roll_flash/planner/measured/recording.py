@@ -32,6 +32,10 @@ class RecordedTurn:
     first_version: int
     last_version: int
 
+    @property
+    def span(self) -> Span:
+        return self.started_s, self.started_s + self.generate_s
+
 
 @dataclass(frozen=True, slots=True)
 class RecordedEpisode:
@@ -43,10 +47,6 @@ class RecordedEpisode:
     turns: tuple[RecordedTurn, ...]
     reward: float
     packed_tokens: int
-
-    @property
-    def environment_s(self) -> float:
-        return self.startup_s + sum(turn.step_s for turn in self.turns)
 
     @property
     def tokens(self) -> int:
@@ -71,8 +71,6 @@ class RecordedStep:
     """A line of `logs/timeline.jsonl`."""
 
     step: int
-    started_s: float
-    ended_s: float
     learner: tuple[LearnerSpan, ...]
     cpu_cores: int
 
@@ -87,7 +85,6 @@ class Recording:
     steps: tuple[Mapping[str, Any], ...]
     """The rows of `metrics.jsonl` that end a step."""
     timeline: tuple[RecordedStep, ...]
-    """Empty for runs of older versions."""
 
     @property
     def learner_spans(self) -> list[LearnerSpan]:
@@ -110,7 +107,8 @@ def read_recording(folder: Path) -> Recording:
     steps = [row for row in read_metrics(folder) if row.get(STEP_S) is not None]
     records = list(_newest_records(folder))
     episodes = [_episode(record) for record in records if record["kind"] == "trajectory" and record["turns"]]
-    if not steps or len(episodes) < MIN_EPISODES:
+    timeline = [_step(line) for line in read_lines(folder / "logs" / TIMELINE)]
+    if not steps or not timeline or len(episodes) < MIN_EPISODES:
         raise RunError(
             f"{folder}: {len(steps)} finished steps and {len(episodes)} episodes are too few to measure speeds; a plan "
             f"needs a step and {MIN_EPISODES} episodes of them"
@@ -121,7 +119,7 @@ def read_recording(folder: Path) -> Recording:
         episodes=tuple(episodes),
         failures=sum(record["kind"] == "failure" for record in records),
         steps=tuple(steps),
-        timeline=tuple(_step(line) for line in read_lines(folder / "logs" / TIMELINE)),
+        timeline=tuple(timeline),
     )
 
 
@@ -171,7 +169,7 @@ def _turn(record: Mapping[str, Any], turn: Mapping[str, Any], started_s: float) 
 def _step(line: Mapping[str, Any]) -> RecordedStep:
     spans = tuple(LearnerSpan(str(work), float(a), float(b), int(tokens)) for work, a, b, tokens in line["learner"])
     cores = int(line.get("cpu_cores") or 0)
-    return RecordedStep(int(line["step"]), float(line["started_s"]), float(line["ended_s"]), spans, cores)
+    return RecordedStep(int(line["step"]), spans, cores)
 
 
 def overlap_share(spans: Sequence[Span], others: Sequence[Span]) -> list[float]:

@@ -37,8 +37,6 @@ class TurnTimes:
     slowdown: float
     """Extra time while the learner works, as a share; 0 also if that could not be measured."""
     knows_slowdown: bool
-    error: float
-    """Mean of the absolute errors over the turns, divided by their mean time."""
 
 
 def fit_turn_times(
@@ -81,11 +79,10 @@ def _fit(
         slowed = _slowed(columns, busy, slowdown)
         found = _least_squares(slowed[usual], seconds[usual])
         errors = slowed @ found - seconds
-        fits.append((float((errors[usual] ** 2).sum()), float(slowdown), found, errors))
-    _, slowdown, found, errors = min(fits, key=lambda fit: fit[0])
+        fits.append((float((errors[usual] ** 2).sum()), float(slowdown), found))
+    _, slowdown, found = min(fits, key=lambda fit: fit[0])
     request_s, token_s, sequence_s, prompt_token_s = map(float, found)
-    error = float(np.abs(errors).mean() / seconds.mean())
-    return TurnTimes(request_s, token_s, sequence_s, prompt_token_s, slowdown, knows, error)
+    return TurnTimes(request_s, token_s, sequence_s, prompt_token_s, slowdown, knows)
 
 
 def _slowed(columns: Floats, busy: Floats, slowdown: float) -> Floats:

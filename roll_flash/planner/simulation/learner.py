@@ -178,8 +178,6 @@ class SimulatedLearner:
             server.advance(self._clock.now_s)
             server.paused = True
             self._servers.changed(server)
-        if self._timeline is not None:
-            self._timeline.publications.append((self._clock.now_s, self._clock.now_s + self._spec.publish_s))
         self._clock.after(self._spec.publish_s, self._on_loaded, (wave, version))
 
     def _on_loaded(self, what: tuple[int, int]) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from roll_flash.monitor.episodes import read_episodes
 from roll_flash.planner.simulation.distributions import Constant, Distribution, LogNormal
 
 
@@ -71,31 +68,3 @@ class SyntheticLoad:
         fails = bool(self.failure_rate) and generator.random() < self.failure_rate
         has_signal = self.signal_rate >= 1 or random.Random(self.seed + seed).random() < self.signal_rate
         return EpisodePlan(turns, float(replica % 2 if has_signal else 0), fails)
-
-
-class RecordedLoad:
-    """Whole episodes of an earlier run, drawn at random: the turns of an episode stay together."""
-
-    def __init__(self, records: Sequence[Mapping[str, Any]], seed: int = 0) -> None:
-        """`records`: from a run's `episodes/*.jsonl`. Raises ValueError if none of them is a trajectory."""
-        self._plans = [_plan_of(record) for record in records if record["kind"] == "trajectory" and record["turns"]]
-        if not self._plans:
-            raise ValueError("no finished episode in the recording; choose a run that has trained")
-        failures = sum(record["kind"] == "failure" for record in records)
-        self._failure_rate = failures / (failures + len(self._plans))
-        self._seed = seed
-
-    @classmethod
-    def of_run(cls, folder: Path, seed: int = 0) -> RecordedLoad:
-        """Load the episodes of the run folder `folder`."""
-        return cls(read_episodes(folder / "episodes"), seed)
-
-    def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:
-        generator = random.Random((self._seed * 1_000_003 + seed) * 1_009 + replica * 31 + attempt)
-        plan = generator.choice(self._plans)
-        return EpisodePlan(plan.turns, plan.reward, generator.random() < self._failure_rate)
-
-
-def _plan_of(record: Mapping[str, Any]) -> EpisodePlan:
-    turns = tuple((max(1, int(turn["end"] - turn["start"])), float(turn["step_s"])) for turn in record["turns"])
-    return EpisodePlan(turns, float(record["reward"]), fails=False)

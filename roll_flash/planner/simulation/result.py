@@ -32,8 +32,6 @@ class Timeline:
 
     episodes: dict[tuple[str, float], EpisodeSpan] = field(default_factory=dict)
     learner: list[tuple[float, float]] = field(default_factory=list)
-    publications: list[tuple[float, float]] = field(default_factory=list)
-    steps: list[float] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -75,6 +73,11 @@ class SimulationResult:
         skipped = len(self.step_ends_s) // 4
         started = self.step_ends_s[skipped - 1] if skipped else 0.0
         return (self.step_ends_s[-1] - started) / (len(self.step_ends_s) - skipped)
+
+    @property
+    def episodes_per_s(self) -> float:
+        """Trained episodes per second, after that quarter."""
+        return self.trained_episodes / max(1, self.steps) / self.step_s
 
     @property
     def staleness_mean(self) -> float:

@@ -419,8 +419,6 @@ class Simulation:
             server.advance(self._clock.now_s)
         slot_s = self._slot_busy_s + sum(self._clock.now_s - episode.started_s for episode in self._episodes.values())
         length_ratio, latency_ratio = _ratios(self._trained, self._submitted)
-        if self._timeline is not None:
-            self._timeline.steps = list(self._learner.step_ends_s)
         return SimulationResult(
             elapsed_s=elapsed_s,
             steps=self._scheduler.learner_version,

@@ -1,4 +1,4 @@
-"""Writes the memory tables in the comments of recipes: `python -m roll_flash.planner.machines.recipes configs/gpu`.
+"""Writes the memory tables in the comments of recipes: `python tests/planner/recipe_tables.py`.
 
 A recipe is a config whose first comment names its machines: `# For 1 node of 512 GiB with 8 x h100-sxm-80gb.`, a file
 of configs/hardware beside its folder. The table stands below that comment.
@@ -7,7 +7,6 @@ of configs/hardware beside its folder. The table stands below that comment.
 from __future__ import annotations
 
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +19,6 @@ from roll_flash.models.shape import read_shape
 from roll_flash.planner.machines.hardware import Hardware, load_hardware
 from roll_flash.planner.machines.memory import GIB
 from roll_flash.planner.machines.memory_check import GpuUse, gpu_uses, host_uses, require_memory
-from roll_flash.terminal import say
 
 _MACHINES = re.compile(r"^# For (\d+) nodes? of (\d+) GiB with (\d+) x ([a-z0-9.-]+)\.$", re.MULTILINE)
 TITLE = "# Memory of a GPU, and of a host, in GiB, by arithmetic (docs/plan.md); not yet run on a GPU:"
@@ -61,7 +59,7 @@ def with_table(recipe: Path) -> str:
 
 
 def _table(config: Config, plan: Plan) -> list[str]:
-    """Return a row for each kind of part, one for both together where they share a GPU, and one for each kind of host."""
+    """Return a row for each kind of part and of host, and one for both parts together where they share a GPU."""
     shape = read_shape(config.model.path)
     on_gpus = Counter(row for use in gpu_uses(config, shape, plan) for row in _rows(use))
     on_hosts = Counter(
@@ -88,9 +86,8 @@ def _rows(use: GpuUse) -> Iterator[tuple[str, str, str]]:
 
 
 def main() -> None:
-    for recipe in recipes(Path(sys.argv[1] if len(sys.argv) > 1 else "configs/gpu")):
+    for recipe in recipes(Path("configs/gpu")):
         recipe.write_text(with_table(recipe))
-        say(str(recipe))
 
 
 if __name__ == "__main__":
