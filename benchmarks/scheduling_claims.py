@@ -16,8 +16,7 @@ from typing import Any
 
 from latencies import ClampedNormal, Mixture, Truncated, fail_slow
 
-from roll_flash.planner.simulation.distributions import Constant, Distribution, LogNormal, Normal
-from roll_flash.planner.simulation.load import Load, SyntheticLoad
+from roll_flash.planner.simulation.load import Constant, Distribution, Load, LogNormal, Normal, SyntheticLoad
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import ServerSpec
 from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings

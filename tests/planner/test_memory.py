@@ -253,6 +253,13 @@ def test_a_host_holds_copies_for_servers_and_for_checkpoints() -> None:
     assert set(hosts(nccl, [gpu_node(8, 80, name="one"), gpu_node(8, 80, name="two")])[1].use.parts) == {"processes"}
 
 
+def test_servers_that_only_serve_need_no_memory_for_new_weights() -> None:
+    config, node = config_of("Qwen3-8B", inference={"servers": 2}), gpu_node(2, 80)
+    plan = make_plan(run_parts(config, [node], trains=False, gpu_servers=True), [node])
+    (host,) = host_uses(config, read_shape("Qwen3-8B"), plan)
+    assert set(host.use.parts) == {"processes"}
+
+
 def test_a_host_that_is_too_small_is_refused_in_one_line() -> None:
     config = config_of("Qwen3-4B", learner={"gradient_checkpointing": True, "micro_batch_tokens": 1024})
     assert any(line.startswith("host ") for line in check(config, gpu_node(2, 80, host_gib=128)))

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_flash.errors import RunError
-from roll_flash.planner.simulation.distributions import Constant, LogNormal, Normal
-from roll_flash.planner.simulation.load import Load, SyntheticLoad
+from roll_flash.planner.simulation.load import Constant, Load, LogNormal, Normal, SyntheticLoad
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import Request, ServerSpec, SimulatedServer
 from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings

@@ -9,9 +9,8 @@ import pytest
 
 from roll_flash.planner.simulation.load import EpisodePlan
 from roll_flash.planner.simulation.result import SimulationResult
-from roll_flash.planner.simulation.sandboxes import SandboxSpec
-from roll_flash.planner.simulation.scoring import StageSpec
 from roll_flash.planner.simulation.servers import Request, ServerSpec, SimulatedServer
+from roll_flash.planner.simulation.services import SandboxSpec, StageSpec
 from roll_flash.planner.simulation.settings import AutoRatio, LearnerSpec, SimulationSettings
 from roll_flash.planner.simulation.simulate import Simulation
 from roll_flash.scheduling.policy import SchedulingPolicy

@@ -25,8 +25,7 @@ from roll_flash.planner.machines.memory import (
 from roll_flash.planner.machines.publication import weight_times
 from roll_flash.planner.measured.calibration import Calibration, Speeds
 from roll_flash.planner.measured.episodes import MeasuredLoad, duration_s
-from roll_flash.planner.simulation.distributions import LogNormal
-from roll_flash.planner.simulation.load import EpisodePlan
+from roll_flash.planner.simulation.load import EpisodePlan, LogNormal
 
 ERROR = 0.5
 """Relative error of speeds that nobody measured."""

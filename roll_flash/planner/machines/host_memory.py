@@ -29,9 +29,9 @@ PROCESS: dict[Kind, int] = {"rank": 3 * GIB, "server": 5 * GIB, "worker": GIB}
 """Libraries and buffers of a part's processes. Not measured yet."""
 
 
-def host_memory(config: Config, shape: ModelShape, parts: Sequence[Part]) -> MemoryUse:
+def host_memory(config: Config, shape: ModelShape, parts: Sequence[Part], *, trains: bool) -> MemoryUse:
     """Return what a node needs for these parts: when the model is loaded or when a checkpoint is written, whichever is
-    more."""
+    more. Servers of a run that does not train (`trains`) get no new weights."""
     counts = Counter(part.kind for part in parts)
     processes = sum(PROCESS[kind] * count for kind, count in counts.items())
     is_first = any(part.name == FIRST_RANK for part in parts)
@@ -40,10 +40,13 @@ def host_memory(config: Config, shape: ModelShape, parts: Sequence[Part]) -> Mem
     run = {
         "processes": processes,
         "checkpoint": _checkpoint_bytes(config, shape, counts["rank"], is_first=is_first),
-        "published weights": _published_bytes(config, shape, counts["server"], is_first=is_first),
-        "second weights of servers": _second_bytes(config, shape, parts),
         "offloaded activations": _offloaded_bytes(config, shape, counts["rank"]),
     }
+    if trains and config.inference.weight_transfer == "shm":
+        run["published weights"] = _published_bytes(config, shape, counts["server"], is_first=is_first)
+        on_gpus = sum(part.kind == "server" and part.gpus > 0 for part in parts)
+        # Page-locked memory in which servers prepare weights for their GPUs, all but experts.
+        run["second weights of servers"] = HALF * (shape.parameters - shape.experts) * on_gpus
     most = max(start, run, key=lambda use: sum(use.values()))
     return MemoryUse({name: size for name, size in most.items() if size})
 
@@ -57,19 +60,10 @@ def _checkpoint_bytes(config: Config, shape: ModelShape, ranks: int, *, is_first
 
 
 def _published_bytes(config: Config, shape: ModelShape, servers: int, *, is_first: bool) -> int:
-    """`shm`: the learner's copy, and the one that servers of a node load, or get when they come back."""
-    if config.inference.weight_transfer != "shm":
-        return 0
+    """The learner's copy, and the one that servers of a node load, or get when they come back."""
     adapters = FULL * trained_parameters(config.learner, shape)
     size = adapters if publishes_adapters(config) else HALF * shape.parameters
     return size * (is_first + (is_first or servers > 0))
-
-
-def _second_bytes(config: Config, shape: ModelShape, parts: Sequence[Part]) -> int:
-    """`shm`: page-locked memory in which servers prepare weights for their GPUs, all but experts."""
-    on_gpus = sum(part.kind == "server" and part.gpus > 0 for part in parts)
-    is_shared = config.inference.weight_transfer == "shm"
-    return HALF * (shape.parameters - shape.experts) * on_gpus if is_shared else 0
 
 
 def _offloaded_bytes(config: Config, shape: ModelShape, ranks: int) -> int:

@@ -99,7 +99,11 @@ def host_uses(config: Config, shape: ModelShape, plan: Plan) -> list[HostUse]:
     on_node: dict[str, list[Row]] = defaultdict(list)
     for row in plan.rows:
         on_node[row.node.node_id].append(row)
-    return [HostUse(rows[0].node, host_memory(config, shape, [row.part for row in rows])) for rows in on_node.values()]
+    trains = any(row.part.kind == "rank" for row in plan.rows)
+    return [
+        HostUse(rows[0].node, host_memory(config, shape, [row.part for row in rows], trains=trains))
+        for rows in on_node.values()
+    ]
 
 
 def check_gpu_memory(config: Config, plan: Plan) -> list[str]:

@@ -17,8 +17,7 @@ from roll_flash.monitor.metrics import STALENESS_MEAN
 from roll_flash.planner.measured.episodes import MeasuredLoad, measured_load
 from roll_flash.planner.measured.recording import LearnerSpan, Recording, merged, overlap_share
 from roll_flash.planner.measured.turn_times import TurnTimes, fit_line, fit_turn_times
-from roll_flash.planner.simulation.sandboxes import SandboxSpec
-from roll_flash.planner.simulation.scoring import StageSpec
+from roll_flash.planner.simulation.services import SandboxSpec, StageSpec
 
 LEAST_ERROR = 0.05
 """Least relative error of speeds, however well the run itself is simulated."""

@@ -95,10 +95,10 @@ class Recording:
         values = [float(row[name]) for row in self.steps if row.get(name) is not None]
         return sum(values) / len(values) if values else None
 
-    def last(self, name: str, default: float = 0.0) -> float:
-        """Return the newest value of a metric, such as a count since the start of the run."""
+    def last(self, name: str) -> float:
+        """Return the newest value of a metric, such as a count since the start of the run; 0 if there is none."""
         values = [float(row[name]) for row in self.steps if row.get(name) is not None]
-        return values[-1] if values else default
+        return values[-1] if values else 0.0
 
 
 def read_recording(folder: Path) -> Recording:

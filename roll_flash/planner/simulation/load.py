@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 from typing import Protocol
-
-from roll_flash.planner.simulation.distributions import Constant, Distribution, LogNormal
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +31,44 @@ class Load(Protocol):
     def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:
         """Return the plan of one episode; the same arguments give the same plan."""
         ...
+
+
+class Distribution(Protocol):
+    """Draws lengths or times >= 0 from the given generator, so that a seed determines all values."""
+
+    def sample(self, generator: random.Random) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    value: float
+
+    def sample(self, generator: random.Random) -> float:
+        return self.value
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normal distribution truncated at 0: negative values are drawn again, so N(10, 10) has a mean of 12.9."""
+
+    mean: float
+    deviation: float
+
+    def sample(self, generator: random.Random) -> float:
+        while (value := generator.gauss(self.mean, self.deviation)) < 0:
+            pass
+        return value
+
+
+@dataclass(frozen=True, slots=True)
+class LogNormal:
+    """Log-normal distribution, given by its mean and the standard deviation of its logarithm."""
+
+    mean: float
+    sigma: float
+
+    def sample(self, generator: random.Random) -> float:
+        return generator.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
 
 NO_TIME = Constant(0.0)

@@ -6,9 +6,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from roll_flash.planner.simulation.sandboxes import SandboxSpec
-from roll_flash.planner.simulation.scoring import StageSpec
 from roll_flash.planner.simulation.servers import ServerSpec
+from roll_flash.planner.simulation.services import SandboxSpec, StageSpec
 from roll_flash.scheduling.policy import SchedulingPolicy
 from roll_flash.scheduling.staleness import StalenessRule
 

@@ -19,9 +19,8 @@ from roll_flash.planner.simulation.clock import Clock
 from roll_flash.planner.simulation.learner import SimulatedLearner
 from roll_flash.planner.simulation.load import EpisodePlan, Load
 from roll_flash.planner.simulation.result import Activity, EpisodeSpan, Fate, SimulationResult, Timeline
-from roll_flash.planner.simulation.sandboxes import SimulatedSandboxes
-from roll_flash.planner.simulation.scoring import SimulatedScoring
 from roll_flash.planner.simulation.servers import Request, Servers, SimulatedServer
+from roll_flash.planner.simulation.services import SimulatedSandboxes, SimulatedScoring
 from roll_flash.planner.simulation.settings import SimulationSettings
 from roll_flash.scheduling.async_ratio import AsyncRatioController, StepMeasurement
 from roll_flash.scheduling.scheduler import Scheduler

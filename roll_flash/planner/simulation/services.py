@@ -1,9 +1,10 @@
-"""The pool of sandboxes in a simulation: episodes wait for one when all that are started are in use."""
+"""What a simulation has beside servers and learner: a pool of sandboxes, and stages that score trajectories."""
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from roll_flash.planner.simulation.clock import Clock
@@ -24,6 +25,8 @@ class SandboxSpec:
 
 
 class SimulatedSandboxes:
+    """Episodes wait for a sandbox when all that are started are in use."""
+
     def __init__(self, spec: SandboxSpec, clock: Clock) -> None:
         self._spec = spec
         self._clock = clock
@@ -64,3 +67,27 @@ class SimulatedSandboxes:
         else:
             self._ready += 1
         self._refill()
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    workers: int
+    """Calls at the same time."""
+    row_s: float
+    """Time of one trajectory in a call."""
+
+
+class SimulatedScoring:
+    """All stages; they score a trajectory independently of each other."""
+
+    def __init__(self, stages: Sequence[StageSpec]) -> None:
+        self._stages = [(stage.row_s, [0.0] * stage.workers) for stage in stages]
+
+    def scored_s(self, now_s: float) -> float:
+        """Add a trajectory that ended now; return when it has all its scores."""
+        done_s = now_s
+        for row_s, free_s in self._stages:
+            end_s = max(now_s, free_s[0]) + row_s
+            heapq.heapreplace(free_s, end_s)
+            done_s = max(done_s, end_s)
+        return done_s
