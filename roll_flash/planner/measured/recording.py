@@ -71,6 +71,7 @@ class RecordedStep:
     """A line of `logs/timeline.jsonl`."""
 
     step: int
+    started_s: float
     learner: tuple[LearnerSpan, ...]
     cpu_cores: int
 
@@ -169,7 +170,7 @@ def _turn(record: Mapping[str, Any], turn: Mapping[str, Any], started_s: float) 
 def _step(line: Mapping[str, Any]) -> RecordedStep:
     spans = tuple(LearnerSpan(str(work), float(a), float(b), int(tokens)) for work, a, b, tokens in line["learner"])
     cores = int(line.get("cpu_cores") or 0)
-    return RecordedStep(int(line["step"]), spans, cores)
+    return RecordedStep(int(line["step"]), float(line["started_s"]), spans, cores)
 
 
 def overlap_share(spans: Sequence[Span], others: Sequence[Span]) -> list[float]:
