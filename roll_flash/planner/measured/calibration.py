@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean, median
+from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
@@ -66,7 +67,7 @@ class Speeds:
     def scaled(self, servers: float, learner: float) -> Speeds:
         """Return speeds with the times of servers and learner multiplied."""
         factors = dict.fromkeys(_OF_SERVERS, servers) | dict.fromkeys(_OF_LEARNER, learner)
-        times: dict[str, float] = {name: factor * getattr(self, name) for name, factor in factors.items()}
+        times: dict[str, Any] = {name: factor * getattr(self, name) for name, factor in factors.items()}
         return replace(self, **times)
 
 
