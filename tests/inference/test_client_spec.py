@@ -36,7 +36,7 @@ def test_a_servers_capacity_is_what_it_says_itself() -> None:
     assert kv_cache_tokens(METRICS) == 1600
     assert kv_cache_tokens("nothing of that kind") is None
     assert kv_cache_tokens('vllm:cache_config_info{block_size="16",num_gpu_blocks="None"} 1.0') is None
-    assert logged_figures(METRICS) == {"requests_running": 7.0, "kv_cache_usage": 0.25}
+    assert logged_figures(METRICS) == {"requests_running": 7.0, "kv_cache_usage": 0.25, "kv_cache_tokens": 1600.0}
 
 
 def test_a_server_that_tells_no_capacity_has_no_limit(tmp_path: Path) -> None:

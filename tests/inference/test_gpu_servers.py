@@ -208,7 +208,8 @@ def test_the_cache_of_a_server_with_several_engines_is_that_of_all() -> None:
     usage = 'vllm:kv_cache_usage_perc{{engine="{}"}} {}\nvllm:num_requests_running{{engine="{}"}} {}\n'
     text = "".join([info.format(0, 100), info.format(1, 50), usage.format(0, 0.5, 0, 3), usage.format(1, 0.1, 1, 4)])
     assert kv_cache_tokens(text) == 16 * 150
-    assert logged_figures(text) == {"kv_cache_usage": pytest.approx(0.3), "requests_running": 7.0}
+    figures = {"kv_cache_usage": pytest.approx(0.3), "requests_running": 7.0, "kv_cache_tokens": 16.0 * 150}
+    assert logged_figures(text) == figures
 
 
 def test_a_server_is_not_split_over_slices() -> None:

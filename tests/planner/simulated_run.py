@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,11 @@ def _rows(config: Config, truth: Calibration, result: SimulationResult) -> list[
                 "weights/paused_s": speeds.pause_s,
                 "weights/total_s": servers * (speeds.pause_s + speeds.publish_delay_s),
                 "inference/server_prefix_cache_queries_0": 1.0,
+                **(
+                    {"inference/server_kv_cache_tokens_0": speeds.cache_tokens}
+                    if speeds.cache_tokens < math.inf
+                    else {}
+                ),
             }
         )
     return rows

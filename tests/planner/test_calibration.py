@@ -115,6 +115,11 @@ def test_cores_that_servers_and_learner_share_are_found_with_what_else_uses_them
     assert found.speeds.background_s * turns_per_s == pytest.approx(0.6, abs=0.25)
 
 
+def test_the_cache_of_the_servers_is_the_one_that_they_report(tmp_path: Path) -> None:
+    truth = Calibration("made", replace(SPEEDS, cache_tokens=6000.0), load())
+    assert calibrate(read_recording(run_of(tmp_path, truth, steps=2))).speeds.cache_tokens == 6000
+
+
 def test_a_run_in_which_servers_and_learner_take_turns_says_that_their_contention_is_unknown(tmp_path: Path) -> None:
     truth = Calibration("made", replace(SPEEDS, cores=2.0), load())
     synchronous = config_of(scheduler={"groups_per_step": 8, "group_size": 6, "async_ratio": 0})

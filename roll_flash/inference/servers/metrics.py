@@ -31,9 +31,12 @@ def kv_cache_tokens(text: str) -> int | None:
 
 
 def logged_figures(text: str) -> dict[str, float]:
-    """Return the metrics in LOGGED under their short names, summed over labels; shares are averaged."""
+    """Return the metrics in LOGGED under their short names, summed over labels (shares are averaged), and the capacity
+    of the KV caches if it is reported."""
     found: dict[str, list[float]] = {}
     for name, _, value in _SAMPLE.findall(text):
         if name in LOGGED:
             found.setdefault(LOGGED[name], []).append(float(value))
-    return {name: fmean(values) if name in SHARES else sum(values) for name, values in found.items()}
+    figures = {name: fmean(values) if name in SHARES else sum(values) for name, values in found.items()}
+    capacity = kv_cache_tokens(text)
+    return figures if capacity is None else figures | {"kv_cache_tokens": float(capacity)}

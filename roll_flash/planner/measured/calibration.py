@@ -153,18 +153,11 @@ def _speeds(recording: Recording, turns: TurnTimes, slowed: float, cores: float)
         pause_s=paused_s,
         publish_delay_s=max(0.0, published_s / servers - paused_s),
         ranks=recording.config.learner.ranks,
-        cache_tokens=_cache_tokens(recording),
+        cache_tokens=recording.last("inference/server_kv_cache_tokens_0") or math.inf,
         has_prefix_cache=_has_prefix_cache(recording),
         cores=cores,
         ess_loss=max(0.0, 1 - sizes) / staleness if staleness and sizes is not None else 0.0,
     )
-
-
-def _cache_tokens(recording: Recording) -> float:
-    """Capacity of a server's key-value cache, from its use and the tokens in flight; infinite if it was hardly used."""
-    used = recording.mean("inference/server_kv_cache_usage_0") or 0.0
-    tokens = recording.mean("inference/outstanding_tokens_0") or 0.0
-    return tokens / used if used > 0.05 and tokens else math.inf
 
 
 def _learner_times(recording: Recording, slowed: float) -> dict[str, float]:
