@@ -2,9 +2,9 @@
 
     python benchmarks/own_data.py [--seeds 0 1 2] [--quick] [--json] [a.b=c ...]
 
-The file has 1,000 made-up messages of customers, each with a question for its order number. The config is CONFIG below: what
-a user writes. Each seed also makes a file of its own. One run after the other, on an otherwise idle machine; `minutes`
-is the whole command, start and both evaluations included. `--quick` trains the tiny model for two steps. Results go to
+The file has 1,000 made-up messages of customers, each with a question for its order number. The config is CONFIG below:
+what a user writes. Each seed also makes a file of its own. One run after the other, on an otherwise idle machine;
+`minutes` is the whole command, start and both evaluations included. `--quick` trains the tiny model for two steps. Results go to
 `benchmarks/results/own_data.{json,md}`, those of `--quick` nowhere but standard output.
 """
 
@@ -72,7 +72,9 @@ def run(seed: int, overrides: list[str]) -> dict[str, Any]:
 def save(result: dict[str, Any]) -> None:
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "own_data.json").write_text(json.dumps(result, indent=2) + "\n")
-    text = f"# A file of questions and answers\n\n`python benchmarks/own_data.py` on {result['machine']}. The config:\n\n"
+    text = (
+        f"# A file of questions and answers\n\n`python benchmarks/own_data.py` on {result['machine']}. The config:\n\n"
+    )
     (RESULTS / "own_data.md").write_text(f"{text}```yaml\n{CONFIG}```\n\n{table(result['rows'])}\n")
 
 

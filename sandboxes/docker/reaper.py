@@ -39,7 +39,7 @@ class SandboxEntry:
     age_s: float
     state: str
     leaked: bool
-    """True if its owner is dead, or unknown and old."""
+    """True if its owner is dead, or unknown and old; or if the engine was killed while it removed it (state `dead`)."""
     network: str = ""
     """With `network="internal"`: the sandbox that owns its network."""
     engine: str = ""
@@ -143,7 +143,7 @@ def _entry(item: dict[str, Any], engine: str, image: str | None = None) -> Sandb
         owner=marks.get(LABEL_OWNER, ""),
         age_s=round(age_s, 1),
         state=str(item.get("State", "")) if image is None else "snapshot",
-        leaked=_is_leaked(marks, age_s),
+        leaked=item.get("State") == "dead" or _is_leaked(marks, age_s),
         network=marks.get(LABEL_NETWORK, ""),
         engine=engine,
         kind="container" if image is None else "snapshot",

