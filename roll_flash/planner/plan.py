@@ -112,7 +112,7 @@ class _Planner:
             self.notes.append(
                 f"a simulation of the run itself takes {simulated.step_s:.1f} s per step; it took {took.step_s:.1f} s"
             )
-        self._shape: ModelShape | None = read_shape(config.model.path) if self._on_gpus else None
+        self._shape: ModelShape | None = read_shape(config.model.path, config.model.revision) if self._on_gpus else None
 
     def speeds(self, config: Config) -> Calibration:
         if self._hardware is not None and self._shape is not None:
@@ -124,7 +124,7 @@ class _Planner:
         """Raises PlacementError if the machines lack GPUs or their memory."""
         if self._hardware is None or self._shape is None:
             on_gpus = self._measured is not None and math.isinf(self._measured.speeds.cores)
-            return needs(config, read_shape(config.model.path), on_gpus=on_gpus)
+            return needs(config, read_shape(config.model.path, config.model.revision), on_gpus=on_gpus)
         nodes = self._hardware.as_nodes()
         return require_memory(config, self._shape, make_plan(run_parts(config, nodes, gpu_servers=True), nodes))
 

@@ -43,7 +43,7 @@ def plan_recipe(config: Config, hardware: Hardware) -> Plan:
     """Place a recipe on its machines. Raises PlacementError if they have too few GPUs or too little memory."""
     nodes = hardware.as_nodes()
     plan = make_plan(run_parts(config, nodes, gpu_servers=True), nodes)
-    require_memory(config, read_shape(config.model.path), plan)
+    require_memory(config, read_shape(config.model.path, config.model.revision), plan)
     return plan
 
 
@@ -51,7 +51,7 @@ def with_table(recipe: Path) -> str:
     """Return the text of a recipe with its table as it should be."""
     config, hardware = load_config(recipe), machines_of(recipe)
     plan = plan_recipe(config, hardware)
-    table = [TITLE, *_table(gpu_uses(config, read_shape(config.model.path), plan))]
+    table = [TITLE, *_table(gpu_uses(config, read_shape(config.model.path, config.model.revision), plan))]
     lines = recipe.read_text().splitlines()
     start = next(number for number, line in enumerate(lines) if _MACHINES.match(line)) + 1
     end = next(number for number in range(start, len(lines)) if not lines[number].startswith("#"))
