@@ -179,7 +179,8 @@ async def _ask_engine(path: str) -> dict[str, Any]:
 def check_model() -> Check:
     """Check that the quickstart model is prepared; if not, a run prepares it."""
     from roll_flash.errors import ModelError
-    from roll_flash.models.prepare import check_model_folder, prepared_folder
+    from roll_flash.models.folder import check_model_folder
+    from roll_flash.models.prepare import prepared_folder
 
     folder = prepared_folder(QUICKSTART_MODEL)
     if not folder.is_dir():
@@ -315,7 +316,7 @@ def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
 
 
 def check_memory() -> Check:
-    total = _memory_bytes() / GIB
+    total = memory_bytes() / GIB
     detail = f"{total:.1f} GiB, {os.cpu_count()} CPU cores"
     fix = (
         f"the quickstart wants {MINIMUM_MEMORY_GIB:.0f} GiB; use a smaller model, inference.kv_cache_gib or fewer ranks"
@@ -323,7 +324,7 @@ def check_memory() -> Check:
     return _at_least("memory", total, MINIMUM_MEMORY_GIB, detail, fix)
 
 
-def _memory_bytes() -> int:
+def memory_bytes() -> int:
     """Physical memory, or the memory limit of this control group if lower."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit_file = Path("/sys/fs/cgroup/memory.max")

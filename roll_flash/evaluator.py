@@ -217,7 +217,7 @@ def _open_runner(
     if plan.endpoint is not None:
         endpoint = ChatEndpoint(plan.endpoint, plan.model, api_key_env)
         return open_rollout(plan.config, None, failure, endpoint=endpoint, logs=logs)
-    return open_rollout(plan.config, resolve_model(plan.model), failure, logs=logs)
+    return open_rollout(plan.config, resolve_model(plan.model, plan.config.model.revision), failure, logs=logs)
 
 
 def plan_evaluation(request: EvalRequest) -> EvalPlan:
@@ -299,7 +299,7 @@ def _config(request: EvalRequest, model: str | None, run_config: Path | None) ->
     else:
         source = {"name": "eval", "model": {"path": model}, "envs": [{"id": request.env}]}
     if model is not None:
-        overrides.append(f"model.path={json.dumps(model)}")
+        overrides = ["model.revision=null", *overrides, f"model.path={json.dumps(model)}"]
     config = load_config(source, overrides)
     return config if request.env is None else _with_one_environment(config, request.env)
 

@@ -20,7 +20,8 @@ from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.routes import SessionRoutes
 from roll_flash.gateway.sessions.verifier import Verifier
 from roll_flash.inference.servers.process import require_free_port
-from roll_flash.models.prepare import RECIPES, resolve_model
+from roll_flash.models.hub import is_hub_id
+from roll_flash.models.prepare import RECIPES, is_model, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
 from roll_flash.processes.background import background_task, first_failure
 from roll_flash.processes.interrupt import Interrupts
@@ -119,7 +120,7 @@ async def _open_backend(
     from roll_flash.inference.client.token_client import open_client
     from roll_flash.inference.open import open_engine
 
-    model_folder = resolve_model(config.model.path)
+    model_folder = resolve_model(config.model.path, config.model.revision)
     logs = folder / "logs"
     tokenizer = await asyncio.to_thread(load_tokenizer, model_folder)
     name = request.name or re.split(r"[/\\]", request.model.rstrip("/"))[-1]
@@ -144,17 +145,19 @@ def _config(request: GatewayRequest) -> Config:
         return load_config(_tree(request.model), request.overrides)
     if request.endpoint_key_env:
         raise ConfigError("--endpoint-key-env is for an --endpoint; give one, for example http://localhost:8000/v1")
-    folder = Path(request.model).expanduser()
-    if (folder / "config.json").is_file() or request.model in RECIPES:
-        return load_config(_tree(str(request.model)), request.overrides)
+    if is_model(request.model):
+        return load_config(_tree(request.model), request.overrides)
     try:
         checkpoint = find_model(request.model)
     except ConfigError as error:
+        if is_hub_id(request.model):
+            return load_config(_tree(request.model), request.overrides)
         known = ", ".join(RECIPES)
         message = f"--model {request.model}: no model folder and none of {known}; as a run, {error}"
         raise ConfigError(message) from None
     run_config = checkpoint.folder.parent.parent / "config.yaml"
-    return load_config(run_config, [f"model.path={json.dumps(str(checkpoint.hf))}", *request.overrides])
+    model = [f"model.path={json.dumps(str(checkpoint.hf))}", "model.revision=null"]
+    return load_config(run_config, [*model, *request.overrides])
 
 
 def _tree(model: str) -> dict[str, object]:

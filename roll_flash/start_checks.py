@@ -13,7 +13,8 @@ from roll_flash.evaluation.tasks import held_out_tasks
 from roll_flash.inference.open import check_engine
 from roll_flash.learner.open import check_learner
 from roll_flash.learner.warm_start import check_demonstrations
-from roll_flash.models.prepare import check_chat_template, check_model_folder, resolve_model
+from roll_flash.models.folder import check_chat_template, check_model_folder
+from roll_flash.models.prepare import resolve_model
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.open_tasks import first_tasks
 from roll_flash.stages.reward_stage import check_stages
@@ -34,7 +35,7 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
 
     `trains`: also check what only a learner needs; `serves`: also the model and its servers. Raises RollFlashError.
     """
-    folder = resolve_model(config.model.path) if serves else None
+    folder = resolve_model(config.model.path, config.model.revision) if serves else None
     if folder is not None:
         check_chat_template(folder)
         check_engine(config.inference, folder, trains=trains)

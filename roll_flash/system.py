@@ -31,6 +31,7 @@ from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
+from roll_flash.planner.machines.cpu_check import check_cpu
 from roll_flash.planner.machines.memory_check import check_gpu_memory
 from roll_flash.processes.background import (
     FirstFailure,
@@ -296,6 +297,8 @@ async def _start_ray(
     stack.push_async_callback(_free, places, ray_is_alive)
     await places.reserve()
     await call_in_thread(lambda: check_gpu_memory(config, places.plan))
+    for line in await call_in_thread(lambda: check_cpu(config, places.plan)):
+        note(line)
     return places
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from roll_flash.errors import ModelError
+from roll_flash.models.folder import check_chat_template
 from roll_flash.models.prepare import resolve_model
-from roll_flash.models.tiny import vocabulary, write_tokenizer
+from roll_flash.models.tiny import CHAT_TEMPLATE, vocabulary, write_tokenizer
 
 
 def test_the_tiny_model_loads_speaks_chatml_and_is_the_same_each_time(
@@ -157,3 +158,119 @@ def test_the_command_prints_the_folder_or_one_line_and_no_progress_bar_into_a_lo
     )
     assert bad.returncode == 2
     assert bad.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"model_type": "brand_new"}, r"transformers [\d.]+ has no model_type 'brand_new'; docs/models.md lists"),
+        ({"model_type": "brand_new", "auto_map": {}}, r"the code that comes with it \(auto_map\) is not run"),
+        ({"model_type": None}, "names no model_type"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"its weights are quantized \(awq\), .* plain ones"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"quantized \(fp8\)"),
+    ],
+)
+def test_a_config_of_a_model_that_cannot_be_trained_is_refused(
+    folder: Path, changes: dict[str, object], says: str
+) -> None:
+    changed_json(folder / "config.json", **changes)
+    with pytest.raises(ModelError, match=says) as caught:
+        resolve_model(folder)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_known_model_may_bring_code_that_is_not_needed(folder: Path) -> None:
+    changed_json(folder / "config.json", auto_map={"AutoModelForCausalLM": "modeling.Mine"})
+    assert resolve_model(folder) == folder.resolve()
+
+
+class TestAGgufFile:
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        return write_gguf(tmp_path / "mine" / "mine-F32.gguf")
+
+    @pytest.fixture(autouse=True)
+    def cache(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("ROLL_FLASH_CACHE", str(tmp_path / "cache"))
+
+    def test_is_converted_once_with_its_chat_template(self, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        folder = resolve_model(file)
+        assert f"converting {file}, once" in capsys.readouterr().err
+        assert folder.name.startswith("gguf-mine-F32-")
+        assert resolve_model(file.parent) == folder, "a folder with one file is that file"
+        assert not capsys.readouterr().err
+        weights = AutoModelForCausalLM.from_pretrained(folder).model.embed_tokens.weight
+        assert weights.shape == (261, 32)
+        check_chat_template(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.decode(tokenizer.encode("1 + 1", add_special_tokens=False)) == "1 + 1"
+
+    def test_with_other_content_is_another_model(self, file: Path, tmp_path: Path) -> None:
+        other = write_gguf(tmp_path / file.name, seed=1)
+        assert resolve_model(other) != resolve_model(file)
+
+    def test_that_cannot_be_read_is_one_line(self, file: Path, tmp_path: Path) -> None:
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(file.read_bytes()[:5000])
+        with pytest.raises(ModelError, match=r"cut.gguf: transformers cannot read this GGUF file") as caught:
+            resolve_model(cut)
+        assert len(str(caught.value).splitlines()) == 1
+        assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+
+    def test_beside_others_must_be_named(self, tmp_path: Path) -> None:
+        for name in ("a-Q4.gguf", "a-Q8.gguf"):
+            (tmp_path / name).touch()
+        with pytest.raises(ModelError, match=r"holds 2 GGUF files; give the path of one of them: a-Q4.gguf, a-Q8.gguf"):
+            resolve_model(tmp_path)
+        part = tmp_path / "b-00001-of-00002.gguf"
+        part.touch()
+        with pytest.raises(ModelError, match="one part of a split model"):
+            resolve_model(part)
+
+
+def write_gguf(file: Path, seed: int = 0) -> Path:
+    """Write a Llama of random weights with a token for each byte, as llama.cpp does."""
+    import gguf
+    import numpy as np
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    file.parent.mkdir(exist_ok=True)
+    size, hidden, inner, vocabulary = 261, 32, 64, sorted(ByteLevel.alphabet())
+    vocabulary += ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|unk|>", "11"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_name("mine")
+    for key, value in {"context_length": 256, "embedding_length": hidden, "feed_forward_length": inner}.items():
+        getattr(writer, f"add_{key}")(value)
+    writer.add_block_count(1)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(2)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_vocab_size(size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(vocabulary)
+    writer.add_token_types([1] * 256 + [3] * 4 + [1])
+    writer.add_token_merges(["1 1"])
+    writer.add_bos_token_id(256)
+    writer.add_eos_token_id(257)
+    writer.add_unk_token_id(259)
+    writer.add_chat_template(CHAT_TEMPLATE)
+    shapes = {"token_embd": (size, hidden), "output_norm": (hidden,), "output": (size, hidden)}
+    block = {f"attn_{name}": (hidden, hidden) for name in ("q", "k", "v", "output")}
+    block |= {"attn_norm": (hidden,), "ffn_norm": (hidden,), "ffn_down": (hidden, inner)}
+    shapes |= {
+        f"blk.0.{name}": shape
+        for name, shape in {**block, "ffn_up": (inner, hidden), "ffn_gate": (inner, hidden)}.items()
+    }
+    numbers = np.random.default_rng(seed)
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", numbers.standard_normal(shape, np.float32))
+    for write in (
+        writer.write_header_to_file,
+        writer.write_kv_data_to_file,
+        writer.write_tensors_to_file,
+        writer.close,
+    ):
+        write()
+    return file

@@ -22,7 +22,7 @@ def test_the_environment_of_the_readme_can_be_trained_on(tmp_path: Path) -> None
     (tmp_path / "guess.py").write_text(source)
     arguments = ["train", str(ROOT / "configs/ci.yaml"), "name=guess", "envs.0.id=guess:Guess-v0", "--dry-run"]
     command = [sys.executable, "-m", "roll_flash", *arguments]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -37,7 +37,7 @@ def _room(config: Config) -> Room | None:
     from transformers import AutoTokenizer
 
     try:
-        folder = resolve_model(config.model.path)
+        folder = resolve_model(config.model.path, config.model.revision)
     except ModelError:
         return None
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)

@@ -14,6 +14,7 @@ from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMa
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.errors import EnvError, RollFlashError
 from roll_flash.inference.open import computes_on_gpus
+from roll_flash.planner.machines.cpu_check import check_cpu
 from roll_flash.planner.machines.memory_check import check_gpu_memory
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.processes.local_ray import local_ray, own_gpus, own_resources, unused_gpus
@@ -36,6 +37,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     plan = asyncio.run(_plan(config))
     placement = [f"placement: {line}" for line in [*plan.lines(), *filter(None, [unused_gpus(config.ray)])]]
     placement += [f"memory: {line}" for line in check_gpu_memory(config, plan)]
+    placement += [f"CPU: {line}" for line in check_cpu(config, plan)]
     return [f"model: {checked.model_folder}", tasks, *tried, *placement, f"run folder: {config.run_folder}"]
 
 

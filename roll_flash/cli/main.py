@@ -20,7 +20,19 @@ import typer
 from typer.main import get_command
 
 from roll_flash import __version__
-from roll_flash.cli import environments, evaluate, gateway, gpu_check, models, plan, sandbox, scale, train, verify
+from roll_flash.cli import (
+    environments,
+    evaluate,
+    export,
+    gateway,
+    gpu_check,
+    models,
+    plan,
+    sandbox,
+    scale,
+    train,
+    verify,
+)
 from roll_flash.cli.options import Json, option, show
 from roll_flash.errors import RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
@@ -44,7 +56,7 @@ app.command("scale")(scale.scale)
 app.command("verify")(verify.verify)
 app.command("gpu-check")(gpu_check.gpu_check)
 app.command("check-models")(models.check_models)
-app.command("export")(train.export)
+app.command("export")(export.export)
 
 
 @app.command()

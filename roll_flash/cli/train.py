@@ -1,4 +1,4 @@
-"""`roll-flash train` and `roll-flash export`."""
+"""`roll-flash train`."""
 
 from __future__ import annotations
 
@@ -62,17 +62,3 @@ def _say_how_to_go_on(error: KeyboardInterrupt | RollFlashError, config: Config)
     elif found and not isinstance(error, ConfigError):
         step = found[-1].step
         error.add_note(f"a checkpoint of step {step} is in {folder}; go on with the same command and --resume")
-
-
-def export(
-    run: Annotated[str, argument("RUN[@step]", "A run's name or folder; without @step its newest checkpoint.")],
-    folder: Annotated[str, argument("DIR", "A folder that does not exist or is empty.")],
-    as_json: Json = False,
-) -> int:
-    """Write a checkpoint as a Hugging Face model folder."""
-    from roll_flash.run.run_dir import export_checkpoint
-
-    checkpoint, written = export_checkpoint(run, folder)
-    value = {"folder": str(written), "step": checkpoint.step, "checkpoint": str(checkpoint.folder)}
-    show(value, f"{written}: model of step {checkpoint.step}", as_json=as_json)
-    return 0

@@ -46,7 +46,11 @@ DATASET_ENV = "Dataset-v0"
 
 class ModelConfig(Section):
     path: LocalPath
-    """A Hugging Face model folder on this machine, or a name that `make model` knows (`smollm2-135m`, `tiny`)."""
+    """A Hugging Face model folder on this machine; `ORG/NAME` of a model on a hub, which is downloaded once; a GGUF
+    file; a folder with a LoRA adapter, which is added to its model; or a name that `make model` knows
+    (`smollm2-135m`, `tiny`)."""
+    revision: str | None = None
+    """Branch, tag or commit of a model on a hub. None: the main branch, or what of it was downloaded before."""
     max_length: PositiveInt = 1024
     """Maximum tokens of an episode, prompts and observations included."""
 

@@ -15,7 +15,8 @@ import roll_flash
 from roll_flash.config.files import read_yaml
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, ModelError
-from roll_flash.models.prepare import RECIPES, check_model_folder, prepared_folder
+from roll_flash.models.folder import check_model_folder
+from roll_flash.models.prepare import RECIPES, prepared_folder
 from roll_flash.models.shape import SHAPES
 from roll_flash.processes.gpus import is_cpu_installation, visible_gpus
 from roll_flash.processes.nvml import read_driver

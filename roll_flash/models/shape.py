@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ModelError, first_line
+from roll_flash.models import hub
 from roll_flash.models.prepare import RECIPES, resolve_model
 
 SHAPES = Path(__file__).parent / "shapes"
@@ -71,23 +71,28 @@ class ModelShape:
         return rank * sum(self.linear[name][1] for name in targets if name in self.linear)
 
 
-def read_shape(path_or_name: str) -> ModelShape:
-    """Return the shape of the model in a folder, or of a known name. Raises ModelError.
+def read_shape(path_or_name: str, revision: str | None = None) -> ModelShape:
+    """Return the shape of a model, given as to `resolve_model`; of one on a hub, only config.json is downloaded. Raises
+    ModelError.
 
-    A folder that does not exist yet is taken for the model of its name, if that is one of those in `SHAPES`.
+    What does not exist here yet is taken for the model of its name, if that is one of those in `SHAPES`.
     """
-    file = _config_file(path_or_name)
+    file = _config_file(path_or_name, revision)
     return _read_shape(file, Path(path_or_name).name, file.stat().st_mtime_ns)
 
 
-def _config_file(path_or_name: str) -> Path:
-    folder, known = Path(path_or_name).expanduser(), SHAPES / f"{Path(path_or_name).name}.json"
-    if path_or_name in RECIPES:
-        folder = resolve_model(path_or_name)
+def _config_file(path_or_name: str, revision: str | None) -> Path:
+    path, known = Path(path_or_name).expanduser(), SHAPES / f"{Path(path_or_name).name}.json"
+    is_hub_id = hub.is_hub_id(path_or_name)
+    folder = (hub.cached_folder(path_or_name, revision) if is_hub_id else None) or path
     if (folder / "config.json").is_file():
         return folder / "config.json"
-    if not folder.exists() and known.is_file():
+    if path_or_name in RECIPES or folder.exists():  # it may be a GGUF file or an adapter
+        return resolve_model(path_or_name, revision) / "config.json"
+    if known.is_file():
         return known
+    if is_hub_id:
+        return hub.download_config(path_or_name, revision)
     names = ", ".join(sorted(path.stem for path in SHAPES.glob("*.json")))
     raise ModelError(f"{path_or_name}: no config.json is there; shapes that are known without a folder: {names}")
 
@@ -95,7 +100,6 @@ def _config_file(path_or_name: str) -> Path:
 @lru_cache(maxsize=8)
 def _read_shape(file: Path, name: str, changed_ns: int) -> ModelShape:
     """`changed_ns`: when the file changed, so that a changed one is read again."""
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM

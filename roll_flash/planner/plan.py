@@ -126,7 +126,7 @@ class _Machines:
 
 
 def _on_gpus(config: Config, hardware: Hardware, measured: Calibration | None) -> _Machines:
-    shape, nodes = read_shape(config.model.path), hardware.as_nodes()
+    shape, nodes = read_shape(config.model.path, config.model.revision), hardware.as_nodes()
 
     def memory(changed: Config) -> list[str]:
         return require_memory(changed, shape, make_plan(run_parts(changed, nodes, gpu_servers=True), nodes))
@@ -140,7 +140,7 @@ def _on_gpus(config: Config, hardware: Hardware, measured: Calibration | None) -
 
 def _as_measured(config: Config, measured: Calibration) -> _Machines:
     """The machines of the run. On GPUs, whose number is not known here, only the config's own split is tried."""
-    shape, cores = read_shape(config.model.path), measured.speeds.cores
+    shape, cores = read_shape(config.model.path, config.model.revision), measured.speeds.cores
     return _Machines(
         speeds=lambda _: measured,
         memory=lambda changed: needs(changed, shape, on_gpus=math.isinf(cores)),

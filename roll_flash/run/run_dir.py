@@ -371,6 +371,7 @@ def _check_same_run(config: Config, folder: Path) -> None:
     saved = load_config(saved_path)
     for key, old, new in (
         ("model.path", saved.model.path, config.model.path),
+        ("model.revision", saved.model.revision, config.model.revision),
         ("envs.0.id", saved.envs[0].id, config.envs[0].id),
         ("envs.0.kwargs", saved.envs[0].kwargs, config.envs[0].kwargs),
         ("envs.0.levels", saved.envs[0].levels, config.envs[0].levels),
@@ -443,15 +444,20 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def require_new(target: str) -> Path:
+    """Return the path of a folder to write. Raises ConfigError if there is one that is not empty."""
+    folder = Path(target).expanduser()
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
+    return folder
+
+
 def export_checkpoint(reference: str, target: str) -> tuple[Checkpoint, Path]:
     """Copy the Hugging Face folder of `RUN[@step]` to `target`, which appears only when complete.
 
     Raises ConfigError for an unknown run or a non-empty folder, CheckpointError for a checkpoint without a model.
     """
-    checkpoint = find_model(reference)
-    folder = Path(target).expanduser()
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
+    checkpoint, folder = find_model(reference), require_new(target)
     try:
         _copy_folder(checkpoint.hf, folder, shutil.copy2)
     except OSError as error:

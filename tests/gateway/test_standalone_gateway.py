@@ -477,7 +477,9 @@ def test_a_run_is_served_wherever_its_folder_is_and_one_without_a_model_is_refus
     assert "holds no model folder hf/; take another step" in capsys.readouterr().err
     (hf / "config.json").write_text("{}")
     seen: list[str] = []
-    monkeypatch.setattr("roll_flash.serving.resolve_model", lambda path: seen.append(path) or Path("/no/such"))
+    monkeypatch.setattr(
+        "roll_flash.serving.resolve_model", lambda path, revision: seen.append(path) or Path("/no/such")
+    )
     assert main(command) != 0
     assert seen == [str(hf)]
 

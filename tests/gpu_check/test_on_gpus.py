@@ -25,7 +25,7 @@ from roll_flash.gpu_check.check import Bench, CheckFailedError
 from roll_flash.gpu_check.groups import all_groups
 from roll_flash.gpu_check.servers import Models
 from roll_flash.gpu_check.settings import CONFIGS, Settings, make_settings
-from roll_flash.models.prepare import check_model_folder
+from roll_flash.models.folder import check_model_folder
 from roll_flash.models.tiny import CHARACTERS
 from roll_flash.processes.nvml import Driver, Gpu
 from roll_flash.weight_sync.parity import Probe, load_probe

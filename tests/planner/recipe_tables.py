@@ -43,7 +43,7 @@ def plan_recipe(config: Config, hardware: Hardware) -> Plan:
     """Place a recipe on its machines. Raises PlacementError if they have too few GPUs or too little memory."""
     nodes = hardware.as_nodes()
     plan = make_plan(run_parts(config, nodes, gpu_servers=True), nodes)
-    require_memory(config, read_shape(config.model.path), plan)
+    require_memory(config, read_shape(config.model.path, config.model.revision), plan)
     return plan
 
 
@@ -60,7 +60,7 @@ def with_table(recipe: Path) -> str:
 
 def _table(config: Config, plan: Plan) -> list[str]:
     """Return a row for each kind of part and of host, and one for both parts together where they share a GPU."""
-    shape = read_shape(config.model.path)
+    shape = read_shape(config.model.path, config.model.revision)
     on_gpus = Counter(row for use in gpu_uses(config, shape, plan) for row in _rows(use))
     on_hosts = Counter(
         ("host", f"{host.use.total / GIB:.1f} of {host.memory / GIB:.1f}", host.use.named())

@@ -12,7 +12,7 @@ from roll_flash.errors import InferenceError, ModelError
 from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.vllm.arguments import check_extra_args, command_line
-from roll_flash.models.prepare import model_type
+from roll_flash.models.folder import model_type
 from roll_flash.processes.gpus import vllm_build
 
 MODEL_NAME = "policy"

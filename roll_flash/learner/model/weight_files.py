@@ -19,7 +19,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from roll_flash.errors import ModelError
-from roll_flash.models.prepare import weight_files
+from roll_flash.models.folder import weight_files
 
 _READ_BYTES = 64 << 20
 """Most bytes of a stored tensor that are copied at a time, beside the shard itself."""

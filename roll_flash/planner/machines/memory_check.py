@@ -115,7 +115,7 @@ def check_gpu_memory(config: Config, plan: Plan) -> list[str]:
     if not plan.uses_gpus:
         return []
     try:
-        shape = read_shape(config.model.path)
+        shape = read_shape(config.model.path, config.model.revision)
     except ModelError as error:
         return [f"not checked: {error}"]
     return require_memory(config, shape, plan)
