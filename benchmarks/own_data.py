@@ -4,8 +4,8 @@
 
 The file has 1,000 made-up messages of customers, each with a question for its order number. The config is CONFIG below:
 what a user writes. Each seed also makes a file of its own. One run after the other, on an otherwise idle machine;
-`minutes` is the whole command, start and both evaluations included. `--quick` trains the tiny model for two steps. Results go to
-`benchmarks/results/own_data.{json,md}`, those of `--quick` nowhere but standard output.
+`minutes` is the whole command, start and both evaluations included. `--quick` trains the tiny model for two steps.
+Results go to `benchmarks/results/own_data.{json,md}`, those of `--quick` nowhere but standard output.
 """
 
 from __future__ import annotations
