@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from roll_flash.cli.main import main
 from roll_flash.config.tree import EnvConfig
 from roll_flash.envs.check.checks import EnvCheck
-from roll_flash.envs.check.datasets import Room, check_data_set
+from roll_flash.envs.check.datasets import Room, _Rows, check_data_set
+from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.types import Message
 
 GOOD = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(60)]
@@ -74,6 +76,18 @@ def test_held_out_rows_in_another_spelling_are_found(tmp_path: Path, prompt: str
     found = check(tmp_path, GOOD, data={"held_out": test})
     assert found[LEAKS].status == "fail"
     assert "first rows/5 and rows/held_out/0" in found[LEAKS].detail
+
+
+def test_a_row_takes_little_memory(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(8000)]
+    source = DatasetTasks(EnvConfig(id="Dataset-v0", data=write(tmp_path / "rows.jsonl", rows), reward="exact"))
+    tracemalloc.start()
+    try:
+        _Rows.read(source)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most / len(rows) < 120, "bytes of a row; a million of them fit beside a run"
 
 
 def test_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:

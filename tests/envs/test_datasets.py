@@ -537,6 +537,33 @@ def test_rewards_add_up_and_are_shown_one_by_one(tmp_path: Path, monkeypatch: py
     assert wrong == (0.0, False, {"exact": 0.0, "is_short": 0.0})
 
 
+def test_a_reward_that_blocks_holds_up_no_other_episode_of_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "import threading\nboth = threading.Barrier(2)\ndef meets(answer):\n    both.wait(20)\n    return 1.0\n"
+    (tmp_path / "mine.py").write_text(source)
+    episodes: list[Any] = [make_env("Dataset-v0", rewards=[{"function": "mine.py:meets"}]).unwrapped for _ in range(2)]
+
+    async def score_both() -> list[Mapping[str, float]]:
+        return await asyncio.gather(*(env.score_answer("4") for env in episodes))
+
+    assert asyncio.run(score_both()) == [{"meets": 1.0}] * 2
+
+
+@pytest.mark.parametrize(("answer", "seen"), [("4", {"expected": "4"}), ([{"input": "", "output": ""}], {})])
+def test_a_judge_can_see_the_answer_of_the_row(answer: Any, seen: Mapping[str, str]) -> None:
+    env: Any = make_env("Dataset-v0", answer=answer).unwrapped
+
+    async def info() -> Mapping[str, Any]:
+        await env.reset(seed=0)
+        found: Mapping[str, Any] = (await env.step("4"))[-1]
+        return found
+
+    found = asyncio.run(info())
+    assert {name: value for name, value in found.items() if name == "expected"} == seen
+
+
 def test_tools_may_be_called_before_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text('def double(x: int) -> int:\n    """Double x."""\n    return 2 * x\n')
