@@ -112,7 +112,8 @@ def check_reward(function: str, kwargs: Mapping[str, Any]) -> None:
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     unknown = [name for name in kwargs if name not in parameters]
     if unknown and not takes_all:
-        raise ConfigError(f"reward {function}: there is no argument {unknown[0]!r}; it takes {', '.join(parameters)}")
+        takes = ", ".join(name for name in parameters if name not in USERS_PARAMETERS) or "none"
+        raise ConfigError(f"reward {function}: there is no argument {unknown[0]!r}; it takes {takes}")
     needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _VARIADIC]
     missing = [name for name in needed if name not in (*USERS_PARAMETERS, *kwargs)]
     if missing:

@@ -149,9 +149,9 @@ def _kind(env: EnvConfig, row: dict[str, Any]) -> object:
     assert env.data is not None
     chosen = row.get(env.data.environment_column or "") or env.id
     own = row.get(env.data.kwargs_column or "")
-    return chosen, repr((own.get("reward"), own.get("tools"))) if isinstance(
-        own, dict
-    ) and chosen == DATASET_ENV else ""
+    if chosen != DATASET_ENV or not isinstance(own, dict):
+        return chosen
+    return chosen, repr(own.get("reward")), repr(own.get("tools"))
 
 
 def _characters(prompt: str | Sequence[Message]) -> int:
