@@ -62,5 +62,5 @@ def too_long(
 def _counter(model: ModelConfig) -> Callable[[Sequence[Message]], int]:
     from transformers import AutoTokenizer
 
-    template = chat_template_of(AutoTokenizer.from_pretrained(resolve_model(model.path)))
+    template = chat_template_of(AutoTokenizer.from_pretrained(resolve_model(model.path, model.revision)))
     return lambda messages: len(template.prompt(list(messages), room=model.max_length))
