@@ -55,6 +55,7 @@ BENCHMARKS = [
     ),
     Benchmark("rollout", ("rollout.py",)),
     Benchmark("clients", ("clients.py",), writes=False),
+    Benchmark("data_rows", ("data_rows.py",), writes=False),
     Benchmark("gateway", ("gateway.py",), writes=False),
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),

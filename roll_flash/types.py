@@ -256,6 +256,8 @@ class FinishedEpisode:
     """Reason why it cannot be trained on."""
     task_hash: str = ""
     """Equal for tasks that show the model the same (`roll_flash.monitor.episodes.task_hash`)."""
+    rewards: tuple[tuple[str, float], ...] = ()
+    """Name and unweighted value of each reward function, as `info["rewards"]` has them at the end."""
     data: Trajectory | StoredTrajectory | None = None
     """None in simulations."""
 

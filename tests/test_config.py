@@ -391,10 +391,12 @@ def test_files_that_a_config_names_are_looked_for_beside_it_first(
     for name in ("my.jsonl", "mine.py"):
         (project / name).touch()
     (elsewhere / "there.jsonl").touch()
-    entry = "{id: Dataset-v0, data: my.jsonl, reward: [exact, 'mine.py:f', {function: 'mine.py:g'}]}"
-    own = "{id: 'mine.py:Maze', data: {path: there.jsonl}}"
+    reward = "[exact, 'mine.py:f', {function: 'mine.py:g'}]"
+    entry = f"{{id: Dataset-v0, data: my.jsonl, reward: {reward}, kwargs: {{tools: ['mine.py:search']}}}}"
+    own = "{id: 'mine.py:Maze', data: {path: there.jsonl, held_out: 'mine.py:rows'}, kwargs: {folder: model}}"
+    judge = "{name: judged, entry_point: reward_model, kwargs: {path: model}}"
     (project / "base.yaml").write_text("model: {path: model}")
-    (project / "mine.yaml").write_text(f"base: base.yaml\nruns: runs\nenvs: [{entry}, {own}]")
+    (project / "mine.yaml").write_text(f"base: base.yaml\nruns: runs\nenvs: [{entry}, {own}]\nstages: [{judge}]")
     monkeypatch.chdir(elsewhere)
     config = load_config("../project/mine.yaml")
     first, second = config.envs
@@ -402,9 +404,13 @@ def test_files_that_a_config_names_are_looked_for_beside_it_first(
     assert second.data is not None
     assert Path(config.model.path).resolve() == project / "model"
     assert Path(first.data.path).resolve() == project / "my.jsonl"
-    assert [reward.name for reward in first.reward] == ["exact", "f", "g"]
+    assert [reward.label for reward in first.reward] == ["exact", "f", "g"]
     assert all(Path(reward.function.split(":")[0]).is_absolute() for reward in first.reward[1:])
     assert Path(second.id.rpartition(":")[0]).resolve() == project / "mine.py"
+    assert Path(first.kwargs["tools"][0].rpartition(":")[0]).resolve() == project / "mine.py"
+    assert Path((second.data.held_out or "").rpartition(":")[0]).resolve() == project / "mine.py"
+    assert Path(second.kwargs["folder"]).resolve() == project / "model"
+    assert Path(config.stages[0].kwargs["path"]).resolve() == project / "model"
     assert (second.data.path, config.runs) == ("there.jsonl", "runs")
     assert load_config("../project/mine.yaml", ["envs.0.data=there.jsonl"]).envs[0].data != first.data
 

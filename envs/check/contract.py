@@ -48,11 +48,14 @@ async def _first_fault(env: Any, seed: int, timeout_s: float) -> str:
         except TimeoutError:
             raise TimeoutError(f"{what} took longer than {timeout_s:g} s") from None
 
+    hosted = AsyncEnvironment(env, DaemonThreads())
     if not isinstance(env.unwrapped, Env):
-        fault: str = await call("gymnasium's checker", call_sync_or_async(_gymnasiums_own_check, env))
+        if fault := _text_space_without_blanks(env):
+            return fault
+        await call("reset", hosted.reset(seed))  # raises for an observation that is no text
+        fault = await call("gymnasium's checker", call_sync_or_async(_gymnasiums_own_check, env))
         if fault:
             return fault
-    hosted = AsyncEnvironment(env, DaemonThreads())
     for _ in range(2):  # twice, because an environment must be reusable
         messages, _ = await call("reset", hosted.reset(seed))
         if not messages:
@@ -61,6 +64,15 @@ async def _first_fault(env: Any, seed: int, timeout_s: float) -> str:
     await call("reset", call_sync_or_async(env.reset, seed=seed, options={}))
     await call("close", call_sync_or_async(env.close))
     await call("close", call_sync_or_async(env.close))
+    return ""
+
+
+def _text_space_without_blanks(env: Any) -> str:
+    """Gymnasium's own `Text` holds letters and digits unless it is told otherwise, and no sentence."""
+    for name in ("observation_space", "action_space"):
+        space = getattr(env, name, None)
+        if isinstance(space, gymnasium.spaces.Text) and " " not in space.character_set:
+            return f"{name} is a Text space without a blank in its charset; roll_flash.TextSpace() holds every text"
     return ""
 
 

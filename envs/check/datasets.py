@@ -10,16 +10,18 @@ import asyncio
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
 from roll_flash.envs.check.checks import TOLERANCE, EnvCheck, EnvReport
 from roll_flash.envs.datasets.env import DatasetEnv
 from roll_flash.envs.datasets.rewards import READY
+from roll_flash.envs.datasets.rows import Hashes, hash_of
 from roll_flash.envs.datasets.source import DatasetTasks
+from roll_flash.envs.datasets.splits import Numbers
 from roll_flash.errors import EnvError, first_line
 from roll_flash.types import Message, Task
 
@@ -30,7 +32,6 @@ LONGEST_ROWS = 200
 NEEDS_NO_ANSWER = ("regex", "json_schema", "python_tests")
 """Rewards whose row holds a pattern, a schema or tests: no answer that could be scored."""
 
-ALL = 1 << 62
 _BETWEEN_WORDS = re.compile(r"[\W_]+")
 
 CountTokens = Callable[[Sequence[Message]], int]
@@ -52,9 +53,8 @@ def check_data_set(env: EnvConfig, room: Room | None) -> EnvReport:
     Raises ConfigError, with its line, for the first row that is no task.
     """
     source = DatasetTasks(env)
-    held_out = source.held_out(ALL)
-    found = _Rows.read(source, held_out)
-    sizes = EnvCheck("rows are tasks", "pass", f"{found.trained:,} to train on, {len(held_out):,} held out")
+    found = _Rows.read(source)
+    sizes = EnvCheck("rows are tasks", "pass", f"{source.size:,} to train on, {source.held_out_size:,} held out")
     checks = [sizes, _repeats(found), _contradicts(found), _leaks(found)]
     if env.id == DATASET_ENV:
         checks += [_leaves_room(source, found, room), _scorers_accept(env, source)]
@@ -62,45 +62,66 @@ def check_data_set(env: EnvConfig, room: Room | None) -> EnvReport:
     return EnvReport(f"{env.id} of {env.data.path}", tuple(checks))
 
 
-@dataclass(slots=True)
-class _Rows:
-    """What one pass over all rows remembers: hashes, not texts."""
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """Training rows and the rows that they resemble, by number."""
 
-    trained: int
-    repeated: list[str]
-    """Training rows whose prompt and answer were there before."""
-    contradicting: list[tuple[str, str]]
-    """Training rows with the prompt of an earlier row and another answer, with that row."""
-    leaked: list[tuple[str, str]]
-    """Training rows that ask the same as a held-out row but for blanks, case and punctuation, with that row."""
-    longest: list[tuple[int, int]]
-    """(characters, number) of the training rows with the longest prompts."""
+    rows: Numbers
+    others: Numbers
+
+    def first(self, source: DatasetTasks, other: Callable[[int], Task]) -> str:
+        """Name the pair that comes first in the order of the training rows."""
+        place = int(self.rows.argmin())
+        return f"{source.task(int(self.rows[place])).task_id} and {other(int(self.others[place])).task_id}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """What one pass over all rows found. It remembers numbers, 32 bytes for each row."""
+
+    source: DatasetTasks
+    repeated: _Pairs
+    """Rows whose prompt and answer were there before."""
+    contradicting: _Pairs
+    """Rows with the prompt of an earlier row and another answer."""
+    leaked: _Pairs
+    """Rows that ask the same as a held-out row but for blanks, case and punctuation."""
+    longest: Numbers
+    """The rows with the longest prompts, longest first."""
 
     @classmethod
-    def read(cls, source: DatasetTasks, held_out: Sequence[Task]) -> _Rows:
-        said = {_hash(_words(_asked(task))): task.task_id for task in held_out}
-        seen: dict[int, tuple[int, str]] = {}
-        found = cls(source.size, [], [], [], [])
+    def read(cls, source: DatasetTasks) -> _Rows:
+        prompts, answers, words = (np.empty(source.size, np.uint64) for _ in range(3))
+        characters = np.empty(source.size, np.int64)
         for number in range(source.size):
             task = source.task(number)
             asked = _asked(task)
-            prompt, answer = _hash(asked), _hash(repr(task.kwargs.get("answer")))
-            first = seen.setdefault(prompt, (answer, task.task_id))
-            if first[1] != task.task_id:
-                if first[0] == answer:
-                    found.repeated.append(task.task_id)
-                else:
-                    found.contradicting.append((task.task_id, first[1]))
-            if (twin := said.get(_hash(_words(asked)))) is not None:
-                found.leaked.append((task.task_id, twin))
-            found._remember_length(len(asked), number)
-        return found
+            prompts[number], answers[number] = _hash(asked), _hash(repr(task.kwargs.get("answer")))
+            words[number], characters[number] = _hash(_words(asked)), len(asked)
+        held_out = np.fromiter(
+            (_hash(_words(_asked(source.held_out_task(index)))) for index in range(source.held_out_size)), np.uint64
+        )
+        later, first = _equal(prompts)
+        same = answers[later] == answers[first]
+        longest = np.argsort(-characters, kind="stable")[:LONGEST_ROWS]
+        repeated, contradicting = _Pairs(later[same], first[same]), _Pairs(later[~same], first[~same])
+        return cls(source, repeated, contradicting, _in_both(words, held_out), longest)
 
-    def _remember_length(self, characters: int, number: int) -> None:
-        if len(self.longest) < 2 * LONGEST_ROWS:
-            self.longest.append((characters, number))
-            return
-        self.longest = [*sorted(self.longest, reverse=True)[:LONGEST_ROWS], (characters, number)]
+
+def _equal(hashes: Hashes) -> tuple[Numbers, Numbers]:
+    """Return the numbers of the rows that equal an earlier one, and of the first of their kind."""
+    order = np.argsort(hashes, kind="stable")
+    is_new = np.ones(len(order), np.bool_)
+    is_new[1:] = hashes[order[1:]] != hashes[order[:-1]]
+    first = order[np.maximum.accumulate(np.where(is_new, np.arange(len(order)), 0))]
+    return order[~is_new], first[~is_new]
+
+
+def _in_both(trained: Hashes, held_out: Hashes) -> _Pairs:
+    order = np.argsort(held_out, kind="stable")
+    places = np.searchsorted(held_out, trained, sorter=order).clip(max=max(0, len(order) - 1))
+    found = np.flatnonzero(held_out[order[places]] == trained) if len(order) else np.empty(0, np.int64)
+    return _Pairs(found, order[places[found]] if len(order) else found)
 
 
 def _asked(task: Task) -> str:
@@ -113,22 +134,24 @@ def _words(text: str) -> str:
 
 
 def _hash(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=8).digest())
+    return hash_of(text.encode())
 
 
 def _repeats(found: _Rows) -> EnvCheck:
-    name, repeated = "no row is there twice", found.repeated
-    if not repeated:
-        return EnvCheck(name, "pass", f"{found.trained:,} rows")
-    detail = f"{len(repeated):,} of {found.trained:,} training rows repeat an earlier one, first {repeated[0]}"
+    name, repeated, source = "no row is there twice", found.repeated.rows, found.source
+    if not len(repeated):
+        return EnvCheck(name, "pass", f"{source.size:,} rows")
+    first = source.task(int(repeated.min())).task_id
+    detail = f"{len(repeated):,} of {source.size:,} training rows repeat an earlier one, first {first}"
     return EnvCheck(name, "skip", detail, "fine if they are to be drawn more often; else remove them")
 
 
 def _contradicts(found: _Rows) -> EnvCheck:
     name, pairs = "one prompt has one answer", found.contradicting
-    if not pairs:
+    if not len(pairs.rows):
         return EnvCheck(name, "pass", "no two rows contradict each other")
-    detail = f"{len(pairs):,} rows ask what an earlier one asks and expect another answer, first {_pair(pairs)}"
+    pair = pairs.first(found.source, found.source.task)
+    detail = f"{len(pairs.rows):,} rows ask what an earlier one asks and expect another answer, first {pair}"
     return EnvCheck(
         name, "fail", detail, "keep the right one; several right answers are one row with a list of answers"
     )
@@ -136,30 +159,28 @@ def _contradicts(found: _Rows) -> EnvCheck:
 
 def _leaks(found: _Rows) -> EnvCheck:
     name, pairs = "held-out rows are not trained on", found.leaked
-    if not pairs:
+    if not len(pairs.rows):
         return EnvCheck(name, "pass", "also not in other case, blanks or punctuation")
-    detail = f"{len(pairs):,} training rows ask what a held-out row asks, but for case, blanks or punctuation, first "
-    return EnvCheck(
-        name, "fail", detail + _pair(pairs), "write them alike, so that they come to one side, or remove them"
-    )
-
-
-def _pair(pairs: Sequence[tuple[str, str]]) -> str:
-    return f"{pairs[0][0]} and {pairs[0][1]}"
+    pair = pairs.first(found.source, found.source.held_out_task)
+    rows = f"{len(pairs.rows):,} training rows"
+    detail = f"{rows} ask what a held-out row asks, but for case, blanks or punctuation, first {pair}"
+    return EnvCheck(name, "fail", detail, "write them alike, so that they come to one side, or remove them")
 
 
 def _leaves_room(source: DatasetTasks, found: _Rows, room: Room | None) -> EnvCheck:
     name = "prompts leave room for an answer"
     if room is None:
         return EnvCheck(name, "skip", "tokens were not counted", "give a config whose model is there")
-    longest = [number for _, number in sorted(found.longest, reverse=True)[:LONGEST_ROWS]]
-    tokens = {source.task(number).task_id: room.count(source.task(number).kwargs["messages"]) for number in longest}
+    tasks = [task for task in map(source.task, found.longest.tolist()) if task.env_id == DATASET_ENV]
+    tokens = {task.task_id: room.count(task.kwargs["messages"]) for task in tasks}
+    if not tokens:
+        return EnvCheck(name, "skip", "the longest rows are of other environments")
     row, most = max(tokens.items(), key=lambda item: item[1])
     too_long = sum(count + room.answer > room.max_length for count in tokens.values())
     detail = f"the longest has {most:,} tokens ({row}), model.max_length is {room.max_length:,}"
     if not too_long:
         return EnvCheck(name, "pass", detail)
-    at_least = "at least " if too_long == len(tokens) < found.trained else ""
+    at_least = "at least " if too_long == len(tokens) < source.size else ""
     return EnvCheck(
         name,
         "fail",
@@ -176,7 +197,7 @@ def _scorers_accept(env: EnvConfig, source: DatasetTasks) -> EnvCheck:
         return EnvCheck(
             name, "skip", "rows hold no answers, but patterns, schemas or tests", "look at a few transcripts"
         )
-    rejected, tried = asyncio.run(_score(env, source, {reward.name for reward in scored}))
+    rejected, tried = asyncio.run(_score(env, source, {reward.label for reward in scored}))
     if rejected:
         task, reason = rejected[0]
         detail = f"{len(rejected):,} of {tried:,} rows: {task}: {reason}"
@@ -187,11 +208,14 @@ def _scorers_accept(env: EnvConfig, source: DatasetTasks) -> EnvCheck:
 async def _score(env: EnvConfig, source: DatasetTasks, names: set[str]) -> tuple[list[tuple[str, str]], int]:
     """Return (row, why) for each row whose answer is rejected, and the number of rows that were scored."""
     rejected, tried = [], 0
-    ready = {reward.name for reward in env.reward if reward.function in READY}
+    ready = {reward.label for reward in env.reward if reward.function in READY}
     for task in _evenly(source):
+        chosen = {reward["name"] for reward in task.kwargs.get("rewards", ())} & names
+        if task.env_id != DATASET_ENV or not chosen:
+            continue
         tried += 1
         try:
-            values = await _values_of_the_right_answer(task.kwargs, names)
+            values = await _values_of_the_right_answer(task.kwargs, chosen)
         except EnvError as error:
             rejected.append((task.task_id, first_line(error)))
             continue
@@ -206,7 +230,7 @@ async def _score(env: EnvConfig, source: DatasetTasks, names: set[str]) -> tuple
 
 
 async def _values_of_the_right_answer(kwargs: Mapping[str, Any], names: set[str]) -> Mapping[str, float]:
-    rewards = [one for one in kwargs["rewards"] if one["function"].rpartition(":")[2] in names]
+    rewards = [one for one in kwargs["rewards"] if one["name"] in names]
     played = DatasetEnv(**{**kwargs, "rewards": rewards, "tools": ()})
     await played.begin(0)
     return await played.score_answer(await played.oracle())

@@ -2,24 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from roll_flash.config.data import RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
+from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, reads_answer
 from roll_flash.errors import ConfigError
 from roll_flash.types import Message
+
+ROW_KWARGS = ("answer_in", "tools", "max_turns", "reward")
+"""What a row of Dataset-v0 can set for itself; `reward`: names of rewards of the entry."""
+
+
+def environment_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str:
+    """Return the id of the row's environment. `place`: file and line, for messages. Raises ConfigError."""
+    assert env.data is not None
+    column = env.data.environment_column
+    chosen = None if column is None else row.get(column)
+    if chosen is None:
+        return env.id
+    if not isinstance(chosen, str):
+        raise ConfigError(f"{place}: {column!r} is {_shown(chosen)}, not the id of an environment")
+    if chosen == DATASET_ENV != env.id:
+        raise ConfigError(f"{place}: rows of {DATASET_ENV} need a reward; make it the id of the entry of envs")
+    return chosen
 
 
 def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str | list[Message]:
     """Return the text or the chat that a row asks; for other environments than Dataset-v0, all its columns.
 
-    `place`: file and line, for messages. Raises ConfigError.
+    Raises ConfigError.
     """
     assert env.data is not None
     data = env.data
-    if env.id != DATASET_ENV:
+    if environment_of(env, row, place) != DATASET_ENV:
         return [dict(row)]
     if data.template is not None:
         missing = [name for name in _fields(data.template) if name not in row]
@@ -42,26 +62,105 @@ def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str | list[
     return str(row[prompt])
 
 
+class AnswerCheck:
+    """Checks that rows have the columns that the config names, and answers that the rewards can be computed with."""
+
+    def __init__(self, env: EnvConfig) -> None:
+        """Raises ConfigError for a reward that does not exist."""
+        assert env.data is not None
+        self._env = env
+        self._column = env.data.columns.get("answer", "answer")
+        self._named = {ours: theirs for ours, theirs in env.data.columns.items() if ours not in ("prompt", "messages")}
+        for reward in env.reward:
+            check_reward(reward.function, reward.kwargs)
+        self._readers = [reward for reward in env.reward if reads_answer(reward)]
+        self._are_alike = not (env.data.environment_column or env.data.kwargs_column)
+
+    def check(self, row: Mapping[str, Any], place: str) -> None:
+        """Raises ConfigError with `place`, file and line."""
+        for ours, theirs in self._named.items():
+            if theirs not in row:
+                raise ConfigError(
+                    f"{place}: no column {theirs!r}, which data.columns.{ours} names; it has {_names(row)}"
+                )
+        for reward in self._readers if self._are_alike else self._readers_of(row, place):
+            if self._column not in row:
+                raise ConfigError(
+                    f"{place}: no column {self._column!r}, which reward {reward.label} needs; it has {_names(row)}; "
+                    "data.columns.answer=NAME says which one it is"
+                )
+            if fault := fault_of_answer(reward, row[self._column]):
+                raise ConfigError(
+                    f"{place}: {self._column!r} is {_shown(row[self._column])}: reward {reward.label} {fault}"
+                )
+
+    def _readers_of(self, row: Mapping[str, Any], place: str) -> Sequence[RewardConfig]:
+        if environment_of(self._env, row, place) != DATASET_ENV:
+            return ()
+        chosen = rewards_of(self._env, row, place)
+        return [reward for reward in self._readers if reward in chosen]
+
+
+def rewards_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> Sequence[RewardConfig]:
+    """Return the rewards of a row of Dataset-v0: those that its own kwargs name, else all. Raises ConfigError."""
+    named = _own_kwargs(env, row, place).get("reward")
+    if named is None:
+        return env.reward
+    wanted = [named] if isinstance(named, str) else named
+    known = {reward.label: reward for reward in env.reward}
+    unknown = [name for name in wanted if name not in known] if isinstance(wanted, list) and wanted else [named]
+    if unknown:
+        raise ConfigError(f"{place}: reward {_shown(unknown[0])} is none of the entry's: {', '.join(known)}")
+    return [known[name] for name in wanted]
+
+
 def task_arguments(env: EnvConfig, row: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """Return the keyword arguments of one task's environment."""
+    """Return the keyword arguments of one task's environment. Raises ConfigError."""
     assert env.data is not None
     data = env.data
-    if env.id != DATASET_ENV:
+    own = _own_kwargs(env, row, place)
+    chosen = environment_of(env, row, place)
+    if chosen != DATASET_ENV:
+        base = env.kwargs if chosen == env.id else {}
+        if data.kwargs_column is not None:
+            return {**base, **own}
         ours = {theirs: name for name, theirs in data.columns.items()}
-        return {**env.kwargs, **{ours.get(name, name): value for name, value in row.items() if name != "id"}}
+        left_out = ("id", data.environment_column)
+        return {**base, **{ours.get(name, name): value for name, value in row.items() if name not in left_out}}
     prompt = prompt_of(env, row, place)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if data.system is not None:
         messages = [{"role": "system", "content": data.system}, *messages]
-    asked = {*_fields(data.template or ""), *(data.columns.get(name, name) for name in ("prompt", "messages"))}
     answer = data.columns.get("answer", "answer")
+    asked = {*_fields(data.template or ""), *(data.columns.get(name, name) for name in ("prompt", "messages"))}
+    asked |= {answer, *filter(None, (data.environment_column, data.kwargs_column))}
     return {
         **env.kwargs,
+        **{name: value for name, value in own.items() if name != "reward"},
         "messages": messages,
         "answer": row.get(answer),
-        "row": {name: value for name, value in row.items() if name not in asked and name != answer},
-        "rewards": [reward.model_dump() for reward in env.reward],
+        "row": {name: value for name, value in row.items() if name not in asked},
+        "rewards": [{**reward.model_dump(), "name": reward.label} for reward in rewards_of(env, row, place)],
     }
+
+
+def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+    """Return the keyword arguments in a column of the row. Raises ConfigError."""
+    assert env.data is not None
+    column = env.data.kwargs_column
+    own = None if column is None else row.get(column)
+    if own is None:
+        return {}
+    if isinstance(own, str):  # a CSV file has only texts
+        try:
+            own = json.loads(own or "{}")
+        except ValueError as error:
+            raise ConfigError(f"{place}: {column!r} is no JSON: {error}") from None
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"{place}: {column!r} is {_shown(own)}, not a mapping of keyword arguments")
+    if environment_of(env, row, place) == DATASET_ENV and (unknown := [name for name in own if name not in ROW_KWARGS]):
+        raise ConfigError(f"{place}: {column!r} has {unknown[0]!r}; a row can set {', '.join(ROW_KWARGS)}")
+    return own
 
 
 @cache

@@ -6,24 +6,34 @@ before it answers.
 
 from __future__ import annotations
 
-import json
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from roll_flash.config.user_code import load_function
 from roll_flash.envs.base import Observation, StepResult
 from roll_flash.envs.datasets.answers import ANSWER_IN, AnswerIn, find_answer
-from roll_flash.envs.datasets.rewards import IN_SANDBOX, call_reward, check_reward
+from roll_flash.envs.datasets.rewards import (
+    ALL_TESTS_S,
+    IN_SANDBOX,
+    QUICK,
+    TEST_S,
+    call_reward,
+    check_reward,
+    is_empty,
+    read_tests,
+)
 from roll_flash.envs.rewards.functions import Rubric, reward
 from roll_flash.envs.tools.functions import Tool, make_tool
 from roll_flash.envs.tools.tool_env import SandboxToolEnv, ToolEnv
-from roll_flash.errors import ConfigError, EnvError
+from roll_flash.errors import ConfigError, EnvError, first_line
+from roll_flash.processes.background import call_sync_or_async
 from roll_flash.types import Message
 
 PROGRAM = "program.py"
-TEST_S = 10.0
+SHARE_OF_STEP = 0.8
+"""Share of what is left of a step for the tests of a program; the rest is for the sandbox."""
 
 
 class DatasetEnv(ToolEnv):
@@ -60,9 +70,14 @@ class DatasetEnv(ToolEnv):
         self._completion = action
         return await super().step(action)
 
+    async def conclude(self) -> tuple[float, dict[str, Any]]:
+        """As in `ToolEnv`; `info["expected"]` is the row's answer, for a judge, if it is one text or number."""
+        reward, info = await super().conclude()
+        return reward, {**info, "expected": self._expected} if isinstance(self._expected, str | int | float) else info
+
     async def oracle(self) -> str:
         """Return the expected answer, for checks and demonstrations."""
-        expected = self._expected[0] if isinstance(self._expected, list) else self._expected
+        expected = self._expected[0] if isinstance(self._expected, list) and self._expected else self._expected
         if not isinstance(expected, str | int | float):
             raise EnvError("the row has no answer that could be written")
         return {"tag": f"<answer>{expected}</answer>", "boxed": f"\\boxed{{{expected}}}"}.get(
@@ -76,13 +91,13 @@ class DatasetEnv(ToolEnv):
 
     def _reward(self, options: Mapping[str, Any]) -> Callable[..., Any]:
         name, kwargs = options["function"], options.get("kwargs", {})
-        function = partial(self._passes_tests, **kwargs) if name == IN_SANDBOX else partial(self._ask, name, kwargs)
 
         async def score(env: Any) -> Any:
-            value = function()
-            return await value if hasattr(value, "__await__") else value
+            if name == IN_SANDBOX:
+                return await self._passes_tests(**kwargs)
+            return self._ask(name, kwargs) if name in QUICK else await call_sync_or_async(self._ask, name, kwargs)
 
-        score.__name__ = name.rpartition(":")[2]
+        score.__name__ = options.get("name") or name.rpartition(":")[2]
         return reward(weight=options.get("weight", 1.0))(score)
 
     def _ask(self, name: str, kwargs: Mapping[str, Any]) -> Any:
@@ -110,20 +125,43 @@ class DatasetEnv(ToolEnv):
 class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
     """A `DatasetEnv` whose answers are Python programs that are tested in the sandbox."""
 
+    _step_began: float | None = None
+    """On the clock `time.monotonic()`; None outside of a step."""
+
+    async def step(self, action: str) -> StepResult:
+        self._step_began = time.monotonic()
+        try:
+            return await super().step(action)
+        finally:
+            self._step_began = None
+
     async def _passes_tests(self, timeout_s: float = TEST_S) -> float:
         """Return the share of tests that the program in the model's text passes.
 
         The row's answer is a list of `{input, output}`: what the program reads and must print; or Python code that
-        runs after the program and raises if it is wrong.
+        runs after the program and raises if it is wrong. Tests for which no time is left are not passed.
         """
-        expected = json.loads(self._expected) if _is_json_list(self._expected) else self._expected
-        await self.sandbox.write(PROGRAM, python_code(self._completion))
-        if isinstance(expected, str):
-            return await self._runs_without_error(expected, timeout_s)
-        if not isinstance(expected, list) or not expected:
-            raise EnvError(f"reward {IN_SANDBOX}: the row's answer must be code or a list of input and output")
-        passed = [await self._prints(test["input"], test["output"], timeout_s) for test in expected]
-        return sum(passed) / len(passed)
+        try:
+            tests = read_tests(self._expected)
+        except ValueError as error:
+            raise EnvError(f"reward {IN_SANDBOX}: the row's {first_line(error)}") from None
+        code = python_code(self._completion)
+        if is_empty(code):
+            return 0.0
+        all_s = self._time_for_tests()
+        await self.sandbox.write(PROGRAM, code)
+        if isinstance(tests, str):
+            return await self._runs_without_error(tests, min(timeout_s, all_s))
+        ends_at, passed = time.monotonic() + all_s, 0
+        for test in tests:
+            left_s = ends_at - time.monotonic()
+            passed += left_s > 0 and await self._prints(test["input"], test["output"], min(timeout_s, left_s))
+        return passed / len(tests)
+
+    def _time_for_tests(self) -> float:
+        """Seconds; calls of tools in the same step may have taken a part of it."""
+        spent_s = 0.0 if self._step_began is None else time.monotonic() - self._step_began
+        return min(ALL_TESTS_S, SHARE_OF_STEP * (self.step_timeout_s - spent_s))
 
     async def _prints(self, given: str, wanted: str, timeout_s: float) -> bool:
         result = await self.sandbox.exec(("python3", "-I", PROGRAM), stdin=given.encode(), timeout=timeout_s)
@@ -162,7 +200,3 @@ def python_code(text: str) -> str:
     block = parts[-2] if len(parts) % 2 else parts[-1]
     first, _, rest = block.partition("\n")
     return rest if first.strip().isidentifier() else block
-
-
-def _is_json_list(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip().startswith("[")

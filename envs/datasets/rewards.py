@@ -25,13 +25,18 @@ USERS_PARAMETERS = ("completion", "answer", "expected", "messages", "row")
 """What a function of the user may take: the model's last text, the answer in it, the row's answer, the prompt as chat,
 and the row's other columns."""
 MATH_S = 10.0
+TEST_S = 10.0
+ALL_TESTS_S = 40.0
+"""Seconds of all tests of a program together: less than a reward and a step may take, because an episode that takes
+longer fails and gives no sample, and an endless loop is the model's own failure."""
 _GROUPED = re.compile(r"(?<=[0-9]),(?=[0-9]{3})")
 
 
 def exact(answer: str, expected: Any, *, ignore_case: bool = True) -> float:
     """1 if the answer is the expected text, or one of a list of texts; numbers of blanks do not count."""
     wanted = expected if isinstance(expected, list) else [expected]
-    return float(_plain(answer, ignore_case) in [_plain(_text(one), ignore_case) for one in wanted])
+    given = _plain(answer, ignore_case)
+    return float(bool(given) and given in [_plain(_text(one), ignore_case) for one in wanted if one is not None])
 
 
 def number(answer: str, expected: Any, *, tolerance: float = 1e-6) -> float:
@@ -45,31 +50,41 @@ def number(answer: str, expected: Any, *, tolerance: float = 1e-6) -> float:
 def math(answer: str, expected: Any) -> float:
     """1 if both are the same expression or number, by the package math-verify: LaTeX, fractions, sets, equations."""
     import_optional("math_verify", package="math-verify[antlr4_13_2]", needed_by="reward math")
+    if is_empty(answer) or is_empty(expected):
+        return 0.0
     work = partial(_verify, answer[:MAX_MATH_CHARACTERS], _text(expected))
-    return _limited(work, modules=("math_verify",), seconds=MATH_S)
+    return float(_limited(work, modules=("math_verify",), seconds=MATH_S))
 
 
 MAX_MATH_CHARACTERS = 2000
 
 
 def regex(answer: str, expected: Any, *, pattern: str | None = None) -> float:
-    """1 if a pattern is found in the answer: `pattern`, where `{expected}` is the row's answer, or the row's answer."""
+    """1 if a pattern is found in the answer: `pattern`, where `{expected}` is the row's answer, or the row's answer.
+
+    An empty answer earns nothing, whatever the pattern.
+    """
     chosen = _text(expected) if pattern is None else pattern.replace("{expected}", re.escape(_text(expected)))
     try:
         compiled = re.compile(chosen)
     except re.error as error:
         raise EnvError(f"reward regex: {chosen!r} is no pattern: {error}") from None
-    return _limited(partial(_search, compiled, answer))
+    return 0.0 if is_empty(answer) else float(_limited(partial(_search, compiled, answer)))
 
 
 def json_schema(answer: str, expected: Any, *, schema: Mapping[str, Any] | None = None) -> float:
     """1 if the answer is JSON that fits a schema: `schema`, or that in the row. A fence of backticks is left out."""
     chosen = schema if schema is not None else expected
-    if isinstance(chosen, str):
-        chosen = json.loads(chosen)
+    try:
+        chosen = json.loads(chosen) if isinstance(chosen, str) else chosen
+    except ValueError:
+        raise EnvError(f"reward json_schema: {chosen!r} is no schema: it is no JSON") from None
     if not isinstance(chosen, Mapping):
-        raise EnvError(f"reward json_schema: there is no schema: {chosen!r}")
-    return _limited(partial(_fits, answer, dict(chosen)), modules=("jsonschema",))
+        raise EnvError(f"reward json_schema: {chosen!r} is no schema: it is no object")
+    found = _limited(partial(_fits, answer, dict(chosen)), modules=("jsonschema",))
+    if isinstance(found, str):
+        raise EnvError(f"reward json_schema: {chosen!r} is no schema: {found}")
+    return float(found)
 
 
 READY: dict[str, Callable[..., float]] = {
@@ -80,6 +95,8 @@ READY: dict[str, Callable[..., float]] = {
     "json_schema": json_schema,
 }
 IN_SANDBOX = "python_tests"
+QUICK = ("exact", "number")
+"""Rewards that need no thread."""
 JUDGE = "judge"
 
 
@@ -87,17 +104,16 @@ def check_reward(function: str, kwargs: Mapping[str, Any]) -> None:
     """Raises ConfigError for a reward that does not exist, or does not take its arguments."""
     if function == JUDGE:
         raise ConfigError(
-            "reward judge: a judge is a stage, which scores while other episodes go on; add it to stages "
-            "(docs/environments.md), with reward: replace if nothing else counts"
+            "reward judge: a judge is a stage, which scores while other episodes go on; add it to stages (docs/data.md "
+            "has an example), with reward: replace if nothing else counts"
         )
-    if function == IN_SANDBOX:
-        return
-    found = READY.get(function) or _users_function(function)
+    found = python_tests if function == IN_SANDBOX else READY.get(function) or _users_function(function)
     parameters = inspect.signature(found).parameters
     takes_all = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values())
     unknown = [name for name in kwargs if name not in parameters]
     if unknown and not takes_all:
-        raise ConfigError(f"reward {function}: there is no argument {unknown[0]!r}; it takes {', '.join(parameters)}")
+        takes = ", ".join(name for name in parameters if name not in USERS_PARAMETERS) or "none"
+        raise ConfigError(f"reward {function}: there is no argument {unknown[0]!r}; it takes {takes}")
     needed = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _VARIADIC]
     missing = [name for name in needed if name not in (*USERS_PARAMETERS, *kwargs)]
     if missing:
@@ -105,6 +121,65 @@ def check_reward(function: str, kwargs: Mapping[str, Any]) -> None:
             f"reward {function}: nothing gives its argument {missing[0]!r}; it may take {', '.join(USERS_PARAMETERS)}, "
             "and what kwargs name"
         )
+    if function == IN_SANDBOX:
+        python_tests("", "", **kwargs)
+
+
+def python_tests(answer: str, expected: Any, *, timeout_s: float = TEST_S) -> None:
+    """Check the arguments of the reward that only a sandbox can compute (`DatasetEnv`). Raises ConfigError."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s <= ALL_TESTS_S:
+        raise ConfigError(
+            f"reward {IN_SANDBOX}: timeout_s is {timeout_s!r}; the seconds of one test are above 0 and at most "
+            f"{ALL_TESTS_S:g}, which all tests of a program have together"
+        )
+
+
+def read_tests(expected: Any) -> str | list[Mapping[str, str]]:
+    """Return the row's tests: Python code, or what the program reads and must print. Raises ValueError."""
+    tests = json.loads(expected) if isinstance(expected, str) and expected.lstrip().startswith("[") else expected
+    if isinstance(tests, str):
+        return tests
+    is_list = isinstance(tests, list) and tests and all(isinstance(test, Mapping) for test in tests)
+    if not is_list or not all(isinstance(test.get(key), str) for test in tests for key in ("input", "output")):
+        raise ValueError("tests are Python code or a list of {input, output}, both texts")
+    return list(tests)
+
+
+def reads_answer(reward: RewardConfig) -> bool:
+    """Return True if the reward cannot be computed without the row's answer."""
+    if reward.function == "regex":
+        pattern = reward.kwargs.get("pattern")
+        return pattern is None or "{expected}" in str(pattern)
+    if reward.function == "json_schema":
+        return reward.kwargs.get("schema") is None
+    if reward.function in (*READY, IN_SANDBOX):
+        return True
+    expected = inspect.signature(_users_function(reward.function)).parameters.get("expected")
+    return expected is not None and expected.default is expected.empty
+
+
+def fault_of_answer(reward: RewardConfig, expected: Any) -> str:
+    """Return what the reward needs instead of this answer of a row, or an empty text. Only what is quick is checked; a
+    function of the user may expect anything."""
+    if reward.function not in (*READY, IN_SANDBOX):
+        return ""
+    if is_empty(expected):
+        return "needs an answer, not an empty one"
+    if reward.function == "number" and _number(_text(expected)) is None:
+        return "needs a number"
+    if reward.function == IN_SANDBOX:
+        try:
+            read_tests(expected)
+        except ValueError as error:
+            return f"needs tests: {first_line(error)}"
+    return ""
+
+
+def is_empty(answer: Any) -> bool:
+    """Return True for no answer: none, blanks, an empty list, or a list in which one of the answers is empty."""
+    if isinstance(answer, list):
+        return not answer or any(map(is_empty, answer))
+    return answer is None or (isinstance(answer, str) and not answer.strip())
 
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
@@ -123,29 +198,6 @@ def call_reward(function: str, kwargs: Mapping[str, Any], given: Mapping[str, An
     return value
 
 
-def try_rewards(rewards: Sequence[RewardConfig], task: Mapping[str, Any]) -> None:
-    """Call the user's own functions as if the model had written the answer of this row: a mistake shows at the start.
-
-    Raises ConfigError if one raises or returns no number. Coroutines are not tried.
-    """
-    expected = task["answer"]
-    text = _text(expected[0] if isinstance(expected, list) and expected else expected)
-    given = {"completion": text, "answer": text, "expected": expected, "messages": task["messages"], "row": task["row"]}
-    for reward in rewards:
-        check_reward(reward.function, reward.kwargs)
-        if ":" not in reward.function or inspect.iscoroutinefunction(_users_function(reward.function)):
-            continue
-        try:
-            value = call_reward(reward.function, reward.kwargs, given)
-        except Exception as error:  # user code may raise anything
-            raise ConfigError(
-                f"reward {reward.function} raised {type(error).__name__}: {first_line(error)}, for the right answer of "
-                "the first row"
-            ) from error
-        if not isinstance(value, bool | int | float):
-            raise ConfigError(f"reward {reward.function} returned {value!r}; it must return a finite number or a bool")
-
-
 def _users_function(reference: str) -> Callable[..., Any]:
     if ":" not in reference:
         known = ", ".join([*READY, IN_SANDBOX])
@@ -153,10 +205,10 @@ def _users_function(reference: str) -> Callable[..., Any]:
     return load_function(reference, "reward")
 
 
-def _limited(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = 3.0) -> float:
+def _limited(work: Callable[[], Any], *, modules: Sequence[str] = (), seconds: float = 3.0) -> Any:
     """Return the result of `work`; 0 if the model's answer makes it exceed its limits."""
     try:
-        return float(score_in_subprocess(work, modules=modules, seconds=seconds))
+        return score_in_subprocess(work, modules=modules, seconds=seconds)
     except ScoringEndedError:
         return 0.0
 
@@ -170,13 +222,19 @@ def _search(pattern: re.Pattern[str], answer: str) -> float:
     return float(pattern.search(answer) is not None)
 
 
-def _fits(answer: str, schema: Mapping[str, Any]) -> float:
+def _fits(answer: str, schema: Mapping[str, Any]) -> float | str:
+    """Return 1 or 0, or why the schema is none."""
+    package = importlib.import_module("jsonschema")
+    try:
+        package.Draft202012Validator.check_schema(schema)
+    except package.SchemaError as error:
+        return first_line(error)
     text = answer.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
     try:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return 0.0
-    return float(importlib.import_module("jsonschema").Draft202012Validator(schema).is_valid(value))
+    return float(package.Draft202012Validator(schema).is_valid(value))
 
 
 def _plain(text: str, ignore_case: bool) -> str:

@@ -1,6 +1,6 @@
-"""Rows of a data set at flat memory: a file of JSON lines, of which only the place of each line is kept.
+"""Rows of a data set at flat memory: a file of JSON lines, of which only place and checksum of each line are kept.
 
-Other formats are written once as JSON lines into a temporary file without a name, which ends with this process.
+Other sources are written once as JSON lines into a temporary file without a name, which ends with this process.
 """
 
 from __future__ import annotations
@@ -10,43 +10,58 @@ import os
 import tempfile
 from array import array
 from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
 from pathlib import Path
 from typing import IO, Any
+from zlib import crc32
 
 import msgspec
+import numpy as np
 
+from roll_flash.config.data import DataConfig
+from roll_flash.config.user_code import load_object
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.errors import ConfigError, first_line
 from roll_flash.monitor.json_lines import encode
 
 MAX_ROW_BYTES = 1 << 20
 """Maximum size of a row. A longer one fits into no prompt, and each of its episodes would carry it."""
-NEEDED_BY = "envs: data"
+MAX_ROWS = 20_000_000
+"""Maximum number of rows of a Python object: one that never ends would fill the disk."""
+REASON_CHARACTERS = 200
+FILES = (".jsonl", ".ndjson", ".csv", ".parquet")
+Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
 
 class Rows:
     """Rows by number, from 0. Iteration reads the file once, in order."""
 
-    def __init__(self, file: IO[bytes], name: str) -> None:
-        """`name`: for messages. Raises ConfigError, with the line, for what is no row, and for an empty file."""
+    def __init__(self, file: IO[bytes], name: str, unit: str = "line") -> None:
+        """`name` and `unit`: for messages. Raises ConfigError, with the line, for what is no row, and for an empty
+        file."""
         self._file = file
         self._name = name
+        self._unit = unit
         self._decoder = msgspec.json.Decoder()
         self._starts = array("q")
         self._ends = array("q")
         self._lines = array("q")
+        checksums = array("I")
         place = 0
         for number, line in enumerate(file, start=1):
             if len(line) > MAX_ROW_BYTES:
                 size = f"{len(line) / 2**20:.1f} MiB; a row has at most {MAX_ROW_BYTES / 2**20:g} MiB"
-                raise ConfigError(f"{name}, line {number}: the row has {size}")
+                raise ConfigError(f"{name}, {unit} {number}: the row has {size}")
             if not line.isspace():
                 self._starts.append(place)
                 self._ends.append(place + len(line))
                 self._lines.append(number)
+                checksums.append(crc32(line))
             place += len(line)
         if not self._starts:
             raise ConfigError(f"{name}: there is no row in it")
+        self.checksums = np.frombuffer(checksums, np.uint32)
+        """Of each row's bytes."""
 
     def __len__(self) -> int:
         return len(self._starts)
@@ -60,12 +75,19 @@ class Rows:
                 index += 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Raises ConfigError if the file was changed in place: the offsets would then give other rows."""
         start = self._starts[index]
-        return self._decoded(os.pread(self._file.fileno(), self._ends[index] - start, start), index)
+        line = os.pread(self._file.fileno(), self._ends[index] - start, start)
+        if crc32(line) != self.checksums[index]:
+            raise ConfigError(
+                f"{self.place(index)}: the row has changed since the run began; do not edit a file in use, write a new "
+                "one and start again"
+            )
+        return self._decoded(line, index)
 
     def place(self, index: int) -> str:
         """Return file and line of a row, for messages."""
-        return f"{self._name}, line {self._lines[index]}"
+        return f"{self._name}, {self._unit} {self._lines[index]}"
 
     def _decoded(self, line: bytes, index: int) -> dict[str, Any]:
         try:
@@ -77,20 +99,43 @@ class Rows:
         return row
 
 
-def open_rows(path: str, *, subset: str | None = None, split: str = "train") -> Rows:
-    """Open the rows of a file, of a folder that `datasets` has saved, or of a data set on a hub. Raises ConfigError."""
+def hash_of(text: bytes) -> int:
+    return int.from_bytes(blake2b(text, digest_size=8).digest())
+
+
+def open_rows(data: DataConfig, path: str, split: str) -> Rows:
+    """Open the rows of a file, a folder, a Python object, or a data set on a hub. Raises ConfigError."""
     file = Path(path).expanduser()
     kind = file.suffix.lower()
-    if kind in (".jsonl", ".ndjson", ".csv", ".parquet") and not file.is_file():
-        raise ConfigError(f"data {path}: no such file (looked in {Path.cwd()})")
+    if is_python(path):
+        return Rows(_spooled(_users_rows(path)), path, "row")
+    if kind in FILES:
+        _require_one_file(data, path, file, split)
     try:
         if kind in (".jsonl", ".ndjson"):
             return Rows(file.open("rb"), path)
         if kind == ".csv":
-            return Rows(_spooled(_csv_rows(file)), path)
-        return Rows(_spooled(_library_rows(path, file, subset, split)), path)
+            return Rows(_spooled(_csv_rows(file)), path, "row")
+        return Rows(_spooled(_library_rows(data, path, file, split)), path, "row")
     except OSError as error:
         raise ConfigError(f"data {path}: cannot be read: {error.strerror or error}") from None
+
+
+def is_python(path: str) -> bool:
+    """Return True for `file.py:NAME` and `module:NAME`."""
+    return ":" in path and not Path(path).expanduser().exists()
+
+
+def _require_one_file(data: DataConfig, path: str, file: Path, split: str) -> None:
+    if not file.is_file():
+        raise ConfigError(f"data {path}: no such file (looked in {Path.cwd()})")
+    if split != data.split:
+        raise ConfigError(
+            f"data {path}: it has no split {split!r}, because it is one file; data.held_out can name another"
+        )
+    for key in ("subset", "revision", "split"):
+        if getattr(data, key) != DataConfig.model_fields[key].default and path == data.path:
+            raise ConfigError(f"data {path}: it is one file, so data.{key} has no effect; remove it")
 
 
 def _spooled(rows: Iterable[Mapping[str, Any]]) -> IO[bytes]:
@@ -99,6 +144,25 @@ def _spooled(rows: Iterable[Mapping[str, Any]]) -> IO[bytes]:
         file.write(encode(row).encode() + b"\n")
     file.seek(0)
     return file
+
+
+def _users_rows(path: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of an iterable, or of a function that returns one, in a file of the user."""
+    number = 0
+    try:
+        found = load_object(path)
+        for number, row in enumerate(found() if callable(found) else found, start=1):
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"row {number} is a {type(row).__name__}; a row is a dict with columns")
+            if number > MAX_ROWS:
+                raise ConfigError(f"it gives more than {MAX_ROWS:,} rows; one without an end is a task_source")
+            yield row
+    except ConfigError as error:
+        raise ConfigError(f"data {path}: {error}") from None
+    except Exception as error:  # user code may raise anything
+        raise ConfigError(
+            f"data {path}: raised {type(error).__name__} after {number:,} rows: {first_line(error)}"
+        ) from error
 
 
 def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
@@ -116,24 +180,29 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
             raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
 
 
-def _library_rows(path: str, file: Path, subset: str | None, split: str) -> Iterable[Mapping[str, Any]]:
-    library = import_optional("datasets", package="datasets", needed_by=f"{NEEDED_BY} {path}")
+def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows that the library `datasets` reads. Files are streamed: nothing is written into its cache."""
+    library = import_optional("datasets", package="datasets", needed_by=f"data {path}")
     try:
-        if file.suffix.lower() == ".parquet":
-            return _rows_of(library.load_dataset("parquet", data_files=str(file), split="train"))
-        if file.is_dir():
+        if file.is_file():
+            yield from library.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        elif any((file / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
             saved = library.load_from_disk(str(file))
-            return _rows_of(saved[split] if hasattr(saved, "keys") else saved)
-        return _rows_of(library.load_dataset(path, subset, split=split))
+            yield from saved[split] if hasattr(saved, "keys") else saved
+        elif file.is_dir():
+            yield from library.load_dataset(str(file), data.subset, split=split, streaming=True)
+        else:
+            yield from library.load_dataset(path, data.subset, split=split, revision=data.revision)
     except KeyError as error:
         raise ConfigError(f"data {path}: there is no split {error}; set data.split") from None
     except Exception as error:  # the library and what it calls may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"[:REASON_CHARACTERS]
+        if file.exists():
+            raise ConfigError(f"data {path}: the library datasets cannot read it: {reason}") from None
+        folder = path.rpartition("/")[2]
+        revision = f" --revision {data.revision}" if data.revision else ""
         raise ConfigError(
-            f"data {path}: neither a .jsonl, .csv or .parquet file nor a data set that can be loaded: "
-            f"{type(error).__name__}: {first_line(error)}; without a network, load it elsewhere and give its file"
+            f"data {path}: neither a file or folder here nor a data set that can be loaded from a hub: {reason}; "
+            f"where a network is, run `hf download --repo-type dataset {path}{revision} --local-dir {folder}` and "
+            f"give that folder: data.path={folder}"
         ) from None
-
-
-def _rows_of(dataset: Any) -> Iterable[Mapping[str, Any]]:
-    rows: Iterable[Mapping[str, Any]] = dataset
-    return rows

@@ -17,7 +17,7 @@ import yaml
 from pydantic import AfterValidator, Field, FiniteFloat, ValidationError, model_validator
 
 from roll_flash.config.addresses import MAX_PORT, ClusterAddress
-from roll_flash.config.data import Data, Rewards
+from roll_flash.config.data import Data, Rewards, distinct_names, require_known_columns
 from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.fields import (
     KeywordArguments,
@@ -106,6 +106,8 @@ class EnvConfig(Section):
             raise ValueError(f"{DATASET_ENV} needs a reward, such as reward: exact")
         if self.reward and not is_dataset:
             raise ValueError(f"reward is for {DATASET_ENV}; {self.id} gives rewards of its own, so remove it")
+        if self.data is not None and is_dataset:
+            require_known_columns(self.data)
         if self.data is not None and (self.task_source is not None or self.levels):
             raise ValueError("data chooses the tasks; remove task_source and levels")
         if self.data is not None and self.train_seeds != ALL_TRAIN_SEEDS:
@@ -128,6 +130,15 @@ def _at_least_one(envs: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
     if not envs:
         raise ValueError("at least one environment is needed")
     return envs
+
+
+def _with_distinct_data(envs: tuple[EnvConfig, ...]) -> tuple[EnvConfig, ...]:
+    with_data = [(index, env.data) for index, env in enumerate(envs) if env.data is not None]
+    named = list(envs)
+    for (index, data), name in zip(with_data, distinct_names([data for _, data in with_data]), strict=True):
+        if name != data.label:
+            named[index] = envs[index].model_copy(update={"data": data.model_copy(update={"name": name})})
+    return tuple(named)
 
 
 class SandboxConfig(Section):
@@ -333,7 +344,7 @@ class Config(Section):
     """Training steps; each publishes one version of the weights."""
     model: ModelConfig
     """The model that is trained, and the length of its episodes."""
-    envs: Annotated[tuple[EnvConfig, ...], AfterValidator(_at_least_one)]
+    envs: Annotated[tuple[EnvConfig, ...], AfterValidator(_at_least_one), AfterValidator(_with_distinct_data)]
     """Training environments, mixed by their weights; each is also evaluated. Results of the first have no prefix, those
     of the others the prefix `env_N/`, with their index N in this list."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -93,6 +93,11 @@ class StepRecord:
             "tokens_mean": tokens / len(trajectories),
             "branches": float(sum(trajectory.samples - 1 for trajectory in trajectories)),
         }
+        values: dict[str, list[float]] = {}
+        for trajectory in trajectories:
+            for name, value in trajectory.rewards:
+                values.setdefault(name, []).append(value)
+        metrics |= {f"rewards/{name}": float(np.mean(found)) for name, found in values.items()}
         if successes:
             metrics[SUCCESS] = float(np.mean(successes))
         return metrics

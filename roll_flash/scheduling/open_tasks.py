@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from roll_flash.config.tree import Config, EnvConfig
+from roll_flash.config.tree import Config, EnvConfig, ModelConfig
 from roll_flash.config.user_code import load_object
 from roll_flash.errors import ConfigError, RollFlashError
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, TaskSource
@@ -19,41 +19,43 @@ ROWS_SOURCE = "roll_flash.envs.datasets.source:DatasetTasks"
 
 def open_tasks(config: Config) -> TaskSource:
     """Return the task source of a run, in the order of its seed. Raises ConfigError."""
-    sources = [open_source(env, config.eval.seeds_from) for env in config.envs]
+    sources = [open_source(env, config.eval.seeds_from, config.model) for env in config.envs]
     source = sources[0] if len(sources) == 1 else MixedTasks(sources, [env.weight for env in config.envs])
     source.shuffle(config.seed)
     return source
 
 
-def open_source(env: EnvConfig, held_out_from: int) -> TaskSource:
-    """Return the tasks of one entry of `envs`. `held_out_from`: its first held-out seed. Raises ConfigError."""
-    evaluated = _open_level(env, env.kwargs, held_out_from)
+def open_source(env: EnvConfig, held_out_from: int, model: ModelConfig | None = None) -> TaskSource:
+    """Return the tasks of one entry of `envs`. `held_out_from`: its first held-out seed; `model`: the one that trains,
+    into which the prompts of rows must fit. Raises ConfigError."""
+    evaluated = _open_level(env, env.kwargs, held_out_from, model)
     if not env.levels:
         return evaluated
-    levels = [_open_level(env, kwargs, held_out_from) for kwargs in env.variants]
+    levels = [_open_level(env, kwargs, held_out_from, model) for kwargs in env.variants]
     return CurriculumTasks(levels, evaluated=evaluated)
 
 
 def first_tasks(config: Config) -> list[Task]:
-    """Return the first training task of each level of each environment. Raises ConfigError."""
-    found = []
+    """Return the first training task of each level of each environment, and one of each kind of rows. Raises
+    ConfigError."""
+    found: list[Task] = []
     for env in config.envs:
         for kwargs in env.variants:
-            source = _open_level(env, kwargs, config.eval.seeds_from)
+            source = _open_level(env, kwargs, config.eval.seeds_from, config.model)
             source.shuffle(config.seed)
             try:
-                found.append(source.next())
+                found.extend(source.examples())
             except StopIteration:
                 raise ConfigError(f"envs: the task source of {env.id} has no training task") from None
     return found
 
 
-def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int) -> TaskSource:
+def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int, model: ModelConfig | None) -> TaskSource:
     if env.task_source is not None:
         entry_point = env.task_source.entry_point
         return UsersSource(_call(entry_point, _at_level(env, kwargs), env.task_source.kwargs), entry_point)
     if env.data is not None:
-        return _call(ROWS_SOURCE, _at_level(env, kwargs), {})
+        return _call(ROWS_SOURCE, _at_level(env, kwargs), {"model": model})
     if env.id in OWN_SOURCES:
         return _call(OWN_SOURCES[env.id], _at_level(env, kwargs), {})
     return SeedTasks(env.id, kwargs, env.train_seeds, max_turns=env.max_turns, held_out_from=held_out_from)

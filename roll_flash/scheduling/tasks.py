@@ -54,6 +54,13 @@ class TaskSource(ABC):
         """Return the first `count` held-out tasks, always the same; all of them if there are fewer. Default: none."""
         return ()
 
+    def examples(self) -> Sequence[Task]:
+        """Return training tasks that the checks at the start of a run make, one of each kind. Default: the next one.
+
+        Raises StopIteration if there is none.
+        """
+        return [self.next()]
+
     @property
     def size(self) -> int | None:
         """Number of different training tasks; None: unknown or without end."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from itertools import islice
 from math import isfinite
 
 import numpy as np
@@ -14,6 +15,8 @@ from roll_flash.types import MAX_REWARD, Branch, FinishedEpisode, FinishedGroup,
 
 NO_LOGPROB = -9999.0
 """Sentinel that vLLM returns for a log-probability that is NaN or minus infinity."""
+MAX_REWARDS, MAX_REWARD_NAME = 32, 60
+"""Most reward functions, and characters of their names, that the metadata of an episode has."""
 
 
 def finished_episode(trajectory: Trajectory, stored: StoredTrajectory | None = None) -> FinishedEpisode:
@@ -40,6 +43,7 @@ def finished_episode(trajectory: Trajectory, stored: StoredTrajectory | None = N
         own_turns=_own_turns(trajectory),
         fault=_fault(trajectory),
         task_hash=hash_of_task(trajectory.task.env_id, trajectory.messages, len(trajectory.turns), trajectory.info),
+        rewards=_rewards(trajectory.info.get("rewards")),
         data=trajectory if stored is None else stored,
     )
 
@@ -70,6 +74,14 @@ def packed_tokens(token_ids: Sequence[NDArray[np.int32]]) -> int:
         total += len(ids) - (int(different[0]) if different.size else shorter)
         before = ids
     return total
+
+
+def _rewards(found: object) -> tuple[tuple[str, float], ...]:
+    """Return the values of reward functions; of what an environment calls so, only finite numbers, and not many."""
+    if not isinstance(found, Mapping):
+        return ()
+    numbers = ((str(name)[:MAX_REWARD_NAME], value) for name, value in islice(found.items(), MAX_REWARDS))
+    return tuple((name, float(value)) for name, value in numbers if isinstance(value, int | float) and isfinite(value))
 
 
 def _fault(trajectory: Trajectory) -> str | None:

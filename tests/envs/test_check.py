@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium
+import numpy as np
 import pytest
 
 from roll_flash.cli.main import main
@@ -226,6 +227,43 @@ def test_slow_calls_have_as_much_time_as_in_training() -> None:
             return await super().reset(seed=seed)
 
     assert check(Slow, timeout_s=1.0).checks[0].status == "pass"
+
+
+class Plain(gymnasium.Env[Any, str]):
+    """A plain environment of gymnasium."""
+
+    observation_space: Any = TextSpace()
+    action_space = TextSpace()
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return "Say hello.", {}
+
+    def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return "", 0.0, True, False, {}
+
+
+class SaysArrays(Plain):
+    observation_space = gymnasium.spaces.Box(0, 1, (2,))
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        return np.zeros(2, np.float32), {}
+
+
+class HasNoBlanks(Plain):
+    observation_space = gymnasium.spaces.Text(100)
+
+
+@pytest.mark.parametrize(
+    ("env_type", "says"),
+    [
+        (SaysArrays, "not ndarray; render it as text"),
+        (HasNoBlanks, "observation_space is a Text space without a blank in its charset; roll_flash.TextSpace()"),
+    ],
+)
+def test_a_plain_environment_without_text_is_told_the_way_out(env_type: type[Any], says: str) -> None:
+    found = check(env_type).checks[0]
+    assert found.status == "fail"
+    assert says in found.detail
 
 
 def test_a_step_that_hangs_is_given_up() -> None:

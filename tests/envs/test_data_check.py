@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 from roll_flash.cli.main import main
 from roll_flash.config.tree import EnvConfig
 from roll_flash.envs.check.checks import EnvCheck
-from roll_flash.envs.check.datasets import Room, check_data_set
+from roll_flash.envs.check.datasets import Room, _Rows, check_data_set
+from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.types import Message
 
 GOOD = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(60)]
@@ -61,7 +63,9 @@ def test_rows_that_repeat_are_counted_and_need_not_be_wrong(tmp_path: Path) -> N
 
 def test_rows_that_contradict_each_other_are_named(tmp_path: Path) -> None:
     other = {**GOOD[5], "answer": 77}
-    found = check(tmp_path, [*GOOD, other], data={"held_out": write(tmp_path / "test.jsonl", [{"prompt": "?"}])})
+    found = check(
+        tmp_path, [*GOOD, other], data={"held_out": write(tmp_path / "test.jsonl", [{"prompt": "?", "answer": 1}])}
+    )
     assert found[ANSWERS].status == "fail"
     assert "first rows/60 and rows/5" in found[ANSWERS].detail
 
@@ -74,9 +78,21 @@ def test_held_out_rows_in_another_spelling_are_found(tmp_path: Path, prompt: str
     assert "first rows/5 and rows/held_out/0" in found[LEAKS].detail
 
 
+def test_a_row_takes_little_memory(tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n} plus 1?", "answer": n + 1} for n in range(8000)]
+    source = DatasetTasks(EnvConfig(id="Dataset-v0", data=write(tmp_path / "rows.jsonl", rows), reward="exact"))
+    tracemalloc.start()
+    try:
+        _Rows.read(source)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most / len(rows) < 120, "bytes of a row; a million of them fit beside a run"
+
+
 def test_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:
     long = [{"prompt": f"{n} " + "word " * (40 + n), "answer": n} for n in range(12)]
-    held_out = {"held_out": write(tmp_path / "test.jsonl", [{"prompt": "?"}])}
+    held_out = {"held_out": write(tmp_path / "test.jsonl", [{"prompt": "?", "answer": 1}])}
     found = check(tmp_path, [*GOOD, *long], data=held_out, room=Room(words_of, max_length=64, answer=16))
     assert found[ROOM].status == "fail"
     assert found[ROOM].detail.startswith(
@@ -88,7 +104,6 @@ def test_prompts_that_leave_no_room_are_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("entry", "row", "reason"),
     [
-        ({"reward": "number"}, {"prompt": "Half?", "answer": "one half"}, "is no number"),
         ({"kwargs": {"answer_in": "last_number"}}, {"prompt": "Half?", "answer": "1/2"}, "exact gives 0 to '1/2'"),
         ({"kwargs": {"answer_in": "boxed"}}, {"prompt": "Open?", "answer": "}{"}, "exact gives 0"),
         ({"reward": "reward.py:never"}, {"prompt": "Half?", "answer": "1"}, "never gives 0 to"),

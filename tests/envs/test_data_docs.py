@@ -21,6 +21,9 @@ PAGE = (ROOT / "docs" / "data.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
+FILES = ("make_sums.py", "sums.yaml", "brief.py", "my_rows.py", "mixed.jsonl")
+
+
 def block(page: str, name: str) -> str:
     """The block that follows the paragraph with `name`."""
     found = re.search(rf"as `{re.escape(name)}`.*?```\w+\n(.*?)```", page, re.DOTALL)
@@ -30,22 +33,39 @@ def block(page: str, name: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("make_sums.py", "sums.yaml", "brief.py"):
+    for name in FILES:
         (tmp_path / name).write_text(block(PAGE, name))
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, "make_sums.py"], check=True, timeout=60)
     return tmp_path
 
 
-def test_its_data_set_is_ready_to_train_on(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "sums.yaml", "model.path=tiny", "--dry-run"]) == 0
-    assert re.search(r"tasks: \d+ to train on", capsys.readouterr().out)
+def test_its_commands_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the tiny model, as far as training goes without servers."""
+    lines = [line.split() for each in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in each.splitlines()]
+    commands = [words[1:] for words in lines if words[0] == "roll-flash"]
+    assert [words[0] for words in commands] == ["train", "train", "envs"]
+    assert [words for words in lines if words[0] != "roll-flash"] == [["python", "make_sums.py"]], "the fixture ran it"
+    for words in commands:
+        parse(words)
+        limited = [*words, "model.path=tiny"]
+        if words[0] == "train" and "--dry-run" not in words:
+            limited.append("--dry-run")
+        assert main(limited) == 0
+        assert re.search(r"tasks: 950 to train on|950 to train on, 50 held out", capsys.readouterr().out)
 
 
-def test_its_rewards_can_be_combined(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (rewards,) = (each for each in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if each.startswith("reward:"))
-    reward = json.dumps(yaml.safe_load(rewards)["reward"])
-    assert main(["train", "sums.yaml", "model.path=tiny", f"envs.0.reward={reward}", "--dry-run"]) == 0
+def test_its_parts_of_configs_work(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each block of YAML that is no whole file replaces its keys in `sums.yaml`."""
+    parts = [yaml.safe_load(each) for each in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)]
+    assert [next(iter(part)) for part in parts] == ["name", "data", "data", "reward", "stages", "envs"]
+    (folder / "my.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"Say {n}.", "answer": n}) + "\n" for n in range(40))
+    )
+    for part in parts[1:]:
+        keys = {"data": "envs.0.data", "reward": "envs.0.reward"}
+        overrides = [f"{keys.get(key, key)}={json.dumps(value)}" for key, value in part.items()]
+        assert main(["train", "sums.yaml", "model.path=tiny", *overrides, "--dry-run"]) == 0, part
 
 
 def test_it_names_every_ready_reward() -> None:
@@ -63,11 +83,3 @@ def test_the_config_of_the_readme_is_enough(
     (tmp_path / "my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert main(["train", "mine.yaml", "model.path=tiny", "--dry-run"]) == 0
     assert "tasks: 38 to train on" in capsys.readouterr().out
-
-
-def test_its_commands_are_ones_the_parser_takes() -> None:
-    lines = [line.split() for each in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in each.splitlines()]
-    commands = [words[1:] for words in lines if words[0] == "roll-flash"]
-    assert [words[0] for words in commands] == ["train", "train", "envs"]
-    for words in commands:
-        parse(words)

@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from roll_flash.config.tree import EnvConfig, load_config
+from roll_flash.chat.templates import chat_template_of
+from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
+from roll_flash.envs.datasets import env as dataset_env
+from roll_flash.envs.datasets import prompt_lengths
+from roll_flash.envs.datasets import rows as row_files
 from roll_flash.envs.datasets.answers import find_answer
 from roll_flash.envs.datasets.env import python_code
 from roll_flash.envs.datasets.rewards import exact, json_schema, math, number, regex
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
+from roll_flash.models.prepare import resolve_model
 from roll_flash.sandboxes import SandboxSpec, open_sandbox
 from roll_flash.scheduling.open_tasks import open_tasks
 
@@ -31,6 +40,9 @@ def write(path: Path, rows: list[Any]) -> str:
 
 def questions(count: int) -> list[dict[str, Any]]:
     return [{"prompt": f"What is {n} + 1?", "answer": n + 1} for n in range(count)]
+
+
+Q = {"prompt": "1 + 1?"}
 
 
 def tasks(data: Any, **entry: Any) -> DatasetTasks:
@@ -98,6 +110,38 @@ def test_a_checkpoint_of_other_rows_is_refused(tmp_path: Path) -> None:
         tasks(write(tmp_path / "my.jsonl", questions(51))).restore(state)
 
 
+def test_a_checkpoint_of_rows_with_other_answers_is_refused(tmp_path: Path) -> None:
+    state = tasks(write(tmp_path / "my.jsonl", questions(50))).state()
+    others = [{**row, "answer": 0} for row in questions(50)]
+    with pytest.raises(ValueError, match="are not those of the checkpoint"):
+        tasks(write(tmp_path / "my.jsonl", others)).restore(state)
+
+
+def test_a_file_that_is_edited_in_place_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    source = tasks({"path": write(tmp_path / "my.jsonl", questions(50)), "shuffle": False})
+    source.next()
+    write(tmp_path / "my.jsonl", [{"prompt": "New", "answer": 1}, *questions(50)])
+    with pytest.raises(ConfigError, match=r"my\.jsonl, line [0-9]+: the row has changed since the run began"):
+        source.next()
+
+
+def test_two_files_of_one_name_have_tasks_of_their_own(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    paths = [write(tmp_path / name / "train.jsonl", questions(9)) for name in ("a", "b", "b")]
+    entry = {"id": "Dataset-v0", "reward": "exact"}
+    envs = [{**entry, "data": path, "kwargs": {"max_turns": n + 1}} for n, path in enumerate(paths)]
+    config = load_config({"model": {"path": "tiny"}, "envs": envs})
+    assert [env.data.name for env in config.envs if env.data] == ["a/train", "b/train", "b/train-2"]
+    source = open_tasks(config)
+    assert len({source.next().task_id for _ in range(source.size or 0)}) == source.size
+    envs = [
+        {**entry, "data": {"path": path, "name": "one"}, "kwargs": {"max_turns": n + 1}} for n, path in enumerate(paths)
+    ]
+    with pytest.raises(ConfigError, match="two data sets are called 'one'"):
+        load_config({"model": {"path": "tiny"}, "envs": envs})
+
+
 def test_epochs_end_and_without_a_shuffle_the_order_is_that_of_the_file(tmp_path: Path) -> None:
     path = write(tmp_path / "my.jsonl", questions(40))
     source = tasks({"path": path, "epochs": 2, "shuffle": False})
@@ -133,19 +177,151 @@ def test_a_csv_file_has_the_same_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.adapters
-def test_parquet_files_and_saved_data_sets_have_the_same_rows(tmp_path: Path) -> None:
+def test_parquet_files_folders_and_saved_data_sets_have_the_same_rows(tmp_path: Path) -> None:
     library = pytest.importorskip("datasets")
-    rows = library.Dataset.from_list(questions(40))
+    rows, others = (library.Dataset.from_list(part) for part in (questions(40), questions(45)[40:]))
     rows.to_parquet(tmp_path / "my.parquet")
-    splits = library.DatasetDict({"train": rows, "test": library.Dataset.from_list(questions(45)[40:])})
-    splits.save_to_disk(tmp_path / "saved")
-    (tmp_path / "my.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in questions(40)))
-    expected = all_of(tasks(str(tmp_path / "my.jsonl")))
-    assert all_of(tasks(str(tmp_path / "my.parquet"))) == expected
-    saved = tasks({"path": str(tmp_path / "saved"), "held_out": "test"})
-    assert (saved.size, len(saved.held_out(10))) == (40, 5)
-    with pytest.raises(ConfigError, match="there is no split 'dev'"):
-        tasks({"path": str(tmp_path / "saved"), "split": "dev"})
+    library.DatasetDict({"train": rows, "test": others}).save_to_disk(tmp_path / "saved")
+    (tmp_path / "lines").mkdir()
+    write(tmp_path / "lines" / "train.jsonl", questions(40))
+    write(tmp_path / "lines" / "test.jsonl", questions(45)[40:])
+    for name, part in (("train", rows), ("test", others)):
+        part.to_parquet(tmp_path / "tables" / f"{name}.parquet")
+    expected = all_of(tasks({"path": write(tmp_path / "my.jsonl", questions(40)), "held_out_share": 0.001}))
+    assert all_of(tasks({"path": str(tmp_path / "my.parquet"), "held_out_share": 0.001})) == expected
+    for folder in ("saved", "lines", "tables"):
+        source = tasks({"path": str(tmp_path / folder), "held_out": "test"})
+        assert sorted(all_of(source)) == sorted(row["prompt"] for row in questions(40))
+        assert len(source.held_out(10)) == 5
+        with pytest.raises(ConfigError, match=f"data .*{folder}: .*'?dev"):
+            tasks({"path": str(tmp_path / folder), "split": "dev"})
+
+
+class StandInLibrary(ModuleType):
+    """A stand-in for the library `datasets`, for what needs a hub."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__("datasets")
+        self.asked: list[Any] = []
+        self._error = error
+
+    def load_dataset(self, path: str, subset: str | None, **options: Any) -> list[dict[str, Any]]:
+        self.asked.append((path, subset, options))
+        if self._error is not None:
+            raise self._error
+        return questions(20)
+
+
+def test_a_data_set_of_a_hub_is_asked_for_by_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = StandInLibrary()
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    data = {"path": "owner/sums", "subset": "easy", "revision": "v2", "split": "train"}
+    assert tasks(data).size == 19
+    assert library.asked == [("owner/sums", "easy", {"split": "train", "revision": "v2"})]
+
+
+def test_a_hub_that_cannot_be_reached_is_one_line_with_the_command_to_run_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", StandInLibrary(ConnectionError("no route\nto the hub")))
+    config = load_config(
+        {"model": {"path": "tiny"}, "envs": [{"id": "Dataset-v0", "data": "o/sums", "reward": "exact"}]}
+    )
+    with pytest.raises(ConfigError) as error:
+        open_tasks(config)
+    assert str(error.value).startswith("envs: data o/sums: neither a file or folder here nor")
+    assert "`hf download --repo-type dataset o/sums --local-dir sums`" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("key", [{"split": "dev"}, {"subset": "easy"}, {"revision": "v2"}, {"held_out": "test"}])
+def test_what_only_folders_and_hubs_have_is_refused_for_a_file(key: Mapping[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="it is one file"):
+        tasks({"path": write(tmp_path / "my.jsonl", questions(9)), **key})
+
+
+PYTHON = """
+def rows():
+    for n in range(40):
+        yield {"prompt": f"What is {n} + 1?", "answer": n + 1}
+some = list(rows())
+def fails():
+    yield some[0]
+    raise KeyError("gone")
+def texts(): return ["one"]
+"""
+
+
+def test_rows_can_come_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(PYTHON)
+    expected = all_of(tasks(write(tmp_path / "my.jsonl", questions(40))))
+    assert all_of(tasks("mine.py:rows")) == all_of(tasks("mine.py:some")) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("fails", "data mine.py:fails: raised KeyError after 1 rows: 'gone'"),
+        ("texts", "data mine.py:texts: row 1 is a str; a row is a dict with columns"),
+        ("none", "data mine.py:none: mine.py has no 'none'"),
+        ("rows", "data mine.py:rows: it gives more than 10 rows; one without an end is a task_source"),
+    ],
+)
+def test_python_that_gives_no_rows_is_one_line(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(row_files, "MAX_ROWS", 10)
+    (tmp_path / "mine.py").write_text(PYTHON)
+    with pytest.raises(ConfigError) as error:
+        tasks(f"mine.py:{name}")
+    assert str(error.value) == message
+
+
+MIXED = [
+    *questions(20),
+    {"env": "Maze-v0", "with": {"size": 3}},
+    {"env": "Maze-v0", "with": {"size": 5}},
+    {"prompt": "Half?", "answer": "1/2", "with": {"reward": "exact", "answer_in": "boxed", "max_turns": 2}},
+]
+
+
+def mixed(folder: Path, rows: list[Any]) -> DatasetTasks:
+    data = {"path": write(folder / "my.jsonl", rows), "environment_column": "env", "kwargs_column": "with"}
+    rewards = [{"function": "number", "weight": 1.0}, "exact"]
+    return tasks({**data, "held_out_share": 0.01}, reward=rewards if len(rows) > 20 else "exact")
+
+
+def test_a_row_can_choose_its_environment_kwargs_and_rewards(tmp_path: Path) -> None:
+    rows = [
+        row if "answer" not in row or row["answer"] == "1/2" else {**row, "with": {"reward": ["number"]}}
+        for row in MIXED
+    ]
+    source = mixed(tmp_path, rows)
+    found = [source.next() for _ in range(source.size or 0)]
+    found += source.held_out(9)
+    assert {task.env_id for task in found} == {"Dataset-v0", "Maze-v0"}
+    assert sorted(task.kwargs["size"] for task in found if task.env_id == "Maze-v0") == [3, 5]
+    (half,) = (task.kwargs for task in found if task.kwargs.get("answer") == "1/2")
+    assert (half["answer_in"], half["max_turns"], half["row"]) == ("boxed", 2, {})
+    assert [reward["name"] for reward in half["rewards"]] == ["exact"]
+    assert len(source.examples()) == 3, "one of each kind is checked at the start"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"env": 5}, "'env' is 5, not the id of an environment"),
+        ({**Q, "answer": 2, "with": "{"}, "'with' is no JSON"),
+        ({**Q, "answer": 2, "with": [1]}, r"'with' is \[1\], not a mapping"),
+        ({**Q, "answer": 2, "with": {"turns": 1}}, "a row can set answer_in, tools, max_turns, reward"),
+        ({**Q, "answer": 2, "with": {"reward": "math"}}, "reward 'math' is none of the entry's: exact"),
+    ],
+)
+def test_a_row_that_chooses_what_there_is_not_is_one_line(row: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"line 4: .*{message}"):
+        mixed(tmp_path, [*questions(3), row])
 
 
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -153,6 +329,46 @@ def test_long_prompts_are_left_out_and_counted(tmp_path: Path, capfd: pytest.Cap
     source = tasks({"path": write(tmp_path / "my.jsonl", rows), "max_prompt_characters": 100})
     assert all(len(prompt) < 100 for prompt in [*all_of(source), *prompts(source.held_out(20))])
     assert "1 rows have more than 100 characters" in capfd.readouterr().err
+
+
+def test_characters_are_counted_not_bytes_and_not_the_json_of_a_chat(tmp_path: Path) -> None:
+    said = ["é" * 62, "日" * 62]
+    rows = [{"messages": [{"role": "user", "content": text}], "answer": 1} for text in said]
+    rows += [{"prompt": f"{text}!", "answer": 1} for text in said]
+    assert len(all_of(tasks({"path": write(tmp_path / "my.jsonl", rows), "max_prompt_characters": 80}))) == 3
+
+
+def fitting(folder: Path, rows: list[Any], max_length: int, **data: Any) -> DatasetTasks:
+    env = EnvConfig(id="Dataset-v0", data={"path": write(folder / "my.jsonl", rows), **data}, reward="exact")
+    return DatasetTasks(env, ModelConfig(path="tiny", max_length=max_length))
+
+
+def test_prompts_that_do_not_fit_into_the_model_are_not_trained_on_and_counted(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [*questions(30), *({"prompt": f"{n} " + "long " * 100, "answer": n} for n in range(4))]
+    source = fitting(tmp_path, rows, 128, held_out=write(tmp_path / "test.jsonl", [rows[-1], {**Q, "answer": 2}]))
+    assert sorted(all_of(source)) == sorted(row["prompt"] for row in questions(30))
+    assert len(source.held_out(9)) == 2, "what is evaluated does not depend on the model"
+    assert "3 rows have prompts that leave no room in model.max_length=128 tokens" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match=r"no prompt leaves room for an answer in model\.max_length=8"):
+        fitting(tmp_path, questions(3), 8)
+
+
+def test_the_last_token_of_room_decides(tmp_path: Path) -> None:
+    rows = [{"prompt": "x" * n, "answer": 1} for n in range(1, 60)]
+    template = chat_template_of(AutoTokenizer.from_pretrained(resolve_model("tiny")))
+    longest = max(all_of(fitting(tmp_path, rows, 50, held_out_share=0.01)), key=len)
+    assert len(template.prompt([{"role": "user", "content": longest}])) == 49
+
+
+def test_very_many_long_prompts_are_counted_in_part_and_that_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_lengths, "MAX_PROMPTS", 5)
+    rows = [{"prompt": f"{n} " + "long " * (100 - n), "answer": n} for n in range(20)]
+    assert fitting(tmp_path, rows, 128).size == 19 - 5
+    assert "tokens of the longest 5 prompts were counted, not of 14 others" in capfd.readouterr().err
 
 
 BAD_ROWS: dict[str, tuple[list[Any], str]] = {
@@ -183,9 +399,69 @@ def test_a_file_that_cannot_be_played_is_one_line_that_names_the_row(case: str, 
     assert "\n" not in str(error.value)
 
 
+BAD_ANSWERS: dict[str, tuple[list[Any], Mapping[str, Any], str]] = {
+    "no answers": ([{**Q, "solution": 2}] * 3, {}, "line 1: no column 'answer', which reward exact needs"),
+    "one is missing": ([*questions(3), Q], {}, "line 4: no column 'answer'"),
+    "another name": (
+        questions(3),
+        {"columns": {"answer": "nope"}},
+        "no column 'nope', which data.columns.answer names",
+    ),
+    "an id of another name": (questions(3), {"columns": {"id": "key"}}, "no column 'key', which data.columns.id names"),
+    "null": ([*questions(3), {**Q, "answer": None}], {}, "line 4: 'answer' is None: reward exact needs an answer"),
+    "blank": ([*questions(3), {**Q, "answer": " "}], {}, "line 4: 'answer' is ' ': reward exact needs an answer"),
+    "no list": ([*questions(3), {**Q, "answer": []}], {}, "line 4: 'answer' is []"),
+    "one of several": ([*questions(3), {**Q, "answer": ["a", ""]}], {}, "line 4: 'answer' is ['a', '']"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_ANSWERS)
+def test_a_row_without_an_answer_is_one_line_that_names_it(case: str, tmp_path: Path) -> None:
+    rows, data, message = BAD_ANSWERS[case]
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        tasks({"path": write(tmp_path / "my.jsonl", rows), **data})
+
+
+def test_an_empty_cell_of_a_csv_file_is_one_line_that_names_the_row(tmp_path: Path) -> None:
+    (tmp_path / "my.csv").write_text("prompt,answer\none?,1\ntwo?,\n")
+    with pytest.raises(ConfigError, match=r"my\.csv, row 2: 'answer' is '': reward exact needs an answer"):
+        tasks(str(tmp_path / "my.csv"))
+
+
+def test_rewards_that_do_not_read_the_answer_need_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text("def short(completion): return 1\ndef may(completion, expected=None): return 1\n")
+    path = write(tmp_path / "my.jsonl", [{"prompt": f"{n}?"} for n in range(3)])
+    pattern = {"function": "regex", "kwargs": {"pattern": "[0-9]"}}
+    schema = {"function": "json_schema", "kwargs": {"schema": {}}}
+    assert tasks(path, reward=["mine.py:short", "mine.py:may", pattern, schema]).size == 2
+
+
+def test_rows_with_an_answer_of_the_wrong_kind_are_one_line(tmp_path: Path) -> None:
+    rows = [*questions(3), {**Q, "answer": "two"}]
+    with pytest.raises(ConfigError, match="line 4: 'answer' is 'two': reward number needs a number"):
+        tasks(write(tmp_path / "my.jsonl", rows), reward="number")
+    rows = [{**Q, "answer": [{"input": 3, "output": "6"}]}] * 2
+    with pytest.raises(ConfigError, match="reward python_tests needs tests: tests are Python code or a list"):
+        tasks(write(tmp_path / "tests.jsonl", rows), reward="python_tests")
+
+
+@pytest.mark.parametrize("said", ["", " ", "None", "null"])
+def test_saying_nothing_earns_nothing(said: str) -> None:
+    assert [exact(said, wanted) for wanted in (None, "", " ", [], [None], [""])] == [0] * 6
+    assert [regex(said.replace("None", "").replace("null", ""), ".*", pattern=way) for way in (None, "^$", "")] == [
+        0
+    ] * 3
+
+
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
+        (
+            {"data": {"path": "my.jsonl", "columns": {"anser": "x"}}, "reward": "exact"},
+            "there is no 'anser'; did you mean 'answer'?",
+        ),
+        ({"data": "my.jsonl", "reward": ["regex", "regex"]}, "two rewards are called 'regex'"),
         ({"data": "my.jsonl", "id": "Maze-v0", "reward": "exact"}, "reward is for Dataset-v0"),
         ({"data": "my.jsonl"}, "needs a reward, such as reward: exact"),
         ({"reward": "exact"}, "needs rows: data: my.jsonl"),
@@ -205,7 +481,14 @@ def test_entries_that_contradict_themselves_are_refused(entry: Mapping[str, Any]
         ("judge", "a judge is a stage"),
         ({"function": "number", "kwargs": {"tolerence": 1}}, "there is no argument 'tolerence'"),
         ("missing.py:mine", "no such file"),
-        ("mine.py:raises", "raised KeyError: 'no', for the right answer of the first row"),
+        ("json_schema", "is no schema: it is no object, for the right answer of .*my.jsonl, line 1"),
+        ({"function": "json_schema", "kwargs": {"schema": {"type": "objekt"}}}, "is no schema: 'objekt' is not valid"),
+        ({"function": "regex", "kwargs": {"pattern": "("}}, "'\\(' is no pattern"),
+        ({"function": "python_tests", "kwargs": {"timeout": 3}}, "there is no argument 'timeout'"),
+        ({"function": "python_tests", "kwargs": {"timeout_s": 60}}, "timeout_s is 60"),
+        ("mine.py:later", "reward later returned '1.0'; it must return a finite number"),
+        ("mine.py:nothing", "reward nothing returned nan; it must return a finite number"),
+        ("mine.py:raises", "raised KeyError: 'no', for the right answer of .*my.jsonl, line 1"),
         ("mine.py:says", "returned '1.0'; it must return a finite number or a bool"),
         ("mine.py:wants", "nothing gives its argument 'colour'"),
     ],
@@ -218,10 +501,18 @@ def test_a_reward_that_cannot_be_computed_is_one_line_at_the_start(
         "def raises(answer): raise KeyError('no')",
         "def says(answer): return '1.0'",
         "def wants(colour): return 1",
+        "async def later(answer): return '1.0'",
+        "def nothing(answer): return float('nan')",
     ]
     (tmp_path / "mine.py").write_text("\n".join(functions))
     with pytest.raises(ConfigError, match=message):
         tasks(write(tmp_path / "my.jsonl", questions(5)), reward=reward)
+
+
+def test_a_reward_without_its_package_is_one_line_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match=r"reward math: the package math-verify.* pip install"):
+        tasks(write(tmp_path / "my.jsonl", questions(5)), reward="math")
 
 
 def play(text: str, **kwargs: Any) -> tuple[float, Any, Mapping[str, Any]]:
@@ -244,6 +535,33 @@ def test_rewards_add_up_and_are_shown_one_by_one(tmp_path: Path, monkeypatch: py
     assert right == (1.5, True, {"exact": 1.0, "is_short": 1.0})
     wrong = play("<answer>5</answer> " + "so " * 50, answer=4, row={"most": 50}, rewards=rewards)
     assert wrong == (0.0, False, {"exact": 0.0, "is_short": 0.0})
+
+
+def test_a_reward_that_blocks_holds_up_no_other_episode_of_its_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = "import threading\nboth = threading.Barrier(2)\ndef meets(answer):\n    both.wait(20)\n    return 1.0\n"
+    (tmp_path / "mine.py").write_text(source)
+    episodes: list[Any] = [make_env("Dataset-v0", rewards=[{"function": "mine.py:meets"}]).unwrapped for _ in range(2)]
+
+    async def score_both() -> list[Mapping[str, float]]:
+        return await asyncio.gather(*(env.score_answer("4") for env in episodes))
+
+    assert asyncio.run(score_both()) == [{"meets": 1.0}] * 2
+
+
+@pytest.mark.parametrize(("answer", "seen"), [("4", {"expected": "4"}), ([{"input": "", "output": ""}], {})])
+def test_a_judge_can_see_the_answer_of_the_row(answer: Any, seen: Mapping[str, str]) -> None:
+    env: Any = make_env("Dataset-v0", answer=answer).unwrapped
+
+    async def info() -> Mapping[str, Any]:
+        await env.reset(seed=0)
+        found: Mapping[str, Any] = (await env.step("4"))[-1]
+        return found
+
+    found = asyncio.run(info())
+    assert {name: value for name, value in found.items() if name == "expected"} == seen
 
 
 def test_tools_may_be_called_before_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,3 +673,22 @@ def test_programs_are_tested_in_the_sandbox(program: str, tests: Any, earned: fl
             return float(found)
 
     assert asyncio.run(episode()) == earned
+
+
+def test_a_program_that_never_ends_earns_what_the_other_tests_of_its_time_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the `local` sandbox: an endless loop in each of many tests is the model's own failure, no failed episode."""
+    monkeypatch.setattr(dataset_env, "ALL_TESTS_S", 6.0)
+    tests = [{"input": "1", "output": "1"}, *({"input": str(n), "output": "0"} for n in range(2, 102))]
+    reward = {"function": "python_tests", "kwargs": {"timeout_s": 4.0}}
+    env: Any = make_env("Dataset-v0", answer=tests, rewards=[reward]).unwrapped
+    program = "n = int(input())\nprint(n)\nwhile n > 1: pass"
+
+    async def episode() -> tuple[float, float]:
+        async with open_sandbox(SandboxSpec(), provider="local") as sandbox:
+            env.sandbox = sandbox
+            await env.reset(seed=0)
+            _, found, *_ = await env.step(f"```python\n{program}\n```")
+            _, nothing, *_ = await env.step("")
+            return float(found), float(nothing)
+
+    assert asyncio.run(episode()) == (1 / 101, 0.0)

@@ -365,6 +365,17 @@ def test_tasks_are_found_below_a_folder_in_order(tmp_path: Path) -> None:
             find_tasks(folder)
 
 
+def test_folders_beside_tasks_that_are_none_are_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name in ("set/b", "c"):
+        harbor_task(tmp_path / name)
+    for name in ("set/forgotten", "notes", ".git"):
+        (tmp_path / name).mkdir()
+    find_tasks(tmp_path)
+    find_tasks(tmp_path)
+    (said,) = capfd.readouterr().err.splitlines()
+    assert said.endswith("not played, because there is no task.toml or task.yaml: notes, set/forgotten")
+
+
 def test_what_a_task_asks_for_is_what_its_sandbox_gets_unless_the_user_says_otherwise(tmp_path: Path) -> None:
     toml = '[environment]\ncpus = 2\nmemory = "1G"\ndocker_image = "theirs:1"\nworkdir = "/work"\nenv = { A = "b" }\n'
     task = harbor_task(tmp_path / "task", toml=toml)

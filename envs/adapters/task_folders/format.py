@@ -23,12 +23,15 @@ import yaml
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.files.build_context import read_build_folder
+from roll_flash.terminal import say
 
 HARBOR_FILE, TERMINAL_BENCH_FILE = "task.toml", "task.yaml"
 TASK_FILES = (HARBOR_FILE, TERMINAL_BENCH_FILE, "instruction.md")
 DEFAULT_WORKDIR = "/app"
 DEPTH = 4
 """Maximum folder depth of the search for tasks."""
+MAX_NAMED = 5
+"""Most folders in a message."""
 HOME = "/root"
 SCRATCH = "/roll-flash"
 """Path of the sandbox's own writable folder; the image's folders stay as built."""
@@ -75,14 +78,30 @@ class FolderOptions:
 
 
 def find_tasks(folder: str | Path) -> list[Path]:
-    """Return the task folders in `folder`, sorted, or `folder` itself if it is one. Raises ConfigError if none."""
+    """Return the task folders in `folder`, sorted, or `folder` itself if it is one. Raises ConfigError if none.
+
+    Folders beside tasks that hold none are named, once per process.
+    """
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise ConfigError(f"{root}: there is no such folder")
     found = list(_tasks_below(root, DEPTH))
     if not found:
         raise ConfigError(f"{root}: no task in it; a task is a folder with {HARBOR_FILE} or {TERMINAL_BENCH_FILE}")
+    _name_others(root, tuple(found))
     return found
+
+
+@cache
+def _name_others(root: Path, tasks: tuple[Path, ...]) -> None:
+    beside = {task.parent for task in tasks if task != root}
+    has_tasks = {folder for task in tasks for folder in (task, *task.parents)}
+    inner = sorted(each for folder in beside for each in folder.iterdir() if each.is_dir())
+    others = [str(each.relative_to(root)) for each in inner if each not in has_tasks and each.name[0] != "."]
+    if others:
+        more = f" and {len(others) - MAX_NAMED} more" if len(others) > MAX_NAMED else ""
+        named = ", ".join(others[:MAX_NAMED]) + more
+        say(f"{root}: not played, because there is no {HARBOR_FILE} or {TERMINAL_BENCH_FILE}: {named}", error=True)
 
 
 def _tasks_below(folder: Path, depth: int) -> Iterator[Path]:
