@@ -28,7 +28,7 @@ def images() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def built(docker: str) -> Iterator[str]:
+def built() -> Iterator[str]:
     """What the build printed. The image and its base are removed afterwards, if they were not there before."""
     before = images()
     command = [sys.executable, "docker/training_image.py", "cpu"]
