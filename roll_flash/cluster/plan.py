@@ -93,7 +93,13 @@ def _gpus_text(rows: Sequence[Row]) -> str:
 
 def ports_text(ports: Iterable[range]) -> str:
     """Return such as `25000-25007`; empty if there are none."""
-    return _ranges(sorted(set().union(*ports)))
+    spans: list[range] = []
+    for each in sorted(set(filter(None, ports)), key=lambda ports: ports.start):
+        if spans and each.start <= spans[-1].stop:
+            spans[-1] = range(spans[-1].start, max(spans[-1].stop, each.stop))
+        else:
+            spans.append(each)
+    return ", ".join(str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}" for span in spans)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

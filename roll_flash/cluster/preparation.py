@@ -43,6 +43,7 @@ class NodePreparation:
     ) -> None:
         """`sandboxes`: those that environments request; `note` gets a line for each thing that is sent or odd."""
         self._config = config
+        self.sandboxes = sandboxes
         self._model_folder = model_folder
         in_docker = config.sandbox.provider in ("docker", "auto")
         images = {spec.image or DEFAULT_IMAGE for spec in sandboxes if spec.dockerfile is None}
@@ -50,7 +51,6 @@ class NodePreparation:
         self._builds = sorted(
             {build_name(spec) for spec in sandboxes if spec.dockerfile is not None} if in_docker else ()
         )
-        self._needs_sandbox = bool(sandboxes)
         self._note = note
         self._prepared: set[tuple[str, Kind]] = set()
 
@@ -120,7 +120,7 @@ class NodePreparation:
         deadline = time.monotonic() + CHECK_TIMEOUT_S
         facts = await node.ask("facts", timeout_s=CHECK_TIMEOUT_S)
         problem = node_needs.software_problem(facts, ours, node_needs.needed_packages(self._config, node.kinds))
-        if not problem and self._needs_sandbox and "worker" in node.kinds:
+        if not problem and self.sandboxes and "worker" in node.kinds:
             problem = node_needs.disk_problem(facts)
         if problem:
             raise node.error(problem)
