@@ -21,7 +21,7 @@ from roll_flash.cluster.node_needs import NodeFacts
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.sent_files import Compared, Piece, Wanted
-from roll_flash.errors import PlacementError, RollFlashError, first_line
+from roll_flash.errors import PlacementError, RollFlashError, RunError, first_line
 from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.sandboxes.images.transfer import FoundImage, find_image, load_image
 from roll_flash.sandboxes.scratch import make_scratch_folder
@@ -102,8 +102,8 @@ class ThisNode:
         """Raises PlacementError."""
         try:
             return await asyncio.to_thread(getattr(self._setup, method), *arguments)
-        except OSError as error:
-            raise PlacementError(f"{self.label} cannot be prepared: {error}") from None
+        except RunError as error:
+            raise PlacementError(f"{self.label} {error}") from None
 
     def close(self) -> None:
         self._setup.stop_listening()

@@ -17,6 +17,7 @@ from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.plan import Row, ports_text
 from roll_flash.config.tree import Config
+from roll_flash.errors import RunError
 from roll_flash.processes.ports import connection_ports, free_port
 
 CONNECT_TIMEOUT_S = 5.0
@@ -87,7 +88,7 @@ def shared_out(links: Sequence[Link]) -> dict[str, list[Link]]:
 
 
 def listen(address: str, ports: Sequence[int]) -> tuple[list[socket.socket], tuple[int, ...]]:
-    """Listen at an address of this machine; return the sockets, and the ports. Raises OSError.
+    """Listen at an address of this machine; return the sockets, and the ports. Raises RunError.
 
     Nothing is accepted: the kernel answers. Who has a port already answers for itself.
     """
@@ -98,7 +99,10 @@ def listen(address: str, ports: Sequence[int]) -> tuple[list[socket.socket], tup
             listening = socket.create_server((address, port), family=_family(address), backlog=BACKLOG)
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
-                raise
+                raise RunError(
+                    f"cannot listen at the address {address} that it has in Ray ({error.strerror}); start Ray there "
+                    "with `ray start --node-ip-address=ADDRESS`"
+                ) from None
             found.append(port)
             continue
         sockets.append(listening)

@@ -110,7 +110,11 @@ class Reservation:
     def _part(self, name: str) -> Part:
         kind = name.partition(" ")[0]
         alike = next(part for part in self._parts.values() if part.kind == kind)
-        return self._parts.setdefault(name, replace(alike, name=name))
+        ports = alike.ports
+        if len(ports) == 1:  # each has its own
+            further = int(name.split()[-1]) - int(alike.name.split()[-1])
+            ports = range(ports.start + further, ports.stop + further)
+        return self._parts.setdefault(name, replace(alike, name=name, ports=ports))
 
     async def _take_one(self, part: Part, nodes: list[Node]) -> Place:
         plan = make_plan(replace(self._wanted, parts=(part,)), nodes)

@@ -15,6 +15,7 @@ from roll_flash.cluster.plan import Row
 from roll_flash.cluster.sent_files import Compared, Wanted
 from roll_flash.config.tree import load_config
 from roll_flash.errors import PlacementError
+from roll_flash.learner.open import open_learner
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.images.build import build_name
 from roll_flash.sandboxes.images.transfer import FoundImage
@@ -146,3 +147,11 @@ def test_data_beside_the_code_is_compared_too_but_may_be_the_nodes_own(cluster: 
     cluster.differs = {"env.py"}
     with pytest.raises(PlacementError, match=r"another .*env\.py than the driver"):
         prepare(cluster, None, envs=[{"id": "env.py:A-v0"}])
+
+
+def test_ranks_elsewhere_find_a_reference_that_is_named_from_the_drivers_folder(cluster: Cluster) -> None:
+    folder(Path("frozen"))
+    kl = {"coefficient": 0.1, "reference": "frozen"}
+    config = load_config({"model": {"path": "tiny"}, "envs": [{"id": "ShellMath-v0"}], "learner": {"kl": kl}})
+    learner: Any = open_learner(config, model_folder=Path("model"))
+    assert learner._config.kl.reference == str(Path("frozen").absolute())

@@ -119,6 +119,10 @@ class TestTrying:
             port = listening.getsockname()[1]
             assert reachability.listen(LOCALHOST, [port]) == ([], (port,))
 
+    def test_an_address_that_is_not_of_the_node_is_one_line(self) -> None:
+        with pytest.raises(PlacementError, match=r"^the driver's node cannot listen at the address 192\.0\.2\.1 .*"):
+            asyncio.run(ThisNode().ask("listen", "192.0.2.1", (ANY_PORT,)))
+
     def test_a_dropped_packet_is_waited_for_a_few_seconds_only(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(reachability, "CONNECT_TIMEOUT_S", 0.2)
         full = socket.socket()

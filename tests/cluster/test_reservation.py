@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -104,6 +105,14 @@ def test_a_lost_node_is_seen_and_its_part_gets_a_place_elsewhere(start: Any) -> 
         assert not await places.is_lost("worker 7")
 
     asyncio.run(lose())
+
+
+def test_a_server_that_is_added_has_the_next_port(start: Any) -> None:
+    _, places = start()
+    first = Part("server 1", "server", {"CPU": 1.0}, range(25001, 25002))
+    places = Reservation(RunParts((first,), {"server": "pack"}), own_ray=False)
+    assert places._part("server 4") == replace(first, name="server 4", ports=range(25004, 25005))
+    assert places._part("server 1") == first
 
 
 def test_the_time_to_reserve_grows_with_the_number_of_parts(start: Any) -> None:
