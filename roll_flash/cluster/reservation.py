@@ -72,7 +72,9 @@ class Reservation:
         """Plan and reserve a place for every part. `nodes`: of the cluster, if they were just listed. Raises
         PlacementError."""
         async with self._changing:
-            self.plan = make_plan(self._wanted, nodes or await call_in_thread(lambda: living_nodes(self._own_gpus)))
+            if nodes is None:
+                nodes = await call_in_thread(lambda: living_nodes(self._own_gpus))
+            self.plan = make_plan(self._wanted, nodes)
             await self._take(self.plan.rows)
 
     async def place(self, part: str) -> Place:
