@@ -2,8 +2,9 @@
 
     python benchmarks/scaling.py [--quick] [--output FOLDER]
 
-Servers and workers: mocks with a fixed latency, so that the cores of this machine are not what limits. Weights: three
-machines of namespaces with real Ray between them (root only); the links count the bytes. Plan: a made-up cluster.
+Servers and workers: mocks with a fixed latency, so that the cores of this machine are not what limits. Weights and
+runs: three machines of namespaces with real Ray between them (root only); the links count the bytes. Plan: a made-up
+cluster.
 """
 
 from __future__ import annotations
@@ -28,13 +29,28 @@ from rollout_engine import Load, answer_token_ids, measure, mock_servers  # noqa
 from roll_flash.cluster.nodes import Node  # noqa: E402
 from roll_flash.cluster.parts import Part, RunParts  # noqa: E402
 from roll_flash.cluster.plan import make_plan  # noqa: E402
+from roll_flash.cluster.reservation import Reservation  # noqa: E402
+from roll_flash.config.tree import RayConfig, load_config  # noqa: E402
 from roll_flash.engines.inference import StagedWeights  # noqa: E402
+from roll_flash.processes.local_ray import local_ray  # noqa: E402
 from roll_flash.rollout.fleet import POLL_S  # noqa: E402
 from roll_flash.weight_sync.mirrors import Mirrors  # noqa: E402
 from tests.cluster.machines import machines, why_not  # noqa: E402
+from tests.cluster.test_many_machines import (  # noqa: E402
+    RUN_TIMEOUT_S,
+    asks,
+    end,
+    failed,
+    rows,
+    train,
+    wait_for,
+)
+from tests.cluster.test_many_machines import steps as done_steps  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
 SLOTS, LATENCY_S = 8, 0.25
+SERVERS_PER_NODE = 2
+PARTS = 200
 MODEL_BYTES = 513 * 2**20
 LORA_SHARE = 0.04
 """Part of the weights that a change like LoRA's touches: the 18.7 of 513 MiB of SmolLM2-135M's adapters, rounded up."""
@@ -61,7 +77,8 @@ def workers(steps: int) -> dict[str, float]:
 
 
 def weights(repetitions: int) -> dict[str, Any]:
-    """Bytes over each link and seconds, to one and to two other nodes, whole and with few blocks changed."""
+    """Bytes over each link and seconds until SERVERS_PER_NODE servers of each node have read them: to one server of one
+    other node and to all of two, whole and with few blocks changed."""
     command = [sys.executable, __file__, "--weights-from-here", str(repetitions)]
     with machines("head", "one", "two") as (head, one, two):
         head.join_ray(cpus=1)
@@ -72,9 +89,17 @@ def weights(repetitions: int) -> dict[str, Any]:
         return dict(json.loads(output.splitlines()[-1]))
 
 
+class Reader:
+    """In place of a server: it copies the weights out of shared memory."""
+
+    def read(self, weights: StagedWeights) -> int:
+        return len(Path(weights.path).read_bytes())
+
+
 async def _weights_from_here(repetitions: int) -> dict[str, Any]:
     """Run on the node with the weights: bring them to the other nodes."""
     import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     ray.init(address="auto", logging_level="error", log_to_driver=False)
     here = ray.get_runtime_context().get_node_id()
@@ -91,25 +116,33 @@ async def _weights_from_here(repetitions: int) -> dict[str, Any]:
         os.pwrite(memory, os.urandom(size), (MODEL_BYTES - size) // 2)
         return StagedWeights(version, f"/proc/{os.getpid()}/fd/{memory}", MODEL_BYTES, node_id=here)
 
-    async def timed(share: float, targets: list[str]) -> tuple[float, int]:
+    def at(node_id: str) -> Any:
+        actor: Any = ray.remote(Reader)
+        there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        return actor.options(num_cpus=0, scheduling_strategy=there).remote()
+
+    readers = {node_id: [at(node_id) for _ in range(SERVERS_PER_NODE)] for node_id in others}
+
+    async def timed(share: float, targets: list[str], servers: int = SERVERS_PER_NODE) -> tuple[float, int]:
         mirrors = Mirrors(here)
         try:
             await mirrors.bring(change(1.0), targets if share < 1 else [])
             staged, sent, began = change(share), _sent(), time.perf_counter()
             found = await mirrors.bring(staged, targets)
-            assert all(isinstance(at, StagedWeights) for at in found.values()), found
+            asked = [each.read.remote(found[node]) for node in targets for each in readers[node][:servers]]
+            assert set(await asyncio.gather(*asked)) == {MODEL_BYTES}, found
             return time.perf_counter() - began, _sent() - sent
         finally:
             await mirrors.close()
 
     await timed(1.0, others)  # starts what must be there once
     result: dict[str, Any] = {}
-    for name, share, targets in (
-        ("whole, one node", 1.0, others[:1]),
-        ("whole, two nodes", 1.0, others),
-        ("few blocks, two nodes", LORA_SHARE, others),
+    for name, share, targets, servers in (
+        ("whole, one server", 1.0, others[:1], 1),
+        ("whole, two nodes", 1.0, others, SERVERS_PER_NODE),
+        ("few blocks, two nodes", LORA_SHARE, others, SERVERS_PER_NODE),
     ):
-        found = [await timed(share, targets) for _ in range(repetitions)]
+        found = [await timed(share, targets, servers) for _ in range(repetitions)]
         result[name] = {
             "seconds": statistics.median(seconds for seconds, _ in found),
             "sent_mib": statistics.median(sent for _, sent in found) / 2**20,
@@ -132,6 +165,70 @@ def plan(nodes: int = 1000) -> dict[str, float]:
     began = time.perf_counter()
     made = make_plan(wanted, cluster)
     return {"nodes": nodes, "parts": len(made.rows), "seconds": time.perf_counter() - began}
+
+
+def reservation(parts: int = PARTS) -> dict[str, Any]:
+    """Seconds to reserve a place for each part in a real Ray on this machine, and for all parts to ask for theirs."""
+    names = [f"worker {number}" for number in range(parts)]
+    wanted = RunParts(tuple(Part(name, "worker", {"CPU": 1.0}) for name in names), {"worker": "pack"})
+
+    async def timed() -> dict[str, Any]:
+        async with local_ray(RayConfig(num_cpus=parts)):
+            places = Reservation(wanted, own_ray=True)
+            began = time.perf_counter()
+            await places.reserve()
+            reserved = time.perf_counter()
+            await asyncio.gather(*(places.place(name) for name in names))
+            asked = time.perf_counter()
+            await places.close()
+        return {"parts": parts, "reserve_s": reserved - began, "place_s": asked - reserved}
+
+    return asyncio.run(timed())
+
+
+def run_over_machines(steps: int) -> dict[str, Any]:
+    """Seconds of a whole run whose ranks, server and workers are on two other machines, and its largest parity."""
+    with machines("head", "envs", "gpus") as (head, envs, gpus):
+        head.join_ray(cpus=1)
+        envs.join_ray(head, resources='{"envs": 2, "ranks": 1}')
+        gpus.join_ray(head, resources='{"servers": 1, "ranks": 1}')
+        settings = {"learner.ranks": 2, "learner.threads": 1, "rollout.workers": 2, "steps": steps}
+        began = time.perf_counter()
+        status, output = head.run(*train(head, **settings), timeout_s=RUN_TIMEOUT_S)
+        seconds = time.perf_counter() - began
+        assert status == 0, output
+        parity = max(row["weights/parity"] for row in rows(head) if "weights/parity" in row)
+    return {"steps": steps, "seconds": seconds, "parity": parity}
+
+
+def lost_node(steps: int) -> dict[str, Any]:
+    """One of two machines with a server and a worker each loses its power for `steps` steps, and comes back."""
+    with machines("head", "one", "two") as (head, one, two):
+        head.join_ray(cpus=2, resources='{"ranks": 1}')
+        for each in (one, two):
+            each.join_ray(head, resources='{"envs": 1, "servers": 1}')
+        settings = {"rollout.workers": 2, "inference.servers": 2, "inference.health_timeout_s": 5, "steps": 1000}
+        run = head.start(*train(head, **settings))
+        wait_for(lambda: done_steps(head) >= 1, run, "step")
+        two.power_off()
+        before = done_steps(head)
+        wait_for(lambda: done_steps(head) >= before + steps, run, "steps with one machine")
+        two.power_on()
+        two.join_ray(head, resources='{"envs": 1, "servers": 1}')
+        began = time.perf_counter()
+        first: dict[str, float] = {}
+
+        def used() -> bool:
+            for part, pairs in {"worker": [(two, one), (two, two)], "server": [(one, two), (two, two)]}.items():
+                if part not in first and any(asks(*pair) for pair in pairs):
+                    first[part] = time.perf_counter() - began
+            return len(first) == 2
+
+        wait_for(used, run, "use of the machine that came back")
+        end(run, head)
+        episodes = sum(failed(head).values())
+    in_flight = load_config(ROOT / "configs/ci.yaml").rollout.max_concurrent
+    return {"episodes": episodes, "in_flight": in_flight, "worker_s": first["worker"], "server_s": first["server"]}
 
 
 ROW_BYTES, TURNS_PER_EPISODE, TURN_S = 19_500, 4, 10.0
@@ -175,22 +272,36 @@ def as_page(result: dict[str, Any]) -> str:
         f"rollouts/s: {four['4'] / four['1']:.2f} x | >= 3.8 x |",
     ]
     if sent := result.get("weights"):
-        one, both, few = (sent[key] for key in ("whole, one node", "whole, two nodes", "few blocks, two nodes"))
+        one, both, few = (sent[key] for key in ("whole, one server", "whole, two nodes", "few blocks, two nodes"))
         mib = MODEL_BYTES / 2**20
         lines += [
-            f"| {mib:.0f} MiB of weights to 2 other nodes against 1 | {both['seconds']:.2f} s against "
+            f"| {mib:.0f} MiB of weights to {2 * SERVERS_PER_NODE} servers on 2 other nodes against 1 | "
+            f"{both['seconds']:.2f} s against "
             f"{one['seconds']:.2f} s: {both['seconds'] / one['seconds']:.2f} x | <= 1.3 x |",
             f"| sent by the learner's node, to 2 nodes | {both['sent_mib']:.0f} MiB | <= 2 x {mib:.0f} MiB, once per "
             "link |",
             f"| with {LORA_SHARE:.0%} of the content changed, to 2 nodes | {few['sent_mib']:.0f} MiB, "
             f"{few['seconds']:.2f} s | <= 10 % of the bytes |",
         ]
-    planned = result["plan"]
+    if run := result.get("run"):
+        lost = result["lost node"]
+        lines += [
+            f"| a run of {run['steps']} steps over 3 machines (head; environments + rank; server + rank), tiny model | "
+            f"{run['seconds']:.0f} s; parity {run['parity']:.1e} | <= 180 s; <= 1e-4 |",
+            f"| one of two machines with server and worker loses its power: episodes lost | {lost['episodes']} | <= "
+            f"{lost['in_flight']}, the turns in flight |",
+            f"| seconds from the end of `ray start` there until it plays, and until its server is asked | "
+            f"{lost['worker_s']:.0f} and {lost['server_s']:.0f} | <= 30 |",
+        ]
+    planned, reserved = result["plan"], result["reservation"]
     lines += [
+        f"| places for {reserved['parts']} parts: reserved, looked up by each part | {reserved['reserve_s']:.2f} s, "
+        f"{reserved['place_s']:.2f} s | |",
         f"| plan of {planned['nodes']:,} nodes and {planned['parts']:,} parts | {planned['seconds']:.2f} s | <= 2 s |",
         "",
         "Weights: three machines of network namespaces, whose links and copies all share these cores: the times are",
-        "those of processors, not of networks. Each mirror serves all servers of its node.",
+        "those of processors, not of networks. Each mirror serves all servers of its node; a server is a process that",
+        "copies the weights out of shared memory. The two runs use servers of `inference.engine: transformers`.",
         "",
         "## Up to a million environments, by counting",
         "",
@@ -227,12 +338,16 @@ def main() -> None:
         "servers": lambda: servers(steps),
         "workers": lambda: workers(steps),
         "weights": lambda: weights(repetitions),
+        "run": lambda: run_over_machines(steps),
+        "lost node": lambda: lost_node(steps),
         "plan": plan,
+        "reservation": reservation,
         "counted": lambda: [load_of(10**power) for power in range(3, 7)],
     }
     if reason := why_not():
-        print(f"no weights between nodes: {reason}", file=sys.stderr)
-        del parts["weights"]
+        print(f"no weights and runs between nodes: {reason}", file=sys.stderr)
+        for name in ("weights", "run", "lost node"):
+            del parts[name]
     for name, part in parts.items():
         print(f"measuring {name}", file=sys.stderr, flush=True)
         result[name] = part()

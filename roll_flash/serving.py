@@ -19,12 +19,12 @@ from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.routes import SessionRoutes
 from roll_flash.gateway.sessions.verifier import Verifier
-from roll_flash.inference.servers.process import require_free_port
 from roll_flash.models.hub import is_hub_id
 from roll_flash.models.prepare import RECIPES, is_model, resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, step_file
 from roll_flash.processes.background import background_task, first_failure
 from roll_flash.processes.interrupt import Interrupts
+from roll_flash.processes.ports import require_free_port
 from roll_flash.run.run_dir import find_model, make_own_folder
 
 

@@ -11,11 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from roll_flash.cluster.gpu_memory import with_gpu_memory
 from roll_flash.cluster.nodes import living_nodes
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan, make_plan
 from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
+from roll_flash.cluster.sandbox_load import sandbox_load
 from roll_flash.cluster.weight_transfer import check_weight_transfer
 from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
@@ -32,7 +34,7 @@ from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
 from roll_flash.planner.machines.cpu_check import check_cpu
-from roll_flash.planner.machines.memory_check import check_gpu_memory
+from roll_flash.planner.machines.memory_check import NOT_CHECKED, check_gpu_memory
 from roll_flash.processes.background import (
     FirstFailure,
     background_task,
@@ -290,15 +292,22 @@ async def _start_ray(
     if unused := await asyncio.to_thread(unused_gpus, config.ray):
         note(unused)
     nodes = await asyncio.to_thread(living_nodes, gpus)
+    if config.ray.address is not None:
+        nodes = await call_in_thread(partial(with_gpu_memory, nodes))
     gpu_servers = computes_on_gpus(config.inference) if serves else None
     wanted = run_parts(config, nodes, trains=trains, serves=serves, gpu_servers=gpu_servers)
     check_weight_transfer(make_plan(wanted, nodes), config.inference.weight_transfer)
     places = Reservation(wanted, own_ray=config.ray.address is None, own_gpus=gpus, prepare=preparation.prepare)
     stack.push_async_callback(_free, places, ray_is_alive)
-    await places.reserve()
-    await call_in_thread(lambda: check_gpu_memory(config, places.plan))
+    await places.reserve(nodes)
+    for line in await call_in_thread(lambda: check_gpu_memory(config, places.plan)):
+        if line.startswith(NOT_CHECKED):
+            note(f"warning: memory: {line}")
     for line in await call_in_thread(lambda: check_cpu(config, places.plan)):
         note(line)
+    if config.ray.address is not None:
+        for line in sandbox_load(config, places.plan, preparation.sandboxes):
+            note(line)
     return places
 
 

@@ -7,7 +7,8 @@ import json
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,6 +183,9 @@ def test_an_environment_without_a_sandbox_needs_no_engine(monkeypatch: pytest.Mo
     assert asyncio.run(check_sandboxes(plain, check_parts(plain).sandboxes)) is None
 
 
+TWO = {"0": 2**30, "1": 2**30}
+
+
 class TestMoreGpusThanThereAre:
     """Two GPUs, which are not there; the servers compute on GPUs, as vLLM's CUDA build does."""
 
@@ -228,6 +232,16 @@ class TestMoreGpusThanThereAre:
         assert str(caught.value) == self.SAYS
 
 
+def test_a_dry_run_on_a_cluster_checks_the_memory_of_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    resources = {"CPU": 16.0, "GPU": 2.0}
+    nodes = [Node("id", "10.0.0.1", "there", resources, resources)]
+    monkeypatch.setattr(dry_run, "local_ray", lambda _: nullcontext())
+    monkeypatch.setattr(dry_run, "living_nodes", lambda: nodes)
+    monkeypatch.setattr(dry_run, "with_gpu_memory", lambda them: [replace(each, gpus=TWO) for each in them])
+    plan = asyncio.run(dry_run._plan(config("ray.address=10.0.0.1:6379")))
+    assert [row.node.gpus for row in plan.rows if row.part.kind == "rank"] == [TWO]
+
+
 def test_a_dry_run_says_which_gpus_the_parts_get(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,8 +249,8 @@ def test_a_dry_run_says_which_gpus_the_parts_get(
     monkeypatch.setattr(dry_run, "own_gpus", lambda config: {"MIG-a": 20 * 2**30, "MIG-b": 20 * 2**30})
     assert main([*commands(tmp_path, "ray.num_cpus=8")[0], "--dry-run"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("# placement: ")]
-    assert lines[0][2:] == ["part", "node", "CPUs", "GPUs", "GPU", "memory"]
-    assert [(line[2], line[-3:]) for line in lines[1:3]] == [
+    assert lines[0][2:] == ["part", "node", "CPUs", "GPUs", "GPU", "memory", "ports"]
+    assert [(line[2], line[7:10]) for line in lines[1:3]] == [
         ("rank", ["MIG-a", "20", "GiB"]),
         ("server", ["MIG-b", "20", "GiB"]),
     ]

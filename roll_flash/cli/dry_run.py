@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
+from roll_flash.cluster.gpu_memory import with_gpu_memory
 from roll_flash.cluster.nodes import Node, living_nodes, own_node
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan, make_plan
+from roll_flash.cluster.sandbox_load import sandbox_load
 from roll_flash.cluster.weight_transfer import check_weight_transfer
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
@@ -36,6 +38,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     tasks = "tasks: " + ("as many as their source gives" if size is None else f"{size:,} to train on")
     plan = asyncio.run(_plan(config))
     placement = [f"placement: {line}" for line in [*plan.lines(), *filter(None, [unused_gpus(config.ray)])]]
+    placement += sandbox_load(config, plan, checked.sandboxes)
     placement += [f"memory: {line}" for line in check_gpu_memory(config, plan)]
     placement += [f"CPU: {line}" for line in check_cpu(config, plan)]
     return [f"model: {checked.model_folder}", tasks, *tried, *placement, f"run folder: {config.run_folder}"]
@@ -47,7 +50,7 @@ async def _plan(config: Config) -> Plan:
         gpus = own_gpus(config.ray)
         return _plan_on(config, [own_node(own_resources(config.ray, gpus), gpus)])
     async with local_ray(config.ray):
-        return _plan_on(config, await asyncio.to_thread(living_nodes))
+        return _plan_on(config, await asyncio.to_thread(lambda: with_gpu_memory(living_nodes())))
 
 
 def _plan_on(config: Config, nodes: Sequence[Node]) -> Plan:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
-import os
 import shutil
 import sys
-import sysconfig
 import tempfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Kind
@@ -130,57 +125,3 @@ def address_problem(nodes: Sequence[Node]) -> str:
         f"node {loopback[0].name} joined Ray with its loopback address {loopback[0].address}, which other nodes cannot "
         "reach; start Ray there with `ray start --node-ip-address=ADDRESS`"
     )
-
-
-def paths_of_environments(config: Config) -> list[Path]:
-    """Return what environments read of the driver's disk: folders of their modules, and paths in their arguments.
-
-    What is in the working directory is wanted with all of it if a module is there; other modules with their folder.
-    """
-    here = Path.cwd().resolve()
-    roots = {here if root.is_relative_to(here) else root for place in _places(config) if (root := _code_root(place))}
-    named = {path for env in config.envs for path in _named(env.kwargs, *env.levels) if path.is_relative_to(here)}
-    alone = {path for path in named if not any(path.is_relative_to(root) for root in roots)}
-    return sorted(roots) + sorted(alone)
-
-
-def environment_modules(config: Config) -> tuple[str, ...]:
-    """Return the top-level modules that the ids of environments name."""
-    return tuple(sorted({place.partition(".")[0] for place in _places(config) if not place.endswith(".py")}))
-
-
-def missing_modules(modules: Sequence[str]) -> list[str]:
-    """Return the modules that cannot be imported here."""
-    importlib.invalidate_caches()
-    return [module for module in modules if find_spec(module) is None]
-
-
-def _places(config: Config) -> set[str]:
-    """Return the files and modules that the ids of environments name."""
-    return {place for env in config.envs if (place := env.id.rpartition(":")[0])}
-
-
-def _code_root(place: str) -> Path | None:
-    """Return the folder to import a module from; None if it is installed."""
-    if place.endswith(".py"):
-        return Path(place).expanduser().resolve().parent
-    spec = find_spec(place.partition(".")[0])
-    locations = [] if spec is None else [*(spec.submodule_search_locations or [spec.origin or ""])]
-    if not locations or not Path(locations[0]).exists() or place.partition(".")[0] == "roll_flash":
-        return None
-    root = Path(locations[0]).resolve().parent
-    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    return None if any(root.is_relative_to(Path(folder).resolve()) for folder in installed) else root
-
-
-def _named(*values: Any) -> Iterator[Path]:
-    """Yield the existing paths among the texts in keyword arguments."""
-    for value in values:
-        if isinstance(value, Mapping):
-            yield from _named(*value.values())
-        elif isinstance(value, list | tuple):
-            yield from _named(*value)
-        elif isinstance(value, str) and 0 < len(value) < 1024 and "\0" not in value:
-            path = os.path.expanduser(value)
-            if os.path.exists(path):
-                yield Path(path).resolve()

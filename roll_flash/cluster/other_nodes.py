@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -14,12 +15,13 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from roll_flash.cluster import node_needs, sent_files
+from roll_flash.cluster import node_needs, reachability, sent_files
+from roll_flash.cluster.environment_files import missing_modules
 from roll_flash.cluster.node_needs import NodeFacts
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.sent_files import Compared, Piece, Wanted
-from roll_flash.errors import PlacementError, RollFlashError, first_line
+from roll_flash.errors import PlacementError, RollFlashError, RunError, first_line
 from roll_flash.sandboxes.errors import SandboxUnavailable
 from roll_flash.sandboxes.images.transfer import FoundImage, find_image, load_image
 from roll_flash.sandboxes.scratch import make_scratch_folder
@@ -33,8 +35,24 @@ PROBE = ".roll-flash-probe-"
 class NodeSetup:
     """Ray actor that looks at its node and writes files there."""
 
+    def __init__(self) -> None:
+        self._listening: list[socket.socket] = []
+
     def facts(self) -> NodeFacts:
         return node_needs.node_facts()
+
+    def listen(self, address: str, ports: Sequence[int]) -> tuple[int, ...]:
+        """See `reachability.listen`."""
+        sockets, found = reachability.listen(address, ports)
+        self._listening += sockets
+        return found
+
+    def stop_listening(self) -> None:
+        for each in self._listening:
+            each.close()
+
+    def unreachable(self, targets: Sequence[tuple[str, int]]) -> list[str]:
+        return asyncio.run(reachability.unreachable(targets))
 
     def time_s(self) -> float:
         return time.time()
@@ -47,7 +65,7 @@ class NodeSetup:
             return False
 
     def missing_modules(self, modules: Sequence[str]) -> list[str]:
-        return node_needs.missing_modules(modules)
+        return missing_modules(modules)
 
     def compare(self, wanted: Wanted) -> Compared:
         return sent_files.compare(wanted)
@@ -72,10 +90,30 @@ class NodeSetup:
             shutil.rmtree(folder)
 
 
+class ThisNode:
+    """The driver's node, asked as another one."""
+
+    label = "the driver's node"
+
+    def __init__(self) -> None:
+        self._setup = NodeSetup()
+
+    async def ask(self, method: str, *arguments: Any) -> Any:
+        """Raises PlacementError."""
+        try:
+            return await asyncio.to_thread(getattr(self._setup, method), *arguments)
+        except RunError as error:
+            raise PlacementError(f"{self.label} {error}") from None
+
+    def close(self) -> None:
+        self._setup.stop_listening()
+
+
 class OtherNode:
     """A node with its actor, and the kinds of parts that it gets."""
 
     def __init__(self, node: Node, kinds: Collection[Kind]) -> None:
+        self.node_id = node.node_id
         self.label = f"node {node.name} ({node.address})"
         self.kinds = kinds
         actor: Any = ray.remote(NodeSetup)

@@ -9,6 +9,7 @@ from typing import Literal
 from roll_flash.cluster.nodes import Node
 from roll_flash.config.tree import Config
 from roll_flash.errors import PlacementError
+from roll_flash.processes.ports import connection_ports, server_ports
 
 Kind = Literal["rank", "server", "worker"]
 Placement = Literal["pack", "spread"]
@@ -34,6 +35,8 @@ class Part:
     """Such as `server 0`."""
     kind: Kind
     resources: Mapping[str, float]
+    ports: range = range(0)
+    """The ports at which it may listen for other nodes: one of them (servers), or any number (ranks)."""
 
     @property
     def gpus(self) -> float:
@@ -84,9 +87,18 @@ def run_parts(
         rank, server = {**rank, "GPU": 0.5}, {**server, "GPU": 0.5}
     resources: dict[Kind, Mapping[str, float]] = {"rank": rank, "server": server, "worker": rollout.worker_resources}
     parts = tuple(
-        Part(part_name(kind, index), kind, resources[kind]) for kind in KINDS for index in range(counts[kind])
+        Part(part_name(kind, index), kind, resources[kind], _ports(config, kind, index))
+        for kind in KINDS
+        for index in range(counts[kind])
     )
     return RunParts(parts, {"rank": learner.placement, "server": inference.placement, "worker": rollout.placement})
+
+
+def _ports(config: Config, kind: Kind, index: int) -> range:
+    if kind == "server":
+        fixed = config.inference.port + index
+        return range(fixed, fixed + 1) if config.inference.port else server_ports()
+    return connection_ports() if kind == "rank" and config.learner.ranks > 1 else range(0)
 
 
 def _rank_resources(config: Config, has_gpus: bool) -> Mapping[str, float]:

@@ -50,7 +50,7 @@ class Plan:
         return [_aligned(line, widths) for line in zip(*used, strict=True)]
 
 
-HEADER = ("part", "node", "CPUs", "GPUs", "GPU memory", "memory", "other")
+HEADER = ("part", "node", "CPUs", "GPUs", "GPU memory", "memory", "ports", "other")
 ALWAYS = HEADER[:3]
 
 
@@ -72,6 +72,7 @@ def _cells(rows: Sequence[Row]) -> tuple[str, ...]:
         _gpus_text(rows),
         f"{max(1.0, gpus) * smallest / GIB:.3g} GiB{' shared' if gpus < 1 else each}" if gpus and smallest else "",
         f"{memory / GIB:.3g} GiB{each}" if memory else "",
+        ports_text(row.part.ports for row in rows),
         resources_text(wanted) + each if wanted else "",
     )
 
@@ -88,6 +89,17 @@ def _gpus_text(rows: Sequence[Row]) -> str:
     if amount < 1:
         return f"{amount:g} of {text}"
     return f"{text} ({amount:g} each)" if amount > 1 and len(rows) > 1 else text
+
+
+def ports_text(ports: Iterable[range]) -> str:
+    """Return such as `25000-25007`; empty if there are none."""
+    spans: list[range] = []
+    for each in sorted(set(filter(None, ports)), key=lambda ports: ports.start):
+        if spans and each.start <= spans[-1].stop:
+            spans[-1] = range(spans[-1].start, max(spans[-1].stop, each.stop))
+        else:
+            spans.append(each)
+    return ", ".join(str(span.start) if len(span) == 1 else f"{span.start}-{span.stop - 1}" for span in spans)
 
 
 def _ranges(numbers: Sequence[int]) -> str:

@@ -10,20 +10,25 @@ import asyncio
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import ray
 
 from roll_flash.cluster import node_needs, sent_files
+from roll_flash.cluster.environment_files import environment_files, environment_modules
 from roll_flash.cluster.node_needs import NodeFacts
-from roll_flash.cluster.other_nodes import ARCHIVE, OtherNode, ask_all, blind_nodes, send_piece
+from roll_flash.cluster.other_nodes import ARCHIVE, OtherNode, ThisNode, ask_all, blind_nodes, send_piece
 from roll_flash.cluster.parts import Kind
 from roll_flash.cluster.plan import Row
+from roll_flash.cluster.reachability import Link, needed_links, shared_out
 from roll_flash.cluster.sent_files import Compared, Piece, Wanted
 from roll_flash.config.tree import Config
 from roll_flash.errors import PlacementError
 from roll_flash.sandboxes.errors import SandboxUnavailable
+from roll_flash.sandboxes.images.build import build_name
 from roll_flash.sandboxes.images.transfer import FoundImage, find_image, image_pieces
 from roll_flash.sandboxes.spec import DEFAULT_IMAGE, SandboxSpec
 
@@ -38,11 +43,14 @@ class NodePreparation:
     ) -> None:
         """`sandboxes`: those that environments request; `note` gets a line for each thing that is sent or odd."""
         self._config = config
+        self.sandboxes = sandboxes
         self._model_folder = model_folder
         in_docker = config.sandbox.provider in ("docker", "auto")
         images = {spec.image or DEFAULT_IMAGE for spec in sandboxes if spec.dockerfile is None}
         self._images = sorted(images) if in_docker else []
-        self._needs_sandbox = bool(sandboxes)
+        self._builds = sorted(
+            {build_name(spec) for spec in sandboxes if spec.dockerfile is not None} if in_docker else ()
+        )
         self._note = note
         self._prepared: set[tuple[str, Kind]] = set()
 
@@ -59,31 +67,60 @@ class NodePreparation:
         try:
             for node_id, node in {row.node.node_id: row.node for row in new}.items():
                 nodes.append(OtherNode(node, {row.part.kind for row in new if row.node.node_id == node_id}))
-            await self._prepare(nodes)
+            await self._check_all(nodes)
+            await self._try_links(rows, nodes, here)
+            await self._provide_all(nodes)
         finally:
             for opened in nodes:
                 opened.close()
         self._prepared |= {(row.node.node_id, row.part.kind) for row in new}
 
-    async def _prepare(self, nodes: Sequence[OtherNode]) -> None:
+    async def _check_all(self, nodes: Sequence[OtherNode]) -> None:
         ours = await asyncio.to_thread(node_needs.node_facts)
         await asyncio.gather(*(self._check(node, ours) for node in nodes))
-        if self._model_folder is not None:
-            await self._provide(
-                await asyncio.to_thread(sent_files.whole, f"the model {self._model_folder.name}", self._model_folder),
-                nodes,
-            )
+
+    async def _try_links(self, rows: Sequence[Row], nodes: Sequence[OtherNode], here: str) -> None:
+        """Raises PlacementError for the first port between these nodes and the driver's that is closed."""
+        with closing(ThisNode()) as this_node:
+            at: dict[str, OtherNode | ThisNode] = {here: this_node, **{node.node_id: node for node in nodes}}
+            wanted = [link for link in needed_links(self._config, rows, here) if link.target.node_id in at]
+            listening = (at[link.target.node_id].ask("listen", link.target.address, link.ports) for link in wanted)
+            found = await asyncio.gather(*listening)
+            links = [replace(link, ports=ports) for link, ports in zip(wanted, found, strict=True)]
+            shares = [(at[source], its) for source, its in shared_out(links).items() if source in at]
+            await asyncio.gather(*(_try(source, its) for source, its in shares))
+            await asyncio.gather(*(node.ask("stop_listening") for node in at.values()))
+
+    async def _provide_all(self, nodes: Sequence[OtherNode]) -> None:
+        await self._provide_models(nodes)
         with_workers = [node for node in nodes if "worker" in node.kinds]
         if with_workers:
             await self._provide_code(with_workers)
             for image in self._images:
-                await self._provide_image(image, with_workers)
+                await self._provide_image(image, with_workers, self._find_source)
+            for image in self._builds:
+                await self._provide_image(image, with_workers, self._find_build)
+
+    async def _provide_models(self, nodes: Sequence[OtherNode]) -> None:
+        """Workers tokenize only, so a node with nothing else gets no weights."""
+        with_models = [node for node in nodes if node.kinds != {"worker"}]
+        if (folder := self._model_folder) is not None:
+            model = await asyncio.to_thread(sent_files.whole, f"the model {folder.name}", folder)
+            await self._provide(model, with_models)
+            with_workers = [node for node in nodes if node not in with_models]
+            await self._provide(model.without_weights(f"the tokenizer of {folder.name}"), with_workers)
+        kl = self._config.learner.kl
+        with_ranks = [node for node in nodes if "rank" in node.kinds]
+        if with_ranks and kl.coefficient and kl.reference is not None:
+            folder = await asyncio.to_thread(Path(kl.reference).resolve)
+            reference = await asyncio.to_thread(sent_files.whole, f"the reference {folder.name}", folder)
+            await self._provide(reference, with_ranks)
 
     async def _check(self, node: OtherNode, ours: NodeFacts) -> None:
         deadline = time.monotonic() + CHECK_TIMEOUT_S
         facts = await node.ask("facts", timeout_s=CHECK_TIMEOUT_S)
         problem = node_needs.software_problem(facts, ours, node_needs.needed_packages(self._config, node.kinds))
-        if not problem and self._needs_sandbox and "worker" in node.kinds:
+        if not problem and self.sandboxes and "worker" in node.kinds:
             problem = node_needs.disk_problem(facts)
         if problem:
             raise node.error(problem)
@@ -94,31 +131,45 @@ class NodePreparation:
             self._note(f"warning: {node.label} {warning}")
 
     async def _provide_code(self, nodes: Sequence[OtherNode]) -> None:
-        for path in await asyncio.to_thread(node_needs.paths_of_environments, self._config):
-            blind = await blind_nodes(path if path.is_dir() else path.parent, nodes)
-            if not blind:
-                continue
-            wanted = await asyncio.to_thread(sent_files.limited, path)
-            compared = await ask_all(blind, "compare", wanted.code)
-            lacking = [node for node, found in zip(blind, compared, strict=True) if found.missing or found.different]
-            if lacking and wanted.too_large:
-                raise lacking[0].error(
-                    f"lacks {wanted.what}, which is too large to be sent (more than 100 MiB or 20,000 files); put it "
-                    "there at the same path, or start the run in a smaller folder"
-                )
-            await self._provide(wanted, lacking)
-        modules = node_needs.environment_modules(self._config)
+        files = await asyncio.to_thread(environment_files, self._config)
+        for path in files.needed:
+            await self._provide_path(path, nodes)
+        for path in files.perhaps:
+            try:
+                await self._provide_path(path, nodes)
+            except PlacementError as error:
+                self._note(f"warning: {error}")
+        modules = await asyncio.to_thread(environment_modules, self._config)
         for node, missing in zip(nodes, await ask_all(nodes, "missing_modules", modules), strict=True):
             if missing:
                 raise node.error(f"cannot import {missing[0]}; install it there, or start the run in its folder")
 
-    async def _provide(self, wanted: Wanted, nodes: Sequence[OtherNode]) -> None:
-        """Send the files that nodes lack, to the same path. Raises PlacementError if there are others at that path."""
+    async def _provide_path(self, path: Path, nodes: Sequence[OtherNode]) -> None:
+        """Send a file or a folder of limited size to the nodes that do not see the driver's disk."""
+        is_folder = await asyncio.to_thread(path.is_dir)
+        blind = await blind_nodes(path if is_folder else path.parent, nodes)
+        if not blind:
+            return
+        wanted = await asyncio.to_thread(sent_files.limited, path)
+        compared = await ask_all(blind, "compare", wanted.code if wanted.too_large else wanted)
+        code = wanted.code.files.keys()
+        pairs = list(zip(blind, compared, strict=True))
+        lacking = [node for node, found in pairs if found.missing or code & set(found.different)]
+        if lacking and wanted.too_large:
+            raise lacking[0].error(
+                f"lacks {wanted.what}, which is too large to be sent (more than 100 MiB or 20,000 files); put it "
+                "there at the same path, or start the run in a smaller folder"
+            )
+        await self._provide(wanted, lacking, code)
+
+    async def _provide(self, wanted: Wanted, nodes: Sequence[OtherNode], same: Collection[str] | None = None) -> None:
+        """Send the files that nodes lack, to the same path. Raises PlacementError if nodes have others at that path;
+        with `same`, only these must not differ."""
         found: list[Compared] = await ask_all(nodes, "compare", wanted)
         for node, compared in zip(nodes, found, strict=True):
-            if compared.different:
+            if different := [name for name in compared.different if same is None or name in same]:
                 raise node.error(
-                    f"has another {wanted.path / compared.different[0]} than the driver; remove {wanted.path} there, "
+                    f"has another {wanted.path / different[0]} than the driver; remove {wanted.path} there, "
                     "so that it is sent, or make both the same"
                 )
         takers = {node: compared.missing for node, compared in zip(nodes, found, strict=True) if compared.missing}
@@ -131,12 +182,14 @@ class NodePreparation:
                 await send_piece(list(takers), [wanted.path] * len(takers), token, piece)
         await asyncio.gather(*(node.ask("put_in_place", wanted, token, names) for node, names in takers.items()))
 
-    async def _provide_image(self, image: str, nodes: Sequence[OtherNode]) -> None:
+    async def _provide_image(
+        self, image: str, nodes: Sequence[OtherNode], find: Callable[[str, OtherNode], Awaitable[FoundImage | None]]
+    ) -> None:
         found = await asyncio.gather(*(self._find_image(node, image) for node in nodes))
         takers = {node: at for node, at in zip(nodes, found, strict=True) if at is not None and not at.size}
         if not takers:
             return
-        source = await self._find_source(image, next(iter(takers)))
+        source = await find(image, next(iter(takers)))
         if source is None:
             return
         for node in takers:
@@ -163,6 +216,14 @@ class NodePreparation:
         self._note(f"warning: {taker.label} has no image {image}, {why}")
         return None
 
+    async def _find_build(self, image: str, _: OtherNode) -> FoundImage | None:
+        """Return where the driver's node has what it built from a Dockerfile; None if each node has to build it."""
+        try:
+            source = await find_image(self._config.sandbox.engines, image)
+        except SandboxUnavailable:
+            return None
+        return source if source.size else None
+
     async def _find_image(self, node: OtherNode, image: str) -> FoundImage | None:
         try:
             engines = self._config.sandbox.engines
@@ -176,6 +237,15 @@ class NodePreparation:
 
     def _say_sending(self, node: OtherNode, what: str, size: int) -> None:
         self._note(f"{node.label} lacks {what} ({size / 2**20:.3g} MiB): sending it from {socket.gethostname()}")
+
+
+async def _try(source: OtherNode | ThisNode, links: Sequence[Link]) -> None:
+    """Raises PlacementError if a port cannot be reached from this node."""
+    tried = [(link, port) for link in links for port in link.ports]
+    answers = await source.ask("unreachable", [(link.target.address, port) for link, port in tried])
+    for (link, port), why in zip(tried, answers, strict=True):
+        if why:
+            raise PlacementError(link.problem(port, source.label, why))
 
 
 async def _in_thread(pieces: Iterator[Piece]) -> AsyncIterator[Piece]:

@@ -10,10 +10,10 @@ process.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -26,7 +26,10 @@ from roll_flash.engines.places import Place
 from roll_flash.errors import PlacementError
 from roll_flash.processes.background import call_in_thread
 
-RESERVE_TIMEOUT_S = 20.0
+RESERVE_TIMEOUT_S, PART_TIMEOUT_S = 20.0, 0.25
+"""Time to reserve all parts together: a fixed time, and a time for each part."""
+LISTED_FOR_S = 1.0
+"""Age in seconds of a list of nodes that still answers whether a node is lost."""
 LOOPBACK = "127.0.0.1"
 NODE_LABEL = "ray.io/node-id"
 
@@ -50,7 +53,9 @@ class Reservation:
         self._own_gpus = own_gpus
         self._parts = {part.name: part for part in wanted.parts}
         self._held: dict[str, tuple[Place, PlacementGroup]] = {}
-        self._changing = asyncio.Lock()
+        self._changing, self._listing = asyncio.Lock(), asyncio.Lock()
+        self._node_ids: Collection[str] = ()
+        self._listed_s = -math.inf
         self.plan = Plan(())
 
     @property
@@ -63,10 +68,12 @@ class Reservation:
         """True if a server shares its GPU with another part."""
         return self.plan.shares_gpus
 
-    async def reserve(self) -> None:
-        """Plan and reserve a place for every part. Raises PlacementError."""
+    async def reserve(self, nodes: Sequence[Node] | None = None) -> None:
+        """Plan and reserve a place for every part. `nodes`: of the cluster, if they were just listed. Raises
+        PlacementError."""
         async with self._changing:
-            nodes = await call_in_thread(lambda: living_nodes(self._own_gpus))
+            if nodes is None:
+                nodes = await call_in_thread(lambda: living_nodes(self._own_gpus))
             self.plan = make_plan(self._wanted, nodes)
             await self._take(self.plan.rows)
 
@@ -74,60 +81,60 @@ class Reservation:
         """Return the place of a part; a new one if it has none or its node is lost. A part that the plan did not have
         needs what the others of its kind do. Raises PlacementError if no node has room."""
         async with self._changing:
-            nodes = await call_in_thread(living_nodes)
-            held = self._held.get(part)
-            if held is not None and any(node.node_id == held[0].node_id for node in nodes):
-                return held[0]
-            await self._give_back(part)
-            return await self._take_one(self._part(part), nodes)
+            if not await self.is_lost(part):
+                return self._held[part][0]
+            await self._give_back([part])
+            return await self._take_one(self._part(part), await call_in_thread(living_nodes))
 
     async def is_lost(self, part: str) -> bool:
         """Return true if the part has no place: its node no longer belongs to the cluster."""
         held = self._held.get(part)
-        if held is None:
-            return True
-        return all(node.node_id != held[0].node_id for node in await call_in_thread(living_nodes))
+        return held is None or held[0].node_id not in await self._living()
+
+    async def _living(self) -> Collection[str]:
+        """Return the ids of the living nodes, asked for once for all parts that want to know it at the same time."""
+        async with self._listing:
+            if time.monotonic() - self._listed_s > LISTED_FOR_S:
+                self._node_ids = {node.node_id for node in await call_in_thread(living_nodes)}
+                self._listed_s = time.monotonic()
+            return self._node_ids
 
     async def give_back(self, part: str) -> None:
         """Free the place of a part that has ended. The part can get a place again."""
         async with self._changing:
-            await self._give_back(part)
+            await self._give_back([part])
 
     async def close(self) -> None:
         """Free all places. Safe to call twice."""
         async with self._changing:
-            for part in list(self._held):
-                await self._give_back(part)
+            await self._give_back(list(self._held))
 
     def _part(self, name: str) -> Part:
         kind = name.partition(" ")[0]
         alike = next(part for part in self._parts.values() if part.kind == kind)
-        return self._parts.setdefault(name, replace(alike, name=name))
+        ports = alike.ports
+        if len(ports) == 1:  # each has its own
+            further = int(name.split()[-1]) - int(alike.name.split()[-1])
+            ports = range(ports.start + further, ports.stop + further)
+        return self._parts.setdefault(name, replace(alike, name=name, ports=ports))
 
     async def _take_one(self, part: Part, nodes: list[Node]) -> Place:
         plan = make_plan(replace(self._wanted, parts=(part,)), nodes)
         await self._take(plan.rows)
         return self._held[part.name][0]
 
-    async def _take(self, rows: tuple[Row, ...]) -> None:
-        groups = [(row, await call_in_thread(partial(_bundle, row))) for row in rows]
-        deadline = time.monotonic() + RESERVE_TIMEOUT_S
+    async def _take(self, rows: Sequence[Row]) -> None:
+        groups: list[PlacementGroup] = []
         try:
-            for row, group in groups:
-                left_s = max(0.1, deadline - time.monotonic())
-                if not await call_in_thread(partial(group.wait, left_s)):
-                    raise PlacementError(
-                        f"{row.part.name}: {resources_text(row.part.resources)} on {row.node.name} "
-                        f"({row.node.address}) was free, but could not be reserved within {RESERVE_TIMEOUT_S:g} s; "
-                        "another run may have taken it: start again"
-                    )
+            await call_in_thread(lambda: _make_groups(rows, groups))
             if self._prepare is not None:
                 await self._prepare(rows)
         except BaseException:
-            for _, group in groups:
+            for group in groups:
                 remove_placement_group(group)
             raise
-        self._held.update({row.part.name: (self._place(row, group), group) for row, group in groups})
+        pairs = zip(rows, groups, strict=True)
+        self._held.update({row.part.name: (self._place(row, group), group) for row, group in pairs})
 
     def _place(self, row: Row, group: PlacementGroup) -> Place:
         node = row.node
@@ -136,10 +143,24 @@ class Reservation:
         options = {**_amounts(row.part.resources), "scheduling_strategy": strategy}
         return Place(row.part.name, node.node_id, node.name, address, options)
 
-    async def _give_back(self, part: str) -> None:
-        held = self._held.pop(part, None)
-        if held is not None:
-            await call_in_thread(partial(remove_placement_group, held[1]))
+    async def _give_back(self, parts: Sequence[str]) -> None:
+        held = [self._held.pop(part) for part in parts if part in self._held]
+        if held:
+            await call_in_thread(lambda: [remove_placement_group(group) for _, group in held])
+
+
+def _make_groups(rows: Sequence[Row], groups: list[PlacementGroup]) -> None:
+    """Create a placement group for each row, then wait for all of them. Raises PlacementError."""
+    limit_s = RESERVE_TIMEOUT_S + PART_TIMEOUT_S * len(rows)
+    deadline = time.monotonic() + limit_s
+    groups.extend(map(_bundle, rows))
+    for row, group in zip(rows, groups, strict=True):
+        if not group.wait(max(0.1, deadline - time.monotonic())):
+            raise PlacementError(
+                f"{row.part.name}: {resources_text(row.part.resources)} on {row.node.name} "
+                f"({row.node.address}) was free, but could not be reserved within {limit_s:g} s; "
+                "another run may have taken it: start again"
+            )
 
 
 def _bundle(row: Row) -> PlacementGroup:

@@ -26,6 +26,8 @@ MAX_CODE_BYTES = 100 * 2**20
 MAX_CODE_FILES = 20_000
 IGNORED = frozenset({"__pycache__", "runs", "venv", "node_modules"})
 """Folders that are not sent; nor is anything whose name begins with a dot."""
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ckpt")
+"""Ends of names of files with weights."""
 RECORD = ".roll-flash-sent.json"
 STAGING = ".roll-flash-part-"
 STAGING_AGE_S = 3600.0
@@ -65,6 +67,11 @@ class Wanted:
         """Its Python files; all files if there are none."""
         python = {name: mark for name, mark in self.files.items() if name.endswith(".py")}
         return Wanted(self.what, self.path, python or self.files, self.too_large)
+
+    def without_weights(self, what: str) -> Wanted:
+        """Return what a tokenizer needs of a model's folder: all but its large files."""
+        small = {name: mark for name, mark in self.files.items() if not name.endswith(WEIGHTS)}
+        return Wanted(what, self.path, small)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from roll_flash.engines.inference import InferenceEngine
 from roll_flash.engines.places import Places
 from roll_flash.errors import ConfigError
 from roll_flash.inference.servers.control import LOOPBACK
-from roll_flash.inference.servers.process import require_free_port
+from roll_flash.processes.ports import require_free_port
 
 GROUP = "roll_flash.inference_engines"
 BUILT_IN = ("transformers", "vllm")

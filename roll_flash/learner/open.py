@@ -42,9 +42,13 @@ def open_learner(config: Config, *, model_folder: Path) -> LearnerEngine:
 def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
     from roll_flash.learner.ranks.fsdp import FsdpLearner
 
+    learner = config.learner
+    if learner.kl.reference is not None:  # ranks on other nodes have another working directory
+        kl = learner.kl.model_copy(update={"reference": str(Path(learner.kl.reference).resolve())})
+        learner = learner.model_copy(update={"kl": kl})
     return FsdpLearner(
         model_folder,
-        config.learner,
+        learner,
         async_ratio=config.scheduler.highest_async_ratio,
         seed=config.seed,
         temperature=config.rollout.temperature,

@@ -37,11 +37,17 @@ def image_key(dockerfile: str, context: bytes = b"") -> str:
     return digest.hexdigest()[:32]
 
 
+def build_name(spec: SandboxSpec) -> str:
+    """Return the image that is built from the Dockerfile of a spec."""
+    assert spec.dockerfile is not None
+    return f"{BUILDS}:{image_key(spec.dockerfile, spec.context)}"
+
+
 async def image_of(engine: EngineApi, spec: SandboxSpec) -> str:
     """Return the image of a spec; build it first if necessary. Raises SandboxImageError."""
     if spec.dockerfile is None:
         return spec.image or DEFAULT_IMAGE
-    image = f"{BUILDS}:{image_key(spec.dockerfile, spec.context)}"
+    image = build_name(spec)
     if await use_build(engine, image):
         return image
     async with one_at_a_time("build", image):

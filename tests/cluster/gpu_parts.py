@@ -16,6 +16,7 @@ from typing import Any
 
 import ray
 
+from roll_flash.cluster.gpu_memory import with_gpu_memory
 from roll_flash.cluster.nodes import living_nodes
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan
@@ -46,6 +47,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
     def log_message(self, *_):
         pass
 http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+NVML = """
+from tests.fake_nvml import FakeGpu, FakeNvml
+driver = FakeNvml(FakeGpu(slices=[FakeGpu("slice", 20, uuid="MIG-1")]), *(FakeGpu(memory_gib=n) for n in range(41, 48)))
+def __getattr__(name):
+    return getattr(driver, name)
 """
 
 
@@ -124,11 +133,19 @@ async def rank_without_cuda() -> str:
         await places.close()
 
 
+def gpu_memory() -> list[dict[str, int]]:
+    """GiB of each GPU of each node, as a driver that joined this Ray gets to know it."""
+    return [{gpu: size // 2**30 for gpu, size in node.gpus.items()} for node in with_gpu_memory(living_nodes())]
+
+
 async def main(logs: Path) -> None:
     os.environ |= environment_of(GPUS)  # Ray takes its ids from it
+    (logs / "pynvml.py").write_text(NVML)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(logs), os.environ.get("PYTHONPATH", "."), str(Path.cwd())])
     local_ray.own_gpus = lambda _: dict.fromkeys(GPUS, 0)
     async with local_ray.local_ray(RayConfig(num_cpus=16)):
-        found = {
+        found: dict[str, Any] = {
+            "memory": await asyncio.to_thread(gpu_memory),
             "whole": await planned_and_seen(WHOLE, logs / "whole"),
             "halves": await planned_and_seen(HALVES, logs / "halves"),
             "none": await none(logs / "none"),

@@ -26,6 +26,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_the_memory_of_each_gpu_of_a_cluster_is_asked_on_its_node(found: Any) -> None:
+    assert found["memory"] == [{"4": 44, "MIG-1": 20, "6": 46, "7": 47}]
+
+
 def test_each_part_gets_the_gpus_of_the_plan(found: Any) -> None:
     planned = {"rank 0": ["4"], "rank 1": ["MIG-1"], "server 0": ["6", "7"]}
     assert found["whole"]["planned"] == planned

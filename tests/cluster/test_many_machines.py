@@ -12,7 +12,10 @@ from typing import Any
 
 import pytest
 
+from roll_flash.cluster.plan import ports_text
+from roll_flash.config.tree import load_config
 from roll_flash.monitor.metrics import STEP_S
+from roll_flash.processes.ports import MIN_PORT, connection_ports
 from roll_flash.summary import check_counts
 from tests.cluster.machines import Machine, machines, why_not
 from tests.leaks import Session
@@ -76,10 +79,28 @@ def end(process: subprocess.Popen[str], head: Machine) -> str:
     status, _ = head.run("pkill", "-INT", "-f", "roll_flash train")
     assert status == 0
     output, _ = process.communicate(timeout=120)
-    last = [row for row in rows(head) if STEP_S in row][-1]
-    books = {name.removeprefix("books/"): value for name, value in last.items() if name.startswith("books/")}
-    assert check_counts(books)["balance"], (books, output)
+    counts = check_counts(books(head))
+    assert counts["balance"], (counts, output)
     return output
+
+
+def books(head: Machine) -> dict[str, Any]:
+    last = [row for row in rows(head) if STEP_S in row][-1]
+    return {name.removeprefix("books/"): value for name, value in last.items() if name.startswith("books/")}
+
+
+def failed(head: Machine) -> dict[str, int]:
+    """Failed episodes of a run by their cause, retried ones included."""
+    causes: dict[str, int] = check_counts(books(head))["failed"]
+    return {cause: count for cause, count in causes.items() if count}
+
+
+def asks(machine: Machine, server: Machine) -> bool:
+    """True if a worker on `machine` has sent a request to a model server on `server`: it keeps the connection."""
+    ports = f"( dport ge :{MIN_PORT} and dport lt :{connection_ports().start} )"
+    status, output = machine.run("ss", "-Htnp", "state", "established", "dst", server.address, "and", ports)
+    assert status == 0, output
+    return "WorkerActo" in output
 
 
 def processes(machine: Machine, name: str) -> int:
@@ -161,8 +182,8 @@ def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_ba
 
         two.power_on()
         two.join_ray(head, resources='{"envs": 1, "servers": 1}')
-        back_s = wait_for(lambda: processes(two, "transformers.server"), run, "server on the machine that came back")
-        assert back_s <= 60
+        wait_for(lambda: asks(two, one) or asks(two, two), run, "episode on the machine that came back")
+        wait_for(lambda: asks(one, two) or asks(two, two), run, "request to the server there")
         before = steps(head)
         wait_for(lambda: steps(head) >= before + 2, run, "steps with both machines")
 
@@ -178,6 +199,9 @@ def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_ba
         wait_for(lambda: steps(head) >= before + 2, run, "steps after scaling")
         output = end(run, head)
         assert "interrupted; a checkpoint of step" in output, output
+        lost = failed(head)
+        assert lost.keys() <= {"worker_died"}, lost
+        assert sum(lost.values()) <= load_config("configs/ci.yaml").rollout.max_concurrent, "all turns in flight"
 
 
 @pytest.mark.nightly
@@ -189,7 +213,10 @@ def test_a_firewall_between_driver_and_server_is_one_line_with_the_remedy() -> N
         settings = {"inference.port": 25000}
         status, output = head.run(*train(head, **settings), timeout_s=RUN_TIMEOUT_S)
     assert status == 1
-    assert "http://10.77.0.2:25000) runs on far, but cannot be reached from here: let the nodes reach" in output
+    assert (
+        "node far (10.77.0.2) cannot be reached from the driver's node at port 25000 (no answer within 5 s)" in output
+    )
+    assert "starting servers" not in output
 
 
 @pytest.mark.nightly
@@ -203,7 +230,25 @@ def test_a_firewall_between_worker_and_server_is_one_line_with_the_remedy() -> N
         settings = {"inference.port": 25000}
         status, output = head.run(*train(head, **settings), timeout_s=RUN_TIMEOUT_S)
     assert status == 1
-    assert "rollout worker 0 on envs (10.77.0.2) cannot reach http://10.77.0.3:25000: let the nodes reach" in output
+    assert "node far (10.77.0.3) cannot be reached from node envs (10.77.0.2) at port 25000 (no answer" in output
+    assert "; model servers listen there at 25000; open them in the firewall for the run's other nodes" in output
+    assert "starting servers" not in output
+
+
+@pytest.mark.nightly
+def test_a_firewall_between_ranks_is_one_line_instead_of_a_start_that_hangs() -> None:
+    ports = ports_text([connection_ports()])
+    with machines("head", "one", "two") as (head, one, two):
+        head.join_ray(cpus=2, resources='{"servers": 1, "envs": 1}')
+        for each in (one, two):
+            each.join_ray(head, resources='{"ranks": 1}')
+        drop = ("-s", one.address, "-p", "tcp", "--syn", "--dport", ports.replace("-", ":"), "-j", "DROP")
+        assert two.run("iptables", "-A", "INPUT", *drop)[0] == 0
+        status, output = head.run(*train(head, **{"learner.ranks": 2, "learner.threads": 1}), timeout_s=RUN_TIMEOUT_S)
+    assert status == 1
+    assert "node two (10.77.0.3) cannot be reached from node one (10.77.0.2) at port " in output
+    assert f"ranks use any of the ports {ports}; open them in the firewall for the run's other nodes" in output
+    assert "starting servers" not in output
 
 
 @pytest.mark.nightly
@@ -241,3 +286,4 @@ def test_a_cable_that_is_out_for_20_seconds_is_no_loss() -> None:
         wait_for(lambda: steps(head) >= before + 2, run, "steps after the cable was put back")
         output = end(run, head)
         assert "interrupted; a checkpoint of step" in output, output
+        assert failed(head) == {}

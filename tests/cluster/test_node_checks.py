@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 
 from roll_flash.cluster import node_needs, preparation, sent_files
+from roll_flash.cluster.environment_files import EnvironmentFiles, environment_files, environment_modules
 from roll_flash.cluster.nodes import Node, living_nodes
 from roll_flash.cluster.parts import Part
 from roll_flash.cluster.plan import Row
 from roll_flash.cluster.sent_files import Wanted
-from roll_flash.config.tree import load_config
+from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import RunError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.sandboxes.docker.api import open_engine
@@ -250,16 +251,81 @@ def test_too_much_code_is_not_even_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(found.files) == 3
 
 
-def test_environments_need_their_modules_and_named_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "data.jsonl").write_text("{}")
-    tree = {"model": {"path": "tiny"}, "envs": [{"id": "ShellMath-v0", "kwargs": {"a": ["data.jsonl"], "b": "/tmp"}}]}
-    monkeypatch.chdir(tmp_path)
-    assert node_needs.paths_of_environments(load_config(tree)) == [tmp_path / "data.jsonl"]
-    assert list(sent_files.limited(tmp_path / "data.jsonl").files) == ["data.jsonl"]
-    assert not node_needs.environment_modules(load_config(tree))
-    tree["envs"] = [{"id": "roll_flash.envs:A"}, {"id": "yaml:B"}, {"id": f"{ROOT}/tests/letter_count.py:C"}]
-    assert node_needs.paths_of_environments(load_config(tree)) == [ROOT / "tests"]
-    assert node_needs.environment_modules(load_config(tree)) == ("roll_flash", "yaml")
+ANSWERS = "def mine(answer, expected):\n    return 1.0\n"
+
+
+class TestFilesOfEnvironments:
+    """What the config of an environment names is found, so that it can be sent."""
+
+    @pytest.fixture(autouse=True)
+    def in_a_project(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.here = tmp_path / "project"
+        self.elsewhere = tmp_path / "elsewhere"
+        for folder in (self.here, self.elsewhere):
+            folder.mkdir()
+            (folder / "answers.py").write_text(ANSWERS)
+            (folder / "data.jsonl").write_text('{"prompt": "a", "answer": "b"}')
+        monkeypatch.chdir(self.here)
+        monkeypatch.syspath_prepend(str(self.here))
+        monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+    def found(self, **env: Any) -> EnvironmentFiles:
+        return environment_files(self.config(**env))
+
+    def config(self, **env: Any) -> Config:
+        return load_config({"model": {"path": "tiny"}, "envs": [{"id": "ShellMath-v0", **env}]})
+
+    def test_named_files_are_sent_without_their_folder(self) -> None:
+        kwargs = {"a": ["data.jsonl"], "b": str(self.elsewhere / "data.jsonl")}
+        there = self.elsewhere / "data.jsonl"
+        assert self.found(kwargs=kwargs) == EnvironmentFiles((there, self.here / "data.jsonl"), ())
+        assert list(sent_files.limited(self.here / "data.jsonl").files) == ["data.jsonl"]
+
+    def test_a_folder_elsewhere_may_be_one_of_a_sandbox(self) -> None:
+        assert self.found(kwargs={"a": str(self.elsewhere)}) == EnvironmentFiles((), (self.elsewhere,))
+
+    def test_what_each_machine_has_is_not_sent(self) -> None:
+        of_machines = ["/tmp", "/usr/bin/env", "/bin/sh", "/dev/null", "/", str(self.here.parent)]
+        assert self.found(kwargs={"paths": of_machines}) == EnvironmentFiles((), ())
+
+    def test_modules_of_ids_are_sent_unless_they_are_installed(self) -> None:
+        ids = ("roll_flash.envs:A", "yaml:B", f"{ROOT}/tests/letter_count.py:C")
+        config = load_config({"model": {"path": "tiny"}, "envs": [{"id": each} for each in ids]})
+        assert environment_files(config) == EnvironmentFiles((ROOT / "tests",), ())
+        assert environment_modules(config) == ("roll_flash", "yaml")
+
+    @pytest.mark.parametrize("reward", ["answers.py:mine", "answers:mine", {"function": "answers.py:mine"}])
+    def test_a_reward_function_of_a_data_set_is_sent(self, reward: Any) -> None:
+        files = self.found(id="Dataset-v0", data="data.jsonl", reward=["exact", reward])
+        assert files == EnvironmentFiles((self.here,), ())
+
+    def test_a_reward_elsewhere_and_files_of_its_arguments_are_sent(self) -> None:
+        words = self.elsewhere / "data.jsonl"
+        reward = {"function": f"{self.here}/answers.py:mine", "kwargs": {"words": str(words)}}
+        assert self.found(id="Dataset-v0", data="data.jsonl", reward=reward).needed == (self.here, words)
+        reward = {"function": f"{words.parent}/answers.py:mine"}
+        assert self.found(id="Dataset-v0", data="data.jsonl", reward=reward).needed == (words.parent,)
+
+    @pytest.mark.parametrize(
+        "kwargs", [{"tools": ["answers.py:mine"]}, {"verifier_function": "answers:mine"}, {"a": {"b": "answers:mine"}}]
+    )
+    def test_functions_that_arguments_name_are_sent(self, kwargs: Any) -> None:
+        assert self.found(kwargs=kwargs).needed == (self.here,)
+
+    def test_other_texts_with_colons_name_no_code(self) -> None:
+        texts = ["note:this", "http://host:80", "missing.py:f", "__main__:f", "a: b", ":", "sys:"]
+        assert self.found(kwargs={"texts": texts}) == EnvironmentFiles((), ())
+        assert environment_modules(self.config(kwargs={"texts": texts})) == ()
+        assert environment_modules(self.config(kwargs={"f": "answers:mine"})) == ("answers",)
+
+
+def test_the_weights_of_a_model_stay_where_nothing_computes_it(tmp_path: Path) -> None:
+    names = ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "a.bin", "code.py")
+    for name in names:
+        (tmp_path / name).write_text(name)
+    model = sent_files.whole("the model", tmp_path)
+    assert set(model.files) == set(names)
+    assert set(model.without_weights("the tokenizer").files) == set(names) - {"model.safetensors", "a.bin"}
 
 
 @pytest.mark.docker

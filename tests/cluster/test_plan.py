@@ -9,10 +9,14 @@ import pytest
 
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Part, RunParts, run_parts
-from roll_flash.cluster.plan import Plan, make_plan
+from roll_flash.cluster.plan import Plan, make_plan, ports_text
+from roll_flash.cluster.sandbox_load import sandbox_load
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, PlacementError
+from roll_flash.processes.ports import connection_ports, server_ports
+from roll_flash.sandboxes import SandboxSpec
 
+KERNEL_PORTS = ports_text([connection_ports()])
 TREE: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}]}
 
 
@@ -150,12 +154,12 @@ class TestGpus:
         here = [Node("id", "10.0.0.1", "node-1", eight, eight, {str(number): 80 * 2**30 for number in range(8)})]
         run = config(
             learner={"ranks": 4, "rank_resources": {"CPU": 2, "GPU": 1, "memory": 32 * 2**30}},
-            inference={"servers": 2, "tensor_parallel_size": 2},
+            inference={"servers": 2, "tensor_parallel_size": 2, "port": 25000},
         )
         assert make_plan(run_parts(run, here), here).lines() == [
-            "part        node               CPUs    GPUs          GPU memory    memory",
-            "rank 0-3    node-1 (10.0.0.1)  2 each  0-3           80 GiB each   32 GiB each",
-            "server 0-1  node-1 (10.0.0.1)  2 each  4-7 (2 each)  160 GiB each",
+            "part        node               CPUs    GPUs          GPU memory    memory       ports",
+            f"rank 0-3    node-1 (10.0.0.1)  2 each  0-3           80 GiB each   32 GiB each  {KERNEL_PORTS}",
+            "server 0-1  node-1 (10.0.0.1)  2 each  4-7 (2 each)  160 GiB each               25000-25001",
             "worker 0    node-1 (10.0.0.1)  0.1",
         ]
 
@@ -163,9 +167,9 @@ class TestGpus:
         one = {"CPU": 8.0, "GPU": 1.0}
         here = [Node("", "127.0.0.1", "here", one, one, {"MIG-1": 24 * 2**30})]
         assert make_plan(run_parts(config(), here), here).lines() == [
-            "part      node              CPUs  GPUs          GPU memory",
+            "part      node              CPUs  GPUs          GPU memory     ports",
             "rank 0    here (127.0.0.1)  1     0.5 of MIG-1  24 GiB shared",
-            "server 0  here (127.0.0.1)  1     0.5 of MIG-1  24 GiB shared",
+            f"server 0  here (127.0.0.1)  1     0.5 of MIG-1  24 GiB shared  {ports_text([server_ports()])}",
             "worker 0  here (127.0.0.1)  0.1",
         ]
 
@@ -243,6 +247,29 @@ class TestGpus:
         half = {"CPU": 1, "GPU": 0.5}
         run = config(learner={"rank_resources": half}, inference={"server_resources": half})
         assert gpus_of(run, [node(1, CPU=8, GPU=2)]) == {"rank 0": (0.5, ("0",)), "server 0": (0.5, ("0",))}
+
+
+class TestSandboxes:
+    """Two workers with up to 8 sandboxes each at a time, on one node of 16 CPUs."""
+
+    RUN = config(rollout={"max_concurrent": 15, "workers": 2})
+    SPECS = (SandboxSpec(cpus=0.5, memory_mb=1024), SandboxSpec(cpus=1, memory_mb=512))
+
+    def load(self, *specs: SandboxSpec, gib: float) -> list[str]:
+        there = node(1, CPU=16, memory=gib * 2**30)
+        return sandbox_load(self.RUN, make_plan(run_parts(self.RUN, [there]), [there]), specs)
+
+    def test_what_they_may_use_together_is_shown(self) -> None:
+        assert self.load(*self.SPECS, gib=16) == ["16 sandboxes on node-1 may use 16 CPUs and 16 GiB"]
+        assert self.load(gib=16) == [], "no environment needs one"
+
+    def test_more_than_their_node_has_is_a_warning_with_the_keys_to_change(self) -> None:
+        (line,) = self.load(*self.SPECS, gib=12)
+        assert line.startswith(
+            "warning: 16 sandboxes on node-1 may use 16 CPUs and 16 GiB, and it has 16 CPUs and 12 GiB"
+        )
+        assert "rollout.max_concurrent, sandbox.cpus or sandbox.memory_mb" in line
+        assert self.load(SandboxSpec(cpus=2), gib=16)[0].startswith("warning: ")
 
 
 def test_a_thousand_nodes_are_planned_at_once() -> None:

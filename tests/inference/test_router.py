@@ -27,6 +27,26 @@ def test_clients_that_begin_with_different_servers_do_not_all_load_the_first() -
     assert [Router(SERVERS, first=client).choose(10) for client in (0, 1, 2, 3)] == ["a", "b", "c", "a"]
 
 
+def test_of_equally_loaded_servers_the_nearest_is_asked_and_distance_never_outweighs_load() -> None:
+    router = Router(SERVERS)
+    router.set_distance("a", 0.0301)
+    router.set_distance("b", 0.0012)
+    router.set_distance("c", 0.0019)
+    assert router.choose(10) == "b", "a millisecond is the smallest difference that counts: b is before c"
+    assert [router.choose(10) for _ in range(2)] == ["c", "a"], "a loaded server waits for its turn, however near"
+    router.done("b", 10)
+    router.set_distance("b", 0.2)
+    router.done("c", 10)
+    assert router.choose(10) == "c", "b is far away now"
+
+
+def test_a_pinned_session_goes_to_the_same_server_for_all_workers_however_far() -> None:
+    near, far = Router(SERVERS, pinned=True), Router(SERVERS, pinned=True)
+    far.set_distance("a", 0.05)
+    for session in map(str, range(20)):
+        assert near.choose(1, session=session) == far.choose(1, session=session)
+
+
 def test_later_turns_go_where_the_prefix_is_cached() -> None:
     router = Router(SERVERS)
     home = router.choose(10, session="episode")

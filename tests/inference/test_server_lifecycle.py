@@ -19,8 +19,9 @@ from roll_flash.config.tree import InferenceConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.control import Launcher
-from roll_flash.inference.servers.process import MIN_PORT, ServerProcess
+from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.models.prepare import resolve_model
+from roll_flash.processes.ports import MIN_PORT
 from roll_flash.processes.supervise import GuardedProcess
 
 TREE = """

@@ -367,6 +367,8 @@ def test_nothing_is_checked_without_gpus_or_where_their_memory_is_unknown() -> N
     assert check_gpu_memory(config, plan) == []
     unknown = Node("id", "10.0.0.1", "one", {"CPU": 16.0, "GPU": 2.0}, {"CPU": 16.0, "GPU": 2.0})
     assert [line.partition(" ")[0] for line in check(config, unknown)] == ["host"]
+    *_, line = check_gpu_memory(config, make_plan(run_parts(config, [unknown]), [unknown]))
+    assert line.startswith("not checked for 2 part(s) on one: ")
 
 
 def test_a_model_of_unknown_size_is_not_checked_and_the_line_says_so(tmp_path: Path) -> None:

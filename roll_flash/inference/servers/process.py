@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import random
 import re
-import socket
 import time
 from pathlib import Path
 
@@ -20,11 +17,10 @@ from roll_flash.inference.servers.prepare import prepare_weights
 from roll_flash.models.prepare import cache_folder
 from roll_flash.processes.gpus import environment_of
 from roll_flash.processes.keys import KEY_VARIABLE
+from roll_flash.processes.ports import free_port, require_free_port
 from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_scratch_folder
 
-MIN_PORT, MAX_PORT_TRIES = 20_000, 100
-"""Ray's processes listen below."""
 PORT_FREED_S = 30.0
 """For whatever took the port of a server that must be started again."""
 CAUSE_CHARACTERS = 400
@@ -55,7 +51,7 @@ class ServerProcess(ServerControl):
         # vLLM's --device-ids would do, but not for MIG slices, whose UUIDs vLLM takes for numbers of GPUs.
         self._gpu_environment = {} if gpus is None else environment_of(gpus)
         self.log: Path = logs / f"{launcher.name}-{index}.log"
-        self.port = config.port + index if config.port else _free_port(host)
+        self.port = config.port + index if config.port else free_port(host)
         self._host = host
         self._config = config
         self._process: GuardedProcess | None = None
@@ -147,35 +143,6 @@ class ServerProcess(ServerControl):
                     f"(inference.start_timeout_s): {_cause(self.log, log_start)}; log: {self.log}"
                 )
             await asyncio.sleep(HEALTH_POLL_S)
-
-
-def _free_port(host: str) -> int:
-    """Below those that the kernel gives to connections: a server is away from its port until it has loaded its model,
-    and while it is started again."""
-    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    choice = random.SystemRandom()
-    for _ in range(MAX_PORT_TRIES if first > MIN_PORT else 0):
-        port = choice.randrange(MIN_PORT, first)
-        with contextlib.suppress(InferenceError):
-            require_free_port(host, port, "")
-            return port
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def require_free_port(host: str, port: int, advice: str) -> None:
-    """Raises InferenceError, which ends with `advice`, if the port cannot be used."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except (OSError, OverflowError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InferenceError(f"port {port} on {host} cannot be used: {reason}; {advice}") from None
 
 
 def _cause(log: Path, start: int) -> str:

@@ -28,6 +28,7 @@ RANK_ADVICE = (
     "(learner.lora.rank) need less"
 )
 SERVER_ADVICE = "a larger inference.tensor_parallel_size, or a smaller model.max_length, needs less"
+NOT_CHECKED = "not checked"
 SHARED_ADVICE = "a smaller inference.kv_cache_gib needs less, or give rank and server a GPU each"
 
 
@@ -117,8 +118,16 @@ def check_gpu_memory(config: Config, plan: Plan) -> list[str]:
     try:
         shape = read_shape(config.model.path, config.model.revision)
     except ModelError as error:
-        return [f"not checked: {error}"]
-    return require_memory(config, shape, plan)
+        return [f"{NOT_CHECKED}: {error}"]
+    return [*require_memory(config, shape, plan), *_unknown(plan)]
+
+
+def _unknown(plan: Plan) -> list[str]:
+    """Return a line if GPUs are not checked because their memory is not known."""
+    rows = [row for row in plan.rows if row.part.gpus and not any(True for _ in _gpus_of(row))]
+    nodes = ", ".join(sorted({row.node.name for row in rows}))
+    why = "Ray tells neither which GPUs parts get there nor, without NVIDIA's driver, how large they are"
+    return [f"{NOT_CHECKED} for {len(rows)} part(s) on {nodes}: {why}"] if rows else []
 
 
 def require_memory(config: Config, shape: ModelShape, plan: Plan) -> list[str]:
