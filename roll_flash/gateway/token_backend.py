@@ -9,9 +9,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from roll_flash.chat.model_text import split_thinking
 from roll_flash.engines.inference import Generation, InferenceClient
 from roll_flash.errors import ModelError
-from roll_flash.gateway.apis.answer_text import split_thinking, split_tool_calls
+from roll_flash.gateway.apis.answer_text import split_tool_calls
 from roll_flash.gateway.apis.api_error import ApiError, bad_request
 from roll_flash.gateway.apis.prompt_text import PromptText
 from roll_flash.gateway.backend import require_mostly_shown
@@ -126,8 +127,8 @@ class TokenBackend:
 
     def _answer(self, generation: Generation, call: ModelCall) -> Answer:
         text = self._decode(generation.token_ids.tolist())
-        thinking, said = split_thinking(self._prompts.forced_text(call) + text)
-        said, stop_string = cut_at_stop(said, call.requested.stop)
+        thinking, said = split_thinking(self._prompts.before_answer(call) + text)
+        said, stop_string = cut_at_stop(said.strip(), call.requested.stop)
         names = [tool["function"]["name"] for tool in call.tools] if call.tool_choice != "none" else []
         content, calls = split_tool_calls(said, names)
         return Answer(
