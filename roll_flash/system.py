@@ -403,6 +403,8 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
         model=model,
         tokenizer_folder=model_folder,
         max_length=config.model.max_length,
+        thinking=config.model.thinking,
+        chat_template_kwargs=config.model.chat_template_kwargs,
         deadlines=Deadlines(rollout.generate_timeout_s, rollout.step_timeout_s, rollout.episode_timeout_s),
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",

@@ -96,6 +96,14 @@ class Conversation:
         self.token_ids.extend(self._template.delta(messages, after=self.token_ids[-1], tools=self._tools, room=room))
         self.messages.extend(messages)
 
+    @property
+    def sample(self) -> int:
+        """Index of the sample that the latest turn belongs to: there is only one."""
+        return 0
+
+    def samples(self) -> list[Arrays]:
+        return [self.arrays()]
+
     def arrays(self) -> Arrays:
         """Return `token_ids`, `policy_mask`, `logprobs`, `versions` of a `Trajectory`, each of shape [T]."""
         return arrays_of(self.token_ids, self._generations)

@@ -43,7 +43,7 @@ def test_a_trajectory_ends_with_the_last_token_that_the_model_wrote(tokenizer: A
         policy.observe([{"role": "user", "content": "short"}])
         last = await policy.act(1.0)
         policy.observe([{"role": "user", "content": "x" * size}])
-        arrays = policy.arrays()
+        (arrays,) = policy.samples()
         assert len(arrays.token_ids) == len(arrays.logprobs) == last.end
         assert arrays.policy_mask[-1]
         assert arrays.versions[-1] == 3
