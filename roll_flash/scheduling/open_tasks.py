@@ -36,15 +36,29 @@ def open_source(env: EnvConfig, held_out_from: int) -> TaskSource:
 
 def first_tasks(config: Config) -> list[Task]:
     """Return the first training task of each level of each environment. Raises ConfigError."""
+    return [tasks[0] for tasks in first_tasks_of_levels(config, 1)]
+
+
+def first_tasks_of_levels(config: Config, count: int) -> list[list[Task]]:
+    """Return up to `count` training tasks, at least one, of each level of each environment. Raises ConfigError."""
     found = []
     for env in config.envs:
         for kwargs in env.variants:
             source = _open_level(env, kwargs, config.eval.seeds_from)
             source.shuffle(config.seed)
-            try:
-                found.append(source.next())
-            except StopIteration:
-                raise ConfigError(f"envs: the task source of {env.id} has no training task") from None
+            if not (tasks := _next_tasks(source, count)):
+                raise ConfigError(f"envs: the task source of {env.id} has no training task")
+            found.append(tasks)
+    return found
+
+
+def _next_tasks(source: TaskSource, count: int) -> list[Task]:
+    found: list[Task] = []
+    try:
+        while len(found) < count:
+            found.append(source.next())
+    except StopIteration:
+        pass
     return found
 
 
