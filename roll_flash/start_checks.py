@@ -12,8 +12,8 @@ from roll_flash.envs.hosting.first_prompts import TASKS, PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.evaluation.tasks import held_out_tasks
 from roll_flash.inference.open import check_engine
+from roll_flash.learner.demonstrations import check_demonstrations
 from roll_flash.learner.open import check_learner
-from roll_flash.learner.warm_start import check_demonstrations
 from roll_flash.models.context_length import check_context_length
 from roll_flash.models.prepare import check_chat_template, check_model_folder, resolve_model
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
@@ -54,8 +54,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
         check_learner(config)
         if config.learner.kl.coefficient and config.learner.kl.reference is not None:
             check_model_folder(Path(config.learner.kl.reference))
-        if config.warm_start is not None:
-            check_demonstrations(config.warm_start)
+        if config.warm_start is not None and folder is not None:
+            check_demonstrations(config.warm_start, folder, config.model)
     if folder is not None:
         _check_prompts(config, folder)
     return Checked(folder, tuple(dict.fromkeys(specs)))

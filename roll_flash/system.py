@@ -432,7 +432,7 @@ async def _warm_start(
         learner,
         warm,
         model_folder=start.model_folder,
-        max_length=start.config.model.max_length,
+        model=start.config.model,
         seed=start.config.seed,
         report=progress.status,
     )

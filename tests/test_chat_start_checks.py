@@ -131,3 +131,24 @@ def test_episodes_longer_than_the_model_can_read_are_one_line(rows: Path, tmp_pa
 def test_scaling_of_positions_counts_for_the_length(tmp_path: Path, settings: dict[str, Any], length: int) -> None:
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert context_length(tmp_path) == length
+
+
+def test_demonstrations_that_cannot_be_read_are_one_line(rows: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    lines = [json.dumps({"messages": talk})] * 30
+    file.write_text("\n".join(lines))
+    check(rows, "tiny", f"warm_start.demonstrations={file}")
+    file.write_text("\n".join([*lines, '{"messages": [{"role": "user", "content": "a"}]}']))
+    with pytest.raises(RollFlashError, match=r"talks\.jsonl, line 31: an assistant message must come after"):
+        check(rows, "tiny", f"warm_start.demonstrations={file}")
+    file.write_text(json.dumps({"messages": [talk[0], {"role": "assistant", "content": "b" * 300}]}))
+    with pytest.raises(RollFlashError, match="holds nothing to imitate within 256 tokens"):
+        check(rows, "tiny", f"warm_start.demonstrations={file}")
+
+
+def test_a_row_that_ends_with_an_answer_is_no_prompt(rows: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    rows.write_text(json.dumps({"messages": talk, "answer": "b"}) + "\n")
+    with pytest.raises(RollFlashError, match=r"my\.jsonl, line 1: 'messages' end with.*warm_start\.demonstrations"):
+        check(rows, "tiny")

@@ -119,7 +119,7 @@ class TestEachCommandSaysInOneLine:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["warm_start.demonstrations=/no/such.jsonl"], "/no/such.jsonl is neither a folder nor a file"),
+        (["warm_start.demonstrations=/no/such.jsonl"], "warm_start.demonstrations: data /no/such.jsonl: no such file"),
         (["learner.kl.coefficient=0.1", "learner.kl.reference=/no/such"], "/no/such"),
         (["learner.engine=megatron"], "nobody provides 'megatron'"),
         (["inference.weight_transfer=nccl"], "needs GPUs"),

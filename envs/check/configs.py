@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.tokenizer import load_tokenizer

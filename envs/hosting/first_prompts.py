@@ -1,11 +1,10 @@
-"""Renders the prompts of the first tasks before anything slow starts: what fails for all of them fails every episode."""
+"""Renders the prompts of first tasks before anything slow starts: what fails for all of them fails every episode."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
@@ -78,8 +77,8 @@ class PromptCheck:
         if most >= SHORT_THOUGHT or not chat_template_of(self._tokenizer).expects_thinking:
             return None
         return (
-            f"the model thinks before it answers, and rollout.max_new_tokens={most} may end a turn within its thoughts: "
-            "raise it, or turn thinking off (model.chat_template_kwargs={enable_thinking: false}, if its template "
+            f"the model thinks before it answers, and rollout.max_new_tokens={most} may end a turn within its "
+            "thoughts: raise it, or turn thinking off (model.chat_template_kwargs={enable_thinking: false}, if its template "
             "knows that)"
         )
 

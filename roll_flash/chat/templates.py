@@ -13,7 +13,7 @@ differently when others follow cannot be extended this way; it raises ModelError
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -165,6 +165,24 @@ class ChatTemplate:
         said = self._tokenizer.decode(sampled, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return self.opened_thinking + str(said)
 
+    def text_of_calls(self, calls: Sequence[Mapping[str, Any]], tools: Tools) -> str:
+        """Return tool calls in OpenAI's format as the model writes them after its text. Raises ModelError for a
+        template that does not show them."""
+        turn: Message = {
+            "role": "assistant",
+            "content": _SOME_ANSWER,
+            "tool_calls": [_with_values(one) for one in calls],
+        }
+        whole = self._render([_EXCHANGE[0], turn], with_header=False, tools=tools)
+        end = self._render(_EXCHANGE, with_header=False, tools=tools).partition(_SOME_ANSWER)[2]
+        header = self._render(_EXCHANGE[:1], with_header=True, tools=tools).removesuffix(self.opened_thinking)
+        before, found, text = whole.partition(_SOME_ANSWER)
+        if not found:  # Llama 3 shows calls instead of the text
+            text = before.removeprefix(header)
+        if text in (whole, end) or not text.endswith(end):
+            raise ModelError(f"{self._name}: the chat template does not show tool calls")
+        return text.removesuffix(end)
+
     @cached_property
     def shows_tools(self) -> bool:
         """True if the template renders declared tools, and does not change them when messages follow."""
@@ -256,6 +274,14 @@ class ChatTemplate:
     @property
     def _name(self) -> str:
         return str(self._tokenizer.name_or_path) or "tokenizer"
+
+
+def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse the arguments of a call, which OpenAI's format has as text: templates expect objects."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
 
 
 _templates: WeakKeyDictionary[Any, tuple[str, ChatTemplate]] = WeakKeyDictionary()

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from roll_flash.chat.rendered_conversation import Thinking, open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
 from roll_flash.engines.inference import InferenceClient
-from roll_flash.errors import RollFlashError
 from roll_flash.envs.tools.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
+from roll_flash.errors import RollFlashError
 from roll_flash.types import FinishReason, Message, SamplingParams
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardError
+from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
 from roll_flash.rollout.conversation import ContextFullError, Policy
-from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
 

@@ -19,10 +19,10 @@ from roll_flash.envs.adapters.verifiers.tasks import Verifiers
 from roll_flash.envs.tools.calls import parse_tool_calls
 from roll_flash.envs.tools.functions import make_tool
 from roll_flash.envs.tools.prompt import TOOL_SCHEMAS
+from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
 from roll_flash.errors import ConfigError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.conversation import ChatPolicy, TokenPolicy
-from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
 from roll_flash.types import Message, SamplingParams
 
 PLAIN = (
