@@ -78,8 +78,8 @@ class PromptCheck:
             return None
         return (
             f"the model thinks before it answers, and rollout.max_new_tokens={most} may end a turn within its "
-            "thoughts: raise it, or turn thinking off (model.chat_template_kwargs={enable_thinking: false}, if its template "
-            "knows that)"
+            "thoughts: raise it, or turn thinking off (model.chat_template_kwargs={enable_thinking: false}, if its "
+            "template knows that)"
         )
 
 

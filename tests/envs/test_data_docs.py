@@ -30,7 +30,7 @@ def block(page: str, name: str) -> str:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for name in ("make_sums.py", "sums.yaml", "brief.py"):
+    for name in ("make_sums.py", "sums.yaml", "brief.py", "solved.jsonl", "solved_first.yaml"):
         (tmp_path / name).write_text(block(PAGE, name))
     monkeypatch.chdir(tmp_path)
     subprocess.run([sys.executable, "make_sums.py"], check=True, timeout=60)
@@ -46,6 +46,24 @@ def test_its_rewards_can_be_combined(folder: Path, capsys: pytest.CaptureFixture
     (rewards,) = (each for each in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if each.startswith("reward:"))
     reward = json.dumps(yaml.safe_load(rewards)["reward"])
     assert main(["train", "sums.yaml", "model.path=tiny", f"envs.0.reward={reward}", "--dry-run"]) == 0
+
+
+def test_its_demonstrations_come_before_reinforcement(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "solved_first.yaml", "model.path=tiny", "--dry-run"]) == 0
+    (folder / "solved.jsonl").write_text('{"messages": []}\n')
+    assert main(["train", "solved_first.yaml", "model.path=tiny", "--dry-run"]) == 2
+    assert "warm_start.demonstrations: " in capsys.readouterr().err
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_demonstrations_and_reinforcement_are_one_run(folder: Path) -> None:
+    settings = ["warm_start.steps=1", "steps=1", "inference.engine=transformers", "eval.before_and_after=false"]
+    small = ["scheduler.groups_per_step=2", "scheduler.group_size=2", "rollout.max_new_tokens=8"]
+    assert main(["train", "solved_first.yaml", "model.path=tiny", *settings, *small]) == 0
+    rows = [json.loads(line) for line in (folder / "runs/solved_first/metrics.jsonl").read_text().splitlines()]
+    assert any(row.get("warm_start/demonstrations") == 2 for row in rows)
+    assert any(row.get("step") == 1 and "reward" in row for row in rows)
 
 
 def test_it_names_every_ready_reward() -> None:
@@ -68,6 +86,6 @@ def test_the_config_of_the_readme_is_enough(
 def test_its_commands_are_ones_the_parser_takes() -> None:
     lines = [line.split() for each in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in each.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "roll-flash"]
-    assert [words[0] for words in commands] == ["train", "train", "envs"]
+    assert [words[0] for words in commands] == ["train", "train", "envs", "train"]
     for words in commands:
         parse(words)
