@@ -137,11 +137,9 @@ class Worker:
         from roll_flash.chat.tokenizer import load_tokenizer
         from roll_flash.inference.client.token_client import open_client
 
-        assert self._settings.tokenizer_folder is not None, "a model of ours comes with its tokenizer"
-        settings = self._settings
-        self._tokenizer = await asyncio.to_thread(
-            load_tokenizer, settings.tokenizer_folder, settings.chat_template_kwargs
-        )
+        settings, folder = self._settings, self._settings.tokenizer_folder
+        assert folder is not None, "a model of ours comes with its tokenizer"
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.chat_template_kwargs)
         open_conversation(settings.thinking, self._tokenizer, [{"role": "user", "content": "."}])  # raises if unusable
         self._client = open_client(model, self._tokenizer)
 
