@@ -97,5 +97,9 @@ class RecordedLoad:
 
 
 def _plan_of(record: Mapping[str, Any]) -> EpisodePlan:
-    turns = tuple((max(1, int(turn["end"] - turn["start"])), float(turn["step_s"])) for turn in record["turns"])
+    turns = tuple((_tokens(turn), float(turn["step_s"])) for turn in record["turns"])
     return EpisodePlan(turns, float(record["reward"]), fails=False)
+
+
+def _tokens(turn: Mapping[str, Any]) -> int:
+    return max(1, int(turn.get("completion_tokens") or turn["end"] - turn["start"]))
