@@ -18,7 +18,7 @@ from roll_flash.types import Message, Task
 
 TASKS = 8
 """Number of tasks of a level that are tried until one fits: a data set may have some prompts that are too long."""
-RESET_S = 5.0
+RESET_S = 20.0
 """Timeout in seconds of making and resetting an environment here. One that takes longer is not checked."""
 SHORT_THOUGHT = 512
 """Fewer new tokens cut most answers of a thinking model before they begin."""
