@@ -17,9 +17,10 @@ from roll_flash.learner.open import check_learner
 from roll_flash.models.context_length import check_context_length
 from roll_flash.models.prepare import check_chat_template, check_model_folder, resolve_model
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
-from roll_flash.scheduling.open_tasks import first_tasks, first_tasks_of_levels
+from roll_flash.scheduling.open_tasks import first_tasks_of_levels
 from roll_flash.stages.reward_stage import check_stages
 from roll_flash.terminal import say
+from roll_flash.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
         check_chat_template(folder)
         check_context_length(folder, config.model.max_length)
         check_engine(config.inference, folder, trains=trains)
-    in_sandboxes = check_environments(first_tasks(config), config.rollout)
+    levels = first_tasks_of_levels(config, TASKS)
+    in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout)
     if not trains or config.eval.before_and_after or config.eval.every:
         for env in config.envs:
             (first, *_) = held_out_tasks(env, config.eval)
@@ -57,13 +59,13 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
         if config.warm_start is not None and folder is not None:
             check_demonstrations(config.warm_start, folder, config.model)
     if folder is not None:
-        _check_prompts(config, folder)
+        _check_prompts(config, folder, levels)
     return Checked(folder, tuple(dict.fromkeys(specs)))
 
 
-def _check_prompts(config: Config, folder: Path) -> None:
+def _check_prompts(config: Config, folder: Path, levels: Sequence[Sequence[Task]]) -> None:
     prompts = PromptCheck(config, folder)
-    prompts.check(first_tasks_of_levels(config, TASKS))
+    prompts.check(levels)
     if (warning := prompts.warning()) is not None:
         say(warning, error=True)
 
