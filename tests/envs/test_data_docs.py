@@ -55,17 +55,6 @@ def test_its_demonstrations_come_before_reinforcement(folder: Path, capsys: pyte
     assert "warm_start.demonstrations: " in capsys.readouterr().err
 
 
-@pytest.mark.nightly
-@pytest.mark.ray
-def test_demonstrations_and_reinforcement_are_one_run(folder: Path) -> None:
-    settings = ["warm_start.steps=1", "steps=1", "inference.engine=transformers", "eval.before_and_after=false"]
-    small = ["scheduler.groups_per_step=2", "scheduler.group_size=2", "rollout.max_new_tokens=8"]
-    assert main(["train", "solved_first.yaml", "model.path=tiny", *settings, *small]) == 0
-    rows = [json.loads(line) for line in (folder / "runs/solved_first/metrics.jsonl").read_text().splitlines()]
-    assert any(row.get("warm_start/demonstrations") == 2 for row in rows)
-    assert any(row.get("step") == 1 and "reward" in row for row in rows)
-
-
 def test_it_names_every_ready_reward() -> None:
     named = re.findall(r"^\| `(\w+)` \|", PAGE, re.MULTILINE)
     assert named == [*READY, IN_SANDBOX]
