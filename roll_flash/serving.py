@@ -122,7 +122,7 @@ async def _open_backend(
 
     model_folder = resolve_model(config.model.path, config.model.revision)
     logs = folder / "logs"
-    tokenizer = await asyncio.to_thread(load_tokenizer, model_folder)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model_folder, config.model.chat_template_kwargs)
     name = request.name or re.split(r"[/\\]", request.model.rstrip("/"))[-1]
     length = config.model.max_length
     engine = open_engine(config.inference, model_folder=model_folder, max_model_len=length, logs=logs)
@@ -131,11 +131,11 @@ async def _open_backend(
     await engine.start()
     client = open_client(engine.client_spec(), tokenizer)
     stack.push_async_callback(client.close)
-    return TokenBackend(client, tokenizer, model=name, max_length=length)
+    return TokenBackend(client, tokenizer, model=name, max_length=length, thinking=config.model.thinking)
 
 
 def _config(request: GatewayRequest) -> Config:
-    """Load the config, of the run if the model is one; only `inference.*`, `model.max_length` and
+    """Load the config, of the run if the model is one; only `inference.*`, `model.*` and
     `rollout.generate_timeout_s` matter."""
     if request.model is None:
         raise ConfigError("nothing to serve: give --model FOLDER, NAME or RUN, or --endpoint URL with --model NAME")

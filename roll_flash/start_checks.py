@@ -8,16 +8,20 @@ from pathlib import Path
 
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import check_environments
+from roll_flash.envs.hosting.first_prompts import TASKS, PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.evaluation.tasks import held_out_tasks
 from roll_flash.inference.open import check_engine
+from roll_flash.learner.demonstrations import check_demonstrations
 from roll_flash.learner.open import check_learner
-from roll_flash.learner.warm_start import check_demonstrations
+from roll_flash.models.context_length import check_context_length
 from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import resolve_model
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
-from roll_flash.scheduling.open_tasks import first_tasks
+from roll_flash.scheduling.open_tasks import first_tasks_of_levels
 from roll_flash.stages.reward_stage import check_stages
+from roll_flash.terminal import say
+from roll_flash.types import Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +42,10 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     folder = resolve_model(config.model.path, config.model.revision) if serves else None
     if folder is not None:
         check_chat_template(folder)
+        check_context_length(folder, config.model.max_length)
         check_engine(config.inference, folder, trains=trains)
-    in_sandboxes = check_environments(first_tasks(config), config.rollout)
+    levels = first_tasks_of_levels(config, TASKS)
+    in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout)
     if not trains or config.eval.before_and_after or config.eval.every:
         for env in config.envs:
             (first, *_) = held_out_tasks(env, config.eval)
@@ -51,9 +57,18 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
         check_learner(config)
         if config.learner.kl.coefficient and config.learner.kl.reference is not None:
             check_model_folder(Path(config.learner.kl.reference))
-        if config.warm_start is not None:
-            check_demonstrations(config.warm_start)
+        if config.warm_start is not None and folder is not None:
+            check_demonstrations(config.warm_start, folder, config.model)
+    if folder is not None:
+        _check_prompts(config, folder, levels)
     return Checked(folder, tuple(dict.fromkeys(specs)))
+
+
+def _check_prompts(config: Config, folder: Path, levels: Sequence[Sequence[Task]]) -> None:
+    prompts = PromptCheck(config, folder)
+    prompts.check(levels)
+    if (warning := prompts.warning()) is not None:
+        say(warning, error=True)
 
 
 async def check_sandboxes(config: Config, specs: Sequence[SandboxSpec]) -> str | None:

@@ -415,6 +415,8 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
         model=model,
         tokenizer_folder=model_folder,
         max_length=config.model.max_length,
+        thinking=config.model.thinking,
+        chat_template_kwargs=config.model.chat_template_kwargs,
         deadlines=Deadlines(rollout.generate_timeout_s, rollout.step_timeout_s, rollout.episode_timeout_s),
         sandbox=config.sandbox if needs_sandbox else None,
         run=f"{config.name}-{os.getpid()}",
@@ -443,7 +445,7 @@ async def _warm_start(
         learner,
         warm,
         model_folder=start.model_folder,
-        max_length=start.config.model.max_length,
+        model=start.config.model,
         seed=start.config.seed,
         report=progress.status,
     )

@@ -94,7 +94,8 @@ class EpisodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One model call and the environment step after it. Its tokens are the trajectory's `token_ids[start:end]`."""
+    """One model call and the environment step after it. Its tokens are the trajectory's `token_ids[start:end]`; 0:0 if
+    they are in a branch (`model.thinking: strip`)."""
 
     start: int
     end: int
@@ -113,7 +114,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branch:
-    """An extra sample of an episode whose agent rewrote its history, went back, or asked for several answers.
+    """An extra sample of an episode: its agent rewrote its history, went back, or asked for several answers; or later
+    turns were served without earlier thinking (then it has no `turns` and `messages`: the trajectory has all of them).
 
     Fields as in `Trajectory`. Tokens shared with another sample of the episode are context here: each sampled token is
     a policy token in exactly one sample.
@@ -156,7 +158,7 @@ class Trajectory:
     finished_s: float
     info: Mapping[str, Any] = field(default_factory=dict)
     branches: tuple[Branch, ...] = ()
-    """Extra samples of the same episode, trained with its advantage; empty unless an agent brought its own loop."""
+    """Extra samples of the same episode, trained with its advantage."""
 
     @property
     def samples(self) -> tuple[Trajectory | Branch, ...]:

@@ -105,7 +105,7 @@ def anthropic_body(text: str) -> dict[str, Any]:
 
 def answered(text: str) -> None:
     """What the gateway makes of a turn, for each API."""
-    thinking, rest = answer_text.split_thinking(text)
+    thinking, rest = model_text.split_thinking(text)
     content, calls = answer_text.split_tool_calls(rest, ["add"])
     calls = (*calls, model_call.ToolCall("1", "add", text))
     answer = model_call.Answer(text, content, thinking, calls, "stop", None, ())
@@ -159,6 +159,7 @@ SHAPES: Sequence[tuple[str, str, str]] = [
     ("", "<think>", ""),
     ("", "<think></think>", "x"),
     ("", "</think>", "<think>"),
+    ("x", "</think>", "x"),
     ("", "<tool_call>", ""),
     ("", "<tool_call> ", ""),
     ("", "<tool_call>[", ""),
@@ -278,6 +279,30 @@ def test_the_tags_that_are_closed_are_read_as_they_stand() -> None:
     assert model_text.tagged("<a>1</a><a>2<a>3</a></a> <b>4</A>", "a") == ["1", "2<a>3"]
     assert model_text.tagged("<A>1</b><a>\n</a><a>", "a", "b", ignore_case=True) == ["1", "\n"]
     assert model_text.tagged("<ans>1</answer>", "answer") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "thinking", "rest"),
+    [
+        ("4", "", "4"),
+        ("<think>5</think>4", "5", "4"),
+        ("5\n</think>\n\n4", "5", "\n\n4"),
+        ("<think>5", "5", ""),
+        ("a<think>5</think>b<think>6</think>c", "5\n6", "abc"),
+        ("<think>\n\n</think>\n\n4", "", "\n\n4"),
+        ("5</think>4<think>6", "5\n6", "4"),
+    ],
+)
+def test_thinking_never_counts_also_if_the_prompt_opened_it(text: str, thinking: str, rest: str) -> None:
+    assert model_text.split_thinking(text) == (thinking, rest)
+    assert model_text.last_answer(text) == rest.strip()
+
+
+def test_a_tool_call_in_thoughts_that_the_prompt_opened_is_not_made() -> None:
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert parse_tool_calls(f"perhaps {call}\n</think>\nNo.", TOOLS) == []
+    (made,) = parse_tool_calls(f"perhaps\n</think>\n{call}", TOOLS)
+    assert isinstance(made, ToolCall)
 
 
 def test_a_number_without_end_in_a_call_is_told_to_the_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
@@ -26,6 +27,7 @@ from roll_flash.cluster.nodes import Node
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ModelError, PlacementError
 from roll_flash.inference.vllm import server as vllm_server
+from roll_flash.models.prepare import resolve_model
 from roll_flash.processes import local_ray
 from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from roll_flash.start_checks import check_parts, check_sandboxes
@@ -53,8 +55,8 @@ def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "chat_template.jinja").write_text("")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(resolve_model("tiny") / name, folder)
     save_file({"weight": np.zeros(64, np.float32)}, folder / "model.safetensors")
     return folder
 
@@ -120,7 +122,7 @@ class TestEachCommandSaysInOneLine:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["warm_start.demonstrations=/no/such.jsonl"], "/no/such.jsonl is neither a folder nor a file"),
+        (["warm_start.demonstrations=/no/such.jsonl"], "warm_start.demonstrations: data /no/such.jsonl: no such file"),
         (["learner.kl.coefficient=0.1", "learner.kl.reference=/no/such"], "/no/such"),
         (["learner.engine=megatron"], "nobody provides 'megatron'"),
         (["inference.weight_transfer=nccl"], "needs GPUs"),

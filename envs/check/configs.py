@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from roll_flash.chat.templates import Conversation
+from roll_flash.chat.rendered_conversation import open_conversation
+from roll_flash.chat.tokenizer import load_tokenizer
 from roll_flash.config.tree import Config, load_config
 from roll_flash.envs.check.checks import EnvReport, check_environment
 from roll_flash.envs.check.datasets import Room, check_data_set
@@ -34,15 +34,13 @@ def check_config(
 
 def _room(config: Config) -> Room | None:
     """Return how to count the tokens of prompts; None if the model is not there."""
-    from transformers import AutoTokenizer
-
     try:
         folder = resolve_model(config.model.path, config.model.revision)
     except ModelError:
         return None
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer = load_tokenizer(folder, config.model.chat_template_kwargs)
 
     def count(messages: Sequence[Message]) -> int:
-        return Conversation(tokenizer, messages).prompt_length
+        return open_conversation(config.model.thinking, tokenizer, messages).prompt_length
 
     return Room(count, config.model.max_length, config.rollout.max_new_tokens)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
 
+from roll_flash.chat.templates import Tools
 from roll_flash.config.data import RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
 from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, reads_answer
@@ -163,6 +164,40 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: str) -> Mapping[s
     return own
 
 
+def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: str) -> tuple[list[Message], Tools]:
+    """Return the conversation of a row that a model is to imitate, and the tools that it calls. Raises ConfigError."""
+    name = {ours: columns.get(ours, ours) for ours in ("messages", "prompt", "answer", "tools")}
+    tools = _from_json(row.get(name["tools"]), name["tools"], place)
+    if name["messages"] in row:
+        value = _from_json(row[name["messages"]], name["messages"], place)
+        messages = [
+            {key: item for key, item in message.items() if item is not None}  # columnar files fill in all keys
+            for message in _checked_messages(value, name["messages"], place, is_prompt=False)
+        ]
+    elif name["prompt"] in row and name["answer"] in row:
+        prompt = row[name["prompt"]]
+        asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
+        messages = [*asked, {"role": "assistant", "content": str(row[name["answer"]])}]
+    else:
+        raise ConfigError(
+            f"{place}: no column {name['messages']!r}, nor {name['prompt']!r} and {name['answer']!r}; it has "
+            f"{_names(row)}; name yours with warm_start.columns"
+        )
+    if next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0) == 0:
+        raise ConfigError(f"{place}: an assistant message must come after at least one other")
+    return messages, tools or None
+
+
+def _from_json(value: Any, column: str, place: str) -> Any:
+    """Read a list that a file without lists, such as CSV, has as text."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value) if value else None
+    except ValueError as error:
+        raise ConfigError(f"{place}: {column!r} is no JSON: {error}") from None
+
+
 @cache
 def _fields(template: str) -> tuple[str, ...]:
     """Return the names in braces. Raises ConfigError for text that is no template."""
@@ -177,12 +212,17 @@ def _fields(template: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _checked_messages(value: Any, column: str, place: str) -> list[Message]:
+def _checked_messages(value: Any, column: str, place: str, *, is_prompt: bool = True) -> list[Message]:
     is_chat = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
     if not is_chat:
         raise ConfigError(f"{place}: {column!r} is {_shown(value)}, not a list of messages with roles")
     if any(isinstance(message.get("content"), list) for message in value):
         raise ConfigError(f"{place}: {column!r} has content in parts, such as images; only text can be played")
+    if is_prompt and value[-1]["role"] == "assistant":
+        raise ConfigError(
+            f"{place}: {column!r} end with a message of the assistant, which leaves nothing to ask; leave it out, or "
+            "imitate such rows first (warm_start.demonstrations)"
+        )
     return list(value)
 
 

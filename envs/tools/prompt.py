@@ -1,7 +1,7 @@
 """Descriptions of tools and results of calls, in the format that the model was trained on.
 
 In the native format the chat template renders both: tools travel as schemas, results as messages of the role
-`tool` (`rollout/tool_chat.py` renders them as text if the template supports neither). In other formats both are text.
+`tool` (`tool_chat.py` renders them as text if the template supports neither). In other formats both are text.
 """
 
 from __future__ import annotations

@@ -23,7 +23,8 @@ MAX_VALUES = 20_000
 """Maximum number of values in the arguments of one call: checking each against several types takes 10 microseconds."""
 _BLANKS = re.compile(r"\s*+")
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]++\.?[0-9]*+|\.[0-9]++)(?:[eE][+-]?[0-9]++)?")
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
+THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
+_THINKING = re.compile(r"<think>(.*?)(?:</think>|\Z)", re.DOTALL)
 
 
 def after_blanks(text: str, position: int) -> int:
@@ -32,9 +33,19 @@ def after_blanks(text: str, position: int) -> int:
     return found.end() if found else position
 
 
+def split_thinking(text: str) -> tuple[str, str]:
+    """Return (thinking, rest). Thinking is what is in `<think>...</think>`; an unclosed `<think>` reaches to the end of
+    the text. Text before a first `</think>` without `<think>` is thinking too: the prompt may have opened it."""
+    first_close = text.find(THINK_CLOSE)
+    if first_close >= 0 and text.find(THINK_OPEN, 0, first_close) < 0:
+        text = THINK_OPEN + text
+    thoughts = (thought.strip() for thought in _THINKING.findall(text))
+    return "\n".join(filter(None, thoughts)), _THINKING.sub("", text)
+
+
 def without_thinking(text: str) -> str:
-    """Return the text without `<think>...</think>`; an unclosed `<think>` reaches to the end of the text."""
-    return _THINKING.sub("", text)
+    """Return the text without thinking, as `split_thinking` finds it."""
+    return split_thinking(text)[1]
 
 
 def tagged(text: str, *names: str, ignore_case: bool = False) -> list[str]:

@@ -6,13 +6,14 @@ the chat template and are not policy tokens. Each turn renders and tokenises onl
 of a turn does not depend on the length of the conversation.
 
 Some templates (Qwen3) drop the thinking of earlier turns when they render again; here it stays, because the model
-sampled with it in its context. A template that renders *given* messages differently when others follow cannot be
-extended this way; it raises ModelError at the start of the conversation.
+sampled with it in its context (`rendered_conversation.py` is the other way). A template that renders *given* messages
+differently when others follow cannot be extended this way; it raises ModelError at the start of the conversation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ import numpy as np
 from jinja2 import TemplateError
 from numpy.typing import NDArray
 
-from roll_flash.chat.model_text import encodable
+from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN, encodable
 from roll_flash.engines.inference import Generation
 from roll_flash.errors import ModelError
 from roll_flash.types import Message
@@ -42,6 +43,8 @@ _SOME_ANSWER = "[[an answer of the model]]"
 
 _EXCHANGE: list[Message] = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SOME_ANSWER}]
 """A conversation to try a template with."""
+TEMPLATE_KWARGS = "roll_flash_chat_template_kwargs"
+"""Attribute of a tokenizer: arguments for its chat template, such as `{"enable_thinking": False}`."""
 _SOME_NAME, _SOME_RESULT = "some_tool_of_ours", "[[a result of a tool]]"
 _SOME_TOOL = {
     "type": "function",
@@ -70,14 +73,14 @@ class Conversation:
         self._is_models_turn = True
 
     def add_generation(self, generation: Generation) -> str:
-        """Append a sampled turn. Returns its text, without the end-of-turn token and other special tokens."""
+        """Append a sampled turn. Returns its text, as `text_of_turn`."""
         if not self._is_models_turn:
             raise ValueError("two turns of the model in a row: an observation must come between them")
         self._is_models_turn = False
         sampled: list[int] = generation.token_ids.tolist()
         self._generations.append((len(self.token_ids), generation))
         self.token_ids.extend(sampled)
-        text = str(self._tokenizer.decode(sampled, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        text = self._template.text_of_turn(sampled)
         self.messages.append({"role": "assistant", "content": text})
         return text
 
@@ -93,22 +96,35 @@ class Conversation:
         self.token_ids.extend(self._template.delta(messages, after=self.token_ids[-1], tools=self._tools, room=room))
         self.messages.extend(messages)
 
+    @property
+    def sample(self) -> int:
+        """Index of the sample that the latest turn belongs to: there is only one."""
+        return 0
+
+    def samples(self) -> list[Arrays]:
+        return [self.arrays()]
+
     def arrays(self) -> Arrays:
         """Return `token_ids`, `policy_mask`, `logprobs`, `versions` of a `Trajectory`, each of shape [T]."""
-        length = len(self.token_ids)
-        mask = np.zeros(length, np.bool_)
-        logprobs = np.zeros(length, np.float32)
-        versions = np.full(length, -1, np.int32)
-        for start, generation in self._generations:
-            span = slice(start, start + len(generation.token_ids))
-            mask[span] = True
-            logprobs[span] = generation.logprobs
-            versions[span] = generation.versions
-        return np.asarray(self.token_ids, np.int32), mask, logprobs, versions
+        return arrays_of(self.token_ids, self._generations)
+
+
+def arrays_of(token_ids: Sequence[int], generations: Sequence[tuple[int, Generation]]) -> Arrays:
+    """Return the arrays of a sample, whose generations begin at the given places."""
+    length = len(token_ids)
+    mask = np.zeros(length, np.bool_)
+    logprobs = np.zeros(length, np.float32)
+    versions = np.full(length, -1, np.int32)
+    for start, generation in generations:
+        span = slice(start, start + len(generation.token_ids))
+        mask[span] = True
+        logprobs[span] = generation.logprobs
+        versions[span] = generation.versions
+    return np.asarray(token_ids, np.int32), mask, logprobs, versions
 
 
 class ChatTemplate:
-    """The chat template of one tokenizer, rendered in pieces."""
+    """The chat template of one tokenizer, rendered in pieces, with the tokenizer's `chat_template_kwargs`."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not getattr(tokenizer, "chat_template", None):
@@ -117,8 +133,55 @@ class ChatTemplate:
                 "`chat_template` in its tokenizer_config.json"
             )
         self._tokenizer = tokenizer
+        self._kwargs: dict[str, Any] = getattr(tokenizer, TEMPLATE_KWARGS, {})
         self._checked: set[tuple[object, ...]] = set()
         self._special_ids = frozenset(tokenizer.all_special_ids)
+
+    @cached_property
+    def opened_thinking(self) -> str:
+        """Beginning of a thought that the header of the model's turn ends with, such as `<think>\\n`; else empty."""
+        header = self._render(_EXCHANGE[:1], with_header=True)
+        _, opened, rest = header.rpartition(THINK_OPEN)
+        return opened + rest if opened and not rest.strip() else ""
+
+    @cached_property
+    def expects_thinking(self) -> bool:
+        """True if the template is one of a model that thinks before it answers, and does not tell it not to."""
+        header = self._render(_EXCHANGE[:1], with_header=True)
+        is_closed = header.rstrip().endswith(THINK_CLOSE)
+        return not is_closed and any(mark in str(self._tokenizer.chat_template) for mark in _THINKING_MARKS)
+
+    @cached_property
+    def _end_ids(self) -> frozenset[int]:
+        """Special tokens that end a turn of the model. The last turn may end in another way than earlier ones (gpt-oss
+        samples `<|return|>`, which is `<|end|>` in its history)."""
+        shown = (self._render(_EXCHANGE, with_header=False), self._render([*_EXCHANGE, *_EXCHANGE], with_header=False))
+        ends = [text.partition(_SOME_ANSWER)[2] for text in shown]
+        return frozenset(self._tokenize(end)[0] for end in ends if end) & self._special_ids
+
+    def text_of_turn(self, sampled: Sequence[int]) -> str:
+        """Return the text of a sampled turn without special tokens. It begins with `<think>` also if the header of the
+        turn has opened it: nobody else could tell an unfinished thought from an answer."""
+        said = self._tokenizer.decode(sampled, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return self.opened_thinking + str(said)
+
+    def text_of_calls(self, calls: Sequence[Mapping[str, Any]], tools: Tools) -> str:
+        """Return tool calls in OpenAI's format as the model writes them after its text. Raises ModelError for a
+        template that does not show them."""
+        turn: Message = {
+            "role": "assistant",
+            "content": _SOME_ANSWER,
+            "tool_calls": [_with_values(one) for one in calls],
+        }
+        whole = self._render([_EXCHANGE[0], turn], with_header=False, tools=tools)
+        end = self._render(_EXCHANGE, with_header=False, tools=tools).partition(_SOME_ANSWER)[2]
+        header = self._render(_EXCHANGE[:1], with_header=True, tools=tools).removesuffix(self.opened_thinking)
+        before, found, text = whole.partition(_SOME_ANSWER)
+        if not found:  # Llama 3 shows calls instead of the text
+            text = before.removeprefix(header)
+        if text in (whole, end) or not text.endswith(end):
+            raise ModelError(f"{self._name}: the chat template does not show tool calls")
+        return text.removesuffix(end)
 
     @cached_property
     def shows_tools(self) -> bool:
@@ -165,7 +228,7 @@ class ChatTemplate:
                 f"{self._name}: the chat template does not show the model's own earlier turns as they were"
             )
         delta = self._tokenize(rest, room)
-        is_closed = delta[0] == after and delta[0] in self._special_ids
+        is_closed = after in self._end_ids and delta[0] in self._end_ids
         return delta[1:] if is_closed else delta
 
     def _check(self, messages: list[Message], tools: Tools = None) -> None:
@@ -187,7 +250,7 @@ class ChatTemplate:
     def _render(self, messages: list[Message], *, with_header: bool, tools: Tools = None) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=False, add_generation_prompt=with_header
+                messages, tools=tools, tokenize=False, add_generation_prompt=with_header, **self._kwargs
             )
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
@@ -213,12 +276,22 @@ class ChatTemplate:
         return str(self._tokenizer.name_or_path) or "tokenizer"
 
 
+def _with_values(call: Mapping[str, Any]) -> dict[str, Any]:
+    """Parse the arguments of a call, which OpenAI's format has as text: templates expect objects."""
+    function = dict(call["function"])
+    if isinstance(function["arguments"], str):
+        function["arguments"] = json.loads(function["arguments"])
+    return {**call, "function": function}
+
+
 _templates: WeakKeyDictionary[Any, tuple[str, ChatTemplate]] = WeakKeyDictionary()
+_THINKING_MARKS = (THINK_OPEN, "enable_thinking", "reasoning_content", "<|channel|>analysis")
+"""What is in the chat templates of models that think."""
 
 
 def chat_template_of(tokenizer: Any) -> ChatTemplate:
     """Return the cached `ChatTemplate` of a tokenizer; create a new one if its template was replaced."""
-    source = str(tokenizer.chat_template)
+    source = f"{json.dumps(getattr(tokenizer, TEMPLATE_KWARGS, {}))}{tokenizer.chat_template}"
     known = _templates.get(tokenizer)
     if known is None or known[0] != source:
         known = (source, ChatTemplate(tokenizer))

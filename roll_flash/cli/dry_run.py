@@ -13,7 +13,9 @@ from roll_flash.cluster.sandbox_load import sandbox_load
 from roll_flash.cluster.weight_transfer import check_weight_transfer
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
+from roll_flash.envs.hosting.first_prompts import PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
+from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import EnvError, RollFlashError
 from roll_flash.inference.open import computes_on_gpus
 from roll_flash.planner.machines.cpu_check import check_cpu
@@ -33,7 +35,8 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     """
     check_run_folder(config, resume=resume)
     checked = check_parts(config)
-    tried = [line for task in first_tasks(config) for line in asyncio.run(_try_environment(config, task))]
+    prompts = PromptCheck(config, checked.model_folder) if checked.model_folder is not None else None
+    tried = [line for task in first_tasks(config) for line in asyncio.run(_try_environment(config, task, prompts))]
     size = open_tasks(config).size
     tasks = "tasks: " + ("as many as their source gives" if size is None else f"{size:,} to train on")
     plan = asyncio.run(_plan(config))
@@ -59,24 +62,24 @@ def _plan_on(config: Config, nodes: Sequence[Node]) -> Plan:
     return plan
 
 
-async def _try_environment(config: Config, task: Task) -> list[str]:
+async def _try_environment(config: Config, task: Task, prompts: PromptCheck | None) -> list[str]:
     env = await EnvironmentMaker(DaemonThreads()).open(task)
     try:
         if env.sandbox_env is None:
-            return [await _reset(config, task, env)]
+            return [await _reset(config, task, env, prompts)]
         spec = env.sandbox_env.sandbox_spec or default_spec(config.sandbox)
         async with open_pool(config.sandbox, config.name) as pool, pool.lease(spec) as sandbox:
             env.sandbox_env.sandbox = sandbox
             started = f"sandbox: {sandbox.provider} started one ({spec.image})"
-            return [started, await _reset(config, task, env)]
+            return [started, await _reset(config, task, env, prompts)]
     finally:
         await env.close()
 
 
-async def _reset(config: Config, task: Task, env: AsyncEnvironment) -> str:
+async def _reset(config: Config, task: Task, env: AsyncEnvironment, prompts: PromptCheck | None) -> str:
     try:
         async with asyncio.timeout(config.rollout.step_timeout_s):
-            messages, _ = await env.reset(task.seed)
+            messages, about = await env.reset(task.seed)
     except TimeoutError:
         limit = config.rollout.step_timeout_s
         raise EnvError(f"{task.env_id}: reset took longer than {limit:g} s (rollout.step_timeout_s)") from None
@@ -84,4 +87,7 @@ async def _reset(config: Config, task: Task, env: AsyncEnvironment) -> str:
         raise
     except Exception as error:  # user code may raise anything
         raise EnvError(f"{task.env_id}: reset(seed={task.seed}) raised {type(error).__name__}: {error}") from error
-    return f"environment: {task.env_id} resets with {len(messages)} messages"
+    line = f"environment: {task.env_id} resets with {len(messages)} messages"
+    if prompts is None or env.sandbox_env is None or env.runs_own_loop or not messages:
+        return line  # without a sandbox, `check_parts` has rendered the prompt
+    return f"{line}, {prompts.tokens(task, messages, declared_tools(about)[0]):,} tokens"

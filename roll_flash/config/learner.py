@@ -98,7 +98,16 @@ class LossConfig(Section):
 
 class WarmStartConfig(Section):
     demonstrations: LocalPath
-    """A run folder or its `episodes` folder, or a .jsonl file of `{"messages": [...]}`."""
+    """A run folder or its `episodes` folder; or rows, as `envs.data.path`: `.jsonl`, `.csv`, `.parquet`, a folder or a
+    hub's id of `datasets`. A row has `messages` with assistant turns, or a `prompt` and an `answer`; `tools` are those
+    that its `tool_calls` name."""
+    columns: dict[str, str] = Field(default_factory=dict)
+    """Names of the columns of rows where they differ from ours, such as `{prompt: question, answer: solution}`. Ours
+    are `messages`, or `prompt` and `answer`, and `tools`."""
+    subset: str | None = None
+    """Configuration of a data set on a hub."""
+    split: str = "train"
+    """Split of a hub's data set or of a saved folder."""
     steps: PositiveInt = 20
     """Number of supervised steps; they do not count as steps of the run."""
     batch_size: PositiveInt = 16
@@ -106,7 +115,7 @@ class WarmStartConfig(Section):
     learning_rate: PositiveFloat | None = None
     """Learning rate. None: `learner.learning_rate`."""
     best: PositiveInt = 1024
-    """Maximum demonstrations; from a run, the episodes with the highest rewards."""
+    """Maximum episodes from a run, those with the highest rewards. Of a data set, all rows are drawn."""
     min_reward: float | None = None
     """Leave out episodes with a lower reward."""
 

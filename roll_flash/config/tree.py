@@ -53,6 +53,13 @@ class ModelConfig(Section):
     """Branch, tag or commit of a model on a hub. None: the main branch, or what of it was downloaded before."""
     max_length: PositiveInt = 1024
     """Maximum tokens of an episode, prompts and observations included."""
+    thinking: Literal["keep", "strip"] = "keep"
+    """What later turns of a conversation see of the model's earlier thinking. `keep`: all of it, so that an episode is
+    one sample. `strip`: each turn's prompt is rendered anew by the chat template, which gets earlier thinking as
+    `reasoning_content` and usually leaves it out, as chat servers do; an episode is then several samples."""
+    chat_template_kwargs: KeywordArguments = Field(default_factory=dict)
+    """Arguments of the chat template, such as `{enable_thinking: false}`. For models served here; an endpoint renders
+    its own prompts."""
 
 
 class TaskSourceConfig(Section):
@@ -389,6 +396,15 @@ class Config(Section):
         described = [(env.id, env.kwargs, env.data) for env in self.envs]
         if any(env in described[:index] for index, env in enumerate(described)):
             raise ValueError("envs: an environment is named twice with the same kwargs; give it more weight")
+        return self
+
+    @model_validator(mode="after")
+    def _turns_are_in_one_sample(self) -> Config:
+        if self.model.thinking == "strip" and self.learner.advantage == "gigpo":
+            raise ValueError(
+                "learner.advantage=gigpo compares turns of one sample, and with model.thinking=strip they are in "
+                "several; use another advantage, or model.thinking=keep"
+            )
         return self
 
     @model_validator(mode="after")

@@ -9,9 +9,11 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from roll_flash.chat.model_text import split_thinking
+from roll_flash.chat.rendered_conversation import Thinking
 from roll_flash.engines.inference import Generation, InferenceClient
 from roll_flash.errors import ModelError
-from roll_flash.gateway.apis.answer_text import split_thinking, split_tool_calls
+from roll_flash.gateway.apis.answer_text import split_tool_calls
 from roll_flash.gateway.apis.api_error import ApiError, bad_request
 from roll_flash.gateway.apis.prompt_text import PromptText
 from roll_flash.gateway.backend import require_mostly_shown
@@ -27,13 +29,17 @@ CHARACTERS_PER_TOKEN = 4
 class TokenBackend:
     """`Backend` over an `InferenceClient`, which the caller closes."""
 
-    def __init__(self, client: InferenceClient, tokenizer: Any, *, model: str, max_length: int) -> None:
-        """Raises ModelError for a tokenizer without a chat template."""
+    def __init__(
+        self, client: InferenceClient, tokenizer: Any, *, model: str, max_length: int, thinking: Thinking = "keep"
+    ) -> None:
+        """`thinking`: whether a request that continues a recorded one gets its tokens as they were (`keep`), or is
+        always rendered by the chat template (`strip`). Raises ModelError for a tokenizer without a chat template."""
         self._client = client
         self._tokenizer = tokenizer
         self._prompts = PromptText(tokenizer)
         self._model = model
         self._max_length = max_length
+        self._thinking: Thinking = thinking
 
     @property
     def model(self) -> str:
@@ -45,10 +51,9 @@ class TokenBackend:
 
     async def complete(self, call: ModelCall, session: Session, number: int) -> tuple[Reply, list[CallRecord]]:
         started_s = time.time()
-        place = session.history.find(call)
-        before = place.parent.token_ids() if place.parent is not None else []
-        left = self._max_length - len(before)
-        given_ids = await session.work.do(partial(self._tokens_of, call, place, left), place.characters)
+        found = session.history.find(call)
+        characters = found.characters if self._thinking == "keep" else call.keys.characters(0)
+        place, before, given_ids = await session.work.do(partial(self._prompt_of, call, found), characters)
         prompt = [*before, *given_ids]
         room = self._max_length - len(prompt)
         if room < 1:
@@ -79,6 +84,18 @@ class TokenBackend:
 
     async def count_tokens(self, call: ModelCall, session: Session) -> int:
         return len(await session.work.do(partial(self._whole, call), call.keys.characters(0)))
+
+    def _prompt_of(self, call: ModelCall, place: TreePosition) -> tuple[TreePosition, list[int], list[int]]:
+        """Return the place, its tokens, and those of the new part. If the template leaves out what was recorded, such
+        as earlier thinking, the request is the beginning of another sample."""
+        before = place.parent.token_ids() if place.parent is not None else []
+        if self._thinking == "keep" or place.parent is None:
+            return place, before, self._tokens_of(call, place, self._max_length - len(before))
+        anew = replace(place, parent=None, given=call.messages, sent=sum(call.keys.sizes))
+        whole = self._tokens_of(call, anew, self._max_length)
+        if whole[: len(before)] == before:
+            return place, before, whole[len(before) :]
+        return anew, [], whole
 
     def _tokens_of(self, call: ModelCall, place: TreePosition, room: int) -> list[int]:
         """Tokenize the new part of the request; only its beginning if it has far more tokens than `room`."""
@@ -126,8 +143,8 @@ class TokenBackend:
 
     def _answer(self, generation: Generation, call: ModelCall) -> Answer:
         text = self._decode(generation.token_ids.tolist())
-        thinking, said = split_thinking(self._prompts.forced_text(call) + text)
-        said, stop_string = cut_at_stop(said, call.requested.stop)
+        thinking, said = split_thinking(self._prompts.before_answer(call) + text)
+        said, stop_string = cut_at_stop(said.strip(), call.requested.stop)
         names = [tool["function"]["name"] for tool in call.tools] if call.tool_choice != "none" else []
         content, calls = split_tool_calls(said, names)
         return Answer(

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_flash.chat.templates import Conversation, Tools, chat_template_of
+from roll_flash.chat.rendered_conversation import Thinking, open_conversation
+from roll_flash.chat.templates import Tools, chat_template_of
 from roll_flash.engines.inference import InferenceClient
+from roll_flash.envs.tools.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
 from roll_flash.errors import RollFlashError
-from roll_flash.rollout.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
 from roll_flash.types import FinishReason, Message, SamplingParams
 
 if TYPE_CHECKING:
@@ -32,7 +33,8 @@ MAY_MEAN_TOOLS = frozenset({400, 404, 422, 501})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One answer of the model. `start:end`: its policy tokens in the episode (0:0 if tokens are unknown)."""
+    """One answer of the model. `start:end`: its policy tokens in the episode's first sample (0:0 if they are in another
+    sample, or unknown)."""
 
     text: str
     start: int
@@ -46,7 +48,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class TokenArrays:
-    """The arrays of a `Trajectory`, each of shape [T]."""
+    """The arrays of a `Trajectory` or a `Branch`, each of shape [T]."""
 
     token_ids: NDArray[np.int32]
     policy_mask: NDArray[np.bool_]
@@ -77,7 +79,9 @@ class Policy(Protocol):
 
     def messages(self) -> tuple[Message, ...]: ...
 
-    def arrays(self) -> TokenArrays: ...
+    def samples(self) -> list[TokenArrays]:
+        """Return the samples of the episode, at least one."""
+        ...
 
 
 class TokenPolicy:
@@ -92,6 +96,7 @@ class TokenPolicy:
         episode_id: str,
         max_length: int,
         session: str | None = None,
+        thinking: Thinking = "keep",
     ) -> None:
         """`session`: requests with the same session share a server's prefix cache; default: the episode id."""
         self._client = client
@@ -100,11 +105,13 @@ class TokenPolicy:
         self._episode_id = episode_id
         self._session = session or episode_id
         self._max_length = max_length
+        self._thinking: Thinking = thinking
         self._turn = 0
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
         self._tools = ToolChat(tools, chat_template_of(self._tokenizer) if tools else None)
-        self._conversation = Conversation(self._tokenizer, self._tools.opening(messages), self._tools.native)
+        opening = self._tools.opening(messages)
+        self._conversation = open_conversation(self._thinking, self._tokenizer, opening, self._tools.native)
 
     @property
     def tools_shown(self) -> ToolsShown | None:
@@ -125,7 +132,8 @@ class TokenPolicy:
         self._turn += 1
         text = self._conversation.add_generation(generation)
         end = start + len(generation.token_ids)
-        return Action(text, start, end, generation.finish_reason, generation.elapsed_s, start, end - start)
+        span = (start, end) if self._conversation.sample == 0 else (0, 0)
+        return Action(text, *span, generation.finish_reason, generation.elapsed_s, start, end - start)
 
     def observe(self, messages: Sequence[Message]) -> None:
         room = self._max_length - len(self._conversation.token_ids)
@@ -134,16 +142,22 @@ class TokenPolicy:
     def messages(self) -> tuple[Message, ...]:
         return tuple(self._conversation.messages)
 
-    def arrays(self) -> TokenArrays:
-        """Return the arrays up to the model's last token: an observation without an answer trains nothing, and one
-        that filled the context may be a million tokens long."""
-        conversation = self._conversation
-        token_ids, policy_mask, logprobs, versions = conversation.arrays()
-        written = np.flatnonzero(policy_mask)
-        end = int(written[-1]) + 1 if len(written) else len(token_ids)
-        return TokenArrays(
-            token_ids[:end], policy_mask[:end], logprobs[:end], versions[:end], conversation.prompt_length
-        )
+    def samples(self) -> list[TokenArrays]:
+        return [_up_to_last_word(*arrays) for arrays in self._conversation.samples()]
+
+
+def _up_to_last_word(
+    token_ids: NDArray[np.int32],
+    policy_mask: NDArray[np.bool_],
+    logprobs: NDArray[np.float32],
+    versions: NDArray[np.int32],
+) -> TokenArrays:
+    """Return the arrays up to the model's last token: an observation without an answer trains nothing, and one that
+    filled the context may be a million tokens long."""
+    written = np.flatnonzero(policy_mask)
+    end = int(written[-1]) + 1 if len(written) else len(token_ids)
+    prompt_length = int(written[0]) if len(written) else end
+    return TokenArrays(token_ids[:end], policy_mask[:end], logprobs[:end], versions[:end], prompt_length)
 
 
 class ChatPolicy:
@@ -214,8 +228,10 @@ class ChatPolicy:
             for message in self._messages
         )
 
-    def arrays(self) -> TokenArrays:
+    def samples(self) -> list[TokenArrays]:
         empty = np.empty(0)
-        return TokenArrays(
-            empty.astype(np.int32), empty.astype(np.bool_), empty.astype(np.float32), empty.astype(np.int32), 0
-        )
+        return [
+            TokenArrays(
+                empty.astype(np.int32), empty.astype(np.bool_), empty.astype(np.float32), empty.astype(np.int32), 0
+            )
+        ]

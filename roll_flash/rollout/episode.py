@@ -16,12 +16,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardError
+from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
 from roll_flash.rollout.conversation import ContextFullError, Policy
-from roll_flash.rollout.tool_chat import declared_tools
 from roll_flash.sandboxes import SandboxError
-from roll_flash.types import EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
+from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ async def _play_steps(
         info |= await _final_score(env, turns, deadlines, progress)
     if policy.tools_shown:
         info["tools_shown"] = policy.tools_shown
-    arrays = policy.arrays()
+    arrays, *branches = policy.samples()
     return Trajectory(
         episode_id=spec.episode_id,
         group_id=spec.group_id,
@@ -193,6 +193,10 @@ async def _play_steps(
         started_s=started_s,
         finished_s=time.time(),
         info=info,
+        branches=tuple(
+            Branch(one.token_ids, one.policy_mask, one.logprobs, one.versions, (), (), one.prompt_length)
+            for one in branches
+        ),
     )
 
 

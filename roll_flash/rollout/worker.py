@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from roll_flash.chat.rendered_conversation import Thinking
 from roll_flash.config.tree import SandboxConfig
 from roll_flash.engines.inference import ClientSpec, InferenceClient
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
@@ -71,6 +72,8 @@ class WorkerSettings:
     """Environment id -> reward above which an episode is a success, where the environment does not say."""
     threads: int = 32
     """Maximum number of blocking environments that step at the same time."""
+    thinking: Thinking = "keep"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     folder: Path | None = None
     """Working directory, which relative paths of environments refer to; ignored by an actor on a node without it."""
 
@@ -130,13 +133,14 @@ class Worker:
 
             self._chat_client = OpenAIChatClient(model.base_url, model.model, api_key_from(model.api_key_env))
             return
-        from roll_flash.chat.templates import Conversation
+        from roll_flash.chat.rendered_conversation import open_conversation
         from roll_flash.chat.tokenizer import load_tokenizer
         from roll_flash.inference.client.token_client import open_client
 
-        assert self._settings.tokenizer_folder is not None, "a model of ours comes with its tokenizer"
-        self._tokenizer = await asyncio.to_thread(load_tokenizer, self._settings.tokenizer_folder)
-        Conversation(self._tokenizer, [{"role": "user", "content": "."}])  # raises for an unusable chat template
+        settings, folder = self._settings, self._settings.tokenizer_folder
+        assert folder is not None, "a model of ours comes with its tokenizer"
+        self._tokenizer = await asyncio.to_thread(load_tokenizer, folder, settings.chat_template_kwargs)
+        open_conversation(settings.thinking, self._tokenizer, [{"role": "user", "content": "."}])  # raises if unusable
         self._client = open_client(model, self._tokenizer)
 
     async def use(self, model: ClientSpec) -> None:
@@ -238,8 +242,8 @@ class Worker:
         if self._chat_client is not None:
             return AgentEpisodes(EndpointBackend(self._chat_client))
         assert self._client is not None, "start() was not awaited"
-        length = self._settings.max_length
-        backend = TokenBackend(self._client, self._tokenizer, model=MODEL_NAME, max_length=length)
+        length, thinking = self._settings.max_length, self._settings.thinking
+        backend = TokenBackend(self._client, self._tokenizer, model=MODEL_NAME, max_length=length, thinking=thinking)
         return AgentEpisodes(backend, pins_groups=self._settings.pins_groups)
 
     def _forget(self, running: _RunningEpisode, task: asyncio.Task[None]) -> None:
@@ -266,6 +270,7 @@ class Worker:
             episode_id=spec.episode_id,
             max_length=self._settings.max_length,
             session=spec.group_id if self._settings.pins_groups else None,
+            thinking=self._settings.thinking,
         )
 
 

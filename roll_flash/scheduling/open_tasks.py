@@ -38,15 +38,33 @@ def open_source(env: EnvConfig, held_out_from: int, model: ModelConfig | None = 
 def first_tasks(config: Config) -> list[Task]:
     """Return the first training task of each level of each environment, and one of each kind of rows. Raises
     ConfigError."""
-    found: list[Task] = []
+    return [tasks[0] for tasks in first_tasks_of_levels(config, 1)]
+
+
+def first_tasks_of_levels(config: Config, count: int) -> list[list[Task]]:
+    """Return up to `count` training tasks, at least one, of each level of each environment; of a level with several
+    kinds of rows one of each kind, apart. Raises ConfigError."""
+    found: list[list[Task]] = []
     for env in config.envs:
         for kwargs in env.variants:
             source = _open_level(env, kwargs, config.eval.seeds_from, config.model)
             source.shuffle(config.seed)
             try:
-                found.extend(source.examples())
+                kinds = source.examples()
             except StopIteration:
                 raise ConfigError(f"envs: the task source of {env.id} has no training task") from None
+            more = _next_tasks(source, count - 1) if len(kinds) == 1 else []
+            found.extend([kind, *more] for kind in kinds)
+    return found
+
+
+def _next_tasks(source: TaskSource, count: int) -> list[Task]:
+    found: list[Task] = []
+    try:
+        while len(found) < count:
+            found.append(source.next())
+    except StopIteration:
+        return found
     return found
 
 

@@ -21,7 +21,7 @@ PAGE = (ROOT / "docs" / "data.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
-FILES = ("make_sums.py", "sums.yaml", "brief.py", "my_rows.py", "mixed.jsonl")
+FILES = ("make_sums.py", "sums.yaml", "brief.py", "my_rows.py", "mixed.jsonl", "solved.jsonl", "solved_first.yaml")
 
 
 def block(page: str, name: str) -> str:
@@ -44,7 +44,7 @@ def test_its_commands_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     """With the tiny model, as far as training goes without servers."""
     lines = [line.split() for each in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in each.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "roll-flash"]
-    assert [words[0] for words in commands] == ["train", "train", "envs"]
+    assert [words[0] for words in commands] == ["train", "train", "envs", "train"]
     assert [words for words in lines if words[0] != "roll-flash"] == [["python", "make_sums.py"]], "the fixture ran it"
     for words in commands:
         parse(words)
@@ -66,6 +66,13 @@ def test_its_parts_of_configs_work(folder: Path, capsys: pytest.CaptureFixture[s
         keys = {"data": "envs.0.data", "reward": "envs.0.reward"}
         overrides = [f"{keys.get(key, key)}={json.dumps(value)}" for key, value in part.items()]
         assert main(["train", "sums.yaml", "model.path=tiny", *overrides, "--dry-run"]) == 0, part
+
+
+def test_its_demonstrations_come_before_reinforcement(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "solved_first.yaml", "model.path=tiny", "--dry-run"]) == 0
+    (folder / "solved.jsonl").write_text('{"messages": []}\n')
+    assert main(["train", "solved_first.yaml", "model.path=tiny", "--dry-run"]) == 2
+    assert "warm_start.demonstrations: " in capsys.readouterr().err
 
 
 def test_it_names_every_ready_reward() -> None:

@@ -19,10 +19,10 @@ from roll_flash.envs.adapters.verifiers.tasks import Verifiers
 from roll_flash.envs.tools.calls import parse_tool_calls
 from roll_flash.envs.tools.functions import make_tool
 from roll_flash.envs.tools.prompt import TOOL_SCHEMAS
+from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
 from roll_flash.errors import ConfigError
 from roll_flash.models.prepare import resolve_model
 from roll_flash.rollout.conversation import ChatPolicy, TokenPolicy
-from roll_flash.rollout.tool_chat import ToolChat, declared_tools
 from roll_flash.types import Message, SamplingParams
 
 PLAIN = (
@@ -274,7 +274,7 @@ def test_a_policy_whose_tokens_are_kept_shows_tools_by_the_template() -> None:
         assert isinstance(observation, list)
         policy.observe(observation)
         await policy.act(10)
-        return tokenizer.decode(policy.arrays().token_ids), policy
+        return tokenizer.decode(policy.samples()[0].token_ids), policy
 
     text, policy = asyncio.run(run())
     assert policy.tools_shown == "template"

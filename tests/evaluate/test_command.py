@@ -30,7 +30,7 @@ from roll_flash.types import EpisodeSpec, SamplingParams
 
 TREE: dict[str, Any] = {
     "name": "maze",
-    "model": {"path": "tiny", "max_length": 99},
+    "model": {"path": "tiny", "max_length": 999},
     "envs": [{"id": "Maze-v0", "kwargs": {"size": 3}}],
     "eval": {"tasks": 7},
 }
@@ -81,7 +81,7 @@ def test_a_run_brings_its_config_and_its_newest_checkpoint() -> None:
     assert plan.model == "runs/maze/checkpoints/step_12/hf"
     assert plan.about["model"] == "maze@12"
     assert plan.config.envs[0].kwargs == {"size": 3}
-    assert plan.config.model.max_length == 99
+    assert plan.config.model.max_length == 999
 
 
 @pytest.mark.parametrize("reference", ["maze@3", "runs/maze@3", "runs/maze@step_3"])

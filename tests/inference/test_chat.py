@@ -217,6 +217,22 @@ def test_a_tokenizer_without_a_template_says_what_to_do() -> None:
         Conversation(tokenizer_with(None), [user("hi")])
 
 
+def test_the_end_that_was_sampled_is_not_followed_by_the_end_of_earlier_turns() -> None:
+    """gpt-oss samples `<|return|>`, and its template ends earlier turns with `<|end|>`."""
+    template = CHATML.replace(
+        "message['content'] + '<|im_end|>\n'",
+        "message['content'] + ('<|eot|>' if loop.last and message['role'] == 'assistant' else '<|im_end|>\n')",
+    )
+    tokenizer = tokenizer_with(template)
+    for end, kept in (("<|eot|>", "<|eot|>"), ("<|im_end|>", "<|im_end|>"), ("", "<|im_end|>")):
+        conversation = Conversation(tokenizer, [user("hi")])
+        known = len(conversation.token_ids)
+        conversation.add_generation(sampled(tokenizer, "hello" + end))
+        conversation.add_observation([user("bye")])
+        text = tokenizer.decode(conversation.token_ids[known:])
+        assert text == f"hello{kept}\n<|im_start|>user\nbye<|im_end|>\n<|im_start|>assistant\n"
+
+
 def test_turns_must_alternate() -> None:
     tokenizer = tokenizer_with(CHATML)
     conversation = Conversation(tokenizer, [user("hi")])

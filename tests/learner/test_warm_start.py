@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from roll_flash.chat.rendered_conversation import Thinking
 from roll_flash.config.learner import WarmStartConfig
-from roll_flash.config.tree import load_config
+from roll_flash.config.tree import ModelConfig, load_config
 from roll_flash.errors import ConfigError
+from roll_flash.learner.demonstrations import check_demonstrations, open_demonstrations
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from roll_flash.learner.warm_start import load_demonstrations, warm_start
+from roll_flash.learner.warm_start import warm_start
 from roll_flash.models.prepare import resolve_model
+from roll_flash.models.tiny import CHAT_TEMPLATE
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.types import Trajectory
 from tests.learner.in_process import in_process
@@ -55,6 +60,15 @@ def write_run(folder: Path, tiny: Path, rewards: dict[str, float]) -> Path:
     return folder
 
 
+def load_demonstrations(
+    settings: WarmStartConfig, folder: Path, max_length: int, thinking: Thinking = "keep"
+) -> list[Trajectory]:
+    model = ModelConfig(path=str(folder), max_length=max_length, thinking=thinking)
+    check_demonstrations(settings, folder, model)
+    found = open_demonstrations(settings, folder, model)
+    return [sample for index in range(len(found)) for sample in found[index]]
+
+
 def config(source: Path, **settings: Any) -> WarmStartConfig:
     return WarmStartConfig(demonstrations=str(source), **settings)
 
@@ -90,10 +104,11 @@ def test_of_conversations_the_assistants_turns_and_their_ends_are_imitated(tiny:
     ("lines", "complaint"),
     [
         ('{"messages": ', "line 1"),
-        ('{"talk": []}', "line 1: 'messages'"),
+        ('{"talk": []}', "line 1: no column 'messages', nor 'prompt' and 'answer'; it has 'talk'"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n5', "line 2: a row"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "line 1: an assistant message must come after"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "line 1: an assistant message must come after"),
-        ("", "nothing to imitate"),
+        ("", "there is no row in it"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_one_clear_line(tiny: Path, tmp_path: Path, lines: str, complaint: str) -> None:
@@ -103,10 +118,106 @@ def test_a_file_that_cannot_be_used_is_one_clear_line(tiny: Path, tmp_path: Path
         load_demonstrations(config(file), tiny, 200)
 
 
+def decoded(tiny: Path, samples: list[Trajectory]) -> list[tuple[str, str]]:
+    """Return all tokens of each sample and those that are imitated, as text."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    return [(tokenizer.decode(one.token_ids), tokenizer.decode(one.token_ids[one.policy_mask])) for one in samples]
+
+
+def model_with(tmp_path: Path, tiny: Path, template: str) -> Path:
+    folder = tmp_path / "model"
+    shutil.copytree(tiny, folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def test_rows_of_a_csv_with_names_of_their_own_are_imitated(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "sums.csv"
+    file.write_text("question,solution\n1+1?,2\n2+2?,4\n")
+    columns = {"prompt": "question", "answer": "solution"}
+    found = load_demonstrations(config(file, columns=columns), tiny, 100)
+    assert [said for _, said in decoded(tiny, found)] == ["2<|im_end|>", "4<|im_end|>"]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+TOOL_TALK = [
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": "c", "content": "2"},
+    {"role": "assistant", "content": "It is 2."},
+]
+TOOL_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
+    "{% for call in m['tool_calls'] or [] %}"
+    "{{ '\n<call>' + call['function']['name'] + ' ' + (call['function']['arguments'] | tojson) + '</call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def test_tool_calls_are_imitated_in_the_form_that_the_model_writes(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"messages": TOOL_TALK, "tools": [TOOL]}) + "\n")
+    folder = model_with(tmp_path, tiny, TOOL_TEMPLATE)
+    ((whole, said),) = decoded(folder, load_demonstrations(config(file), folder, 500))
+    assert said == '<call>add {"a": 1}</call><|im_end|>It is 2.<|im_end|>'
+    assert '"name": "add"' in whole.partition("<|im_start|>user")[0]
+    ((whole, said),) = decoded(tiny, load_demonstrations(config(file), tiny, 1000))
+    assert said.startswith('<tool_call>\n{"name": "add"'), "a template without tools: as an episode would have it"
+    assert "add" in whole.partition("<|im_start|>user")[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "imitated"),
+    [
+        ("<think>\nhm\n</think>\n\n4", "hm\n</think>\n\n4<|im_end|>"),
+        ("hm\n</think>\n\n4", "hm\n</think>\n\n4<|im_end|>"),
+        ("4", "\n</think>\n\n4<|im_end|>"),
+    ],
+)
+def test_a_thought_that_the_header_opens_is_opened_once(tiny: Path, tmp_path: Path, answer: str, imitated: str) -> None:
+    template = CHAT_TEMPLATE.replace("'<|im_start|>assistant\n'", "'<|im_start|>assistant\n<think>\n'")
+    folder = model_with(tmp_path, tiny, template)
+    file = tmp_path / "talks.jsonl"
+    file.write_text(json.dumps({"prompt": "2+2?", "answer": answer}) + "\n")
+    ((whole, said),) = decoded(folder, load_demonstrations(config(file), folder, 500))
+    assert said == imitated
+    assert whole.count("<think>") == 1
+
+
+def test_with_strip_each_turn_is_imitated_without_earlier_thinking(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "talks.jsonl"
+    thoughtful = [
+        message | ({"reasoning_content": f"hm {n}"} if message["role"] == "assistant" else {})
+        for n, message in enumerate(TALK)
+    ]
+    file.write_text(json.dumps({"messages": thoughtful}) + "\n")
+    first, second = decoded(tiny, load_demonstrations(config(file), tiny, 500, "strip"))
+    assert first[1] == "<think>\nhm 2\n</think>\n\naaa<|im_end|>"
+    assert second[1] == "<think>\nhm 4\n</think>\n\nbbbb<|im_end|>"
+    assert "hm 2" not in second[0]
+    assert "aaa<|im_end|>" in second[0]
+
+
+def test_a_million_rows_are_not_kept_in_memory(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "many.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "x" * 1000, "answer": str(n)}) + "\n" for n in range(20_000)))
+    model = ModelConfig(path=str(tiny), max_length=1100)
+    tracemalloc.start()
+    found = open_demonstrations(config(file), tiny, model)
+    for index in range(0, len(found), 1000):
+        assert found[index]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < file.stat().st_size / 4
+
+
 def test_what_cannot_be_imitated_is_refused_with_a_reason(tiny: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", tiny, {"good": 1.0})
-    with pytest.raises(ConfigError, match="neither a folder nor a file"):
-        load_demonstrations(config(tmp_path / "nowhere"), tiny, 100)
+    with pytest.raises(ConfigError, match=r"warm_start\.demonstrations: data .*nowhere\.jsonl: no such file"):
+        load_demonstrations(config(tmp_path / "nowhere.jsonl"), tiny, 100)
     with pytest.raises(ConfigError, match="reward of at least 2"):
         load_demonstrations(config(run, min_reward=2.0), tiny, 100)
     with pytest.raises(ConfigError, match="within 3 tokens"):
@@ -122,10 +233,11 @@ def test_what_cannot_be_imitated_is_refused_with_a_reason(tiny: Path, tmp_path: 
 def test_a_warm_start_learns_and_leaves_the_version_at_zero(tiny: Path, tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", tiny, {"good": 1.0, "fair": 0.5})
     settings = config(run, steps=12, batch_size=3, learning_rate=3e-3)
+    model = ModelConfig(path="tiny", max_length=100)
     said: list[str] = []
 
     async def use(learner: FsdpLearner) -> dict[str, float]:
-        figures = await warm_start(learner, settings, model_folder=tiny, max_length=100, seed=0, report=said.append)
+        figures = await warm_start(learner, settings, model_folder=tiny, model=model, seed=0, report=said.append)
         assert learner.version == 0
         return figures
 

@@ -67,16 +67,11 @@ class ScriptedPolicy:
     def messages(self) -> tuple[Message, ...]:
         return tuple(self._messages)
 
-    def arrays(self) -> TokenArrays:
+    def samples(self) -> list[TokenArrays]:
         count = self._said + 1
         mask = np.arange(count) > 0
-        return TokenArrays(
-            np.arange(count, dtype=np.int32),
-            mask,
-            np.zeros(count, np.float32),
-            np.where(mask, 0, -1).astype(np.int32),
-            prompt_length=1,
-        )
+        tokens, versions = np.arange(count, dtype=np.int32), np.where(mask, 0, -1).astype(np.int32)
+        return [TokenArrays(tokens, mask, np.zeros(count, np.float32), versions, prompt_length=1)]
 
 
 class Echo(Env):

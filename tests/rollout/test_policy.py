@@ -11,9 +11,15 @@ import pytest
 from transformers import AutoTokenizer
 
 from roll_flash.engines.inference import Generation
+from roll_flash.envs.hosting.environments import EnvironmentMaker
+from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.models.prepare import resolve_model
+from roll_flash.processes.background import DaemonThreads
 from roll_flash.rollout.conversation import ContextFullError, TokenPolicy
-from roll_flash.types import SamplingParams
+from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.stream.blocks import TokenArrays as StoredArrays
+from roll_flash.stream.episodes import finished_episode
+from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 
 
 class EchoClient:
@@ -43,7 +49,7 @@ def test_a_trajectory_ends_with_the_last_token_that_the_model_wrote(tokenizer: A
         policy.observe([{"role": "user", "content": "short"}])
         last = await policy.act(1.0)
         policy.observe([{"role": "user", "content": "x" * size}])
-        arrays = policy.arrays()
+        (arrays,) = policy.samples()
         assert len(arrays.token_ids) == len(arrays.logprobs) == last.end
         assert arrays.policy_mask[-1]
         assert arrays.versions[-1] == 3
@@ -52,3 +58,42 @@ def test_a_trajectory_ends_with_the_last_token_that_the_model_wrote(tokenizer: A
                 await policy.act(1.0)
 
     asyncio.run(play())
+
+
+class ThinkingClient:
+    """A stand-in for a server: thinks, answers, and ends its turn."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._sampled = tokenizer.encode("<think>hm</think>4<|im_end|>", add_special_tokens=False)
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams, **_: Any) -> Generation:
+        count = len(self._sampled)
+        versions = np.full(count, 3, np.int32)
+        return Generation(np.array(self._sampled, np.int32), np.full(count, -1, np.float32), versions, "stop", "", 0.0)
+
+
+def test_an_episode_without_earlier_thinking_is_trained_turn_by_turn(tokenizer: Any) -> None:
+    """All turns are in its log; each turn is a sample, and all have the episode's advantage."""
+    client: Any = ThinkingClient(tokenizer)
+    policy = TokenPolicy(client, tokenizer, SamplingParams(), episode_id="e", max_length=999, thinking="strip")
+    spec = EpisodeSpec("e", "g", 0, Task("t", "counting:Counting-v0", 0, {"turns": 3}), SamplingParams(), 8)
+
+    async def play() -> Trajectory | EpisodeFailure:
+        maker = EnvironmentMaker(DaemonThreads())
+        return await run_episode(spec, lambda: maker.open(spec.task), policy, Deadlines(60, 60, 60), Progress())
+
+    played = asyncio.run(play())
+    assert isinstance(played, Trajectory)
+    length = len(client._sampled)
+    assert [turn.end - turn.start for turn in played.turns] == [length, 0, 0]
+    assert [turn.completion_tokens for turn in played.turns] == [length] * 3
+    assert [message["role"] for message in played.messages] == ["user", "assistant"] * 3
+    assert [int(sample.policy_mask.sum()) for sample in played.samples] == [length] * 3
+    found = finished_episode(played)
+    assert (found.fault, found.turns, found.samples) == (None, 3, 3)
+    assert (found.policy_tokens, found.versions) == (3 * length, ((3, 3 * length),))
+    planned = PlannedTrajectory("g", played, (0.5,), 1.0, 3 * length, found.packed_tokens, found.prompt_length)
+    sequences = planned.sequences(StoredArrays.of(played))
+    assert [set(each.advantages[each.policy_mask].tolist()) for each in sequences] == [{0.5}] * 3
+    texts = [tokenizer.decode(sample.token_ids) for sample in played.samples]
+    assert all(text.count("hm") == 1 and text.endswith("<think>hm</think>4<|im_end|>") for text in texts)

@@ -1,4 +1,4 @@
-"""Split model output into thinking, text, and tool calls in the model's own format.
+"""Split model output into text and tool calls in the model's own format.
 
 Hermes and Qwen write `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, Llama 3 writes only
 `{"name": ..., "parameters": {...}}`. An invalid call stays text, so that the agent sees it and can react.
@@ -16,21 +16,10 @@ from typing import Any
 from roll_flash.chat.model_text import MAX_CALLS, after_blanks, encodable
 from roll_flash.gateway.model_call import ToolCall
 
-THINK_OPEN, THINK_CLOSE = "<think>", "</think>"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 _LLAMA_START = re.compile(r'\s*+(?:<\|python_tag\|>)?\s*+(?=\{\s*+"(?:name|type|function)")')
 _SEPARATOR = re.compile(r"[; \n\t]*+")
 _decoder = json.JSONDecoder(strict=False)  # models write raw newlines into strings
-
-
-def split_thinking(text: str) -> tuple[str, str]:
-    """Return (thinking, rest), both stripped. The opening tag may be in the prompt; thinking may be unclosed."""
-    if THINK_CLOSE in text:
-        before, _, after = text.partition(THINK_CLOSE)
-        lead, _, thinking = before.rpartition(THINK_OPEN) if THINK_OPEN in before else ("", "", before)
-        return thinking.strip(), (lead + after).strip()
-    lead, opened, thinking = text.partition(THINK_OPEN)
-    return (thinking.strip(), lead.strip()) if opened else ("", text.strip())
 
 
 def split_tool_calls(text: str, names: Collection[str]) -> tuple[str, tuple[ToolCall, ...]]:

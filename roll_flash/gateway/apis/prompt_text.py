@@ -59,6 +59,10 @@ class PromptText:
         text = self.forced_text(call)
         return list(self._tokenizer.encode(text, add_special_tokens=False)) if text else []
 
+    def before_answer(self, call: ModelCall) -> str:
+        """Text at the end of the prompt that belongs to the answer: a forced call, or `<think>`."""
+        return self.forced_text(call) or self._template.opened_thinking
+
     def forced_text(self, call: ModelCall) -> str:
         if call.tool_choice in ("auto", "none"):
             return ""

@@ -1,0 +1,103 @@
+"""Renders the prompts of first tasks before anything slow starts: what fails for all of them fails every episode."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+from roll_flash.chat.rendered_conversation import open_conversation
+from roll_flash.chat.templates import Tools, chat_template_of
+from roll_flash.chat.tokenizer import load_tokenizer
+from roll_flash.config.tree import DATASET_ENV, Config
+from roll_flash.envs.hosting.environments import EnvironmentMaker
+from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
+from roll_flash.errors import ConfigError, ModelError, first_line
+from roll_flash.processes.background import DaemonThreads
+from roll_flash.types import Message, Task
+
+TASKS = 8
+"""Number of tasks of a level that are tried until one fits: a data set may have some prompts that are too long."""
+RESET_S = 20.0
+"""Timeout in seconds of making and resetting an environment here. One that takes longer is not checked."""
+SHORT_THOUGHT = 512
+"""Fewer new tokens cut most answers of a thinking model before they begin."""
+
+Prompt = tuple[Sequence[Message], Tools]
+
+
+class PromptCheck:
+    """Renders prompts with the chat template of a run's model. Raises ModelError if its tokenizer cannot be loaded."""
+
+    def __init__(self, config: Config, folder: Path) -> None:
+        self._config = config
+        try:
+            self._tokenizer = load_tokenizer(folder, config.model.chat_template_kwargs)
+        except Exception as error:  # the libraries raise errors of many kinds, also for damaged files
+            what = f"{type(error).__name__}: {first_line(error)}"
+            raise ModelError(f"{folder}: its tokenizer cannot be loaded: {what}") from None
+
+    def tokens(self, task: Task, messages: Sequence[Message], tools: Tools = None) -> int:
+        """Return the number of tokens of a task's prompt. Raises ConfigError if the chat template refuses it or it
+        leaves no room for an answer."""
+        try:
+            chat = ToolChat(tools, chat_template_of(self._tokenizer) if tools else None)
+            opening = chat.opening(messages)
+            begun = open_conversation(self._config.model.thinking, self._tokenizer, opening, chat.native)
+        except ModelError as error:
+            raise ConfigError(f"the prompt of task {task.task_id} cannot be rendered: {error}") from None
+        longest = self._config.model.max_length
+        if begun.prompt_length >= longest:
+            raise ConfigError(
+                f"the prompt of task {task.task_id} has {begun.prompt_length:,} tokens and leaves no room for an "
+                f"answer in model.max_length={longest:,}; raise that, or shorten the prompt"
+            )
+        return begun.prompt_length
+
+    def check(self, levels: Sequence[Sequence[Task]]) -> None:
+        """Check the first tasks of each level. Raises ConfigError if no prompt of a level can be played. What needs a
+        sandbox, has a loop of its own, or fails to reset is left to its episodes."""
+        for tasks in levels:
+            first_error: ConfigError | None = None
+            for task in tasks:
+                prompt = _prompt_of(task)
+                try:
+                    if prompt is not None:
+                        self.tokens(task, *prompt)
+                    break
+                except ConfigError as error:
+                    first_error = first_error or error
+            else:
+                if first_error is not None:
+                    raise first_error
+
+    def warning(self) -> str | None:
+        """Return a line if a thinking model has too few tokens to end its thoughts."""
+        most = self._config.rollout.max_new_tokens
+        if most >= SHORT_THOUGHT or not chat_template_of(self._tokenizer).expects_thinking:
+            return None
+        return (
+            f"the model thinks before it answers, and rollout.max_new_tokens={most} may end a turn within its "
+            "thoughts: raise it, or turn thinking off (model.chat_template_kwargs={enable_thinking: false}, if its "
+            "template knows that)"
+        )
+
+
+def _prompt_of(task: Task) -> Prompt | None:
+    threads = DaemonThreads()  # code of users may hold up its thread for ever
+    try:
+        found: Prompt | None = threads.submit(lambda: asyncio.run(_reset(task, threads))).result(RESET_S)
+    except Exception:  # episodes count their failures, and one alone may be chance
+        return None
+    return found
+
+
+async def _reset(task: Task, threads: DaemonThreads) -> Prompt | None:
+    env = await EnvironmentMaker(threads).open(task)
+    try:
+        if env.sandbox_env is not None or env.runs_own_loop:
+            return (task.kwargs["messages"], None) if task.env_id == DATASET_ENV else None
+        messages, about = await env.reset(task.seed)
+        return (messages, declared_tools(about)[0]) if messages else None
+    finally:
+        await env.close()
