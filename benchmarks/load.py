@@ -59,11 +59,17 @@ def _anonymous_bytes() -> int:
 
 
 def load(rank: int, ranks: int, side: str, folder: Path, store: str, results: Any) -> None:
-    """Load as a rank of the learner does; put (peak bytes, bytes of the shard, seconds)."""
+    """Put what `load_as_rank` measures in this process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     dist.barrier()
+    results.put(load_as_rank(side, folder, mesh))
+    dist.destroy_process_group()
+
+
+def load_as_rank(side: str, folder: Path, mesh: Any) -> tuple[int, int, float]:
+    """Load as a rank of the learner does; return (peak bytes, bytes of the shard, seconds)."""
     peak, began_s = PeakMemory(), time.perf_counter()
     if side == "shards":
         with open_policy_model(folder, _FORM) as (policy, files):
@@ -75,8 +81,7 @@ def load(rank: int, ranks: int, side: str, folder: Path, store: str, results: An
         _shard(policy, mesh)
     seconds, used = time.perf_counter() - began_s, peak.end()
     shard = sum(parameter.to_local().nbytes for parameter in policy.parameters())  # type: ignore[attr-defined]
-    results.put((used, shard, seconds))
-    dist.destroy_process_group()
+    return used, shard, seconds
 
 
 def _shard(policy: Any, mesh: Any) -> None:

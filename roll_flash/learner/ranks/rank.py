@@ -147,6 +147,8 @@ class LearnerRank:
         backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
         ranks = self._config.ranks
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
+        # Made before any model: the ranks of a node may have to load theirs one after the other.
+        self._mesh = init_device_mesh(self._device.type, (ranks,))
         # Background collectives use a separate group, so that they cannot mix with those of FSDP.
         self._background: Any = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
@@ -397,18 +399,15 @@ class LearnerRank:
 
     def _shard(self, policy: PolicyModel, files: WeightFiles | None) -> PolicyModel:
         """Shard a model, and read this rank's shards if it has no weights yet; frozen ones in the dtype of the GPU's
-        computation."""
-        if self._device.type == "cuda":
+        computation. A whole model in host memory goes to the GPU layer by layer, as FSDP shards it."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
             halve_frozen(policy)
-        if files is None:
-            policy = policy.to(self._device)
         policy.flex_attention = self._flex_attention
-        mesh = init_device_mesh(self._device.type, (self._config.ranks,))
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        precision = half if self._device.type == "cuda" else MixedPrecisionPolicy()
-        for layer in policy.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(policy, mesh=mesh, mp_policy=precision)
+        precision = half if on_gpu else MixedPrecisionPolicy()
+        for module in (*policy.layers, policy):
+            fully_shard(module, mesh=self._mesh, mp_policy=precision)
         if files is not None:
             files.fill(policy, "model.", self._device)
         return policy
