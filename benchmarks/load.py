@@ -5,7 +5,8 @@
 All ranks load together with gloo on the CPU, from a copy of the model in bfloat16 to float32, each in a process of its
 own. The peak is that of the memory which the process itself allocates (RssAnon, read every 2 ms), less that before the
 load; pages of the mapped files are shared by all processes and can be dropped at any time. `peak_per_shard` is the peak
-over the bytes of the rank's shard.
+over the bytes of the rank's shard. The last figures are arithmetic: what a rank needs for Qwen3-8B on 8 GPUs with the
+measured `shards_peak_per_shard`, and with the whole model in float32 on each GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_flash.learner.model.policy_model import ExactSettings, load_policy_model, open_policy_model
 from roll_flash.models.prepare import resolve_model
+from roll_flash.models.shape import read_shape
 
 MIB = 1 << 20
 _FORM = ExactSettings(shares_prefixes=False, logit_transform=None, vocabulary=0)
@@ -118,7 +120,17 @@ def _compare(folder: Path, ranks: int) -> dict[str, float]:
             f"{side}_s": seconds,
             "shard_mib": shard / MIB,
         }
-    return figures
+    return figures | arithmetic(figures["shards_peak_per_shard"])
+
+
+def arithmetic(peak_per_shard: float, model: str = "Qwen3-8B", ranks: int = 8) -> dict[str, float]:
+    """Return GiB in float32, not measured."""
+    whole = read_shape(model).parameters * 4 / (1 << 30)
+    return {
+        "8b_whole_gib": whole,
+        "8b_on_8_shard_gib": whole / ranks,
+        "8b_on_8_peak_gib": whole / ranks * peak_per_shard,
+    }
 
 
 def main() -> None:
