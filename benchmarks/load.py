@@ -5,7 +5,8 @@
 All ranks load together with gloo on the CPU, from a copy of the model in bfloat16 to float32, each in a process of its
 own. The peak is that of the memory which the process itself allocates (RssAnon, read every 2 ms), less that before the
 load; pages of the mapped files are shared by all processes and can be dropped at any time. `peak_per_shard` is the peak
-over the bytes of the rank's shard.
+over the bytes of the rank's shard. The last figures are arithmetic: what a rank needs for Qwen3-8B on 8 GPUs with the
+measured `shards_peak_per_shard`, and with the whole model in float32 on each GPU.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from roll_flash.learner.model.policy_model import ExactSettings, load_policy_model, open_policy_model
 from roll_flash.models.prepare import resolve_model
+from roll_flash.models.shape import read_shape
 
 MIB = 1 << 20
 _FORM = ExactSettings(shares_prefixes=False, logit_transform=None, vocabulary=0)
@@ -59,11 +61,17 @@ def _anonymous_bytes() -> int:
 
 
 def load(rank: int, ranks: int, side: str, folder: Path, store: str, results: Any) -> None:
-    """Load as a rank of the learner does; put (peak bytes, bytes of the shard, seconds)."""
+    """Put what `load_as_rank` measures in this process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     mesh = init_device_mesh("cpu", (ranks,))
     dist.barrier()
+    results.put(load_as_rank(side, folder, mesh))
+    dist.destroy_process_group()
+
+
+def load_as_rank(side: str, folder: Path, mesh: Any) -> tuple[int, int, float]:
+    """Load as a rank of the learner does; return (peak bytes, bytes of the shard, seconds)."""
     peak, began_s = PeakMemory(), time.perf_counter()
     if side == "shards":
         with open_policy_model(folder, _FORM) as (policy, files):
@@ -75,8 +83,7 @@ def load(rank: int, ranks: int, side: str, folder: Path, store: str, results: An
         _shard(policy, mesh)
     seconds, used = time.perf_counter() - began_s, peak.end()
     shard = sum(parameter.to_local().nbytes for parameter in policy.parameters())  # type: ignore[attr-defined]
-    results.put((used, shard, seconds))
-    dist.destroy_process_group()
+    return used, shard, seconds
 
 
 def _shard(policy: Any, mesh: Any) -> None:
@@ -113,7 +120,17 @@ def _compare(folder: Path, ranks: int) -> dict[str, float]:
             f"{side}_s": seconds,
             "shard_mib": shard / MIB,
         }
-    return figures
+    return figures | arithmetic(figures["shards_peak_per_shard"])
+
+
+def arithmetic(peak_per_shard: float, model: str = "Qwen3-8B", ranks: int = 8) -> dict[str, float]:
+    """Return GiB in float32, not measured."""
+    whole = read_shape(model).parameters * 4 / (1 << 30)
+    return {
+        "8b_whole_gib": whole,
+        "8b_on_8_shard_gib": whole / ranks,
+        "8b_on_8_peak_gib": whole / ranks * peak_per_shard,
+    }
 
 
 def main() -> None:

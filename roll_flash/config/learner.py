@@ -151,6 +151,9 @@ class LearnerConfig(Section):
     """`fsdp`, or a plug-in of `roll_flash.learner_engines`."""
     ranks: PositiveInt = 1
     """Processes that share the training of each step."""
+    shard_size: PositiveInt | None = None
+    """Number of ranks that share one copy of weights, gradients and optimizer (hybrid sharding). None: all. With fewer,
+    such as the GPUs of a node, layers are gathered only among these; memory per rank is that of `shard_size` ranks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: GPUs if the cluster has any, else the CPU."""
     threads: PositiveInt = 1
@@ -222,6 +225,14 @@ class LearnerConfig(Section):
             raise ValueError("rank_resources has no GPU, but device is cuda; add GPU: 1")
         if self.engine == "fsdp" and reserved is not None and (reserved > 1 or (reserved < 1 and self.ranks > 1)):
             raise ValueError(f"rank_resources: GPU: {reserved:g} must be 1: each rank computes on one GPU of its own")
+        return self
+
+    @model_validator(mode="after")
+    def _whole_copies(self) -> LearnerConfig:
+        if self.shard_size is not None and self.ranks % self.shard_size:
+            raise ValueError(
+                f"shard_size={self.shard_size} does not divide ranks={self.ranks}: each copy needs as many"
+            )
         return self
 
     @model_validator(mode="after")

@@ -54,4 +54,5 @@ def _open_fsdp(config: Config, model_folder: Path) -> LearnerEngine:
         temperature=config.rollout.temperature,
         run=config.name,
         transfer=config.inference.weight_transfer,
+        max_length=config.model.max_length,
     )

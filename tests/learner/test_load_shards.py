@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import logging
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -29,6 +28,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from benchmarks.load import load_as_rank
 from roll_flash.config.learner import LoraConfig
 from roll_flash.errors import ModelError
 from roll_flash.learner.model import lora
@@ -38,7 +38,7 @@ from roll_flash.learner.model.policy_model import (
     load_policy_model,
     open_policy_model,
 )
-from roll_flash.learner.model.weight_files import halve_frozen
+from roll_flash.learner.model.weight_files import halve_frozen, one_at_a_time
 from roll_flash.model_check.architectures import write_model
 from roll_flash.models.prepare import resolve_model
 from tests.learner.conftest import make_tiny_model
@@ -77,14 +77,20 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def compare_on_rank(rank: int, ranks: int, folder: Path, store: str, report: str, lora_rank: int = 0) -> None:
+def on_rank(rank: int, ranks: int, folders: Sequence[Path], store: str, report: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for folder in folders:
+        compare_on_rank(ranks, folder, mesh, report)
+    dist.destroy_process_group()
+
+
+def compare_on_rank(ranks: int, folder: Path, mesh: DeviceMesh, report: str) -> None:
     with open_policy_model(folder, FORM) as (policy, files):
         assert (files is None) == (report == "whole")
         on_meta = files is not None
         assert all(parameter.is_meta == on_meta for parameter in policy.parameters())
-        mesh = init_device_mesh("cpu", (ranks,))
         for layer in policy.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(policy, mesh=mesh)
@@ -106,16 +112,11 @@ def compare_on_rank(rank: int, ranks: int, folder: Path, store: str, report: str
     policy.unshard()
     found, wanted = hidden(input_ids=tokens), expected.base_model(input_ids=tokens)
     assert torch.equal(found.last_hidden_state, wanted.last_hidden_state)
-    dist.destroy_process_group()
 
 
-def compare(folder: Path, tmp_path: Path, report: str = "shards") -> None:
-    mp.spawn(compare_on_rank, (2, folder, str(tmp_path / "store"), report), nprocs=2)
-
-
-@pytest.mark.parametrize("name", ["llama", "llama-tied", "gemma"])
-def test_two_ranks_have_the_weights_and_buffers_of_transformers(tmp_path: Path, name: str) -> None:
-    compare(make(tmp_path / "model", name), tmp_path)
+def compare(folders: Path | Sequence[Path], tmp_path: Path, report: str = "shards") -> None:
+    folders = [folders] if isinstance(folders, Path) else folders
+    mp.spawn(on_rank, (2, folders, str(tmp_path / "store"), report), nprocs=2)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "gptj"])
@@ -130,22 +131,61 @@ def test_buffers_are_those_of_transformers_whichever_module_computes_them(tmp_pa
             assert torch.equal(policy.model.get_buffer(name), buffer), name
 
 
-def test_weights_in_several_files_are_found_by_their_index(tmp_path: Path) -> None:
-    folder = make(tmp_path / "model", "llama", max_shard_size="20KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    compare(folder, tmp_path)
-
-
 def test_smollm2_is_read_by_shards(tmp_path: Path) -> None:
     compare(resolve_model("smollm2-135m"), tmp_path)
 
 
-def test_experts_that_transformers_joins_are_loaded_whole(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = make(tmp_path / "model", "moe")
-    with caplog.at_level(logging.WARNING), open_policy_model(folder, FORM) as (_, files):
-        assert files is None
-    assert "loads the whole model" in caplog.text
-    compare(folder, tmp_path, "whole")
+CONVERTED = (
+    "qwen3_moe",  # experts joined from two tensors each, and from one
+    "mixtral",  # the same, and a router under another name
+    "deepseek_v3",  # a dense layer first, a correction bias
+    "ernie4_5_moe",
+    "granitemoe",  # other names, nothing joined
+    "nemotron_h",
+    "olmo_hybrid",  # convolutions one after the other
+)
+"""Architectures whose files hold other tensors than the model in memory, each with another kind of conversion."""
+
+
+def test_two_ranks_have_the_weights_and_buffers_of_transformers(tmp_path: Path) -> None:
+    folders = [make(tmp_path / name, name) for name in ("llama", "llama-tied", "gemma")]
+    several = make(tmp_path / "several files", "llama", max_shard_size="20KB")
+    assert len(list(several.glob("*.safetensors"))) > 2
+    joined = [write_model(name, tmp_path / name) for name in CONVERTED]
+    compare([*folders, several, *joined], tmp_path)
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "phimoe", "jamba", "minimax", "lfm2_moe", "mimo_v2_flash", "hy_v3"])
+def test_tensors_under_other_names_are_found(tmp_path: Path, name: str) -> None:
+    folder = write_model(name, tmp_path / "model")
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    with open_policy_model(folder, FORM) as (policy, files):
+        assert files is not None
+        files.fill(policy, "model.", torch.device("cpu"))
+    torch.testing.assert_close(policy.model.state_dict(), expected, atol=0, rtol=0)
+
+
+def test_a_rank_never_holds_more_of_its_experts_than_its_shard_and_one_joined_tensor(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 8, "num_hidden_layers": 8}
+    torch.manual_seed(0)
+    experts = Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZES | sizes, num_experts_per_tok=2))
+    joined = max(parameter.nbytes for parameter in experts.parameters())
+    experts.save_pretrained(tmp_path / "model")
+    results = mp.get_context("spawn").SimpleQueue()
+    warm = make(tmp_path / "tiny", "moe")  # imports, and everything else that is allocated once
+    mp.spawn(measure_on_rank, (2, (warm, tmp_path / "model"), str(tmp_path / "store"), results), nprocs=2)
+    for peak, shard in (results.get(), results.get()):
+        assert peak <= 1.1 * shard + joined, f"{peak / shard:.2f} of the shard"
+
+
+def measure_on_rank(rank: int, ranks: int, folders: Sequence[Path], store: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    for folder in folders:
+        dist.barrier()
+        peak, shard, _ = load_as_rank("shards", folder, init_device_mesh("cpu", (ranks,)))
+    results.put((peak, shard))
+    dist.destroy_process_group()
 
 
 def test_an_own_head_beside_a_tied_config_is_not_lost(tmp_path: Path) -> None:
@@ -153,6 +193,24 @@ def test_an_own_head_beside_a_tied_config_is_not_lost(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
     compare(folder, tmp_path, "whole")
+
+
+def test_whole_models_of_ranks_on_one_machine_are_in_memory_one_after_the_other(tmp_path: Path) -> None:
+    ready, entered = mp.get_context("fork").Event(), mp.get_context("fork").Event()
+
+    def load() -> None:
+        ready.set()
+        with one_at_a_time():
+            entered.set()
+
+    other = mp.get_context("fork").Process(target=load)
+    with one_at_a_time():
+        other.start()
+        assert ready.wait(60)
+        assert not entered.wait(0.2)
+    assert entered.wait(60)
+    other.join(60)
+    assert other.exitcode == 0
 
 
 @pytest.mark.parametrize("damage", ["missing", "shape"])

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from roll_flash.errors import ModelError, first_line
 from roll_flash.learner.model.activation_offload import offload_activations
 from roll_flash.learner.model.token_logprobs import LogitTransform, token_logprobs
-from roll_flash.learner.model.weight_files import WeightFiles, compute_buffers
+from roll_flash.learner.model.weight_files import WeightFiles, compute_buffers, one_at_a_time
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
 from roll_flash.models.shape import decoder_layers
@@ -154,7 +154,8 @@ def open_policy_model(
     folder: Path, form: ExactSettings, temperature: float = 1.0
 ) -> Iterator[tuple[PolicyModel, WeightFiles | None]]:
     """Yield a model on the meta device, with its buffers but without weights, and the files that hold these; None, and
-    a whole model in host memory, if the files cannot be read tensor by tensor: a line in the log says why.
+    a whole model in host memory, if the files cannot be read tensor by tensor: a line in the log says why. Only one
+    process of a machine then is inside the block, so it must not wait for others.
 
     Raises ModelError if the folder is missing or incomplete.
     """
@@ -168,9 +169,10 @@ def open_policy_model(
             policy.apply_form(form)
             yield policy.train(), files
             return
-    _LOG.warning("%s: every rank loads the whole model before it keeps its shard: %s", folder, reason)
+    _LOG.warning("%s: every rank in turn loads the whole model before it keeps its shard: %s", folder, reason)
     del model
-    yield load_policy_model(folder, temperature, form), None
+    with one_at_a_time():
+        yield load_policy_model(folder, temperature, form), None
 
 
 def check_weight_files(folder: Path) -> None:

@@ -1,12 +1,17 @@
 """Gives a sharded model its weights from safetensors files; each rank reads only the rows of each tensor that it keeps.
 
-The model is created on the meta device, without memory, so that no process needs room for all of it. The files are
-mapped: ranks on one node share what they read, in the page cache.
+Where transformers joins stored tensors, such as experts, a rank reads the parts of its rows into their place: the
+joined tensor exists nowhere. The model is created on the meta device, without memory, so that no process needs room for
+all of it. The files are mapped: ranks on one node share what they read, in the page cache.
 """
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import fcntl
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from transformers import PreTrainedModel
 
 from roll_flash.errors import ModelError
+from roll_flash.learner.model.stored_parts import StoredParts, stored_parts
 from roll_flash.models.folder import weight_files
 
 _READ_BYTES = 64 << 20
@@ -33,6 +39,8 @@ class WeightFiles:
         self._folder = folder
         self._open = ExitStack()
         self._slices: dict[str, Any] = {}
+        self._parts: dict[str, StoredParts] = {}
+        """The stored tensors of each tensor of the model, by its name; see `why_not_by_shards`."""
         single = folder / "model.safetensors"
         for path in [single] if single.is_file() else [folder / name for name in weight_files(folder)]:
             try:
@@ -54,23 +62,26 @@ class WeightFiles:
 
     def why_not_by_shards(self, model: PreTrainedModel) -> str | None:
         """Return why `model`, created from this folder on the meta device, cannot be filled tensor by tensor; None if
-        it can. Raises ModelError if a tensor has another shape than the model's."""
-        if getattr(model, "_weight_conversions", None):
-            return "its files name or join tensors in another way than the model in memory"
+        it can, and `fill` then fills it. Raises ModelError if a tensor has another shape than the model's."""
+        parts = stored_parts(model, self._slices)
+        if isinstance(parts, str):
+            return parts
         state = model.state_dict(keep_vars=True)
-        both = [name for name, source in model.all_tied_weights_keys.items() if {name, source} <= self._slices.keys()]
+        both = [name for name, source in model.all_tied_weights_keys.items() if {name, source} <= parts.keys()]
         if both:
             return f"its files hold {both[0]} although the config ties it to another tensor"
-        found = {id(tensor) for name, tensor in state.items() if name in self._slices}
+        found = {id(state[name]) for name in parts}
         missing = [name for name, tensor in state.items() if id(tensor) not in found]
         if missing:
             return f"its files hold {missing[0]} under another name"
-        for name in state.keys() & self._slices.keys():
-            shape, wanted = self._slices[name].get_shape(), list(state[name].shape)
+        shapes = {name: lazily.get_shape() for name, lazily in self._slices.items()}
+        for name, stored in parts.items():
+            shape, wanted = stored.shape(shapes), list(state[name].shape)
             if shape != wanted:
                 raise ModelError(
                     f"{self._folder}: {name} has the shape {shape}, the model's is {wanted}; look at config.json"
                 )
+        self._parts = parts
         return None
 
     def fill(self, policy: nn.Module, prefix: str, device: torch.device) -> int:
@@ -83,7 +94,7 @@ class WeightFiles:
         values: dict[int, Tensor] = {}
         for name, tensor in state.items():
             stored = name.removeprefix(prefix)
-            if tensor.is_meta and id(tensor) not in values and stored in self._slices:
+            if tensor.is_meta and id(tensor) not in values and stored in self._parts:
                 values[id(tensor)] = self._read(stored, tensor, device)
         # Tied names get the same object, which keeps them tied.
         filled = {name: values[id(tensor)] for name, tensor in state.items() if id(tensor) in values}
@@ -95,24 +106,44 @@ class WeightFiles:
             # FSDP shards the first dimension; the last ranks may have fewer rows or none.
             shape, offset = compute_local_shape_and_global_offset(empty.shape, empty.device_mesh, empty.placements)
             local = torch.empty(shape, dtype=empty.dtype, device=device)
-            self._copy_rows(stored, offset[0], local)
+            self._copy(stored, offset[0], local)
             values: Tensor = DTensor.from_local(
                 local, empty.device_mesh, empty.placements, run_check=False, shape=empty.shape, stride=empty.stride()
             )
         else:
             values = torch.empty(empty.shape, dtype=empty.dtype, device=device)
-            self._copy_rows(stored, 0, values)
+            self._copy(stored, 0, values)
         return nn.Parameter(values, empty.requires_grad) if isinstance(empty, nn.Parameter) else values
+
+    def _copy(self, name: str, first: int, target: Tensor) -> None:
+        """Fill `target` with the rows of the tensor `name` of the model from `first` on."""
+        parts = self._parts[name]
+        if not target.shape:
+            target.copy_(self._slices[parts.groups[0][0]][...])
+            return
+        lengths = {stored: self._slices[stored].get_shape()[0] for group in parts.groups for stored in group}
+        for stored, begin, view in parts.rows(first, target, lengths):
+            self._copy_rows(stored, begin, view)
 
     def _copy_rows(self, stored: str, first: int, target: Tensor) -> None:
         lazily = self._slices[stored]
-        if not target.shape:
-            target.copy_(lazily[...])
-        elif target.numel():
-            rows = max(1, _READ_BYTES * len(target) // max(1, target.numel() * 4))
-            for start in range(0, len(target), rows):
-                end = min(start + rows, len(target))
-                target[start:end].copy_(lazily[first + start : first + end])
+        rows = max(1, _READ_BYTES * len(target) // max(1, target.numel() * 4))
+        for start in range(0, len(target), rows):
+            end = min(start + rows, len(target))
+            target[start:end].copy_(lazily[first + start : first + end])
+
+
+@contextmanager
+def one_at_a_time() -> Iterator[None]:
+    """Let one process of this machine after the other run the block, so that their whole models are never in
+    memory together. The wait ends with the caller: the driver kills ranks after `learner.start_timeout_s`."""
+    folder = os.open(tempfile.gettempdir(), os.O_RDONLY)  # a lock on a folder leaves no file behind
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        fcntl.flock(folder, fcntl.LOCK_UN)  # closing is not enough while a forked process has the folder open too
+        os.close(folder)
 
 
 def compute_buffers(model: PreTrainedModel) -> list[str]:

@@ -65,7 +65,9 @@ class FsdpLearner:
         temperature: float = 1.0,
         run: str = "run",
         transfer: WeightTransfer = "shm",
+        max_length: int | None = None,
     ) -> None:
+        """`max_length`: most tokens of a trajectory, for what ranks try on a GPU at their start; None: not known."""
         self._folder = Path(model_folder)
         self._config = config
         self._async_ratio = async_ratio
@@ -73,6 +75,7 @@ class FsdpLearner:
         self._temperature = temperature
         self._run = run
         self._transfer: WeightTransfer = transfer
+        self._max_length = max_length
         self._places: Places | None = None
         self._ranks: list[ActorHandle[Any]] = []
         self._node_folders: NodeFolders | None = None
@@ -151,6 +154,7 @@ class FsdpLearner:
             temperature=self._temperature,
             run=self._run,
             transfer=self._transfer,
+            max_length=self._max_length,
         )
         return made
 

@@ -47,13 +47,23 @@ from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
 from roll_flash.learner.ranks.gradient_sync import GradientSync
+from roll_flash.learner.ranks.optimizer import open_optimizer
 from roll_flash.learner.ranks.rendezvous import interface_of, is_on_one_machine, join_rendezvous, open_rendezvous
+from roll_flash.learner.ranks.row_memory import (
+    GpuMemory,
+    MemoryCounters,
+    check_longest_row,
+    explained_states,
+    longest_row,
+)
 from roll_flash.learner.weights.channel import TRANSFER, TRANSFER_THREADS
 from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.stream.blocks import fetch_tokens
 
 _LOG = logging.getLogger(__name__)
+
+GPU_BACKEND = "cpu:gloo,cuda:nccl"
 
 Forms = Mapping[Path, ExactSettings]
 """Settings for exact computation, per model folder."""
@@ -79,6 +89,7 @@ class LearnerRank:
         temperature: float,
         run: str,
         transfer: WeightTransfer = "shm",
+        max_length: int | None = None,
     ) -> None:
         self._folder = model_folder
         self._config = config
@@ -87,6 +98,7 @@ class LearnerRank:
         self._temperature = temperature
         self._run = run
         self._transfer = transfer
+        self._max_length = max_length
         self._kept: dict[str, list[TrainSequence]] = {}
         """Sequences of the step by group, with proximal log-probabilities; only with several minibatches."""
         self._store: dist.Store | None = None
@@ -114,7 +126,7 @@ class LearnerRank:
         before all other parts start. Raises ModelError if exact computation is impossible, ConfigError if there is no
         GPU that should be there."""
         self._take_device()
-        if self._config.activation_offload and self._device.type == "cpu":
+        if self._config.activation_offload and not self._on_gpu:
             raise ConfigError(f"learner.{OFFLOAD_ON_CPU}")
         forms: dict[Path, ExactSettings] = {}
         reference = self._reference_folder()
@@ -144,9 +156,13 @@ class LearnerRank:
             interface = interface_of(self.node_address())
             os.environ |= {"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface}
         store = self._store if self._rank == 0 else join_rendezvous(address, self._config.ranks, self._timeout)
-        backend = "cpu:gloo,cuda:nccl" if self._device.type == "cuda" else "gloo"
+        backend = GPU_BACKEND if self._on_gpu else "gloo"
         ranks = self._config.ranks
         dist.init_process_group(backend, store=store, rank=self._rank, world_size=ranks, timeout=self._timeout)
+        # Made before any model: the ranks of a node may have to load theirs one after the other.
+        size = self._config.shard_size or ranks
+        shape, names = ((ranks,), ("shard",)) if size == ranks else ((ranks // size, size), ("replicate", "shard"))
+        self._mesh = init_device_mesh(self._device.type, shape, mesh_dim_names=names)
         # Background collectives use a separate group, so that they cannot mix with those of FSDP.
         self._background: Any = dist.new_group(backend="gloo", timeout=self._timeout)
         torch.manual_seed(self._seed + self._rank)
@@ -159,9 +175,8 @@ class LearnerRank:
             if self._config.gradient_checkpointing:
                 policy.model.gradient_checkpointing_enable({"use_reentrant": False})
             policy.offload_activations = self._config.activation_offload
-            on_gpu = self._device.type == "cuda"
             self._flex_attention = (
-                on_gpu and policy.shares_prefixes and _flex_attention_works(self._device, policy.model)
+                self._on_gpu and policy.shares_prefixes and _flex_attention_works(self._device, policy.model)
             )
             fingerprint = checkpoint.fingerprint(policy.model)
             self._tied = policy.tied_names()
@@ -172,12 +187,13 @@ class LearnerRank:
         self._shares = policy.shares_prefixes and (reference is None or reference.shares_prefixes)
         self._objective = Objective(self._config, self._policy, reference)
         self._sync = GradientSync(policy, once_a_step=self._config.gradient_sync == "step", ranks=ranks)
-        self._optimizer = torch.optim.AdamW(
-            self._parameter_groups(), lr=self._config.learning_rate, betas=self._config.betas, fused=True
-        )
+        with explained_states():
+            self._optimizer = open_optimizer(self._policy, self._config)
         self._stage = self._open_stage()
         if self._rank == 0:
             self._stage.reserve()
+        if self._on_gpu:
+            _LOG.info("%s", self._check_longest_row(GpuMemory(self._device)))
         return fingerprint
 
     def shares_prefixes(self) -> bool:
@@ -363,6 +379,10 @@ class LearnerRank:
         dist.destroy_process_group()
 
     @property
+    def _on_gpu(self) -> bool:
+        return self._device.type == "cuda"
+
+    @property
     def _transfers(self) -> DeviceWeightStage:
         return cast(DeviceWeightStage, self._stage)
 
@@ -374,22 +394,28 @@ class LearnerRank:
     def _trained(self) -> list[torch.nn.Parameter]:
         return [parameter for parameter in self._policy.parameters() if parameter.requires_grad]
 
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Return optimizer groups: weight decay for matrices, not for norms and biases; one group without decay."""
-        decay = self._config.weight_decay
-        if not decay:
-            return [{"params": self._trained, "weight_decay": 0.0}]
-        decays: list[torch.nn.Parameter] = []
-        others: list[torch.nn.Parameter] = []
-        for name, parameter in self._policy.named_parameters():
-            if parameter.requires_grad:
-                owner = self._policy.get_submodule(name.rpartition(".")[0])
-                (decays if _is_matrix(name, parameter, owner) else others).append(parameter)
-        groups = [{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
-        return [group for group in groups if group["params"]]
+    def _check_longest_row(self, counters: MemoryCounters) -> str:
+        """Try the longest row of the run; see `check_longest_row`. Gradients are none afterwards, random states as they
+        were. A collective."""
+        config, length = self._config, self._max_length
+        by_length = length is not None and (length > config.micro_batch_tokens or not self._shares)
+        key = "model.max_length" if by_length else "learner.micro_batch_tokens"
+        tokens = length if by_length and length is not None else config.micro_batch_tokens
+
+        def run_row(number: int) -> None:
+            self._sync.begin_pass()
+            self._objective.add_gradient(longest_row(number, length, self._policy.head.shape[0]))
+
+        later = isinstance(self._stage, DeviceWeightStage) and (self._rank == 0 or self._transfer == "ipc")
+        later_bytes = sum(2 * parameter.numel() for parameter in self._policy.parameters()) if later else 0
+        self._policy.train()
+        with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            said = check_longest_row(run_row, tokens, counters, later_bytes=later_bytes, largest=self._largest, key=key)
+        self.abandon()
+        return said
 
     def _open_stage(self) -> WeightStage | DeviceWeightStage:
-        model, dtype = self._policy.model, torch.float32 if self._device.type == "cpu" else torch.bfloat16
+        model, dtype = self._policy.model, torch.bfloat16 if self._on_gpu else torch.float32
         if self._transfer == "nccl" or self._transfer == "ipc":
             return DeviceWeightStage(model, self._tied, dtype, self._transfer)
         changed_only = self._config.lora.publish == "adapters"
@@ -397,18 +423,14 @@ class LearnerRank:
 
     def _shard(self, policy: PolicyModel, files: WeightFiles | None) -> PolicyModel:
         """Shard a model, and read this rank's shards if it has no weights yet; frozen ones in the dtype of the GPU's
-        computation."""
-        if self._device.type == "cuda":
+        computation. A whole model in host memory goes to the GPU layer by layer, as FSDP shards it."""
+        if self._on_gpu:
             halve_frozen(policy)
-        if files is None:
-            policy = policy.to(self._device)
         policy.flex_attention = self._flex_attention
-        mesh = init_device_mesh(self._device.type, (self._config.ranks,))
         half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        precision = half if self._device.type == "cuda" else MixedPrecisionPolicy()
-        for layer in policy.layers:
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
-        fully_shard(policy, mesh=mesh, mp_policy=precision)
+        precision = half if self._on_gpu else MixedPrecisionPolicy()
+        for module in (*policy.layers, policy):
+            fully_shard(module, mesh=self._mesh, mp_policy=precision)
         if files is not None:
             files.fill(policy, "model.", self._device)
         return policy
@@ -463,12 +485,6 @@ def _flex_attention_works(device: torch.device, model: PreTrainedModel) -> bool:
     if reason is not None:
         _LOG.warning("FlexAttention cannot be used here, a dense mask takes its place: %s", reason)
     return reason is None
-
-
-def _is_matrix(name: str, parameter: Tensor, owner: torch.nn.Module) -> bool:
-    """Return false for two-dimensional norms of heads and log decay rates of state space models too."""
-    is_norm = "Norm" in type(owner).__name__ and not isinstance(owner, torch.nn.Embedding)
-    return parameter.ndim > 1 and not is_norm and not name.endswith(("bias", "A_log"))
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -76,6 +76,7 @@ def rank_memory(config: Config, shape: ModelShape, width: int = HALF, *, is_firs
     learner = config.learner
     trained, is_full = trained_parameters(learner, shape), not learner.lora.rank
     frozen = 0 if is_full else shape.parameters
+    learner = learner.model_copy(update={"ranks": learner.shard_size or learner.ranks})  # that share one copy
     states = (MASTER + MOMENTS) * trained // learner.ranks
     # With one synchronization per step, each rank keeps the gradient of all weights.
     gradients = GRADIENT * trained // (learner.ranks if learner.gradient_sync == "row" else 1)

@@ -1,0 +1,55 @@
+"""Creates the optimizer of a rank, with its states, so that memory that is too small shows before the first rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from roll_flash.config.learner import LearnerConfig
+
+
+def open_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer of the trained parameters, with all its states allocated."""
+    optimizer = torch.optim.AdamW(
+        parameter_groups(policy, config.weight_decay), lr=config.learning_rate, betas=config.betas, fused=True
+    )
+    allocate_states(optimizer)
+    return optimizer
+
+
+def allocate_states(optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer create its states as its first step would, and set them to what they are before that step.
+    Weights stay as they are, gradients are removed. A checkpoint that is loaded later replaces the states."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        state["step"].zero_()
+
+
+def parameter_groups(policy: nn.Module, decay: float) -> list[dict[str, Any]]:
+    """Return optimizer groups: weight decay for matrices, not for norms and biases; one group without decay."""
+    trained = {name: parameter for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    if not decay:
+        return [{"params": list(trained.values()), "weight_decay": 0.0}]
+    decays: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
+    for name, parameter in trained.items():
+        owner = policy.get_submodule(name.rpartition(".")[0])
+        (decays if _is_matrix(name, parameter, owner) else others).append(parameter)
+    groups = [{"params": decays, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _is_matrix(name: str, parameter: Tensor, owner: nn.Module) -> bool:
+    """Return false for two-dimensional norms of heads and log decay rates of state space models too."""
+    is_norm = "Norm" in type(owner).__name__ and not isinstance(owner, nn.Embedding)
+    return parameter.ndim > 1 and not is_norm and not name.endswith(("bias", "A_log"))

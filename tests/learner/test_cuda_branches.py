@@ -1,0 +1,54 @@
+"""Every branch that only CUDA takes is listed, with what runs it: a test that forces it on the CPU, or `gpu-check`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+
+from roll_flash.learner.model.token_logprobs import _add_product
+
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("learner", "weight_sync")
+BRANCH = re.compile(r"is_cuda|torch\.cuda\.|\.type [!=]= \"(cuda|cpu)\"|_on_gpu\b")
+PAGE_LOCKED = "tests/inference/test_page_locked_publication.py"
+START = "tests/learner/test_gpu_start.py"
+DEVICE_WEIGHTS = "tests/learner/test_device_weights.py"
+
+RUN_BY: dict[str, tuple[int, tuple[str, ...]]] = {
+    "learner/model/activation_offload.py": (1, ("tests/learner/test_learner_options.py",)),
+    "learner/model/compiled_layers.py": (1, ("tests/learner/test_learner_options.py",)),
+    "learner/model/token_logprobs.py": (3, ("tests/learner/test_cuda_branches.py", "roll_flash/gpu_check/logprobs.py")),
+    "learner/packing/flex_tree.py": (2, ("roll_flash/gpu_check/attention.py",)),
+    "learner/packing/tree_attention.py": (2, ("roll_flash/gpu_check/attention.py",)),
+    "learner/ranks/checkpoint.py": (3, ("roll_flash/gpu_check/training.py",)),
+    "learner/ranks/device.py": (3, ("tests/learner/test_rank_device.py",)),
+    "learner/ranks/rank.py": (10, (START, "roll_flash/gpu_check/training.py")),
+    "learner/ranks/row_memory.py": (4, (START,)),
+    "learner/weights/device.py": (5, (DEVICE_WEIGHTS, "roll_flash/gpu_check/servers.py")),
+    "learner/weights/staged.py": (7, (PAGE_LOCKED, START)),
+    "weight_sync/double_buffer.py": (1, (PAGE_LOCKED, "roll_flash/gpu_check/servers.py")),
+    "weight_sync/page_locked.py": (2, (PAGE_LOCKED,)),
+    "weight_sync/shared_memory.py": (5, (PAGE_LOCKED, "roll_flash/gpu_check/servers.py")),
+}
+"""Lines that ask for CUDA or call it, by file below roll_flash, and what runs them."""
+
+
+def test_every_branch_for_cuda_is_listed_with_what_runs_it() -> None:
+    found: dict[str, int] = {}
+    for folder in FOLDERS:
+        for path in sorted((ROOT / "roll_flash" / folder).rglob("*.py")):
+            if lines := [line for line in path.read_text().splitlines() if BRANCH.search(line)]:
+                found[str(path.relative_to(ROOT / "roll_flash"))] = len(lines)
+    assert found == {file: count for file, (count, _) in RUN_BY.items()}, "run a new branch in a test and list it"
+    for _, runners in RUN_BY.values():
+        assert all((ROOT / runner).is_file() for runner in runners)
+
+
+def test_products_of_bfloat16_are_accumulated_in_float32_off_the_cpu() -> None:
+    """On the meta device, which takes the same branch as CUDA: dtypes and shapes, no values."""
+    total = torch.zeros(3, 5, device="meta")
+    first, second = torch.zeros(3, 4, dtype=torch.bfloat16), torch.zeros(4, 5, dtype=torch.bfloat16)
+    _add_product(total, first.to("meta"), second.to("meta"))
+    assert (total.dtype, total.shape) == (torch.float32, (3, 5))
