@@ -10,7 +10,7 @@ from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.evaluation.tasks import held_out_tasks
-from roll_flash.inference.open import check_engine
+from roll_flash.inference.open import check_engine, why_no_replay
 from roll_flash.learner.open import check_learner
 from roll_flash.learner.warm_start import check_demonstrations
 from roll_flash.models.folder import check_chat_template, check_model_folder
@@ -49,6 +49,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     if trains:
         check_stages(config)
         check_learner(config)
+        if folder is not None:
+            why_no_replay(config, folder)
         if config.learner.kl.coefficient and config.learner.kl.reference is not None:
             check_model_folder(Path(config.learner.kl.reference))
         if config.warm_start is not None:

@@ -126,6 +126,7 @@ class Branch:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     prompt_length: int
+    routed_experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -157,6 +158,9 @@ class Trajectory:
     info: Mapping[str, Any] = field(default_factory=dict)
     branches: tuple[Branch, ...] = ()
     """Extra samples of the same episode, trained with its advantage; empty unless an agent brought its own loop."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[T, layers, k]: experts of a mixture of experts that the server used for each token; -1 for tokens that it did not
+    compute, such as the last one. None if routing is not replayed."""
 
     @property
     def samples(self) -> tuple[Trajectory | Branch, ...]:

@@ -22,7 +22,7 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from roll_flash.chat.model_text import encodable
-from roll_flash.engines.inference import Generation
+from roll_flash.engines.inference import Generation, count_experts, join_experts
 from roll_flash.errors import ModelError
 from roll_flash.types import Message
 
@@ -105,6 +105,15 @@ class Conversation:
             logprobs[span] = generation.logprobs
             versions[span] = generation.versions
         return np.asarray(self.token_ids, np.int32), mask, logprobs, versions
+
+    @property
+    def known_experts(self) -> int:
+        """Number of tokens whose experts the servers have returned."""
+        return count_experts([generation for _, generation in self._generations])
+
+    def routed_experts(self) -> NDArray[np.int16] | None:
+        """Return `routed_experts` of a `Trajectory`."""
+        return join_experts([generation for _, generation in self._generations], len(self.token_ids))
 
 
 class ChatTemplate:

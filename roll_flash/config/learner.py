@@ -179,6 +179,10 @@ class LearnerConfig(Section):
     """Weight of the policy's entropy, which is added to the objective."""
     kl: KlConfig = KlConfig()
     """KL divergence from a frozen reference, added to the loss."""
+    routing_replay: bool | Literal["auto"] = "auto"
+    """In the learner each token uses the experts that the server used for it (mixtures of experts). `auto`: where
+    servers return them; docs/models.md says where that is. false: the learner chooses anew, and rounding makes some
+    choices differ."""
     minibatches: PositiveInt = 1
     """Optimizer steps per batch. With more than one, the log-probabilities at the start of the step are computed first,
     and training begins when the last group arrives."""

@@ -53,6 +53,8 @@ class TokenArrays:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     prompt_length: int
+    routed_experts: NDArray[np.int16] | None = None
+    """[T, layers, k]"""
 
 
 class ContextFullError(RollFlashError):
@@ -121,6 +123,7 @@ class TokenPolicy:
             request_id=f"{self._episode_id}-{self._turn}",
             session=self._session,
             timeout_s=timeout_s,
+            known_experts=self._conversation.known_experts,
         )
         self._turn += 1
         text = self._conversation.add_generation(generation)
@@ -141,8 +144,14 @@ class TokenPolicy:
         token_ids, policy_mask, logprobs, versions = conversation.arrays()
         written = np.flatnonzero(policy_mask)
         end = int(written[-1]) + 1 if len(written) else len(token_ids)
+        experts = conversation.routed_experts()
         return TokenArrays(
-            token_ids[:end], policy_mask[:end], logprobs[:end], versions[:end], conversation.prompt_length
+            token_ids[:end],
+            policy_mask[:end],
+            logprobs[:end],
+            versions[:end],
+            conversation.prompt_length,
+            None if experts is None else experts[:end],
         )
 
 

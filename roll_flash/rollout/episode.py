@@ -193,6 +193,7 @@ async def _play_steps(
         started_s=started_s,
         finished_s=time.time(),
         info=info,
+        routed_experts=arrays.routed_experts,
     )
 
 

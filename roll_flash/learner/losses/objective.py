@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -113,6 +113,7 @@ class Objective:
     def _reference_logprobs(self, row: PackedRow) -> Tensor | None:
         if not self._kl.coefficient:
             return None
+        row = replace(row, routed_experts=None)  # a reference is what it is: it chooses its experts itself
         with torch.no_grad():
             if self._reference is not None:
                 return _without_backward(self._reference, row, None)

@@ -19,6 +19,7 @@ from roll_flash.learner.model.token_logprobs import LogitTransform, token_logpro
 from roll_flash.learner.model.weight_files import WeightFiles, compute_buffers
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
+from roll_flash.models.routing import Routing
 from roll_flash.models.shape import decoder_layers
 
 _LOG = logging.getLogger(__name__)
@@ -54,6 +55,8 @@ class PolicyModel(nn.Module):
         """Use FlexAttention (GPU only; see `flex_tree.unsupported_reason`)."""
         self.offload_activations = False
         """Keep activations saved by checkpointing in host memory until the backward pass (GPU only)."""
+        self._routing: Routing | None = None
+        """Set by the first row whose experts are given."""
         self._own_attention: Any = model.config._attn_implementation
         for module in model.modules():
             _without_dropout(module)
@@ -95,6 +98,7 @@ class PolicyModel(nn.Module):
 
     def _call(self, module: Any, row: PackedRow) -> Any:
         device = self.head.device
+        self._steer_routing(row)
         token_ids = torch.tensor(row.token_ids, device=device)[None]
         if not self.shares_prefixes:
             if len(row.members) > 1:
@@ -104,6 +108,14 @@ class PolicyModel(nn.Module):
         tree = tree_attention.tree_layout(row.position_ids, row.subtree_end, device, flex=self.flex_attention)
         position_ids = torch.tensor(row.position_ids, device=device)[None]
         return module(input_ids=token_ids, position_ids=position_ids, use_cache=False, tree=tree)
+
+    def _steer_routing(self, row: PackedRow) -> None:
+        experts = row.routed_experts
+        if experts is None and self._routing is None:
+            return
+        if self._routing is None:
+            self._routing = Routing(self.model)
+        self._routing.replay(None if experts is None else torch.tensor(experts, device=self.head.device))
 
     @property
     def head(self) -> Tensor:
