@@ -159,8 +159,8 @@ class Trajectory:
     branches: tuple[Branch, ...] = ()
     """Extra samples of the same episode, trained with its advantage; empty unless an agent brought its own loop."""
     routed_experts: NDArray[np.int16] | None = None
-    """[T, layers, k]: experts of a mixture of experts that the server used for each token; -1 for tokens that it did not
-    compute, such as the last one. None if routing is not replayed."""
+    """[T, layers, k]: experts that the server used for each token; -1 for tokens that it did not compute, such as the
+    last one. None if routing is not replayed."""
 
     @property
     def samples(self) -> tuple[Trajectory | Branch, ...]:

@@ -95,8 +95,8 @@ def open_engine(
     """Create the engine `config.engine` with `config.servers` servers, not started; server logs go into `logs`.
 
     `places`: where the servers run in a Ray cluster; None: they are child processes of this one. `returns_experts`:
-    answers have the experts of each token (`why_no_replay` says if that is possible). A plug-in is called with the other
-    arguments of this function. Raises ConfigError if the name is not registered.
+    answers have the experts of each token (`why_no_replay` says if that is possible). A plug-in is called with the
+    other arguments of this function. Raises ConfigError if the name is not registered.
     """
     arguments: dict[str, Any] = {
         "model_folder": model_folder,

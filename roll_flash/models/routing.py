@@ -4,14 +4,15 @@ A router that computes a token twice, in a server and in the learner, may choose
 and dtypes round differently, and the experts at the edge of the top k are close. Log-probabilities then differ by far
 more than rounding does. Routing replay (R3, arXiv 2510.11370) lets the learner use the experts that the server used.
 
-It replaces only the choice. The weights of the chosen experts still come from the router's own scores, normalised as the
-model does, so that gradients reach the router. The choice is a call of `torch.topk` over the experts in each of these
-models, and is replaced there, whatever the code around it looks like.
+It replaces only the choice. The weights of the chosen experts still come from the router's own scores, normalised as
+the model does, so that gradients reach the router. The choice is a call of `torch.topk` over the experts in each of
+these models, and is replaced there, whatever the code around it looks like.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,7 @@ class Routing:
         self._recorded = {}
 
     def recorded(self) -> Tensor:
-        """Return the experts of the pass since `start_recording`, int16 [tokens, layers, k]; 0 in layers without any."""
+        """Return the experts of the pass since `start_recording`, int16 [tokens, layers, k]; 0 in layers without."""
         assert self._recorded, "no pass was recorded"
         (shape,) = {tuple(found.shape) for found in self._recorded.values()}
         experts = torch.zeros(shape[0], self.num_layers, shape[1], dtype=torch.int16)
@@ -133,11 +134,9 @@ def why_not_replayed(folder: Path) -> str | None:
 
 
 def _choices(block: nn.Module, hidden_size: int) -> int:
-    with torch.no_grad(), _TopK(_num_experts(block), None) as choice:
-        try:
-            block(torch.empty(1, 3, hidden_size, device="meta"))
-        except Exception:  # experts may need real numbers, after the choice is made
-            pass
+    # Experts may need real numbers, after the choice is made.
+    with suppress(Exception), torch.no_grad(), _TopK(_num_experts(block), None) as choice:
+        block(torch.empty(1, 3, hidden_size, device="meta"))
     return len(choice.made)
 
 

@@ -154,7 +154,7 @@ def shape_of(model: Any, name: str) -> ModelShape:
 
 
 def has_experts(folder: Path) -> bool:
-    """Return true if the config.json in `folder` is that of a mixture of experts. Imports nothing, unlike the others."""
+    """Return true if the config.json in `folder` is that of a mixture of experts. Imports nothing."""
     config = json.loads((folder / "config.json").read_text())
     return any(config.get(key) for key in (*_NUM_EXPERTS, "moe_num_experts"))
 

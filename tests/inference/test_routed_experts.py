@@ -37,7 +37,8 @@ VLLM_PAYLOAD = (  # of vLLM 0.32: uint8, 2 tokens, 2 layers, 2 experts
 def test_what_vllm_sends_is_read() -> None:
     answer = {"choices": [{"token_ids": [], "finish_reason": "stop", "routed_experts": VLLM_PAYLOAD}]}
     found = decode_piece(json.dumps(answer).encode()).routed_experts
-    assert found is not None and found.dtype == np.int16
+    assert found is not None
+    assert found.dtype == np.int16
     assert found.tolist() == [[[0, 1], [2, 3]], [[4, 5], [6, 255]]]
 
 
@@ -97,7 +98,8 @@ def test_an_answer_without_experts_is_a_bad_one_where_they_were_promised() -> No
     turn.take(Piece([1, 2], [-1.0, -1.0], [(0, 0, 2)], "length", rows(0, 4, 1)))
     turn.finish()
     found = turn.generation("server").routed_experts
-    assert found is not None and found[:, 0].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3]]
+    assert found is not None
+    assert found[:, 0].tolist() == [[1, 0], [1, 1], [1, 2], [1, 3]]
 
 
 @pytest.fixture(scope="module")

@@ -2,8 +2,8 @@
 
 A request ends early when its server dies, hangs or aborts it for new weights. Its tokens are kept exactly as sampled:
 the next request continues after them, and every token keeps its logprob and version. A token without a version from the
-server is not kept, because its version would be a guess. Of a mixture of experts each token keeps the experts with which
-it was computed first: those of its own request, or of the next one if that request ended before it told them.
+server is not kept, because its version would be a guess. Each token keeps the experts with which it was computed first:
+those of its own request, or of the next one if that request ended before it told them.
 
 A server searches for stop strings only in its own output. A stop string that began in an earlier request is found here,
 and the turn is cut after it; without a function to decode tokens, a turn with stop strings starts again instead.

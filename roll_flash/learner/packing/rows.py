@@ -5,9 +5,9 @@ detected, never assumed: the prompt of a group's replicas, few-shot examples sha
 tokens of replicas all appear once. Token i may attend to token j exactly if j is an ancestor of i or i itself; in
 depth-first order this is j <= i < subtree_end[j]. There is no padding.
 
-The result is exact: a token sees the same tokens at the same positions as in a separate sequence. Where the experts of a
-mixture of experts are replayed, a shared token has those of the first sequence (in the order of the tree): two servers may
-have computed it with different experts, and a token that is computed once has one choice.
+The result is exact: a token sees the same tokens at the same positions as in a separate sequence. Where experts are
+replayed, a shared token has those of the first sequence in the order of the tree: two servers may have computed it with
+different experts, and a token that is computed once has one choice.
 """
 
 from __future__ import annotations
