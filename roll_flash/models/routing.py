@@ -134,12 +134,13 @@ def why_not_replayed(folder: Path) -> str | None:
 
 
 def _choices(block: nn.Module, hidden_size: int) -> int:
-    # Experts may need real numbers, after the choice is made.
-    with suppress(Exception), torch.no_grad(), _TopK(_num_experts(block), None) as choice:
+    with torch.no_grad(), _TopK(_num_experts(block), None) as choice, suppress(Exception):
+        # Experts may need real numbers, after the choice is made.
         block(torch.empty(1, 3, hidden_size, device="meta"))
     return len(choice.made)
 
 
 def _num_experts(block: nn.Module) -> int:
+    """0 if it is not known."""
     experts: Any = block.experts
-    return int(getattr(experts, "num_experts", 0) or len(experts))
+    return len(experts) if isinstance(experts, nn.ModuleList) else int(getattr(experts, "num_experts", 0))
