@@ -131,7 +131,12 @@ def test_tokens_without_experts_choose_freely_and_shared_tokens_use_those_of_the
 
 @pytest.mark.parametrize(
     ("name", "reason"),
-    [("qwen3", "no experts"), ("phimoe", "0 choices of the k best"), ("longcat_flash", "0 choices"), ("jetmoe", "attention chooses experts")],
+    [
+        ("qwen3", "no experts"),
+        ("phimoe", "0 choices of the k best"),
+        ("longcat_flash", "0 choices"),
+        ("jetmoe", "attention chooses experts"),
+    ],
 )
 def test_a_model_whose_choice_cannot_be_replayed_says_why(name: str, reason: str, tmp_path: Path) -> None:
     assert reason in str(why_not_replayed(write_model(name, tmp_path)))

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.learner.losses.correction import MAX_ABS_LOG_RATIO
-from roll_flash.learner.losses.policy import policy_loss, weighted_sum
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
+from roll_flash.learner.losses.policy import policy_loss, weighted_sum
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.policy_model import PolicyModel
 from roll_flash.learner.packing.rows import PackedRow
