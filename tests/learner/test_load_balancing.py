@@ -54,7 +54,7 @@ def of_transformers(policy: PolicyModel, data: list[TrainSequence]) -> tuple[flo
         logits = policy.model(input_ids=tokens[None], use_cache=False, output_router_logits=True).router_logits
         loss = load_balancing_loss_func(logits, 4, 2) * text.token_weight * int(text.policy_mask.sum())
         loss.backward()
-        total += float(loss)
+        total += loss.item()
     policy.share_prefixes(True)
     return total, gradients(policy)
 
@@ -81,7 +81,7 @@ def test_it_is_that_of_transformers_whether_texts_share_a_row_or_not(
         assert policy.router_logits is not None
         loss = load_balancing_loss(policy.router_logits, row, policy.experts_per_token)
         loss.backward()
-        total += float(loss)
+        total += loss.item()
     assert total == pytest.approx(expected, rel=1e-5)
     found = gradients(policy)
     assert all(name in found for name in expected_gradients)
@@ -105,7 +105,8 @@ def test_it_is_added_to_the_loss_with_its_weight(folder: Path) -> None:
     assert 2.0 <= means["router_aux_loss"] < 4.0, "2 if all experts are used alike, 4 if the same two always"
 
 
-def test_a_model_without_logits_of_routers_is_refused(tmp_path: Path) -> None:
-    policy = load_policy_model(write_model("qwen3", tmp_path))
-    with pytest.raises(ModelError, match="router_aux_loss: Qwen3ForCausalLM returns no logits of routers; set it to 0"):
+@pytest.mark.parametrize(("name", "kind"), [("qwen3", "Qwen3"), ("deepseek_v3", "DeepseekV3")])
+def test_a_model_without_such_a_loss_is_refused(name: str, kind: str, tmp_path: Path) -> None:
+    policy = load_policy_model(write_model(name, tmp_path))
+    with pytest.raises(ModelError, match=f"router_aux_loss: {kind}ForCausalLM has no load-balancing loss; set it to 0"):
         Objective(LearnerConfig(router_aux_loss=0.01), policy, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -79,10 +80,12 @@ class PolicyModel(nn.Module):
         self.model.set_attn_implementation(tree_attention.NAME if share else self._own_attention)
 
     def keep_router_logits(self) -> None:
-        """Keep the logits of all routers in each forward pass. Raises ModelError if the model cannot return them."""
-        if "router_logits" not in (self.model._can_record_outputs or {}):
+        """Keep the logits of all routers in each forward pass. Raises ModelError if the model has no load-balancing
+        loss in transformers: it may return logits, but other functions than softmax turn them into probabilities."""
+        has_loss = hasattr(sys.modules[type(self.model).__module__], "load_balancing_loss_func")
+        if not has_loss or "router_logits" not in (self.model._can_record_outputs or {}):
             raise ModelError(
-                f"learner.router_aux_loss: {type(self.model).__name__} returns no logits of routers; set it to 0"
+                f"learner.router_aux_loss: {type(self.model).__name__} has no load-balancing loss; set it to 0"
             )
         self._keeps_router_logits = True
 
