@@ -138,7 +138,8 @@ def decode_experts(text: str) -> NDArray[np.int16]:
         raise BadAnswerError(f"routed experts of shape {found.shape} and type {found.dtype}")
     if found.size and not 0 <= found.min() <= found.max() <= np.iinfo(np.int16).max:
         raise BadAnswerError(f"routed experts from {found.min()} to {found.max()}")
-    return found.astype(np.int16)
+    experts: NDArray[np.int16] = found.astype(np.int16)
+    return experts
 
 
 def encode_experts(experts: NDArray[np.int16]) -> str:
