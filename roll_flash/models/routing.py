@@ -63,7 +63,6 @@ class Routing:
     def _steered(self, layer: int, block: nn.Module) -> Callable[..., Any]:
         forward, num_experts = block.forward, _num_experts(block)
 
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
         def steered_forward(*arguments: Any, **keywords: Any) -> Any:
             wanted, recorded = self._replayed, self._recorded
             if wanted is None and recorded is None:
@@ -74,7 +73,8 @@ class Routing:
                 (recorded[layer],) = choice.made
             return found
 
-        return steered_forward
+        uncompiled: Callable[..., Any] = torch.compiler.disable(steered_forward)
+        return uncompiled
 
 
 class _TopK(TorchFunctionMode):
