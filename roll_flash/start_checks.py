@@ -10,13 +10,15 @@ from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import check_environments
 from roll_flash.envs.hosting.first_prompts import TASKS, PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
+from roll_flash.errors import ConfigError
 from roll_flash.evaluation.tasks import held_out_tasks
-from roll_flash.inference.open import check_engine
+from roll_flash.inference.open import check_engine, why_no_replay
 from roll_flash.learner.demonstrations import check_demonstrations
 from roll_flash.learner.open import check_learner
 from roll_flash.models.context_length import check_context_length
 from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import resolve_model
+from roll_flash.models.shape import has_experts
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.open_tasks import first_tasks_of_levels
 from roll_flash.stages.reward_stage import check_stages
@@ -55,6 +57,10 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     if trains:
         check_stages(config)
         check_learner(config)
+        if folder is not None:
+            why_no_replay(config, folder)
+            if config.learner.router_aux_loss and not has_experts(folder):
+                raise ConfigError("learner.router_aux_loss: the model has no experts; set it to 0")
         if config.learner.kl.coefficient and config.learner.kl.reference is not None:
             check_model_folder(Path(config.learner.kl.reference))
         if config.warm_start is not None and folder is not None:

@@ -28,7 +28,7 @@ from roll_flash.envs.hosting.sandbox_lease import default_spec
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluation.result import EvalResult
-from roll_flash.inference.open import computes_on_gpus, open_engine
+from roll_flash.inference.open import computes_on_gpus, open_engine, why_no_replay
 from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.monitor.metrics import MetricsLog
@@ -334,7 +334,10 @@ async def _start_models(
         "workers start after that (usually 10-40 s)"
     )
     await learner.check_model(places)
-    engine = _open_engine(stack, config, model_folder, logs, places)
+    no_replay = await call_in_thread(lambda: why_no_replay(config, model_folder))
+    if no_replay:
+        note(f"learner.routing_replay is off: {no_replay}; learner and servers may choose different experts")
+    engine = _open_engine(stack, config, model_folder, logs, places, returns_experts=no_replay is None)
     note(f"the model is; starting servers and the rest of the learner ({config.usual_start_of_servers})")
     if places.shares_gpus:
         # vLLM measures the free memory of its GPU while it starts.
@@ -346,10 +349,22 @@ async def _start_models(
 
 
 def _open_engine(
-    stack: AsyncExitStack, config: Config, model_folder: Path, logs: Path, places: Reservation
+    stack: AsyncExitStack,
+    config: Config,
+    model_folder: Path,
+    logs: Path,
+    places: Reservation,
+    *,
+    returns_experts: bool = False,
 ) -> InferenceEngine:
-    length = config.model.max_length
-    engine = open_engine(config.inference, model_folder=model_folder, max_model_len=length, logs=logs, places=places)
+    engine = open_engine(
+        config.inference,
+        model_folder=model_folder,
+        max_model_len=config.model.max_length,
+        logs=logs,
+        places=places,
+        returns_experts=returns_experts,
+    )
     stack.push_async_callback(engine.close)
     return engine
 

@@ -128,6 +128,7 @@ class Branch:
     turns: tuple[Turn, ...]
     messages: tuple[Message, ...]
     prompt_length: int
+    routed_experts: NDArray[np.int16] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -159,6 +160,9 @@ class Trajectory:
     info: Mapping[str, Any] = field(default_factory=dict)
     branches: tuple[Branch, ...] = ()
     """Extra samples of the same episode, trained with its advantage."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[T, layers, k]: experts that the server used for each token; -1 for tokens that it did not compute, such as the
+    last one. None if routing is not replayed."""
 
     @property
     def samples(self) -> tuple[Trajectory | Branch, ...]:

@@ -25,7 +25,7 @@ from roll_flash.cli.main import main
 from roll_flash.cluster import reservation
 from roll_flash.cluster.nodes import Node
 from roll_flash.config.tree import Config, load_config
-from roll_flash.errors import ModelError, PlacementError
+from roll_flash.errors import ConfigError, ModelError, PlacementError
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes import local_ray
@@ -47,6 +47,11 @@ def nothing_slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer, "open_system", refuse)
     monkeypatch.setattr(trainer, "open_learner", refuse)
     monkeypatch.setattr(evaluator, "_open_runner", refuse)
+
+
+def test_a_load_balancing_loss_of_a_model_without_experts_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"learner\.router_aux_loss: the model has no experts; set it to 0"):
+        check_parts(config("learner.router_aux_loss=0.1", "inference.engine=transformers"))
 
 
 @pytest.fixture

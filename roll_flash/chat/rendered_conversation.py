@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from roll_flash.chat.model_text import split_thinking
 from roll_flash.chat.templates import Arrays, Conversation, Tools, arrays_of, chat_template_of
-from roll_flash.engines.inference import Generation
+from roll_flash.engines.inference import Generation, count_experts
 from roll_flash.types import Message
 
 Thinking = Literal["keep", "strip"]
@@ -75,6 +75,11 @@ class RenderedConversation:
             self._ended.append(arrays_of(self.token_ids, self._generations))
             self._generations = []
         self.token_ids = prompt
+
+    @property
+    def known_experts(self) -> int:
+        """Number of tokens of the current sample whose experts the servers have returned."""
+        return count_experts([generation for _, generation in self._generations])
 
     def samples(self) -> list[Arrays]:
         """Return the arrays of each sample, in the order of their turns. The last is left out if it has no turn."""

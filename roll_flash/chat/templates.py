@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -23,13 +23,12 @@ from jinja2 import TemplateError
 from numpy.typing import NDArray
 
 from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN, encodable
-from roll_flash.engines.inference import Generation
+from roll_flash.engines.inference import Generation, count_experts, join_experts
 from roll_flash.errors import ModelError
 from roll_flash.types import Message
 
 Tools = list[dict[str, Any]] | None
 """Declared tools in OpenAI's format: `{"type": "function", "function": {"name", "description", "parameters"}}`."""
-Arrays = tuple[NDArray[np.int32], NDArray[np.bool_], NDArray[np.float32], NDArray[np.int32]]
 
 TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
 """Errors that a template raises for call arguments or tool schemas of a kind that it does not support."""
@@ -50,6 +49,16 @@ _SOME_TOOL = {
     "type": "function",
     "function": {"name": _SOME_NAME, "description": ".", "parameters": {"type": "object", "properties": {}}},
 }
+
+
+class Arrays(NamedTuple):
+    """Arrays of a sample, as in `Trajectory`."""
+
+    token_ids: NDArray[np.int32]
+    policy_mask: NDArray[np.bool_]
+    logprobs: NDArray[np.float32]
+    versions: NDArray[np.int32]
+    routed_experts: NDArray[np.int16] | None = None
 
 
 class Conversation:
@@ -101,11 +110,15 @@ class Conversation:
         """Index of the sample that the latest turn belongs to: there is only one."""
         return 0
 
+    @property
+    def known_experts(self) -> int:
+        """Number of tokens whose experts the servers have returned."""
+        return count_experts([generation for _, generation in self._generations])
+
     def samples(self) -> list[Arrays]:
         return [self.arrays()]
 
     def arrays(self) -> Arrays:
-        """Return `token_ids`, `policy_mask`, `logprobs`, `versions` of a `Trajectory`, each of shape [T]."""
         return arrays_of(self.token_ids, self._generations)
 
 
@@ -120,7 +133,8 @@ def arrays_of(token_ids: Sequence[int], generations: Sequence[tuple[int, Generat
         mask[span] = True
         logprobs[span] = generation.logprobs
         versions[span] = generation.versions
-    return np.asarray(token_ids, np.int32), mask, logprobs, versions
+    experts = join_experts([generation for _, generation in generations], length)
+    return Arrays(np.asarray(token_ids, np.int32), mask, logprobs, versions, experts)
 
 
 class ChatTemplate:

@@ -191,6 +191,13 @@ class LearnerConfig(Section):
     """Weight of the policy's entropy, which is added to the objective."""
     kl: KlConfig = KlConfig()
     """KL divergence from a frozen reference, added to the loss."""
+    routing_replay: bool | Literal["auto"] = "auto"
+    """In the learner each token uses the experts that the server used for it (mixtures of experts). `auto`: where
+    servers return them; docs/models.md says where that is. false: the learner chooses anew, and rounding makes some
+    choices differ."""
+    router_aux_loss: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a mixture of experts, which pushes the router to use all experts alike. 0:
+    not computed; docs/algorithms.md says why."""
     minibatches: PositiveInt = 1
     """Optimizer steps per batch. With more than one, the log-probabilities at the start of the step are computed first,
     and training begins when the last group arrives."""

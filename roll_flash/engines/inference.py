@@ -34,6 +34,45 @@ class Generation:
     finish_reason: FinishReason
     server: str
     elapsed_s: float
+    routed_experts: NDArray[np.int16] | None = None
+    """Experts [M, layers, k] of a mixture of experts for the tokens after the `known_experts` of the request: first
+    those of the prompt, then sampled ones. The last sampled token has none yet, because it was not computed yet. None
+    if the servers return none (`ClientSpec.returns_experts`)."""
+
+
+NO_EXPERTS = -1
+"""Stands for each expert of a token whose experts are not known."""
+
+
+def join_experts(generations: Sequence[Generation], length: int) -> NDArray[np.int16] | None:
+    """Return the experts [length, layers, k] of a conversation, `NO_EXPERTS` where they are not known; None without
+    any. Each of its turns was asked for the experts after those of the turns before."""
+    parts = [each.routed_experts for each in generations if each.routed_experts is not None]
+    if not parts:
+        return None
+    found = np.concatenate(parts)[:length]
+    return np.pad(found, ((0, length - len(found)), (0, 0), (0, 0)), constant_values=NO_EXPERTS)
+
+
+def fill_experts(lengths: Sequence[int], parts: Sequence[NDArray[np.int16] | None]) -> NDArray[np.int16] | None:
+    """Join the experts of several sequences, `NO_EXPERTS` for those without; None if none has any.
+
+    A turn has none if its server died after its last token and before it told the experts.
+    """
+    shape = next((part.shape[1:] for part in parts if part is not None), None)
+    if shape is None:
+        return None
+    return np.concatenate(
+        [
+            np.full((length, *shape), NO_EXPERTS, np.int16) if part is None else part
+            for length, part in zip(lengths, parts, strict=True)
+        ]
+    )
+
+
+def count_experts(generations: Sequence[Generation]) -> int:
+    """Return the number of tokens of a conversation whose experts are known: the `known_experts` of its next turn."""
+    return sum(len(each.routed_experts) for each in generations if each.routed_experts is not None)
 
 
 class WeightChannel(Protocol):
@@ -98,6 +137,8 @@ class ClientSpec:
     health_timeout_s: float = 30.0
     key: str = field(default="", repr=False)
     """API key that the servers require; empty if they require none."""
+    returns_experts: bool = False
+    """If true, servers return the experts of each token, and an answer without them is wrong."""
 
 
 class InferenceClient(Protocol):
@@ -109,8 +150,10 @@ class InferenceClient(Protocol):
         request_id: str,
         session: str | None = None,
         timeout_s: float,
+        known_experts: int = 0,
     ) -> Generation:
-        """Sample one turn after `token_ids`.
+        """Sample one turn after `token_ids`, whose first `known_experts` tokens have known experts: these are not sent
+        again.
 
         `session` names the episode, so that later turns can reach the server that caches its prefix. Cancelling the
         coroutine cancels the request on the server. If the server dies, hangs or aborts the request, another server

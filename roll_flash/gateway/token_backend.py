@@ -62,7 +62,8 @@ class TokenBackend:
         sampling = session.sampling(call, room)
         if sampling.top_p <= 0:  # servers reject it, which would look like a server failure
             raise bad_request("top_p must be more than 0; for the likeliest token ask for temperature 0", "top_p")
-        generations = await self._generate(prompt, sampling, call.n, session, number)
+        known = place.parent.known_experts() if place.parent is not None else 0
+        generations = await self._generate(prompt, sampling, call.n, session, number, known)
         sampled = sum(len(generation.token_ids) for generation in generations)
         answers = await session.work.do(
             lambda: [self._answer(generation, call) for generation in generations], CHARACTERS_PER_TOKEN * sampled
@@ -122,13 +123,18 @@ class TokenBackend:
             raise bad_request(str(error), "messages") from None
 
     async def _generate(
-        self, prompt: list[int], sampling: SamplingParams, n: int, session: Session, number: int
+        self, prompt: list[int], sampling: SamplingParams, n: int, session: Session, number: int, known_experts: int
     ) -> list[Generation]:
         def one(index: int) -> Any:
             own = sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + index)
             name = f"{session.session_id}-{number}" + (f"-{index}" if index else "")
             return self._client.generate(
-                prompt, own, request_id=name, session=session.routed_as, timeout_s=session.timeout_s
+                prompt,
+                own,
+                request_id=name,
+                session=session.routed_as,
+                timeout_s=session.timeout_s,
+                known_experts=known_experts,
             )
 
         if n == 1:

@@ -6,11 +6,12 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config.tree import InferenceConfig
+from roll_flash.config.tree import Config, InferenceConfig
 from roll_flash.engines.inference import InferenceEngine
 from roll_flash.engines.places import Places
 from roll_flash.errors import ConfigError
 from roll_flash.inference.servers.control import LOOPBACK
+from roll_flash.models.shape import has_experts
 from roll_flash.processes.ports import require_free_port
 
 GROUP = "roll_flash.inference_engines"
@@ -49,13 +50,53 @@ def computes_on_gpus(config: InferenceConfig) -> bool | None:
     return None
 
 
+def why_no_replay(config: Config, model_folder: Path) -> str | None:
+    """Return why the learner does not replay the server's choice of experts; None if it does, "" if there is no choice
+    to replay or nobody wants it.
+
+    Raises ConfigError if `learner.routing_replay` is true and it is not possible.
+    """
+    wanted = config.learner.routing_replay
+    if wanted is False:
+        return ""
+    if not has_experts(model_folder):
+        if wanted is True:
+            raise ConfigError("learner.routing_replay: the model has no experts; set it to auto")
+        return ""
+    if (reason := _why_no_experts_returned(config.inference)) is None:
+        from roll_flash.models.routing import why_not_replayed  # imports torch, which takes seconds
+
+        reason = why_not_replayed(model_folder)
+    if reason is not None and wanted is True:
+        raise ConfigError(f"learner.routing_replay: {reason}; set it to auto or false")
+    return reason
+
+
+def _why_no_experts_returned(config: InferenceConfig) -> str | None:
+    match config.engine:
+        case "vllm":
+            from roll_flash.inference.vllm.server import why_no_experts_returned
+
+            return why_no_experts_returned(config)
+        case "transformers":
+            return None
+    return f"inference.engine {config.engine} is not known to return experts"
+
+
 def open_engine(
-    config: InferenceConfig, *, model_folder: Path, max_model_len: int, logs: Path, places: Places | None = None
+    config: InferenceConfig,
+    *,
+    model_folder: Path,
+    max_model_len: int,
+    logs: Path,
+    places: Places | None = None,
+    returns_experts: bool = False,
 ) -> InferenceEngine:
     """Create the engine `config.engine` with `config.servers` servers, not started; server logs go into `logs`.
 
-    `places`: where the servers run in a Ray cluster; None: they are child processes of this one. A plug-in is called
-    with the same arguments as this function. Raises ConfigError if the name is not registered.
+    `places`: where the servers run in a Ray cluster; None: they are child processes of this one. `returns_experts`:
+    answers have the experts of each token (`why_no_replay` says if that is possible). A plug-in is called with the
+    other arguments of this function. Raises ConfigError if the name is not registered.
     """
     arguments: dict[str, Any] = {
         "model_folder": model_folder,
@@ -67,11 +108,11 @@ def open_engine(
         case "vllm":
             from roll_flash.inference.vllm.server import VllmEngine
 
-            return VllmEngine(config, **arguments)
+            return VllmEngine(config, **arguments, returns_experts=returns_experts)
         case "transformers":
             from roll_flash.inference.transformers.engine import TransformersEngine
 
-            return TransformersEngine(config, **arguments)
+            return TransformersEngine(config, **arguments, returns_experts=returns_experts)
     engine: InferenceEngine = _plug_in(config.engine).load()(config, **arguments)
     return engine
 

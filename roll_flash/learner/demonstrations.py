@@ -16,6 +16,7 @@ from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN
 from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
 from roll_flash.chat.tokenizer import load_tokenizer
+from roll_flash.config.data import DataConfig
 from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig
 from roll_flash.engines.inference import Generation
@@ -86,7 +87,8 @@ def _nothing(config: WarmStartConfig, model: ModelConfig) -> ConfigError:
 
 def _open_rows(config: WarmStartConfig, model_folder: Path, model: ModelConfig) -> RowDemonstrations:
     try:
-        rows = open_rows(config.demonstrations, subset=config.subset, split=config.split)
+        data = DataConfig(path=config.demonstrations, subset=config.subset, split=config.split)
+        rows = open_rows(data, config.demonstrations, config.split)
     except ConfigError as error:
         raise ConfigError(f"warm_start.demonstrations: {error}") from None
     return RowDemonstrations(rows, config.columns, load_tokenizer(model_folder, model.chat_template_kwargs), model)

@@ -79,7 +79,8 @@ SHARED: dict[str, dict[str, Any]] = {
     "bitnet": {},
     "cohere": {"logit_scale": 0.25},
     "deepseek_v2": _MLA | {"topk_method": "greedy"},
-    "deepseek_v3": _MLA | {"topk_method": "noaux_tc"},
+    # transformers does not write `scoring_func`, without which vLLM takes softmax.
+    "deepseek_v3": _MLA | {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_layer_start_index": 1, "moe_intermediate_size": 64},
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
@@ -91,7 +92,7 @@ SHARED: dict[str, dict[str, Any]] = {
     "glm4_moe_lite": _MLA,
     "gpt2": _GPT,
     "gpt_bigcode": _GPT,
-    "gpt_neox": {},
+    "gpt_neox": {"num_key_value_heads": 4},  # which it does not have, but vLLM reads
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 12.0, "residual_multiplier": 0.22},
     "granitemoe": _EXPERTS,
     "helium": {},

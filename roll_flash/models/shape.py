@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -100,17 +101,21 @@ def _config_file(path_or_name: str, revision: str | None) -> Path:
 @lru_cache(maxsize=8)
 def _read_shape(file: Path, name: str, changed_ns: int) -> ModelShape:
     """`changed_ns`: when the file changed, so that a changed one is read again."""
+    return shape_of(model_on_meta(file), name)
+
+
+def model_on_meta(config_json: Path) -> Any:
+    """Return the model of a config.json on the meta device: modules without weights. Raises ModelError."""
     import torch
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config: Any = AutoConfig.from_pretrained(file)
+        config: Any = AutoConfig.from_pretrained(config_json)
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config)
+            return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError, TypeError, KeyError, AttributeError, StrictDataclassError) as error:
-        raise ModelError(f"{file}: transformers cannot read this model: {first_line(error)}") from error
-    return shape_of(model, name)
+        raise ModelError(f"{config_json}: transformers cannot read this model: {first_line(error)}") from error
 
 
 def shape_of(model: Any, name: str) -> ModelShape:
@@ -146,6 +151,12 @@ def shape_of(model: Any, name: str) -> ModelShape:
         vocabulary=head.shape[0],
         linear=_linear_layers(layers),
     )
+
+
+def has_experts(folder: Path) -> bool:
+    """Return true if the config.json in `folder` is that of a mixture of experts. Imports nothing."""
+    config = json.loads((folder / "config.json").read_text())
+    return any(config.get(key) for key in (*_NUM_EXPERTS, "moe_num_experts"))
 
 
 def decoder_layers(model: Any) -> list[Any]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from roll_flash.chat.rendered_conversation import Thinking, open_conversation
-from roll_flash.chat.templates import Tools, chat_template_of
+from roll_flash.chat.templates import Arrays, Tools, chat_template_of
 from roll_flash.engines.inference import InferenceClient
 from roll_flash.envs.tools.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
 from roll_flash.errors import RollFlashError
@@ -55,6 +55,8 @@ class TokenArrays:
     logprobs: NDArray[np.float32]
     versions: NDArray[np.int32]
     prompt_length: int
+    routed_experts: NDArray[np.int16] | None = None
+    """[T, layers, k]"""
 
 
 class ContextFullError(RollFlashError):
@@ -128,6 +130,7 @@ class TokenPolicy:
             request_id=f"{self._episode_id}-{self._turn}",
             session=self._session,
             timeout_s=timeout_s,
+            known_experts=self._conversation.known_experts,
         )
         self._turn += 1
         text = self._conversation.add_generation(generation)
@@ -143,21 +146,22 @@ class TokenPolicy:
         return tuple(self._conversation.messages)
 
     def samples(self) -> list[TokenArrays]:
-        return [_up_to_last_word(*arrays) for arrays in self._conversation.samples()]
+        return [_up_to_last_word(arrays) for arrays in self._conversation.samples()]
 
 
-def _up_to_last_word(
-    token_ids: NDArray[np.int32],
-    policy_mask: NDArray[np.bool_],
-    logprobs: NDArray[np.float32],
-    versions: NDArray[np.int32],
-) -> TokenArrays:
+def _up_to_last_word(arrays: Arrays) -> TokenArrays:
     """Return the arrays up to the model's last token: an observation without an answer trains nothing, and one that
     filled the context may be a million tokens long."""
-    written = np.flatnonzero(policy_mask)
-    end = int(written[-1]) + 1 if len(written) else len(token_ids)
-    prompt_length = int(written[0]) if len(written) else end
-    return TokenArrays(token_ids[:end], policy_mask[:end], logprobs[:end], versions[:end], prompt_length)
+    written = np.flatnonzero(arrays.policy_mask)
+    end = int(written[-1]) + 1 if len(written) else len(arrays.token_ids)
+    return TokenArrays(
+        arrays.token_ids[:end],
+        arrays.policy_mask[:end],
+        arrays.logprobs[:end],
+        arrays.versions[:end],
+        int(written[0]) if len(written) else end,
+        None if arrays.routed_experts is None else arrays.routed_experts[:end],
+    )
 
 
 class ChatPolicy:

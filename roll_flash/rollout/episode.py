@@ -194,9 +194,19 @@ async def _play_steps(
         finished_s=time.time(),
         info=info,
         branches=tuple(
-            Branch(one.token_ids, one.policy_mask, one.logprobs, one.versions, (), (), one.prompt_length)
+            Branch(
+                one.token_ids,
+                one.policy_mask,
+                one.logprobs,
+                one.versions,
+                (),
+                (),
+                one.prompt_length,
+                one.routed_experts,
+            )
             for one in branches
         ),
+        routed_experts=arrays.routed_experts,
     )
 
 

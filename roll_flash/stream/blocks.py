@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from roll_flash.engines.inference import fill_experts
 from roll_flash.errors import StreamError
 from roll_flash.monitor.episodes import episode_record
 from roll_flash.monitor.json_lines import encode
@@ -22,7 +23,9 @@ from roll_flash.types import Branch, EpisodeFailure, FinishedEpisode, StoredTraj
 
 FETCH_TIMEOUT_S = 120.0
 ARRAYS = ("token_ids", "policy_mask", "logprobs", "versions")
-_EMPTY: dict[str, Any] = {name: np.empty(0, np.int32) for name in ARRAYS}
+EXPERTS = "routed_experts"
+"""An array that only mixtures of experts have, whose routing is replayed."""
+_EMPTY: dict[str, Any] = {EXPERTS: None, **{name: np.empty(0, np.int32) for name in ARRAYS}}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,6 +40,8 @@ class TokenArrays:
     """Number of tokens of each sample."""
     turn_spans: tuple[tuple[int, int], ...]
     """(start, end) of each turn of the first sample."""
+    routed_experts: NDArray[np.int16] | None = None
+    """[T, layers, k] as in `Trajectory`; None if routing is not replayed."""
 
     @classmethod
     def of(cls, trajectory: Trajectory) -> TokenArrays:
@@ -46,7 +51,8 @@ class TokenArrays:
         """Return the arrays of each sample, by name."""
         ends = np.cumsum(self.lengths).tolist()
         spans = [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
-        return [{name: getattr(self, name)[span] for name in ARRAYS} for span in spans]
+        names = ARRAYS if self.routed_experts is None else (*ARRAYS, EXPERTS)
+        return [{name: getattr(self, name)[span] for name in names} for span in spans]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,8 +70,12 @@ class TokenBlock:
     def of(cls, trajectories: Sequence[Trajectory]) -> TokenBlock:
         samples = [sample for trajectory in trajectories for sample in trajectory.samples]
         lengths = [tuple(len(sample.token_ids) for sample in trajectory.samples) for trajectory in trajectories]
+        arrays = {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in ARRAYS if samples}
+        tokens = [len(sample.token_ids) for sample in samples]
+        if (experts := fill_experts(tokens, [sample.routed_experts for sample in samples])) is not None:
+            arrays[EXPERTS] = experts
         return cls(
-            {name: np.concatenate([getattr(sample, name) for sample in samples]) for name in ARRAYS if samples},
+            arrays,
             np.cumsum([0, *map(sum, lengths)]).tolist(),
             lengths,
             [tuple((turn.start, turn.end) for turn in trajectory.turns) for trajectory in trajectories],

@@ -85,6 +85,7 @@ class ScriptedClient:
         request_id: str,
         session: str | None = None,
         timeout_s: float,
+        known_experts: int = 0,
     ) -> Generation:
         self.prompts.append(list(token_ids))
         self.sampling.append(sampling)

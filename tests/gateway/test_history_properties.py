@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scripted_model import END, ScriptedClient, TinyModel
 
+from roll_flash.engines.inference import Generation
 from roll_flash.gateway.model_call import Answer, ModelCall
 from roll_flash.gateway.sessions.history import CallRecord, History
 from roll_flash.gateway.sessions.session import Session, SessionSettings
@@ -66,6 +67,30 @@ def test_an_agent_that_begins_anew_again_and_again_with_a_long_history_stalls_no
     history.discard(history.records[0])
     history.add(CallRecord(None, b"0", b"0a", (), [], None, answer, 1, 1, 0.0, 0.0))
     assert (history.forks, history.rewrites) == (100, 100), "nobody was told the answers before"
+
+
+def test_samples_have_the_experts_of_their_calls_and_each_call_asks_for_those_after_its_parents() -> None:
+    def sampled(tokens: int, experts: list[int]) -> Generation:
+        floats, integers = np.zeros(tokens, np.float32), np.arange(tokens, dtype=np.int32)
+        rows = np.array(experts, np.int16).reshape(-1, 1, 1)
+        return Generation(integers, floats, integers, "stop", "here", 0.0, rows)
+
+    def call(parent: CallRecord | None, given: list[int], generation: Generation) -> CallRecord:
+        answer = Answer("a", "a", "", (), "stop", None, ())
+        return CallRecord(parent, b"", b"", (), given, generation, answer, 1, 2, 0.0, 0.0)
+
+    first = call(None, [1, 2], sampled(2, [10, 11, 12]))
+    assert first.known_experts() == 3
+    second, fork = call(first, [3], sampled(2, [13, 14, 15])), call(first, [4, 5], sampled(1, [16, 17, 18]))
+    assert (second.known_experts(), fork.known_experts()) == (6, 6)
+    history = History()
+    for record in (first, second, fork):
+        history.add(record)
+    found = [sample.routed_experts for sample in history.samples()]
+    assert [None if each is None else each[:, 0, 0].tolist() for each in found] == [
+        [10, 11, 12, 13, 14, 15, -1],
+        [10, 11, 12, 16, 17, 18, -1],
+    ]
 
 
 def next_messages(move: str, pick: int, messages: list[Any]) -> list[Any]:

@@ -64,6 +64,16 @@ def test_a_trajectory_comes_back_as_it_went(branches: int) -> None:
     assert len(text) < 3000, "arrays are not in it"
 
 
+def test_experts_come_back_and_a_trajectory_without_them_is_marked() -> None:
+    first, second = trajectory(1), trajectory(2)
+    experts = np.arange(len(first.token_ids) * 6, dtype=np.int16).reshape(-1, 3, 2)
+    _, block, texts, _ = hand_in([dataclasses.replace(first, routed_experts=experts), second])
+    assert_same(join(texts[0], block[0]), dataclasses.replace(first, routed_experts=experts))
+    marked = np.full((len(second.token_ids), 3, 2), -1, np.int16)
+    assert_same(join(texts[1], block[1]), dataclasses.replace(second, routed_experts=marked))
+    assert [sample["routed_experts"].shape for sample in block[0].samples()] == [experts.shape]
+
+
 def test_metadata_say_what_scheduling_and_learning_need() -> None:
     sent = trajectory(branches=1)
     [about], _, _, _ = hand_in([sent])

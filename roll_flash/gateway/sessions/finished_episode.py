@@ -42,6 +42,7 @@ def finished_episode(
         finished_s=time.time(),
         info={**info, "gateway": session_figures(session)},
         branches=tuple(branches),
+        routed_experts=own.routed_experts,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from roll_flash.engines.inference import Generation
+from roll_flash.engines.inference import Generation, count_experts, join_experts
 from roll_flash.gateway.model_call import Answer, Key, ModelCall, next_key
 from roll_flash.types import Branch, Message, Turn
 
@@ -63,6 +63,10 @@ class CallRecord:
             if record.generation is not None:
                 found += record.generation.token_ids.tolist()
         return found
+
+    def known_experts(self) -> int:
+        """Number of these tokens whose experts the servers have returned."""
+        return count_experts(_generations(self.path()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,8 +193,19 @@ def _sample(path: Sequence[CallRecord], owned: set[int]) -> Branch:
     mask, logprobs, versions = _policy_arrays(len(token_ids), spans)
     prompt_length = spans[0][0] if spans else 0
     return Branch(
-        np.asarray(token_ids, np.int32), mask, logprobs, versions, tuple(turns), tuple(messages), prompt_length
+        np.asarray(token_ids, np.int32),
+        mask,
+        logprobs,
+        versions,
+        tuple(turns),
+        tuple(messages),
+        prompt_length,
+        join_experts(_generations(path), len(token_ids)),
     )
+
+
+def _generations(path: Sequence[CallRecord]) -> list[Generation]:
+    return [record.generation for record in path if record.generation is not None]
 
 
 def _policy_arrays(

@@ -2,7 +2,8 @@
 
 A request ends early when its server dies, hangs or aborts it for new weights. Its tokens are kept exactly as sampled:
 the next request continues after them, and every token keeps its logprob and version. A token without a version from the
-server is not kept, because its version would be a guess.
+server is not kept, because its version would be a guess. Each token keeps the experts with which it was computed first:
+those of its own request, or of the next one if that request ended before it told them.
 
 A server searches for stop strings only in its own output. A stop string that began in an earlier request is found here,
 and the turn is cut after it; without a function to decode tokens, a turn with stop strings starts again instead.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from roll_flash.engines.inference import Generation
 from roll_flash.inference.client.http_connections import BadAnswerError
@@ -35,7 +37,9 @@ class PartialTurn:
         request_id: str,
         stream_every: int | None,
         decode: Decode | None = None,
+        known_experts: int | None = None,
     ) -> None:
+        """`known_experts`: number of tokens of the prompt whose experts are known; None if servers return none."""
         self._prompt = token_ids
         self._sampling = sampling
         self._new_tokens = new_tokens
@@ -49,6 +53,11 @@ class PartialTurn:
         self._logprobs: list[float] = []
         self._versions: list[int] = []
         """Version of each token; may be shorter than the tokens while a request is in flight."""
+        self._experts_from, self._known_experts = known_experts or 0, known_experts
+        """Number of tokens whose experts are known from this and earlier turns."""
+        self._experts: list[NDArray[np.int16]] = []
+        self._new_experts: NDArray[np.int16] | None = None
+        """Those of the request in flight."""
         self._kept = 0
         """Number of tokens kept from earlier requests."""
         self._requests = 0
@@ -76,9 +85,12 @@ class PartialTurn:
     def request(self) -> bytes:
         """Return the body of the next request."""
         self._requests += 1
-        self._reported_finish = None
+        self._reported_finish = self._new_experts = None
+        start = self._known_experts or 0
         if self._requests == 1:
-            return encode_request(self._prompt, self._sampling, self._new_tokens, self.request_id, self._stream_every)
+            return encode_request(
+                self._prompt, self._sampling, self._new_tokens, self.request_id, self._stream_every, start
+            )
         sampling = self._sampling
         if sampling.seed is not None:
             # The same seed would draw the same random numbers again.
@@ -89,6 +101,7 @@ class PartialTurn:
             self._new_tokens - self._kept,
             f"{self.request_id}.{self._requests}",
             self._stream_every,
+            start,
         )
 
     def take(self, piece: Piece) -> None:
@@ -101,6 +114,8 @@ class PartialTurn:
         self._logprobs += piece.logprobs
         if piece.versions is not None:
             self._set_versions(piece.versions)
+        if piece.routed_experts is not None:
+            self._new_experts = piece.routed_experts
         self._reported_finish = piece.finish_reason
 
     def finish(self) -> int:
@@ -116,6 +131,7 @@ class PartialTurn:
             raise BadAnswerError(f"a turn of no tokens, finished by {self._reported_finish!r}")
         if len(self._versions) < len(self._token_ids):
             raise BadAnswerError(f"no weight version for {len(self._token_ids) - len(self._versions)} tokens")
+        self._require_experts()
         self._end(self._reported_finish)
         return 0
 
@@ -126,6 +142,8 @@ class PartialTurn:
             labelled = self._kept
         self._truncate(labelled)
         gained, self._kept = labelled - self._kept, labelled
+        if gained:
+            self._keep_experts()
         if labelled >= self._new_tokens:
             self._end("length")
         elif gained:
@@ -145,6 +163,9 @@ class PartialTurn:
             self.finish_reason,
             server,
             time.monotonic() - self._started_s,
+            np.concatenate(self._experts)[: len(self._prompt) + len(self._token_ids) - self._experts_from]
+            if self._experts
+            else None,
         )
 
     def _set_versions(self, spans: list[tuple[int, int, int]]) -> None:
@@ -159,10 +180,29 @@ class PartialTurn:
             raise BadAnswerError(f"weight versions {spans} for {made} tokens")
         self._versions[self._kept :] = versions
 
+    def _require_experts(self) -> None:
+        """Raises BadAnswerError if the answer lacks the experts of a token that was computed."""
+        if self._known_experts is None:
+            return
+        wanted = len(self._prompt) + len(self._token_ids) - 1 - self._known_experts
+        found = 0 if self._new_experts is None else len(self._new_experts)
+        if found < wanted:
+            raise BadAnswerError(f"routed experts of {found} tokens, not of {wanted}; does the server return any?")
+
+    def _keep_experts(self) -> None:
+        """Keep the experts of the request that ended, of tokens that are kept."""
+        if self._known_experts is None or self._new_experts is None:
+            return
+        found = self._new_experts[: len(self._prompt) + len(self._token_ids) - self._known_experts]
+        self._experts.append(found)
+        self._known_experts += len(found)
+        self._new_experts = None
+
     def _end(self, reason: FinishReason) -> None:
         self.finish_reason = reason
         if self._sampling.stop and self._request_starts:
             self._cut_at_stop()
+        self._keep_experts()
 
     def _cut_at_stop(self) -> None:
         """Cut the turn after the first stop string that began in an earlier request. A token has at least one byte."""

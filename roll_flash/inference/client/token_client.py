@@ -82,6 +82,7 @@ class TokenClient:
         request_id: str,
         session: str | None = None,
         timeout_s: float,
+        known_experts: int = 0,
     ) -> Generation:
         """See `InferenceClient`. If all servers are down, wait up to `timeout_s` for one to come back."""
         room = self._spec.max_model_len - len(token_ids)
@@ -94,7 +95,8 @@ class TokenClient:
                 self._begin_to_watch(server)
         self.counts.requests += 1
         new_tokens = min(sampling.max_new_tokens, room)
-        turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every, self._decode)
+        known = known_experts if self._spec.returns_experts else None
+        turn = PartialTurn(token_ids, sampling, new_tokens, request_id, self._spec.stream_every, self._decode, known)
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._complete(turn, session)

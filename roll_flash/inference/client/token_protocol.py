@@ -6,11 +6,16 @@ raises BadAnswerError with the wrong value.
 
 from __future__ import annotations
 
+import base64
+import binascii
+import io
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from roll_flash.inference.client.http_connections import BadAnswerError
 from roll_flash.types import SamplingParams
@@ -42,6 +47,7 @@ class _Choice(msgspec.Struct, gc=False):
     logprobs: _Logprobs | None = None
     finish_reason: Literal["stop", "length", "abort"] | None = None
     weight_versions: list[_Span] | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct, gc=False):
@@ -57,6 +63,8 @@ class Piece(msgspec.Struct, gc=False):
     versions: list[tuple[int, int, int]] | None
     """Spans (version, start, end) over all tokens of this request so far."""
     finish_reason: Literal["stop", "length", "abort"] | None
+    routed_experts: NDArray[np.int16] | None = None
+    """Experts [M, layers, k] of the request's tokens from `experts_from` on; only in its last piece."""
 
 
 _encoder = msgspec.json.Encoder(enc_hook=int)  # a numpy integer among the token ids
@@ -64,9 +72,15 @@ _decoder = msgspec.json.Decoder(_Answer)
 
 
 def encode_request(
-    token_ids: Sequence[int], sampling: SamplingParams, new_tokens: int, request_id: str, stream_every: int | None
+    token_ids: Sequence[int],
+    sampling: SamplingParams,
+    new_tokens: int,
+    request_id: str,
+    stream_every: int | None,
+    experts_from: int = 0,
 ) -> bytes:
-    """Return the body of a request. `stream_every`: tokens per streamed piece; None: the whole turn at once."""
+    """Return the body of a request. `stream_every`: tokens per streamed piece; None: the whole turn at once.
+    `experts_from`: the first token whose experts the server returns, if it returns any."""
     parameters: dict[str, Any] = {
         "max_tokens": new_tokens,
         "temperature": sampling.temperature,
@@ -81,6 +95,8 @@ def encode_request(
         parameters |= {"stop": sampling.stop, "include_stop_str_in_output": True}
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
+    if experts_from:
+        parameters["routed_experts_prompt_start"] = experts_from
     body: dict[str, Any] = {"request_id": request_id, "token_ids": token_ids, "sampling_params": parameters}
     if stream_every is not None:
         parameters["stream_interval"] = stream_every
@@ -108,7 +124,29 @@ def decode_piece(content: bytes) -> Piece:
         raise BadAnswerError("a logprob that is positive or not finite")
     if token_ids and min(token_ids) < 0:
         raise BadAnswerError(f"the token id {min(token_ids)}")
-    return Piece(token_ids, logprobs, _versions(choice.weight_versions), choice.finish_reason)
+    experts = None if choice.routed_experts is None else decode_experts(choice.routed_experts)
+    return Piece(token_ids, logprobs, _versions(choice.weight_versions), choice.finish_reason, experts)
+
+
+def decode_experts(text: str) -> NDArray[np.int16]:
+    """Decode an array [tokens, layers, k] of vLLM: a .npy file in base64. Raises BadAnswerError."""
+    try:
+        found = np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError, binascii.Error) as error:
+        raise BadAnswerError(f"routed experts that cannot be read: {str(error)[:200]}") from None
+    if found.ndim != 3 or found.dtype.kind not in "iu":
+        raise BadAnswerError(f"routed experts of shape {found.shape} and type {found.dtype}")
+    if found.size and not 0 <= found.min() <= found.max() <= np.iinfo(np.int16).max:
+        raise BadAnswerError(f"routed experts from {found.min()} to {found.max()}")
+    experts: NDArray[np.int16] = found.astype(np.int16)
+    return experts
+
+
+def encode_experts(experts: NDArray[np.int16]) -> str:
+    """Return the text that `decode_experts` reads."""
+    file = io.BytesIO()
+    np.save(file, experts, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
 
 
 def event_splitter(take: Callable[[Piece], None]) -> Callable[[bytes], None]:

@@ -38,6 +38,8 @@ class Launcher:
     """True if a server can load new weights while it generates, and then swap them at once."""
     joins_learner: bool = False
     """True if the learner sends weights directly; the server must first join a group with it."""
+    returns_experts: bool = False
+    """True if answers have the experts of each token of a mixture of experts."""
 
 
 class ServerControl(ABC):

@@ -132,6 +132,7 @@ class ServerEngine:
             stream_every=self._config.stream_every,
             health_timeout_s=self._config.health_timeout_s,
             key=self._key,
+            returns_experts=self._launcher.returns_experts,
         )
 
     async def publish(self, weights: StagedWeights, *, in_flight: InFlight = "keep") -> list[ServerUpdate]:

@@ -25,12 +25,15 @@ class TransformersEngine(ServerEngine):
         max_model_len: int,
         logs: Path,
         places: Places | None = None,
+        returns_experts: bool = False,
     ) -> None:
         def command(_: int, host: str, port: int) -> list[str]:
             module = "roll_flash.inference.transformers.server"
-            return [sys.executable, "-m", module, str(model_folder), host, str(port), str(max_model_len)]
+            options = ["experts"] if returns_experts else []
+            return [sys.executable, "-m", module, str(model_folder), host, str(port), str(max_model_len), *options]
 
-        launcher = Launcher("transformers", "float32", command, {"OMP_NUM_THREADS": str(config.threads)})
+        environment = {"OMP_NUM_THREADS": str(config.threads)}
+        launcher = Launcher("transformers", "float32", command, environment, returns_experts=returns_experts)
         super().__init__(
             launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs, places=places
         )

@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from roll_flash.inference.client.token_protocol import encode_experts
+from roll_flash.models.routing import Routing
 from roll_flash.weight_sync.checkpoint_format import write_stored
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 
@@ -16,10 +19,11 @@ from roll_flash.weight_sync.published import ModelFolder, PublishedWeights
 class TransformersModel:
     """Model and tokenizer of a folder, float32 on CPU."""
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, *, returns_experts: bool = False) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.model.eval()
+        self.routing = Routing(self.model) if returns_experts else None
         ends = self.model.generation_config.eos_token_id
         self.end_ids = frozenset([ends] if isinstance(ends, int) else ends or [self.tokenizer.eos_token_id])
 
@@ -49,6 +53,8 @@ class Request:
         self.stream_interval = int(parameters.get("stream_interval") or 1)
         self.finish_reason: str | None = None
         self._model = model
+        self._experts_from = int(parameters.get("routed_experts_prompt_start") or 0)
+        self._experts: list[Any] = []
         self._temperature = float(parameters.get("temperature", 1.0))
         if self._temperature < 0:
             raise ValueError(f"temperature {self._temperature} is negative")
@@ -69,7 +75,11 @@ class Request:
     @torch.inference_mode()
     def step(self, version: str) -> None:
         """Sample one token with the current weights."""
+        if (routing := self._model.routing) is not None:
+            routing.start_recording()
         output = self._model.model(torch.tensor([self._next_input]), past_key_values=self._cache, use_cache=True)
+        if routing is not None:
+            self._experts.append(routing.recorded().numpy())
         self._cache = output.past_key_values
         logprobs = _sampling_logprobs(output.logits[0, -1], self._temperature, self._top_p, self._top_k)
         if self._temperature == 0:
@@ -106,7 +116,11 @@ class Request:
             "logprobs": {"content": content},
             "finish_reason": self.finish_reason,
             "weight_versions": self._spans,
+            "routed_experts": self._experts_of_all_tokens() if self.finish_reason is not None else None,
         }
+
+    def _experts_of_all_tokens(self) -> str | None:
+        return encode_experts(np.concatenate(self._experts)[self._experts_from :]) if self._experts else None
 
     def _append(self, token: int, logprob: float, version: str) -> None:
         self._tokens.append(token)

@@ -1,6 +1,7 @@
 """Server with plain transformers that implements the vLLM routes which this project uses.
 
-`python -m roll_flash.inference.transformers.server MODEL_FOLDER PORT MAX_MODEL_LEN`. One thread computes one token for
+`python -m roll_flash.inference.transformers.server MODEL_FOLDER HOST PORT MAX_MODEL_LEN [experts]`; with `experts`,
+answers have the experts of each token. One thread computes one token for
 each request in flight in turn, so that pauses, aborts and new weights take effect between two tokens.
 """
 
@@ -155,8 +156,9 @@ class Server:
 
 
 def main(arguments: list[str]) -> None:
-    folder, host, port, max_model_len = arguments
-    server = Server(TransformersModel(folder), int(max_model_len), key_from_environment())
+    folder, host, port, max_model_len, *options = arguments
+    model = TransformersModel(folder, returns_experts="experts" in options)
+    server = Server(model, int(max_model_len), key_from_environment())
     with suppress(KeyboardInterrupt):
         web.run_app(
             server.application(),

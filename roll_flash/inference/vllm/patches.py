@@ -8,6 +8,9 @@ internals.
   them when a server starts, but copies reloaded weights without packing: no error, but wrong numbers (log-probabilities
   are off by 0.5).
 - Copied weights at every reload (`weight_sync/copied_weights.py`), also those of vLLM's own transfer engines.
+- Latent attention (deepseek_v3) on CPU. vLLM's kernel for rotary positions expects all heads of a token in one
+  dimension; given a dimension of heads, as latent attention does, it rotates the wrong numbers: no error, but
+  log-probabilities are off by 0.5. Such tensors take vLLM's own PyTorch version. YaRN's positions have always done so.
 - Seeded requests with chunked prefill on CPU. After each chunk vLLM samples a token, discards it, and then rewinds the
   request's random generator. CPU generators cannot be rewound, so one such request crashed the whole server. The patch
   removes the generators of these requests while the discarded tokens are sampled: the generators stay unused, so the
@@ -79,6 +82,23 @@ def patch_copied_weights() -> None:
         refresh_copied_weights(model)
 
     _install(reload, "finalize_layerwise_reload", finalize_with_copies)
+
+
+def patch_rotary_positions() -> None:
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms import current_platform
+
+    forward: Any = getattr(RotaryEmbedding, "forward_cpu", None)
+    if not current_platform.is_cpu():
+        return
+    if forward is None:
+        _log.warning("this vLLM computes rotary positions in another way: latent attention on a CPU may be wrong")
+        return
+
+    def forward_heads(self: Any, positions: Any, query: Any, key: Any = None) -> Any:
+        return (forward if query.ndim == 2 else type(self).forward_native)(self, positions, query, key)
+
+    _install(RotaryEmbedding, "forward_cpu", forward_heads)
 
 
 def patch_seeded_chunked_prefill() -> None:

@@ -2,14 +2,19 @@
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It registers the engine,
 names semaphores so that our guard can clean them up, and installs patches: weight versions in every streamed piece,
-experts packed and copied weights refreshed at every load, numbers of MIG slices. The engine itself is
-`roll_flash.weight_sync.shared_memory`.
+experts packed and copied weights refreshed at every load, numbers of MIG slices, rotary positions of latent attention
+on CPU. The engine itself is `roll_flash.weight_sync.shared_memory`.
 """
 
 from __future__ import annotations
 
 from roll_flash.inference.vllm.mig import patch_mig_slices
-from roll_flash.inference.vllm.patches import patch_copied_weights, patch_expert_reload, patch_streamed_versions
+from roll_flash.inference.vllm.patches import (
+    patch_copied_weights,
+    patch_expert_reload,
+    patch_rotary_positions,
+    patch_streamed_versions,
+)
 from roll_flash.processes.supervise import claim_semaphores
 
 BACKEND = "shm"
@@ -24,6 +29,7 @@ def register() -> None:
     patch_expert_reload()
     patch_copied_weights()
     patch_mig_slices()
+    patch_rotary_positions()
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(
             BACKEND, "roll_flash.weight_sync.shared_memory", "SharedMemoryWeightTransferEngine"

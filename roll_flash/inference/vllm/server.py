@@ -41,12 +41,15 @@ class VllmEngine(ServerEngine):
         max_model_len: int,
         logs: Path,
         places: Places | None = None,
+        returns_experts: bool = False,
     ) -> None:
         """Raises InferenceError if vLLM is not installed."""
         check_vllm(config, model_folder, trains=False)
         device = vllm_device()
         dtype = _dtype(config, device)
         fixed = _options(config, device, shares_gpu=places is not None and places.shares_gpus)
+        if returns_experts:
+            fixed["enable_return_routed_experts"] = True
 
         def command(index: int, host: str, port: int) -> list[str]:
             options = fixed | {
@@ -70,6 +73,7 @@ class VllmEngine(ServerEngine):
             environment,
             prepares_weights=transfer == "shm",
             joins_learner=transfer == "nccl",
+            returns_experts=returns_experts,
         )
         super().__init__(
             launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs, places=places
@@ -93,6 +97,15 @@ def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> 
             f"{model_folder}: {kind} cannot be trained with vLLM on a CPU, {NO_NEW_WEIGHTS_ON_CPU[kind]}; set "
             "inference.engine=transformers, or take another model"
         )
+
+
+def why_no_experts_returned(config: InferenceConfig) -> str | None:
+    """Return why servers cannot return the experts of each token; None if they can."""
+    if vllm_device() == "cpu":
+        return "vLLM returns experts on GPUs only"
+    if config.extra_args.get("enable_prefix_caching", config.extra_args.get("enable-prefix-caching")) is False:
+        return "vLLM returns experts only with its prefix cache, which inference.extra_args switches off"
+    return None
 
 
 def vllm_device() -> Literal["cpu", "cuda"]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import numpy as np
@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.learner.losses.correction import MAX_ABS_LOG_RATIO
+from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.policy import policy_loss, weighted_sum
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.policy_model import PolicyModel
@@ -56,6 +57,9 @@ class Objective:
         self._entropy_bonus = config.entropy_bonus
         self._policy = policy
         self._reference = reference
+        self._router_aux_loss = config.router_aux_loss
+        if self._router_aux_loss:
+            policy.keep_router_logits()
 
     def add_gradient(self, row: PackedRow, *, supervised: bool = False) -> RowRecord:
         """Run forward and backward passes of one row. A collective."""
@@ -83,6 +87,10 @@ class Objective:
             means["kl_reference"] = float(penalty.detach().mean())
         if self._entropy_bonus and not supervised:
             loss = loss - self._entropy_bonus * weighted_sum(entropies, mask, weights)
+        if self._policy.router_logits is not None:
+            balance = load_balancing_loss(self._policy.router_logits, row, self._policy.experts_per_token)
+            loss = loss + self._router_aux_loss * balance
+            means["router_aux_loss"] = float(balance.detach()) / float(row.token_weights.sum())
         loss.backward()
         return RowRecord(
             loss=loss.item(),
@@ -113,6 +121,7 @@ class Objective:
     def _reference_logprobs(self, row: PackedRow) -> Tensor | None:
         if not self._kl.coefficient:
             return None
+        row = replace(row, routed_experts=None)  # a reference is what it is: it chooses its experts itself
         with torch.no_grad():
             if self._reference is not None:
                 return _without_backward(self._reference, row, None)

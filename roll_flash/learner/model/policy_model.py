@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from roll_flash.learner.model.token_logprobs import LogitTransform, token_logpro
 from roll_flash.learner.model.weight_files import WeightFiles, compute_buffers, one_at_a_time
 from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.rows import PackedRow
+from roll_flash.models.routing import Routing
 from roll_flash.models.shape import decoder_layers
 
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "moe_k", "top_k")
 _LOG = logging.getLogger(__name__)
 
 
@@ -54,6 +57,11 @@ class PolicyModel(nn.Module):
         """Use FlexAttention (GPU only; see `flex_tree.unsupported_reason`)."""
         self.offload_activations = False
         """Keep activations saved by checkpointing in host memory until the backward pass (GPU only)."""
+        self.router_logits: tuple[Tensor, ...] | None = None
+        """Of the last row, [N, experts] per layer with experts; None unless `keep_router_logits` was called."""
+        self._keeps_router_logits = False
+        self._routing: Routing | None = None
+        """Set by the first row whose experts are given."""
         self._own_attention: Any = model.config._attn_implementation
         for module in model.modules():
             _without_dropout(module)
@@ -71,6 +79,16 @@ class PolicyModel(nn.Module):
         self.shares_prefixes = share
         self.model.set_attn_implementation(tree_attention.NAME if share else self._own_attention)
 
+    def keep_router_logits(self) -> None:
+        """Keep the logits of all routers in each forward pass. Raises ModelError if the model has no load-balancing
+        loss in transformers: it may return logits, but other functions than softmax turn them into probabilities."""
+        has_loss = hasattr(sys.modules[type(self.model).__module__], "load_balancing_loss_func")
+        if not has_loss or "router_logits" not in (self.model._can_record_outputs or {}):
+            raise ModelError(
+                f"learner.router_aux_loss: {type(self.model).__name__} has no load-balancing loss; set it to 0"
+            )
+        self._keeps_router_logits = True
+
     @property
     def form(self) -> ExactSettings:
         return ExactSettings(self.shares_prefixes, self.logit_transform, self.head.shape[0])
@@ -86,24 +104,42 @@ class PolicyModel(nn.Module):
         nodes, source = torch.unique(torch.tensor(row.source, device=device), return_inverse=True)
         target = torch.tensor(row.target, device=device)
         with offload_activations() if self.offload_activations else nullcontext():
-            if self.logit_transform is None:
-                logits = self._call(self.model, row).logits[0, nodes].float()
-                return _from_logits(logits / temperature, source, target)
-            hidden = self._call(self.model.base_model, row).last_hidden_state[0, nodes]
+            whole = self.logit_transform is None
+            output = self._call(self.model if whole else self.model.base_model, row)
+            self.router_logits = output.router_logits if self._keeps_router_logits else None
+            if whole:
+                return _from_logits(output.logits[0, nodes].float() / temperature, source, target)
+            hidden = output.last_hidden_state[0, nodes]
         head, bias, form = self.head, self.head_bias, self.logit_transform
         return token_logprobs(hidden, head, source, target, bias=bias, form=form, temperature=temperature)
 
     def _call(self, module: Any, row: PackedRow) -> Any:
         device = self.head.device
+        self._steer_routing(row)
+        more = {"output_router_logits": True} if self._keeps_router_logits else {}
         token_ids = torch.tensor(row.token_ids, device=device)[None]
         if not self.shares_prefixes:
             if len(row.members) > 1:
                 raise ValueError(f"a row of {len(row.members)} sequences for a model that takes one at a time")
             reset_dynamic_rope(self.model)
-            return module(input_ids=token_ids, use_cache=False)
+            return module(input_ids=token_ids, use_cache=False, **more)
         tree = tree_attention.tree_layout(row.position_ids, row.subtree_end, device, flex=self.flex_attention)
         position_ids = torch.tensor(row.position_ids, device=device)[None]
-        return module(input_ids=token_ids, position_ids=position_ids, use_cache=False, tree=tree)
+        return module(input_ids=token_ids, position_ids=position_ids, use_cache=False, tree=tree, **more)
+
+    def _steer_routing(self, row: PackedRow) -> None:
+        experts = row.routed_experts
+        if experts is None and self._routing is None:
+            return
+        if self._routing is None:
+            self._routing = Routing(self.model)
+        self._routing.replay(None if experts is None else torch.tensor(experts, device=self.head.device))
+
+    @property
+    def experts_per_token(self) -> int:
+        """Experts that a token uses in a layer, by the name that its architecture gives the number."""
+        config: Any = self.model.config.get_text_config()
+        return int(next(n for key in EXPERTS_PER_TOKEN if (n := getattr(config, key, None))))
 
     @property
     def head(self) -> Tensor:

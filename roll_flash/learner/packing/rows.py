@@ -5,7 +5,9 @@ detected, never assumed: the prompt of a group's replicas, few-shot examples sha
 tokens of replicas all appear once. Token i may attend to token j exactly if j is an ancestor of i or i itself; in
 depth-first order this is j <= i < subtree_end[j]. There is no padding.
 
-The result is exact: a token sees the same tokens at the same positions as in a separate sequence.
+The result is exact: a token sees the same tokens at the same positions as in a separate sequence. Where experts are
+replayed, a shared token has those of the first sequence in the order of the tree: two servers may have computed it with
+different experts, and a token that is computed once has one choice.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
+
+from roll_flash.engines.inference import fill_experts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,6 +36,8 @@ class TrainSequence:
     advantages: NDArray[np.float32]
     token_weight: float = 1.0
     prox_logprobs: NDArray[np.float32] | None = None
+    routed_experts: NDArray[np.int16] | None = None
+    """[T, layers, k] as in `Trajectory`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +62,8 @@ class PackedRow:
     prox_logprobs: NDArray[np.float32] | None
     members: tuple[int, ...]
     padded_tokens: int
+    routed_experts: NDArray[np.int16] | None = None
+    """[N, layers, k]: experts that the model must use; None: those that it chooses."""
 
     @property
     def num_tokens(self) -> int:
@@ -108,6 +116,7 @@ class _Tree:
         self._ends: list[tuple[NDArray[np.int64], int]] = []
         self._sequences: list[TrainSequence] = []
         self._members: list[int] = []
+        self._experts: list[NDArray[np.int16] | None] = []
         self._sources: list[NDArray[np.int64]] = []
 
     def has_room(self, sequence: TrainSequence, max_tokens: int) -> bool:
@@ -125,6 +134,7 @@ class _Tree:
         self._position_ids.append(np.arange(shared, shared + new))
         self._sequences.append(sequence)
         self._members.append(index)
+        self._experts.append(None if sequence.routed_experts is None else sequence.routed_experts[shared:])
         self._sources.append(self._path[np.flatnonzero(sequence.policy_mask) - 1])
 
     def finish(self) -> PackedRow:
@@ -151,6 +161,7 @@ class _Tree:
             prox_logprobs=np.concatenate(prox)[order] if len(prox) == len(sequences) else None,
             members=tuple(self._members),
             padded_tokens=sum(len(s.token_ids) for s in sequences),
+            routed_experts=fill_experts([len(part) for part in self._token_ids], self._experts),
         )
 
 

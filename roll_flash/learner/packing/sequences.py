@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from roll_flash.errors import LearnerError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
 from roll_flash.learner.packing.rows import TrainSequence
-from roll_flash.stream.blocks import TokenArrays
+from roll_flash.stream.blocks import EXPERTS, TokenArrays
 from roll_flash.stream.episodes import NO_LOGPROB, fault_of_reward
 from roll_flash.types import FinishedEpisode, FinishedGroup, StoredTrajectory, Trajectory
 
@@ -206,6 +206,7 @@ def _sequence(
         versions=sample["versions"],
         advantages=advantages,
         token_weight=token_weight,
+        routed_experts=sample.get(EXPERTS),
     )
 
 
