@@ -139,7 +139,7 @@ class RowDemonstrations:
                 between = []
             said = self._tokenizer.encode(self._said(message, chat.native), add_special_tokens=False)
             conversation.add_generation(_as_if_sampled([*said, self._tokenizer.eos_token_id]))
-        return [_demonstration(name, token_ids, mask, 1.0) for token_ids, mask, _, _ in conversation.samples()]
+        return [_demonstration(name, token_ids, mask, 1.0) for token_ids, mask, *_ in conversation.samples()]
 
     def _said(self, message: Message, tools: Tools) -> str:
         """Return what the model would write for a message, after the header of its turn."""
