@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.processes.supervise import descendants
+from roll_flash.processes.supervise import descendants, guard_of_semaphore
 from roll_flash.sandboxes.scratch import scratch_folder
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -70,9 +70,11 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def _shared_memory_of_others() -> set[str]:
-    """Return files of shared memory that processes other than this one and those below it have mapped."""
+    """Return files of shared memory that processes other than this one and those below it have mapped, and semaphores
+    of others' guards, which may be mapped by none."""
     ours = {os.getpid(), *descendants()}
-    found: set[str] = set()
+    guards = {str(path): guard_of_semaphore(path.name) for path in SHARED_MEMORY.iterdir()}
+    found = {path for path, guard in guards.items() if guard is not None and guard not in ours}
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) not in ours:
             with suppress(OSError):  # it has ended, or is another user's

@@ -17,6 +17,7 @@ import ctypes
 import glob
 import multiprocessing
 import os
+import re
 import select
 import shutil
 import signal
@@ -95,6 +96,12 @@ def claim_semaphores() -> None:
 
 def _semaphore_prefix(guard: int) -> str:
     return f"mp-roll-flash-{guard}"
+
+
+def guard_of_semaphore(name: str) -> int | None:
+    """Return the process id of the guard that a file in /dev/shm is named after; None for all other files."""
+    match = re.match(r"sem\.mp-roll-flash-(\d+)-", name)
+    return int(match[1]) if match else None
 
 
 def main(arguments: Sequence[str]) -> int:

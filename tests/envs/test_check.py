@@ -328,3 +328,11 @@ def test_a_new_project_passes_its_own_test_and_the_check(tmp_path: Path, capsys:
 @pytest.mark.parametrize("name", ["../up", "1st", "a b", "class", "", "-x-"])
 def test_a_name_that_cannot_be_a_projects_is_refused(name: str) -> None:
     assert main(["envs", "new", "--", name]) == 2
+
+
+def test_semaphores_of_another_run_on_this_machine_are_not_blamed_on_the_environment(tmp_path: Path) -> None:
+    before = left_behind.Snapshot.take(tmp_path)
+    for guard in (1, os.getpid()):
+        (left_behind.SHARED_MEMORY / f"sem.mp-roll-flash-{guard}-abc").write_bytes(b"x")
+    (found,) = left_behind.Snapshot.take(tmp_path).since(before)
+    assert found.endswith(f"sem.mp-roll-flash-{os.getpid()}-abc")
