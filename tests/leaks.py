@@ -17,12 +17,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from roll_flash.sandboxes import list_sandboxes
+from roll_flash.sandboxes import SandboxError, list_sandboxes
 from roll_flash.sandboxes.owner import Owner
 
 GRACE_S = 8.0
 """Containers remove themselves after their controller ends, and Ray's processes take a moment to go."""
 POLL_S = 0.25
+ENGINE_ATTEMPTS = 4
 SHM = Path("/dev/shm")
 LISTENING = "0A"
 
@@ -75,7 +76,14 @@ def _is_ours_or_orphaned(owner: str) -> bool:
 
 
 def _containers() -> dict[str, str]:
-    """Names and owners of all containers with our label, stopped ones too; none without an engine."""
+    """Names and owners of all containers with our label, stopped ones too; none without an engine. An engine that has
+    much to do is asked again."""
+    for _ in range(ENGINE_ATTEMPTS - 1):
+        try:
+            return {entry.name: entry.owner for entry in list_sandboxes() if entry.kind == "container"}
+        except SandboxError as error:
+            print(f"the Docker engine is asked again: {error}", file=sys.stderr)
+            time.sleep(GRACE_S)
     return {entry.name: entry.owner for entry in list_sandboxes() if entry.kind == "container"}
 
 
