@@ -35,8 +35,7 @@ def host_memory(config: Config, shape: ModelShape, parts: Sequence[Part], *, tra
     counts = Counter(part.kind for part in parts)
     processes = sum(PROCESS[kind] * count for kind, count in counts.items())
     is_first = any(part.name == FIRST_RANK for part in parts)
-    copies = counts["rank"] if shape.num_experts else int(is_first)
-    start = {"processes": processes, "float32 model": FULL * shape.parameters * copies}
+    start = {"processes": processes, "float32 model": FULL * shape.parameters * is_first}
     run = {
         "processes": processes,
         "checkpoint": _checkpoint_bytes(config, shape, counts["rank"], is_first=is_first),
