@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Annotated
 
 from roll_flash.cli.options import Json, Words, argument, flag, show, split_words, standard_output_for_json
@@ -11,12 +12,14 @@ if TYPE_CHECKING:
     from roll_flash.config.tree import Config
 
 Resume = Annotated[bool, flag("--resume", "Continue the run of this name from its newest checkpoint.")]
+KeepAlive = Annotated[bool, flag("--keep-alive", "Start the run again when it is killed or ends with an error.")]
 DryRun = Annotated[bool, flag("--dry-run", "Check everything that can be checked, and stop.")]
 
 
 def train(
     words: Annotated[Words, argument("CONFIG key=value", "A YAML file; keys to set, such as steps=5.")] = None,
     resume: Resume = False,
+    keep_alive: KeepAlive = False,
     dry_run: DryRun = False,
     as_json: Json = False,
 ) -> int:
@@ -29,6 +32,8 @@ def train(
     config = load_config(source, overrides)
     if dry_run:
         return _dry_run(config, resume, as_json)
+    if keep_alive:
+        return _keep_alive(config, [*(words or []), *(["--json"] if as_json else [])], resume)
     from roll_flash.summary import closing_text
     from roll_flash.trainer import train as run
 
@@ -40,6 +45,22 @@ def train(
         raise
     show(summary, closing_text(summary), as_json=as_json)
     return 0
+
+
+def _keep_alive(config: Config, words: list[str], resume: bool) -> int:
+    from roll_flash.monitor.metrics import read_metrics
+    from roll_flash.processes.keep_alive import keep_alive, own_command
+
+    folder, starts = config.run_folder, itertools.count()
+
+    def command() -> list[str]:
+        goes_on = next(starts) > 0 and (folder / "config.yaml").is_file()
+        return own_command(["train", *words, *(["--resume"] if resume or goes_on else [])])
+
+    def newest_step() -> int:
+        return max((int(row["step"]) for row in read_metrics(folder)), default=0)
+
+    return keep_alive(command, newest_step)
 
 
 def _dry_run(config: Config, resume: bool, as_json: bool) -> int:

@@ -259,6 +259,11 @@ def _die_with(parent: int) -> None:
         os._exit(1)
 
 
+def end_with_parent() -> None:
+    """Ask this process to end, as by SIGTERM, when the thread that started it does."""
+    _prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0) != 0:

@@ -1,0 +1,78 @@
+"""Starts a run again when it ends by itself, until it is done or a person has to decide.
+
+A run that ends with an error has saved what it can, and one that was killed has its journal: `--resume` goes on. What
+a restart cannot mend (a config that is refused, Ctrl-C, an error that comes again before another step) is left to a
+person.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from roll_flash.processes.supervise import end_with_parent
+from roll_flash.terminal import say
+
+DONE, USAGE_ERROR, INTERRUPTED = 0, 2, 130
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
+MAX_WITHOUT_PROGRESS = 4
+"""Starts in a row without a new step, after which the run is given up."""
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def keep_alive(
+    command: Callable[[], Sequence[str]],
+    progress: Callable[[], int],
+    *,
+    first_pause_s: float = FIRST_PAUSE_S,
+) -> int:
+    """Run `command()` again and again and return the last exit code. `progress`: number of the newest step.
+
+    Between starts it waits `first_pause_s`, and twice as long each time while there is no new step.
+    """
+    without_progress, pause_s = 0, first_pause_s
+    while True:
+        before = progress()
+        code = _run(command())
+        if code in (DONE, USAGE_ERROR, INTERRUPTED):
+            return code
+        if progress() > before:
+            without_progress, pause_s = 0, first_pause_s
+        without_progress += 1
+        what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        if without_progress == MAX_WITHOUT_PROGRESS:
+            say(f"the run {what}, {without_progress} times without a new step: it is not started again", error=True)
+            return 1 if code < 0 else code
+        say(f"the run {what} after step {progress()}; starting it again in {pause_s:g} s", error=True)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+
+def _run(command: Sequence[str]) -> int:
+    # In a session of its own: Ctrl-C in a terminal reaches only this process, which hands it on.
+    process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
+    with _handing_on(process):
+        return process.wait()
+
+
+@contextmanager
+def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    def hand_on(number: int, _: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = {number: signal.signal(number, hand_on) for number in STOPS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def own_command(words: Sequence[str]) -> list[str]:
+    """Return the command of this program with other words."""
+    return [sys.executable, "-m", "roll_flash", *words]

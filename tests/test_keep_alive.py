@@ -1,0 +1,97 @@
+"""A run that ends by itself is started again until it is done, or until a person has to decide."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from roll_flash.processes.keep_alive import MAX_WITHOUT_PROGRESS, keep_alive, own_command
+
+ENDS = """
+import os, signal, sys
+from pathlib import Path
+count = Path(sys.argv[1])
+count.write_text(str(int(count.read_text() or 0) + 1) if count.exists() else "1")
+how = sys.argv[2:][int(count.read_text()) - 1]
+os.kill(os.getpid(), signal.SIGKILL) if how == "killed" else sys.exit(int(how))
+"""
+
+
+def starts(count: Path) -> int:
+    return int(count.read_text())
+
+
+def ending(count: Path, *how: str) -> list[str]:
+    return [sys.executable, "-c", ENDS, str(count), *how]
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "tries"), [(["killed", "1", "0"], 0, 3), (["1", "130"], 130, 2), (["2"], 2, 1)]
+)
+def test_it_is_started_again_until_it_is_done_or_stopped_or_refused(
+    how: list[str], code: int, tries: int, tmp_path: Path
+) -> None:
+    command = ending(tmp_path / "count", *how)
+    assert keep_alive(lambda: command, lambda: 0, first_pause_s=0.01) == code
+    assert starts(tmp_path / "count") == tries
+
+
+def test_a_run_without_a_new_step_is_given_up_and_one_that_goes_on_is_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ending(tmp_path / "stuck", *["1"] * 20)
+    assert keep_alive(lambda: command, lambda: 7, first_pause_s=0.01) == 1
+    assert starts(tmp_path / "stuck") == MAX_WITHOUT_PROGRESS
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "the run ended with exit code 1 after step 7; starting it again in 0.01 s"
+    assert said[1].endswith("starting it again in 0.02 s")
+    assert said[-1].endswith("4 times without a new step: it is not started again")
+    command = ending(tmp_path / "goes on", *["1"] * 9, "0")
+    steps = iter(range(1000))
+    assert keep_alive(lambda: command, lambda: next(steps), first_pause_s=0.01) == 0
+
+
+PARENT = """
+import sys
+from roll_flash.processes.keep_alive import keep_alive
+child = (
+    "import time, sys\\nprint('ready', flush=True)\\n"
+    "try: time.sleep(600)\\nexcept KeyboardInterrupt: sys.exit(130)"
+)
+sys.exit(keep_alive(lambda: [sys.executable, "-c", child], lambda: 0))
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_its_run_ends_with_it(how: signal.Signals) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    assert parent.stdout.readline() == "ready\n"
+    (child,) = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
+    parent.send_signal(how)
+    assert parent.wait(60) == (130 if how == signal.SIGINT else -signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
+    parent.stdout.close()
+
+
+def test_a_refused_config_is_not_started_twice(tmp_path: Path) -> None:
+    done = subprocess.run(
+        own_command(["train", "configs/ci.yaml", "--keep-alive", "steps=0", f"runs={tmp_path}"]),
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=dict(os.environ),
+        check=False,
+    )
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
