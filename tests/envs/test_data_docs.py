@@ -21,6 +21,8 @@ PAGE = (ROOT / "docs" / "data.md").read_text()
 README = (ROOT / "README.md").read_text()
 
 
+TINY = ("model.path=tiny", "model.max_length=512")
+"""Its tokens are characters."""
 FILES = ("make_sums.py", "sums.yaml", "brief.py", "my_rows.py", "mixed.jsonl", "solved.jsonl", "solved_first.yaml")
 
 
@@ -66,7 +68,7 @@ def test_its_parts_of_configs_work(folder: Path, capsys: pytest.CaptureFixture[s
     for part in parts[1:]:
         keys = {"data": "envs.0.data", "reward": "envs.0.reward"}
         overrides = [f"{keys.get(key, key)}={json.dumps(value)}" for key, value in part.items()]
-        assert main(["train", "sums.yaml", "model.path=tiny", *overrides, "--dry-run"]) == 0, part
+        assert main(["train", "sums.yaml", *TINY, *overrides, "--dry-run"]) == 0, part
 
 
 def test_its_demonstrations_come_before_reinforcement(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
