@@ -50,7 +50,9 @@ NO_SYSTEM = (
 def test_a_template_that_refuses_the_system_message_is_one_line(rows: Path, tmp_path: Path) -> None:
     folder = model_with(tmp_path, NO_SYSTEM)
     check(rows, folder)
-    with pytest.raises(RollFlashError, match=r"prompt of task my/\d+ cannot be rendered.*System role not supported"):
+    with pytest.raises(
+        RollFlashError, match=r"the chat template refuses the roles system, user: System role not supported"
+    ):
         check(rows, folder, system="Be brief.")
 
 
@@ -59,7 +61,7 @@ def test_prompts_that_are_all_too_long_are_one_line_and_a_few_are_not(rows: Path
     few = rows.read_text() + "".join(long.replace("xx", f"{n:02}", 1) for n in range(40, 42))
     rows.write_text(few)
     check(rows, "tiny")
-    with pytest.raises(RollFlashError, match=r"has \d+ tokens and leaves no room.*model\.max_length=256"):
+    with pytest.raises(RollFlashError, match=r"no prompt leaves room for an answer in model\.max_length=256"):
         check(rows, "tiny", system="x" * 300)
 
 

@@ -6,12 +6,13 @@ import json
 import string
 from collections.abc import Mapping, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from roll_flash.chat.templates import Tools
 from roll_flash.config.data import RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
-from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, reads_answer
+from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, is_empty, reads_answer
 from roll_flash.errors import ConfigError
 from roll_flash.types import Message
 
@@ -175,9 +176,16 @@ def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: 
             for message in _checked_messages(value, name["messages"], place, is_prompt=False)
         ]
     elif name["prompt"] in row and name["answer"] in row:
-        prompt = row[name["prompt"]]
-        asked = prompt if isinstance(prompt, list) else [{"role": "user", "content": str(prompt)}]
-        messages = [*asked, {"role": "assistant", "content": str(row[name["answer"]])}]
+        prompt, answer = row[name["prompt"]], row[name["answer"]]
+        if is_empty(answer):
+            raise ConfigError(f"{place}: {name['answer']!r} is empty: there is nothing to imitate")
+        asked = (
+            _checked_messages(prompt, name["prompt"], place)
+            if isinstance(prompt, list)
+            else [{"role": "user", "content": str(prompt)}]
+        )
+        said = answer[0] if isinstance(answer, list) else answer
+        messages = [*asked, {"role": "assistant", "content": str(said)}]
     else:
         raise ConfigError(
             f"{place}: no column {name['messages']!r}, nor {name['prompt']!r} and {name['answer']!r}; it has "
@@ -185,6 +193,9 @@ def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: 
         )
     if next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0) == 0:
         raise ConfigError(f"{place}: an assistant message must come after at least one other")
+    roles = [message["role"] for message in messages]
+    if ("assistant", "assistant") in pairwise(roles):
+        raise ConfigError(f"{place}: two assistant messages follow each other; join them")
     return messages, tools or None
 
 

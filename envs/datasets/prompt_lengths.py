@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from roll_flash.chat.templates import chat_template_of
+from roll_flash.chat.tokenizer import load_checked_tokenizer
 from roll_flash.config.data import DataConfig
 from roll_flash.config.tree import ModelConfig
 from roll_flash.models.prepare import resolve_model
@@ -60,7 +61,6 @@ def too_long(
 
 
 def _counter(model: ModelConfig) -> Callable[[Sequence[Message]], int]:
-    from transformers import AutoTokenizer
-
-    template = chat_template_of(AutoTokenizer.from_pretrained(resolve_model(model.path, model.revision)))
+    folder = resolve_model(model.path, model.revision)
+    template = chat_template_of(load_checked_tokenizer(folder, model.chat_template_kwargs))
     return lambda messages: len(template.prompt(list(messages), room=model.max_length))

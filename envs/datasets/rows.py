@@ -5,6 +5,7 @@ Other sources are written once as JSON lines into a temporary file without a nam
 
 from __future__ import annotations
 
+import codecs
 import csv
 import os
 import tempfile
@@ -29,6 +30,7 @@ MAX_ROW_BYTES = 1 << 20
 MAX_ROWS = 20_000_000
 """Maximum number of rows of a Python object: one that never ends would fill the disk."""
 REASON_CHARACTERS = 200
+SAVE_AS = "save it as UTF-8"
 FILES = (".jsonl", ".ndjson", ".csv", ".parquet")
 Hashes = np.ndarray[Any, np.dtype[np.uint64]]
 
@@ -49,14 +51,17 @@ class Rows:
         checksums = array("I")
         place = 0
         for number, line in enumerate(file, start=1):
+            if number == 1 and line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+                raise ConfigError(f"{name}: it is UTF-16; {SAVE_AS}")
             if len(line) > MAX_ROW_BYTES:
                 size = f"{len(line) / 2**20:.1f} MiB; a row has at most {MAX_ROW_BYTES / 2**20:g} MiB"
                 raise ConfigError(f"{name}, {unit} {number}: the row has {size}")
-            if not line.isspace():
-                self._starts.append(place)
+            text = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line  # as Windows begins a file
+            if text and not text.isspace():
+                self._starts.append(place + len(line) - len(text))
                 self._ends.append(place + len(line))
                 self._lines.append(number)
-                checksums.append(crc32(line))
+                checksums.append(crc32(text))
             place += len(line)
         if not self._starts:
             raise ConfigError(f"{name}: there is no row in it")
@@ -70,8 +75,9 @@ class Rows:
         self._file.seek(0)
         index = 0
         for line in self._file:
-            if not line.isspace():
-                yield self._decoded(line, index)
+            text = line if index else line.removeprefix(codecs.BOM_UTF8)
+            if text and not text.isspace():
+                yield self._decoded(text, index)
                 index += 1
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -116,6 +122,10 @@ def open_rows(data: DataConfig, path: str, split: str) -> Rows:
             return Rows(file.open("rb"), path)
         if kind == ".csv":
             return Rows(_spooled(_csv_rows(file)), path, "row")
+        if kind != ".parquet" and file.is_file():
+            raise ConfigError(f"data {path}: files of data are {', '.join(FILES)}, not {kind or 'without a suffix'}")
+        if "/" not in path and not file.exists():
+            raise ConfigError(f"data {path}: no such file or folder (looked in {Path.cwd()})")
         return Rows(_spooled(_library_rows(data, path, file, split)), path, "row")
     except OSError as error:
         raise ConfigError(f"data {path}: cannot be read: {error.strerror or error}") from None
@@ -159,7 +169,7 @@ def _users_rows(path: str) -> Iterator[Mapping[str, Any]]:
             yield row
     except ConfigError as error:
         raise ConfigError(f"data {path}: {error}") from None
-    except Exception as error:  # user code may raise anything
+    except (Exception, SystemExit) as error:  # user code may raise anything
         raise ConfigError(
             f"data {path}: raised {type(error).__name__} after {number:,} rows: {first_line(error)}"
         ) from error
@@ -170,14 +180,19 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.DictReader(file, restkey="", strict=True)
         try:
+            names = list(reader.fieldnames or ())
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"{path}: the first line names {twice[0]!r} twice")
             for row in reader:
                 if "" in row or None in row.values():
                     raise ConfigError(
                         f"{path}, line {reader.line_num}: the row has more or fewer fields than the first line names"
                     )
                 yield row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path}, line {reader.line_num}: {error}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path}, line {reader.line_num + 1}: it is not UTF-8; {SAVE_AS}") from None
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: {error}; is a quote not closed?") from None
 
 
 def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterator[Mapping[str, Any]]:

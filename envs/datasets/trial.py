@@ -35,7 +35,7 @@ def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
             raise
         except EnvError as error:
             raise ConfigError(f"{error}, {where}") from None
-        except Exception as error:  # user code may raise anything
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise ConfigError(f"reward {name} raised {type(error).__name__}: {first_line(error)}, {where}") from error
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
-from roll_flash.chat.tokenizer import load_tokenizer
+from roll_flash.chat.tokenizer import load_checked_tokenizer
 from roll_flash.config.tree import DATASET_ENV, Config
 from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
-from roll_flash.errors import ConfigError, ModelError, first_line
+from roll_flash.errors import ConfigError, ModelError
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.types import Message, Task
 
@@ -31,11 +31,7 @@ class PromptCheck:
 
     def __init__(self, config: Config, folder: Path) -> None:
         self._config = config
-        try:
-            self._tokenizer = load_tokenizer(folder, config.model.chat_template_kwargs)
-        except Exception as error:  # the libraries raise errors of many kinds, also for damaged files
-            what = f"{type(error).__name__}: {first_line(error)}"
-            raise ModelError(f"{folder}: its tokenizer cannot be loaded: {what}") from None
+        self._tokenizer = load_checked_tokenizer(folder, config.model.chat_template_kwargs)
 
     def tokens(self, task: Task, messages: Sequence[Message], tools: Tools = None) -> int:
         """Return the number of tokens of a task's prompt. Raises ConfigError if the chat template refuses it or it

@@ -7,11 +7,14 @@ process which only tokenises never uses.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from roll_flash.chat.templates import TEMPLATE_KWARGS
+from roll_flash.errors import ModelError, first_line
+from roll_flash.terminal import say
 
 PLAIN_CLASSES = frozenset({"TokenizersBackend", "PreTrainedTokenizerFast"})
 """Two names of the class that needs only `tokenizer.json`."""
@@ -31,6 +34,17 @@ def load_tokenizer(folder: Path | str, chat_template_kwargs: Mapping[str, Any] |
         tokenizer = AutoTokenizer.from_pretrained(str(folder))
     setattr(tokenizer, TEMPLATE_KWARGS, dict(chat_template_kwargs or {}))
     return tokenizer
+
+
+def load_checked_tokenizer(folder: Path, chat_template_kwargs: Mapping[str, Any]) -> Any:
+    """As `load_tokenizer`, and says what is waited for. Raises ModelError, in one line."""
+    if "transformers" not in sys.modules:
+        say(f"loading the tokenizer of {folder.name} (usually 2-10 s)", error=True)
+    try:
+        return load_tokenizer(folder, chat_template_kwargs)
+    except Exception as error:  # the libraries raise errors of many kinds, also for damaged files
+        what = f"{type(error).__name__}: {first_line(error)}"
+        raise ModelError(f"{folder}: its tokenizer cannot be loaded: {what}") from None
 
 
 def _is_plain(folder: Path) -> bool:

@@ -66,6 +66,8 @@ def _ready(path: Path) -> Path:
 def _merged(path: Path) -> Path:
     """Return the folder of the sum of an adapter and the model that it is for."""
     name, revision = adapter.base_of(path)
+    if Path(name).expanduser().resolve() == path.resolve():
+        raise ModelError(f"{path}: an adapter that names itself as its base (base_model_name_or_path)")
     try:
         base = resolve_model(name, revision)
     except ModelError as error:

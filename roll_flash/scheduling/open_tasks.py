@@ -7,7 +7,7 @@ from typing import Any
 
 from roll_flash.config.tree import Config, EnvConfig, ModelConfig
 from roll_flash.config.user_code import load_object
-from roll_flash.errors import ConfigError, RollFlashError
+from roll_flash.errors import ConfigError, RollFlashError, first_line
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks, TaskSource
 from roll_flash.scheduling.users_source import UsersSource
 from roll_flash.types import Task
@@ -89,7 +89,8 @@ def _call(entry_point: str, env: EnvConfig, kwargs: Mapping[str, Any]) -> TaskSo
     except RollFlashError as error:
         raise ConfigError(f"envs: {'' if env.data else 'task_source: '}{error}") from None
     except Exception as error:  # user code may raise anything
-        raise ConfigError(f"envs: task_source: {entry_point} raised {type(error).__name__}: {error}") from error
+        what = f"data {env.data.path}" if env.data else f"task_source: {entry_point}"
+        raise ConfigError(f"envs: {what} raised {type(error).__name__}: {first_line(error)}") from error
     if not isinstance(source, TaskSource):
         raise ConfigError(
             f"envs: task_source: {entry_point} gave a {type(source).__name__}, not a roll_flash.TaskSource"

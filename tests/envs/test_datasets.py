@@ -18,13 +18,16 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from roll_flash.chat.templates import chat_template_of
+from roll_flash.config.data import DataConfig
 from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
 from roll_flash.envs.datasets import env as dataset_env
 from roll_flash.envs.datasets import prompt_lengths
 from roll_flash.envs.datasets import rows as row_files
 from roll_flash.envs.datasets.answers import find_answer
+from roll_flash.envs.datasets.columns import demonstration_of
 from roll_flash.envs.datasets.env import python_code
 from roll_flash.envs.datasets.rewards import exact, json_schema, math, number, regex
+from roll_flash.envs.datasets.rows import Rows, open_rows
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
@@ -692,3 +695,69 @@ def test_a_program_that_never_ends_earns_what_the_other_tests_of_its_time_give(m
             return float(found), float(nothing)
 
     assert asyncio.run(episode()) == (1 / 101, 0.0)
+
+
+def open_file(path: Path) -> Rows:
+    return open_rows(DataConfig(path=str(path)), str(path), "train")
+
+
+def test_a_file_of_windows_is_read_and_another_encoding_is_named(tmp_path: Path) -> None:
+    row = '{"prompt": "a", "answer": "é"}\n'
+    (tmp_path / "bom.jsonl").write_bytes(b"\xef\xbb\xbf" + (row * 2).replace("\n", "\r\n").encode())
+    rows = open_file(tmp_path / "bom.jsonl")
+    assert list(rows) == [rows[0], rows[1]] == [{"prompt": "a", "answer": "é"}] * 2
+    (tmp_path / "wide.jsonl").write_text(row, encoding="utf-16")
+    with pytest.raises(ConfigError, match="it is UTF-16; save it as UTF-8"):
+        open_file(tmp_path / "wide.jsonl")
+    (tmp_path / "latin.csv").write_text("prompt,answer\na,é\n", encoding="latin-1")
+    with pytest.raises(ConfigError, match="it is not UTF-8; save it as UTF-8"):
+        open_file(tmp_path / "latin.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "says"),
+    [
+        ("twice.csv", "prompt,answer,answer\na,b,c\n", "the first line names 'answer' twice"),
+        ("array.json", "[]", "files of data are .jsonl, .ndjson, .csv, .parquet, not .json"),
+    ],
+)
+def test_what_no_file_of_data_can_be_is_one_line(name: str, text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        open_file(tmp_path / name)
+
+
+def test_a_misspelt_file_is_not_looked_for_on_a_hub() -> None:
+    with pytest.raises(ConfigError, match="data my_questons: no such file or folder"):
+        open_file(Path("my_questons"))
+
+
+def exits() -> list[dict[str, str]]:
+    raise SystemExit(3)
+
+
+def test_rows_of_a_function_that_ends_the_program_are_one_line() -> None:
+    with pytest.raises(ConfigError, match="raised SystemExit after 0 rows"):
+        open_file(Path(f"{__file__}:exits"))
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"prompt": "a", "answer": None}, "'answer' is empty: there is nothing to imitate"),
+        ({"prompt": "a", "answer": ""}, "'answer' is empty: there is nothing to imitate"),
+        ({"prompt": ["a"], "answer": "b"}, "line 1"),
+        (
+            {"messages": [{"role": r, "content": "x"} for r in ("user", "assistant", "assistant")]},
+            "two assistant messages follow each other",
+        ),
+    ],
+)
+def test_a_demonstration_of_nothing_is_refused_with_its_line(row: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        demonstration_of(row, {}, "my.jsonl, line 1")
+
+
+def test_of_several_right_answers_the_first_is_imitated() -> None:
+    messages, _ = demonstration_of({"prompt": "a", "answer": ["Paris", "paris"]}, {}, "my.jsonl, line 1")
+    assert messages[-1] == {"role": "assistant", "content": "Paris"}

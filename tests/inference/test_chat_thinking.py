@@ -169,7 +169,9 @@ def test_with_strip_each_turn_is_served_and_trained_as_the_template_renders_it(
 ) -> None:
     tokenizer = thinking_tokenizer(tmp_path, style)
     thoughts = 0
-    for seed in range(3):
+    for seed in range(30):  # how often a model with random weights thinks depends on the engine's random numbers
+        if thoughts >= 3 and seed >= 3:
+            break
         recorded, policy = play(served, tokenizer, "strip", seed)
         require_trained_as_served(served, recorded, policy.samples())
         messages = policy.messages()

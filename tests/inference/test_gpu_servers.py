@@ -25,6 +25,7 @@ from roll_flash.inference.servers.remote import check_slices
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.inference.vllm.arguments import command_line
 from roll_flash.inference.vllm.server import VllmEngine, vllm_device
+from roll_flash.models.prepare import resolve_model
 
 GIB = 2**30
 TREE: dict[str, Any] = {"model": {"path": "tiny"}, "envs": [{"id": "A-v0"}]}
@@ -269,14 +270,15 @@ def test_on_a_shared_gpu_the_server_is_up_before_the_learner_takes_memory(
     shares_gpus: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events: list[str] = []
-    monkeypatch.setattr(system, "_open_engine", lambda *_: StandIn("server", events))
+    monkeypatch.setattr(system, "_open_engine", lambda *_, **options: StandIn("server", events))
 
     async def start() -> None:
         config = load_config(TREE)
         places: Any = types.SimpleNamespace(shares_gpus=shares_gpus)
         learner: Any = StandIn("learner", events)
         async with AsyncExitStack() as stack:
-            await system._start_models(stack, config, Path("model"), Path("logs"), learner, places, lambda _: None)
+            folder = resolve_model("tiny")
+            await system._start_models(stack, config, folder, Path("logs"), learner, places, lambda _: None)
 
     asyncio.run(start())
     one_after_another = ["server starts", "server is up", "learner starts", "learner is up"]

@@ -43,6 +43,7 @@ def make_tiny_model(folder: Path, hidden_size: int = 48, tied: bool = True) -> P
 
 @pytest.fixture(scope="session")
 def local_ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=2, include_dashboard=False, configure_logging=False, log_to_driver=True)
+    """It stays for the tests of other folders in this process, whose runs use it too: room for their parts."""
+    ray.init(address="local", num_cpus=16, include_dashboard=False, configure_logging=False, log_to_driver=True)
     yield
     ray.shutdown()
