@@ -77,13 +77,16 @@ class EpisodeLog:
 
     async def written(self) -> None:
         """Wait until all that was added is on the disk, or writing has ended with an error."""
-        if self._task is None:
+        if self._task is None or self._task.done():
             return
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._append(done)
         await asyncio.wait([done, self._task], return_when=asyncio.FIRST_COMPLETED)
 
     def _append(self, entry: Entry) -> None:
+        if self._is_closed and self._task is not None and self._task.done():  # a step that the end has cut short
+            self._write([entry])
+            return
         self._waiting.append(entry)
         self._changed.set()
 

@@ -28,6 +28,7 @@ from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.monitor.metrics import STEP_S
 from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout import episode_log
+from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.run.journal import Journal, read_journal
@@ -426,6 +427,28 @@ def test_a_step_with_another_result_is_named(tmp_path: Path) -> None:
         assert "step 3 is repeated with another result: loss 0.5 instead of 3" in said
 
     asyncio.run(run())
+
+
+def test_what_is_decided_after_the_rollout_has_ended_is_in_the_journal_too(tmp_path: Path) -> None:
+    """Such as a step whose weights were there when Ctrl-C came, and the checkpoint after it."""
+
+    async def run() -> None:
+        journal = Journal(tmp_path)
+        journal.begin(0)
+        log = EpisodeLog(EpisodesWriter(tmp_path / "episodes"), journal)
+        log.start()
+        log.note({"event": "first"})
+        await log.close()
+        log.note({"event": "trained"})
+        log.begin_journal(1)
+        log.note({"event": "last"})
+        await log.written()
+        journal.close()
+
+    asyncio.run(run())
+    events, _ = read_journal(tmp_path)
+    assert [event["event"] for event in events] == ["begin", "first", "trained", "begin", "last"]
+    assert len(list(tmp_path.glob("after_step_*.jsonl"))) == 2
 
 
 def test_the_state_of_another_program_is_refused_in_one_line(tmp_path: Path) -> None:
