@@ -34,6 +34,7 @@ envs:
       - {name: named, function: regex, weight: 0.2, kwargs: {pattern: "{expected}"}}
     success_above: 0.9
 rollout: {max_new_tokens: 24}
+steps: 30
 """
 NAMES = ["Anna Berg", "Tom Weiss", "Mei Lin", "Omar Haddad", "Lucia Rossi", "Jan Novak", "Sara Cohen", "Ivan Petrov"]
 THINGS = ["lamp", "chair", "kettle", "bag", "mirror", "clock", "table", "jacket"]

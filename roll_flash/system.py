@@ -44,7 +44,7 @@ from roll_flash.processes.background import (
 )
 from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.processes.ray_watch import watching_ray
-from roll_flash.resume import Resumed, read_state, resume, unreadable
+from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.episode_log import EpisodeFiles
@@ -478,6 +478,8 @@ def _open_rollout(
     tasks, journal = open_tasks(start.config), Journal(start.run_dir.journal)
     stack.callback(journal.close)
     journal.begin(journal.newest(start.checkpoint.step if start.checkpoint else 0))
+    if resumed is not None and not resumed.recovery.is_marked:
+        journal.write({"event": "state", "mark": resumed.recovery.mark})
     if resumed is None:
         return Rollout(start.config, fleet, tasks, episodes, stream, version=version, journal=journal)
     try:
@@ -493,4 +495,7 @@ def _open_rollout(
             journal=journal,
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise unreadable(resumed.checkpoint, error) from None
+        raise CheckpointError(
+            f"{start.run_dir.journal}: cannot be repeated ({error}); move it away to go on from the checkpoint of step "
+            f"{resumed.checkpoint.step} alone"
+        ) from None

@@ -232,7 +232,15 @@ def test_a_half_written_episode_is_no_obstacle_to_reading_or_going_on(tmp_path: 
 def test_a_resumed_run_uses_no_group_id_that_was_written_down_after_the_checkpoint(
     tmp_path: Path, last_written: str | None
 ) -> None:
-    state = {"version": 1, "tasks": {"cursor": 5}, "next_group": 5, "groups": [], "requeued": [], "async_ratio": None}
+    state = {
+        "mark": "0",
+        "version": 1,
+        "tasks": {"cursor": 5},
+        "next_group": 5,
+        "groups": [],
+        "requeued": [],
+        "async_ratio": None,
+    }
     with RunDir.create(config(tmp_path), resume=False) as run:
         with EpisodesWriter(run.episodes) as writer:
             writer.write(1, failure())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ class RecordedStep:
 class Recovery:
     """State of the rollout when the run stopped."""
 
+    mark: str
+    """Of the event in the journal that stands for the checkpoint."""
     version: int
     next_group: int
     groups: dict[str, RestoredGroup]
@@ -50,6 +52,8 @@ class Recovery:
     calls: list[tuple[str, float | None]] = field(default_factory=list)
     """(task id, None) for a task that was drawn, (group id, score) for a report."""
     steps: list[RecordedStep] = field(default_factory=list)
+    is_marked: bool = False
+    """The journal has the `mark`; else nothing in it is of use, and what follows needs the mark before it."""
     known_tasks: dict[str, Task] = field(default_factory=dict)
     """Of all groups since the checkpoint, by group id."""
 
@@ -61,6 +65,7 @@ class Recovery:
             for number, task, requeues, episodes in state["groups"]
         ]
         found = cls(
+            mark=str(state["mark"]),
             version=int(state["version"]),
             next_group=int(state["next_group"]),
             groups={group.group_id: group for group in groups},
@@ -71,9 +76,12 @@ class Recovery:
         found.known_tasks = {group.group_id: group.task for group in groups}
         return found
 
-    def repeat(self, events: Iterable[Event], *, max_requeues: int | None) -> None:
-        """Apply the journal. `max_requeues`: how often the task of a stale group is played again; None: never."""
-        for event in events:
+    def repeat(self, events: Sequence[Event], *, max_requeues: int | None) -> None:
+        """Apply what the journal has after the checkpoint. `max_requeues`: how often the task of a stale group is
+        played again; None: never."""
+        before = [place for place, event in enumerate(events) if event.get("mark") == self.mark]
+        self.is_marked = bool(before)
+        for event in events[before[-1] + 1 :] if before else ():
             match event["event"]:
                 case "admitted":
                     self._admit(event)
@@ -122,7 +130,10 @@ class Recovery:
             if score is not None:
                 source.report(self.known_tasks[name], score)
                 continue
-            drawn = source.next()
+            try:
+                drawn = source.next()
+            except StopIteration:
+                raise ValueError(f"the task source has ended where it drew {name!r} before") from None
             if drawn.task_id != name:
                 raise ValueError(f"the task source draws {drawn.task_id!r} where it drew {name!r} before")
 

@@ -8,6 +8,7 @@ each new version (`version_advanced`, `published`).
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -75,6 +76,7 @@ class Rollout:
             version=version,
             bias=SelectionBias(longest_s=rollout.episode_timeout_s),
         )
+        self._is_closed = False
         self._is_batch = policy_of(config).mode == "batch"
         if recovery is not None:
             self._restore(recovery, trajectories or {})
@@ -101,6 +103,7 @@ class Rollout:
         self._background.cancel()
         await asyncio.gather(self._background, return_exceptions=True)
         self._end_dropped()
+        self._is_closed = True
         await self._log.close()
 
     async def groups_for_step(
@@ -162,10 +165,14 @@ class Rollout:
         return notices
 
     def state(self) -> dict[str, Any]:
-        """Return the checkpoint state as JSON, for `Recovery`. What is decided from now on is journaled as after it."""
+        """Return the checkpoint state as JSON, for `Recovery`. What is decided from now on is journaled as after it:
+        after its `mark`, since an earlier try of a checkpoint of this step may have begun the same file."""
+        mark = secrets.token_hex(8)
         self._log.begin_journal(self.scheduler.learner_version)
+        self._note({"event": "state", "mark": mark})
         groups = self.scheduler.unfinished_groups()
         return {
+            "mark": mark,
             "version": self.scheduler.learner_version,
             "tasks": self._tasks.state(),
             "next_group": self.scheduler.next_group,
@@ -260,7 +267,7 @@ class Rollout:
         given = {group.group_id for groups in micro_batches for group in groups}
         lost = [name for name in self.scheduler.step_group_ids if name not in given]
         event = {"event": "trained", "version": version, "batches": batches, "without_rows": lost}
-        self._note({**event, "metrics": dict(metrics)})
+        self._note({**event, "async_ratio": self.scheduler.async_ratio, "metrics": dict(metrics)})
 
     async def _keep_slots_filled(self) -> None:
         try:
@@ -269,6 +276,7 @@ class Rollout:
                 self.scheduler.now_s = time.monotonic()
                 if cancelled := self.scheduler.take_cancelled():
                     await self._fleet.cancel(cancelled)
+                self._end_dropped()  # before a dropped task is admitted again: the journal has it in this order
                 self._admit()
                 free = self._max_concurrent - self.scheduler.running
                 if episodes := self.scheduler.next_episodes(free):
@@ -276,7 +284,6 @@ class Rollout:
                 self._note_idleness()
                 if self._tasks_ended:
                     self._group_ready.set()  # the caller that waits for a group checks if the run is over
-                self._end_dropped()
                 await self._changed.wait()
         except Exception as error:
             self.fail(error)
@@ -323,6 +330,8 @@ class Rollout:
         return True
 
     def _receive(self, outcome: FinishedEpisode | EpisodeFailure) -> None:
+        if self._is_closed:  # it is played again after a resume, as all that were running
+            return
         self._log.add(self.scheduler.learner_version, outcome)
         self._last_progress = self.scheduler.now_s = time.monotonic()
         if isinstance(outcome, EpisodeFailure):

@@ -3,6 +3,7 @@
 Trajectories are in `episodes/`; the journal says what became of them. `journal/after_step_N.jsonl` has the events after
 checkpoint N in the order in which they fell, one line each, with a checksum:
 
+- `state`: the state of the rollout was copied for this checkpoint; what comes before is in it;
 - `admitted`: a task became a group; `drawn` if it came from the task source, not from the requeued tasks;
 - `ended`: a trajectory was told to the task source, and became part of its group if `kept`;
 - `dropped`: a group left without being trained;

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
@@ -35,27 +34,27 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Logged:
-    """What the log has of a trajectory. `versions`: the lowest and highest of its policy tokens."""
+    """What the log has of a trajectory with an intact line. `versions`: lowest and highest of its policy tokens."""
 
-    is_intact: bool
     versions: tuple[int, int]
 
 
 def verify_run(folder: Path) -> list[Finding]:
     """Return what holds and what does not. Raises RunError for a run without a journal."""
+    rows = {row["step"]: row for row in read_metrics(folder) if STEP_S in row}  # first: a run may be going on
+    checkpoints = [checkpoint.step for checkpoint in list_checkpoints(folder)]
     events, damage = read_journal(folder / "journal")
     if not events:
         raise RunError(f"{folder}: has no journal to verify; only training runs write one")
     trained = [event for event in events if event["event"] == "trained"]
     logged = _read_log(folder / "episodes")
-    config = load_config(folder / "config.yaml")
     return [
         Finding("journal", damage is None, damage.message if damage else f"{len(events):,} events, each intact"),
         _groups(events, trained),
         _trained_once(events, trained),
         _in_the_log(trained, logged),
-        _staleness(trained, logged, config.scheduler.highest_async_ratio),
-        _steps(folder, trained),
+        _staleness(trained, logged),
+        _steps(trained, rows, checkpoints),
     ]
 
 
@@ -90,15 +89,16 @@ def _trained_once(events: Iterable[Event], trained: Iterable[Event]) -> Finding:
 
 def _in_the_log(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Finding:
     names = [episode for step in trained for _, episode in _members(step)]
-    wrong = [name for name in names if name not in logged or not logged[name].is_intact]
+    wrong = [name for name in names if name not in logged]
     return _finding("log", wrong, f"{len(names)} trained episodes are on disk, intact", "missing or damaged")
 
 
-def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged], async_ratio: float) -> Finding:
-    """Every token was sampled by weights that its step may train: of version v - 1 - async_ratio to v - 1."""
-    wrong, oldest = [], 0
+def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged]) -> Finding:
+    """Every token was sampled by weights that its step may train: of version v - 1 - async_ratio to v - 1. Groups that
+    began before the ratio was lowered keep the old bound."""
+    wrong, oldest, async_ratio = [], 0, 0.0
     for step in trained:
-        version = step["version"] - 1
+        version, async_ratio = step["version"] - 1, max(async_ratio, step["async_ratio"])
         for _, episode in _members(step):
             if (found := logged.get(episode)) is not None:
                 oldest = max(oldest, version - found.versions[0])
@@ -110,10 +110,9 @@ def _staleness(trained: Iterable[Event], logged: Mapping[str, Logged], async_rat
     )
 
 
-def _steps(folder: Path, trained: list[Event]) -> Finding:
+def _steps(trained: list[Event], rows: Mapping[int, Mapping[str, Any]], checkpoints: list[int]) -> Finding:
     """Steps follow each other; metrics and checkpoints speak of the same ones, with the same number of episodes."""
     versions = [step["version"] for step in trained]
-    rows = {row["step"]: row for row in read_metrics(folder) if STEP_S in row}
     sizes = {step["version"]: sum(1 for _ in _members(step)) for step in trained}
     wrong = [f"step {one} is followed by {two}" for one, two in itertools.pairwise(versions) if two != one + 1]
     wrong += [f"step {step} has no line in the journal" for step in rows if step not in sizes]
@@ -123,7 +122,7 @@ def _steps(folder: Path, trained: list[Event]) -> Finding:
         if step in rows and rows[step]["episodes"] != size
     ]
     last = max(versions, default=0)
-    wrong += [f"checkpoint {each.step} is newer" for each in list_checkpoints(folder) if each.step > last]
+    wrong += [f"checkpoint {step} is newer" for step in checkpoints if step > last]
     detail = f"{len(versions)} in the journal, {len(rows)} in metrics.jsonl"
     return Finding("steps", not wrong, "; ".join(wrong[:SHOWN]) or detail)
 
@@ -138,19 +137,10 @@ def _read_log(folder: Path) -> dict[str, Logged]:
     for path in sorted(folder.glob("step_*.jsonl")):
         with path.open("rb") as lines:
             for line in lines:
-                if not line.endswith(b"\n") or b'"kind":"trajectory"' not in line[:80]:
-                    continue
-                if (record := _parse(line)) is not None:  # one that was cut short is there twice: the last counts
-                    found[record["episode_id"]] = Logged(is_intact(line), _versions(record))
+                if b'"kind":"trajectory"' in line[:80] and is_intact(line):
+                    record = json.loads(line)  # one that was cut short is there twice: the last counts
+                    found[record["episode_id"]] = Logged(_versions(record))
     return found
-
-
-def _parse(line: bytes) -> dict[str, Any] | None:
-    try:
-        record: dict[str, Any] = json.loads(line)
-    except ValueError:
-        return None
-    return record
 
 
 def _versions(record: Mapping[str, Any]) -> tuple[int, int]:

@@ -213,6 +213,8 @@ class Scheduler:
         self._next_group = number
         group = self._add_group(task, requeues)
         group.trajectories.extend(trajectories)
+        highest = max((int(each.episode_id.rpartition("-r")[2]) for each in trajectories), default=-1)
+        group.refills = max(0, highest + 1 - self._policy.replicas)  # no id comes twice
         self.trajectories["produced"] += len(trajectories)
         ended = {trajectory.episode_id for trajectory in trajectories}
         for episode in (self._episode(group, replica) for replica in range(self._policy.replicas)):

@@ -259,11 +259,13 @@ class MixedTasks(TaskSource):
             self._sources[index].report(inner, score)
 
     def state(self) -> dict[str, Any]:
-        return {"credits": list(self._credits), "sources": [source.state() for source in self._sources]}
+        sources = [source.state() for source in self._sources]
+        return {"credits": list(self._credits), "weights": list(self._weights), "sources": sources}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         _restore_all(self._sources, state["sources"])
         self._credits = [float(credit) for credit in state["credits"]]
+        self._weights = [float(weight) for weight in state["weights"]]  # 0 of a source that has ended
 
     def metrics(self) -> dict[str, float]:
         found: dict[str, float] = {}

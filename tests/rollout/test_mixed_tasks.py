@@ -14,6 +14,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
 from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
+from roll_flash.types import Task
 
 
 def source(name: str, **kwargs: int) -> SeedTasks:
@@ -142,3 +143,24 @@ def test_a_config_mixes_environments_by_weight_and_draws_their_levels() -> None:
 def test_a_mixture_that_makes_no_sense_is_refused(change: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         load_config(config(**change))
+
+
+class Short(SeedTasks):
+    def next(self) -> Task:
+        if self.cursor >= 3:
+            raise StopIteration
+        return super().next()
+
+
+def test_a_source_that_has_ended_stays_so_after_a_resume() -> None:
+    def mixture() -> MixedTasks:
+        return MixedTasks([source("A-v0"), Short("B-v0", {}, (0, 10), seed=1)], [1.0, 1.0])
+
+    whole = mixture()
+    expected = [whole.next().task_id for _ in range(20)]
+    for cut in range(20):
+        first, second = mixture(), mixture()
+        for _ in range(cut):
+            first.next()
+        second.restore(json.loads(json.dumps(first.state())))
+        assert [second.next().task_id for _ in range(20 - cut)] == expected[cut:]

@@ -30,6 +30,7 @@ from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout import episode_log
 from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import Ended
+from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.run.journal import Journal, read_journal
 from roll_flash.run.run_dir import Checkpoint, RunDir
@@ -132,6 +133,8 @@ async def play(
     """What the trainer does, up to STEPS. `on_step` is called when the journal has the step."""
     stream, journal = TrajectoryStream(), Journal(run_dir.journal)
     journal.begin(journal.newest(resumed.checkpoint.step if resumed else 0))
+    if resumed is not None and not resumed.recovery.is_marked:
+        journal.write({"event": "state", "mark": resumed.recovery.mark})
     with EpisodesWriter(run_dir.episodes) as files:
         run = Rollout(
             config,
@@ -427,6 +430,44 @@ def test_a_step_with_another_result_is_named(tmp_path: Path) -> None:
         assert "step 3 is repeated with another result: loss 0.5 instead of 3" in said
 
     asyncio.run(run())
+
+
+def test_events_before_the_copy_of_a_checkpoint_are_not_applied_to_it(tmp_path: Path) -> None:
+    """A run was killed while it wrote this checkpoint: the next try goes on with the file of the journal that it began."""
+    task = Task("t", "Env-v0", 1).to_dict()
+    state = {
+        "mark": "new",
+        "version": 4,
+        "tasks": {},
+        "next_group": 9,
+        "groups": [],
+        "requeued": [],
+        "async_ratio": None,
+    }
+    admitted = [
+        {"event": "admitted", "number": number, "task": task, "requeues": 0, "drawn": True} for number in (8, 9)
+    ]
+    events = [{"event": "state", "mark": "old"}, admitted[0], {"event": "state", "mark": "new"}, admitted[1]]
+    recovery = Recovery.of(state)
+    recovery.repeat(events, max_requeues=None)
+    assert list(recovery.groups) == ["g00000009"]
+    lost = Recovery.of(state)
+    lost.repeat(events[:2], max_requeues=None)
+    assert (lost.groups, lost.is_marked) == ({}, False)
+
+
+def test_a_requeued_task_is_dropped_in_the_journal_before_it_is_admitted_again(tmp_path: Path) -> None:
+    async def run() -> list[Any]:
+        config = config_of(tmp_path, on_stale="requeue", async_ratio=0.0, extra_groups=2)
+        with RunDir.create(config, resume=False) as run_dir:
+            await play(config, run_dir, Learner(0.0), Fleet(5, 0, lambda: None))
+            return read_journal(run_dir.journal)[0]
+
+    events = asyncio.run(run())
+    again = [place for place, event in enumerate(events) if event["event"] == "admitted" and not event["drawn"]]
+    dropped = [place for place, event in enumerate(events) if event["event"] == "dropped"]
+    assert again, "no task was requeued"
+    assert all(place < other for place, other in zip(dropped, again, strict=False))
 
 
 def test_what_is_decided_after_the_rollout_has_ended_is_in_the_journal_too(tmp_path: Path) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter, deque
+from dataclasses import replace
 
 import pytest
 from scheduler_world import admit_all, failure, make_scheduler, trajectory
 
 from roll_flash.scheduling.policy import has_signal
 from roll_flash.scheduling.staleness import StalenessRule
-from roll_flash.types import EpisodeSpec
+from roll_flash.types import EpisodeSpec, Task
 
 
 def test_replicas_are_scheduled_on_their_own_and_a_free_slot_takes_the_next() -> None:
@@ -392,3 +393,16 @@ def test_a_batch_holds_no_group_that_may_not_begin_yet() -> None:
         scheduler.finished(trajectory(episode, [0], reward=float(reward)))
     assert len(scheduler.take_ready()) == 1
     assert scheduler.groups_wanted() == 0
+
+
+def test_a_restored_group_gives_no_replica_an_id_that_it_had() -> None:
+    scheduler = make_scheduler(groups_per_step=1, async_ratio=1.0, on_failure="refill", retries=0)
+    spec = make_scheduler()
+    admit_all(spec)
+    first = spec.next_episodes(1)[0]
+    refilled = trajectory(replace(first, episode_id="g00000000-r2"), [0])
+    scheduler.restore_group(0, Task("t0", "Env-v0", 0), 0, [refilled])
+    started = scheduler.next_episodes(10)
+    assert [episode.episode_id for episode in started] == ["g00000000-r0", "g00000000-r1"]
+    scheduler.finished(failure(started[0]))
+    assert [episode.episode_id for episode in scheduler.next_episodes(10)] == ["g00000000-r3"]
