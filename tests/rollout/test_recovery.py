@@ -433,7 +433,7 @@ def test_a_step_with_another_result_is_named(tmp_path: Path) -> None:
 
 
 def test_events_before_the_copy_of_a_checkpoint_are_not_applied_to_it(tmp_path: Path) -> None:
-    """A run was killed while it wrote this checkpoint: the next try goes on with the file of the journal that it began."""
+    """A run was killed while it wrote this checkpoint: the next try goes on with the file that it began."""
     task = Task("t", "Env-v0", 1).to_dict()
     state = {
         "mark": "new",
