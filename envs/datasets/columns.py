@@ -213,10 +213,11 @@ def _from_json(value: Any, column: str, place: str) -> Any:
 def _fields(template: str) -> tuple[str, ...]:
     """Return the names in braces. Raises ConfigError for text that is no template."""
     try:
-        names = [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
+        fields = [field for field in string.Formatter().parse(template) if field[1] is not None]
     except ValueError as error:
         raise ConfigError(f"data.template: {error}; write {{{{ and }}}} for braces") from None
-    if any(not name.isidentifier() for name in names):
+    names = [str(name) for _, name, _, _ in fields]
+    if any(not str(name).isidentifier() or form or conversion for _, name, form, conversion in fields):
         raise ConfigError(
             "data.template: only columns can be in braces, such as {question}; write {{ and }} for braces"
         )

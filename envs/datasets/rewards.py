@@ -165,6 +165,8 @@ def fault_of_answer(reward: RewardConfig, expected: Any) -> str:
         return ""
     if is_empty(expected):
         return "needs an answer, not an empty one"
+    if reward.function in ("exact", "number", "math", "regex") and not _is_text(expected):
+        return "needs a text, a number, or a list of these"
     if reward.function == "number" and _number(_text(expected)) is None:
         return "needs a number"
     if reward.function == IN_SANDBOX:
@@ -173,6 +175,10 @@ def fault_of_answer(reward: RewardConfig, expected: Any) -> str:
         except ValueError as error:
             return f"needs tests: {first_line(error)}"
     return ""
+
+
+def _is_text(answer: Any) -> bool:
+    return all(map(_is_text, answer)) if isinstance(answer, list) else isinstance(answer, (str, int, float))
 
 
 def is_empty(answer: Any) -> bool:

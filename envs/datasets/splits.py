@@ -66,7 +66,10 @@ def split_rows(env_json: str, stamps: object) -> Split:
     _note(int(read.is_long.sum()), data, f"have more than {data.max_prompt_characters} characters")
     train = np.flatnonzero(~is_held_out & ~read.is_long)
     if not train.size:
-        raise ConfigError(f"data {data.path}: no row is left to train on")
+        raise ConfigError(
+            f"data {data.path}: no row is left to train on: all are held out too, or have no room; give other rows, or "
+            "another data.held_out"
+        )
     examples = tuple(read.examples.values())
     for index in examples:
         if environment_of(env, rows[index], rows.place(index)) == DATASET_ENV:

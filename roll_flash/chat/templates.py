@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from numpy.typing import NDArray
 
 from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN, encodable
@@ -266,6 +266,8 @@ class ChatTemplate:
             text = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=False, add_generation_prompt=with_header, **self._kwargs
             )
+        except TemplateSyntaxError as error:
+            raise ModelError(f"{self._name}: the chat template is no Jinja: {error}") from None
         except TemplateError as error:
             roles = ", ".join(str(message["role"]) for message in messages)
             raise ModelError(f"{self._name}: the chat template refuses the roles {roles}: {error}") from None

@@ -18,15 +18,15 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from roll_flash.chat.templates import chat_template_of
-from roll_flash.config.data import DataConfig
+from roll_flash.config.data import DataConfig, RewardConfig
 from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
 from roll_flash.envs.datasets import env as dataset_env
 from roll_flash.envs.datasets import prompt_lengths
 from roll_flash.envs.datasets import rows as row_files
 from roll_flash.envs.datasets.answers import find_answer
-from roll_flash.envs.datasets.columns import demonstration_of
+from roll_flash.envs.datasets.columns import demonstration_of, prompt_of
 from roll_flash.envs.datasets.env import python_code
-from roll_flash.envs.datasets.rewards import exact, json_schema, math, number, regex
+from roll_flash.envs.datasets.rewards import exact, fault_of_answer, json_schema, math, number, regex
 from roll_flash.envs.datasets.rows import Rows, open_rows
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.registration import make_env
@@ -761,3 +761,16 @@ def test_a_demonstration_of_nothing_is_refused_with_its_line(row: dict[str, Any]
 def test_of_several_right_answers_the_first_is_imitated() -> None:
     messages, _ = demonstration_of({"prompt": "a", "answer": ["Paris", "paris"]}, {}, "my.jsonl, line 1")
     assert messages[-1] == {"role": "assistant", "content": "Paris"}
+
+
+@pytest.mark.parametrize("reward", ["exact", "number", "regex"])
+@pytest.mark.parametrize("answer", [{"x": 1}, [{"x": 1}], [["a"], {}]])
+def test_an_answer_that_no_text_can_equal_is_refused(reward: str, answer: Any) -> None:
+    assert fault_of_answer(RewardConfig(function=reward), answer) == "needs a text, a number, or a list of these"
+
+
+@pytest.mark.parametrize("template", ["{question:d}", "{question!r}"])
+def test_a_template_takes_only_names(template: str) -> None:
+    env = EnvConfig(id="Dataset-v0", data=DataConfig(path="my.jsonl", template=template), reward="exact")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="only columns can be in braces"):
+        prompt_of(env, {"question": "a"}, "my.jsonl, line 1")
