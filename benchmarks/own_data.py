@@ -3,10 +3,10 @@
     python benchmarks/own_data.py [--seeds 0 1 2] [--quick] [--json] [a.b=c ...]
 
 The file has 1,000 made-up messages of customers, each with a question for its order number. The config is CONFIG below:
-what a user writes; success is the bare number. Each seed also makes a file of its own. One run after the other, on an
-otherwise idle machine; `minutes` is the whole command, start and both evaluations included. `--quick` trains the tiny
-model for two steps. Results go to `benchmarks/results/own_data.{json,md}`, those of `--quick` nowhere but standard
-output.
+what a user writes. Evaluations sample as training does, at temperature 1; with temperature 0 the model is right half the
+time from the start. Each seed also makes a file of its own. One run after the other, on an otherwise idle machine;
+`minutes` is the whole command, start and both evaluations included. `--quick` trains the tiny model for two steps.
+Results go to `benchmarks/results/own_data.{json,md}`, those of `--quick` nowhere but standard output.
 """
 
 from __future__ import annotations
@@ -26,15 +26,9 @@ RESULTS = Path(__file__).parent / "results"
 CONFIG = """\
 model: {path: smollm2-135m, max_length: 160}
 envs:
-  - id: Dataset-v0
-    data: orders.jsonl
-    reward:
-      - {name: exact, function: exact, weight: 0.6}
-      - {name: first, function: regex, weight: 0.2, kwargs: {pattern: "^{expected}"}}
-      - {name: named, function: regex, weight: 0.2, kwargs: {pattern: "{expected}"}}
-    success_above: 0.9
+  - {id: Dataset-v0, data: orders.jsonl, reward: number, kwargs: {answer_in: last_number}}
 rollout: {max_new_tokens: 24}
-steps: 30
+eval: {tasks: 48, temperature: 1.0}
 """
 NAMES = ["Anna Berg", "Tom Weiss", "Mei Lin", "Omar Haddad", "Lucia Rossi", "Jan Novak", "Sara Cohen", "Ivan Petrov"]
 THINGS = ["lamp", "chair", "kettle", "bag", "mirror", "clock", "table", "jacket"]
@@ -68,7 +62,6 @@ def run(seed: int, overrides: list[str]) -> dict[str, Any]:
         write_rows(Path(folder, "orders.jsonl"), seed)
         config = Path(folder, "orders.yaml")
         config.write_text(CONFIG)
-        overrides = ["eval.tasks=48", *overrides]
         began = time.monotonic()
         found = figures(seed, train(str(config), seed, folder, overrides))
         return {**found, "minutes": round((time.monotonic() - began) / 60, 2)}
