@@ -3,7 +3,7 @@
     python benchmarks/own_data.py [--seeds 0 1 2] [--quick] [--json] [a.b=c ...]
 
 The file has 1,000 made-up messages of customers, each with a question for its order number. The config is CONFIG below:
-what a user writes. Evaluations sample as training does, at temperature 1; with temperature 0 the model is right half the
+what a user writes. Evaluations sample as training does, at temperature 1; at temperature 0 the model is right half the
 time from the start. Each seed also makes a file of its own. One run after the other, on an otherwise idle machine;
 `minutes` is the whole command, start and both evaluations included. `--quick` trains the tiny model for two steps.
 Results go to `benchmarks/results/own_data.{json,md}`, those of `--quick` nowhere but standard output.
