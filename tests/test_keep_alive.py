@@ -60,10 +60,7 @@ def test_a_run_without_a_new_step_is_given_up_and_one_that_goes_on_is_not(
 PARENT = """
 import sys
 from roll_flash.processes.keep_alive import keep_alive
-child = (
-    "import time, sys\\nprint('ready', flush=True)\\n"
-    "try: time.sleep(600)\\nexcept KeyboardInterrupt: sys.exit(130)"
-)
+child = "import time\\nprint('ready', flush=True)\\ntime.sleep(600)"
 sys.exit(keep_alive(lambda: [sys.executable, "-c", child], lambda: 0))
 """
 
@@ -81,6 +78,31 @@ def test_its_run_ends_with_it(how: signal.Signals) -> None:
         time.sleep(0.05)
     assert not Path(f"/proc/{child}").exists()
     parent.stdout.close()
+
+
+IGNORES_THE_END = """
+import os, signal, sys
+os.kill(os.getppid(), signal.SIGTERM)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+sys.exit(1)
+"""
+
+
+def test_a_run_that_was_told_to_stop_is_not_started_again_however_it_ends() -> None:
+    starts = iter(range(1))
+    assert keep_alive(lambda: [sys.executable, "-c", IGNORES_THE_END, str(next(starts))], lambda: 0) == 130
+
+
+def test_a_stop_between_two_starts_ends_it(tmp_path: Path) -> None:
+    command = ending(tmp_path / "count", "1", "0")
+
+    def progress() -> int:
+        if (tmp_path / "count").exists():
+            os.kill(os.getpid(), signal.SIGTERM)
+        return 0
+
+    assert keep_alive(lambda: command, progress, first_pause_s=600) == 130
+    assert starts(tmp_path / "count") == 1
 
 
 def test_a_refused_config_is_not_started_twice(tmp_path: Path) -> None:

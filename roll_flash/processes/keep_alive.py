@@ -11,9 +11,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from types import FrameType
+from typing import Self
 
 from roll_flash.processes.supervise import end_with_parent
 from roll_flash.terminal import say
@@ -22,6 +22,7 @@ DONE, USAGE_ERROR, INTERRUPTED = 0, 2, 130
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 5.0, 300.0
 MAX_WITHOUT_PROGRESS = 4
 """Starts in a row without a new step, after which the run is given up."""
+POLL_S = 0.25
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -33,44 +34,66 @@ def keep_alive(
 ) -> int:
     """Run `command()` again and again and return the last exit code. `progress`: number of the newest step.
 
-    Between starts it waits `first_pause_s`, and twice as long each time while there is no new step.
+    Between starts it waits `first_pause_s`, and twice as long each time while there is no new step. A run that was told
+    to stop is not started again, however it ended.
     """
     without_progress, pause_s = 0, first_pause_s
-    while True:
-        before = progress()
-        code = _run(command())
-        if code in (DONE, USAGE_ERROR, INTERRUPTED):
-            return code
-        if progress() > before:
-            without_progress, pause_s = 0, first_pause_s
-        without_progress += 1
-        what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        if without_progress == MAX_WITHOUT_PROGRESS:
-            say(f"the run {what}, {without_progress} times without a new step: it is not started again", error=True)
-            return 1 if code < 0 else code
-        say(f"the run {what} after step {progress()}; starting it again in {pause_s:g} s", error=True)
-        time.sleep(pause_s)
-        pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    with _Stops() as stops:
+        while True:
+            before = progress()
+            code = stops.run(command())
+            if code in (DONE, USAGE_ERROR, INTERRUPTED):
+                return code
+            if stops.came:
+                return INTERRUPTED
+            if progress() > before:
+                without_progress, pause_s = 0, first_pause_s
+            without_progress += 1
+            what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+            if without_progress == MAX_WITHOUT_PROGRESS:
+                say(f"the run {what}, {without_progress} times without a new step: it is not started again", error=True)
+                return 1 if code < 0 else code
+            say(f"the run {what} after step {progress()}; starting it again in {pause_s:g} s", error=True)
+            if stops.come_within(pause_s):
+                return INTERRUPTED
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
 
-def _run(command: Sequence[str]) -> int:
-    # In a session of its own: Ctrl-C in a terminal reaches only this process, which hands it on.
-    process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
-    with _handing_on(process):
-        return process.wait()
+class _Stops:
+    """Hands signals that mean "stop" on to the run, and remembers that one came."""
 
+    def __init__(self) -> None:
+        self.came: int | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-@contextmanager
-def _handing_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    def hand_on(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._hand_on) for number in STOPS}
+        return self
 
-    before = {number: signal.signal(number, hand_on) for number in STOPS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def _hand_on(self, number: int, _: FrameType | None) -> None:
+        self.came = number
+        if self._process is not None:
+            self._process.send_signal(number)
+
+    def run(self, command: Sequence[str]) -> int:
+        # In a session of its own: Ctrl-C in a terminal reaches only this process, which hands it on.
+        process = subprocess.Popen(command, start_new_session=True, preexec_fn=end_with_parent)
+        self._process = process
+        if self.came is not None:  # while it was started
+            process.send_signal(self.came)
+        code = process.wait()
+        self._process = None
+        return code
+
+    def come_within(self, seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while self.came is None and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(left, POLL_S))
+        return self.came is not None
 
 
 def own_command(words: Sequence[str]) -> list[str]:

@@ -139,9 +139,9 @@ def require_trained_as_served(served: Served, recorded: Recorded, samples: list[
 
 def said_and_thought(messages: Sequence[Message]) -> list[Message]:
     """As a client of a chat API keeps them."""
-    parts = [split_thinking(message["content"]) for message in messages]
+    parts = [split_thinking(message["content"] if message["role"] == "assistant" else "") for message in messages]
     return [
-        message if message["role"] != "assistant" else message | {"reasoning_content": thought, "content": said.strip()}
+        message | {"reasoning_content": thought, "content": said.strip()} if thought else message
         for message, (thought, said) in zip(messages, parts, strict=True)
     ]
 
