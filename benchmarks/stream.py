@@ -56,6 +56,7 @@ from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.local_ray import local_ray
 from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.turns import TurnBook
 from roll_flash.scheduling.tasks import SeedTasks
 from roll_flash.stages.running import open_stages, stage_consumers
 from roll_flash.stream import LearnerLoader, TrajectoryStream, finished_episode, finished_group
@@ -272,6 +273,7 @@ class SleepingFleet:
         self._scale = scale
         self._random = random.Random(0)
         self.version = 0
+        self.turns = TurnBook()
 
     async def submit(
         self, episodes: Sequence[EpisodeSpec], receive: Callable[[FinishedEpisode | EpisodeFailure], None]

@@ -50,6 +50,7 @@ from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.episode_log import EpisodeFiles
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.turns import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoint_writer import CheckpointWriter
 from roll_flash.run.journal import Journal
@@ -480,22 +481,29 @@ def _open_rollout(
     journal.begin(journal.newest(start.checkpoint.step if start.checkpoint else 0))
     if resumed is not None and not resumed.recovery.is_marked:
         journal.write({"event": "state", "mark": resumed.recovery.mark})
-    if resumed is None:
-        return Rollout(start.config, fleet, tasks, episodes, stream, version=version, journal=journal)
+    turns = TurnFile(start.run_dir.journal / "turns.jsonl")
+    stack.callback(turns.close)
+    if resumed is not None:
+        fleet.turns = read_turns(turns.path)
     try:
-        return Rollout(
+        rollout = Rollout(
             start.config,
             fleet,
             tasks,
             episodes,
             stream,
             version=version,
-            recovery=resumed.recovery,
-            trajectories=resumed.trajectories,
+            recovery=resumed.recovery if resumed is not None else None,
+            trajectories=resumed.trajectories if resumed is not None else None,
             journal=journal,
+            turns=turns,
         )
     except (ValueError, KeyError, TypeError) as error:
+        if resumed is None:
+            raise
         raise CheckpointError(
             f"{start.run_dir.journal}: cannot be repeated ({error}); move it away to go on from the checkpoint of step "
             f"{resumed.checkpoint.step} alone"
         ) from None
+    turns.begin(fleet.turns.lines())
+    return rollout

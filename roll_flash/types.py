@@ -90,6 +90,8 @@ class EpisodeSpec:
     sampling: SamplingParams
     max_turns: int
     attempt: int = 0
+    played: tuple[bytes, ...] = ()
+    """Turns that it had finished before it was interrupted (`roll_flash.rollout.turns`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,3 +46,25 @@ class Breaking(Counting):
 
 
 register_env("Breaking-v0", Breaking)
+
+
+class CountingToFile(Counting):
+    """Its last turn waits for the file `go` in `folder`, where a file has the process that plays it in its name."""
+
+    def __init__(self, folder: str, turns: int) -> None:
+        super().__init__(turns)
+        self._folder = Path(folder)
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        (self._folder / f"pid-{os.getpid()}").touch()
+        return await super().reset(seed=seed, options=options)
+
+    async def step(self, action: str) -> StepResult:
+        while self._left == 1 and not (self._folder / "go").exists():  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+        return await super().step(action)
+
+
+register_env("CountingToFile-v0", CountingToFile)

@@ -22,6 +22,7 @@ from listening import key_holders, open_to_everybody
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
+from roll_flash.rollout.turns import decode, read_turns
 from roll_flash.run.journal import read_journal
 from roll_flash.run.run_dir import list_checkpoints
 
@@ -352,6 +353,7 @@ def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes_where_it_was(tm
     trained = [event["version"] for event in events if event["event"] == "trained"]
     ended = {event["episode"] for event in events if event["event"] == "ended"}
     assert trained[-1] >= 3 > checkpoint
+    turns = read_turns(tmp_path / "killed/journal/turns.jsonl")
     code, output = run(*arguments[:-1], f"steps={trained[-1] + 1}", "--resume")
     assert code == 0, output
     assert f"repeating steps {checkpoint + 1} to {trained[-1]} from the journal" in output
@@ -360,6 +362,11 @@ def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes_where_it_was(tm
     assert steps | {trained[-1]} == set(range(1, trained[-1] + 2)), "the last one may have been cut before its report"
     played = [row["episode_id"] for row in read_episodes(tmp_path / "killed/episodes") if row["kind"] == "trajectory"]
     assert not [name for name in ended if played.count(name) != 1]
+    for row in read_episodes(tmp_path / "killed/episodes"):
+        if row["info"].get("continued_turns"):
+            [recorded] = decode(turns.of(row["episode_id"]))
+            first = row["turns"][0]
+            assert row["token_ids"][first["start"] : first["end"]] == recorded.generation.token_ids.tolist()
     assert run("verify", str(tmp_path / "killed"))[0] == 0
 
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +22,7 @@ from roll_flash.envs.check import agents
 from roll_flash.envs.check.contract import contract_broken
 from roll_flash.envs.check.leftovers import Snapshot, adopting_orphans, own_temporary_folder, wait_until_nothing_new
 from roll_flash.envs.check.play import Agent, PlayedEpisode, Player
+from roll_flash.envs.hosting.environments import is_deterministic
 from roll_flash.errors import ConfigError
 from roll_flash.sandboxes import list_sandboxes
 
@@ -112,6 +114,7 @@ async def _check(
         async with Player(env_id, kwargs, provider=provider, timeout_s=timeout_s, run=run) as player:
             env, _ = await _open(player, env_id)
             has_oracle = callable(getattr(env.unwrapped, "oracle", None))
+            declared = is_deterministic(env.unwrapped)
             await player.play(agents.constant_text(""), seeds[0])
         # Threads and processes that a library starts at its first use do not count as leftovers; files do.
         before = replace(Snapshot.take(temporary), files=at_first.files)
@@ -120,7 +123,7 @@ async def _check(
             episodes = None if broken else await _play_all(player, seeds, has_oracle)
         left = await asyncio.to_thread(_leftovers, before, temporary, run)
     ask: tuple[Callable[[_Episodes], EnvCheck], ...] = (
-        _reproduces,
+        partial(_reproduces, declared=declared),
         _differs,
         _nothing_earns_nothing,
         _survives("a random agent", lambda episodes: episodes.random),
@@ -174,17 +177,22 @@ def _answer(name: str, holds: bool, detail: str, advice: str) -> EnvCheck:
     return EnvCheck(name, "pass" if holds else "fail", detail, "" if holds else advice)
 
 
-def _reproduces(episodes: _Episodes) -> EnvCheck:
+def _reproduces(episodes: _Episodes, *, declared: bool) -> EnvCheck:
+    """`declared`: whether the environment says that it is deterministic."""
     different = [
         first.seed
         for first, second in zip(episodes.random, episodes.again, strict=True)
         if (first.prompt, first.steps) != (second.prompt, second.steps)
     ]
+    name, detail = "same seed and actions, same episode", f"{len(episodes.random)} seeds"
+    if not declared:
+        return EnvCheck(name, "skip", "registered as nondeterministic", "an interrupted episode begins again")
     return _answer(
-        "same seed and actions, same episode",
+        name,
         not different,
-        f"seed {different[0]} differs" if different else f"{len(episodes.random)} seeds",
-        "draw everything from random.Random(seed) in reset; show no times, paths or addresses",
+        f"seed {different[0]} differs" if different else detail,
+        "draw everything from random.Random(seed) in reset, and show no times, paths or addresses; or register it with "
+        "nondeterministic=True",
     )
 
 

@@ -73,6 +73,11 @@ def _check_timeouts(env_id: str, env: Env, rollout: RolloutConfig) -> None:
             )
 
 
+def is_deterministic(env: Any) -> bool:
+    """True unless the environment is registered with gymnasium's `nondeterministic=True`, or has this attribute."""
+    return not getattr(env, "nondeterministic", getattr(env.spec, "nondeterministic", False))
+
+
 class AsyncEnvironment:
     """`reset`, `step` and `close` as coroutines, over an async or a blocking environment."""
 
@@ -93,6 +98,10 @@ class AsyncEnvironment:
     def runs_own_loop(self) -> bool:
         """True if its agent brings its own loop (`roll_flash.envs.agents.session_access`)."""
         return getattr(self.unwrapped, "runs_own_loop", False) is True
+
+    @property
+    def is_deterministic(self) -> bool:
+        return is_deterministic(self.unwrapped)
 
     async def play(self, gateway: AgentGateway) -> None:
         await self._call(self.unwrapped.play, gateway)

@@ -20,6 +20,7 @@ from roll_flash.chat.templates import Arrays, Tools, chat_template_of
 from roll_flash.engines.inference import InferenceClient
 from roll_flash.envs.tools.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
 from roll_flash.errors import RollFlashError
+from roll_flash.rollout.turns import EpisodeTurns
 from roll_flash.types import FinishReason, Message, SamplingParams
 
 if TYPE_CHECKING:
@@ -99,8 +100,10 @@ class TokenPolicy:
         max_length: int,
         session: str | None = None,
         thinking: Thinking = "keep",
+        turns: EpisodeTurns | None = None,
     ) -> None:
-        """`session`: requests with the same session share a server's prefix cache; default: the episode id."""
+        """`session`: requests with the same session share a server's prefix cache; default: the episode id. `turns`:
+        has turns that the model is not asked for again, and records the others."""
         self._client = client
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -108,6 +111,7 @@ class TokenPolicy:
         self._session = session or episode_id
         self._max_length = max_length
         self._thinking: Thinking = thinking
+        self._turns = turns
         self._turn = 0
 
     def begin(self, messages: Sequence[Message], tools: Tools = None) -> None:
@@ -124,14 +128,19 @@ class TokenPolicy:
         room = self._max_length - start
         if room < 1:
             raise ContextFullError(f"{start} tokens fill the context of {self._max_length} (model.max_length)")
-        generation = await self._client.generate(
-            self._conversation.token_ids,
-            replace(self._sampling, max_new_tokens=min(room, self._sampling.max_new_tokens)),
-            request_id=f"{self._episode_id}-{self._turn}",
-            session=self._session,
-            timeout_s=timeout_s,
-            known_experts=self._conversation.known_experts,
-        )
+        prompt = self._conversation.token_ids
+        generation = self._turns.recorded(prompt) if self._turns is not None else None
+        if generation is None:
+            generation = await self._client.generate(
+                prompt,
+                replace(self._sampling, max_new_tokens=min(room, self._sampling.max_new_tokens)),
+                request_id=f"{self._episode_id}-{self._turn}",
+                session=self._session,
+                timeout_s=timeout_s,
+                known_experts=self._conversation.known_experts,
+            )
+        if self._turns is not None:
+            self._turns.sampled(prompt, generation)
         self._turn += 1
         text = self._conversation.add_generation(generation)
         end = start + len(generation.token_ids)

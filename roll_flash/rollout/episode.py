@@ -20,6 +20,7 @@ from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
 from roll_flash.rollout.conversation import ContextFullError, Policy
+from roll_flash.rollout.turns import DivergedError, EpisodeTurns
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
 
@@ -82,13 +83,17 @@ async def run_episode(
     deadlines: Deadlines,
     progress: Progress,
     play_agent: PlayAgent | None = None,
+    turns: EpisodeTurns | None = None,
 ) -> Trajectory | EpisodeFailure:
-    """Play `spec` and return its trajectory or failure. Raises only on cancellation."""
+    """Play `spec` and return its trajectory or failure. Raises only on cancellation, and DivergedError if its recorded
+    turns cannot be played again. `turns`: those that `policy` has too."""
     progress.ends_at = time.monotonic() + deadlines.episode_s
     cause: FailureCause
     try:
         async with asyncio.timeout(deadlines.episode_s):
-            return await _play(spec, open_env, policy, deadlines, progress, play_agent)
+            return await _play(spec, open_env, policy, deadlines, progress, play_agent, turns)
+    except DivergedError:
+        raise
     except EpisodeFailed as failure:
         cause, message = failure.cause, str(failure)
     except TimeoutError:
@@ -117,6 +122,7 @@ async def _play(
     deadlines: Deadlines,
     progress: Progress,
     play_agent: PlayAgent | None,
+    turns: EpisodeTurns | None,
 ) -> Trajectory:
     started_s = time.time()
     progress.now("make")
@@ -124,6 +130,8 @@ async def _play(
         env = await open_env()
     try:
         env.allow(deadlines.step_s, deadlines.episode_s)
+        if turns is not None and not env.is_deterministic:
+            turns.stop()
         progress.now("reset")
         async with environment_errors(deadlines.step_s, "reset"):
             messages, about = await env.reset(spec.task.seed)
@@ -134,7 +142,7 @@ async def _play(
             raise EpisodeFailed("env_error", "reset returned an empty observation; say what the task is")
         else:
             await _tokenise_messages(lambda given: policy.begin(given, tools), messages)
-            trajectory = await _play_steps(spec, env, policy, deadlines, progress, started_s)
+            trajectory = await _play_steps(spec, env, policy, deadlines, progress, turns, started_s)
         progress.now("close")
     finally:
         close_error = await _close(env, deadlines.step_s)
@@ -168,9 +176,12 @@ async def _play_steps(
     policy: Policy,
     deadlines: Deadlines,
     progress: Progress,
+    recorded: EpisodeTurns | None,
     started_s: float,
 ) -> Trajectory:
-    turns, end, info = await _play_turns(spec, env, policy, deadlines, progress)
+    turns, end, info = await _play_turns(spec, env, policy, deadlines, progress, recorded)
+    if recorded is not None and recorded.continued:
+        info["continued_turns"] = recorded.continued
     if end in ("max_turns", "context_limit"):
         info |= await _final_score(env, turns, deadlines, progress)
     if policy.tools_shown:
@@ -211,7 +222,12 @@ async def _play_steps(
 
 
 async def _play_turns(
-    spec: EpisodeSpec, env: AsyncEnvironment, policy: Policy, deadlines: Deadlines, progress: Progress
+    spec: EpisodeSpec,
+    env: AsyncEnvironment,
+    policy: Policy,
+    deadlines: Deadlines,
+    progress: Progress,
+    recorded: EpisodeTurns | None,
 ) -> tuple[list[Turn], EpisodeEnd, dict[str, Any]]:
     turns: list[Turn] = []
     info: dict[str, Any] = {}
@@ -250,7 +266,10 @@ async def _play_turns(
                 completion_tokens=action.completion_tokens,
             )
         )
-        if step.terminated or step.truncated:
+        is_over = step.terminated or step.truncated
+        if recorded is not None:
+            recorded.answered(step, is_last=is_over or len(turns) == spec.max_turns)
+        if is_over:
             return turns, "terminated" if step.terminated else "truncated", info
         await _tokenise_messages(policy.observe, step.messages)
     return turns, "max_turns", info

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
 from roll_flash.processes.background import call_in_thread, start_background
+from roll_flash.rollout.turns import TurnFile
 from roll_flash.rollout.worker import Outcome
 from roll_flash.run.journal import Event, Journal
 from roll_flash.stream.blocks import fetch_lines
@@ -40,17 +42,28 @@ class EpisodeFiles(Protocol):
 
 Ended = tuple[int, FinishedEpisode | EpisodeFailure]
 """Learner version at the end of the episode, and its outcome."""
-Entry = Ended | Event | int | asyncio.Future[None]
-"""An episode, an event of the journal, the step of the checkpoint after which the journal goes on, or a future that is
-set when all before it is on the disk."""
+
+
+@dataclass(frozen=True, slots=True)
+class NewFiles:
+    """Journal and turns go on in new files, after the checkpoint of `step`; `turns`: those of running episodes."""
+
+    step: int
+    turns: list[bytes]
+
+
+Entry = Ended | Event | bytes | NewFiles | asyncio.Future[None]
+"""An episode, an event of the journal, a finished turn, the begin of new files, or a future that is set when all before
+it is on the disk."""
 
 
 class EpisodeLog:
     """Queue of ended episodes and events, and the task that writes them."""
 
-    def __init__(self, files: EpisodeFiles, journal: Journal | None = None) -> None:
+    def __init__(self, files: EpisodeFiles, journal: Journal | None = None, turns: TurnFile | None = None) -> None:
         self._files = files
         self._journal = journal
+        self._turns = turns
         self._waiting: list[Entry] = []
         self._unwritten = 0
         self._changed = asyncio.Event()
@@ -70,10 +83,15 @@ class EpisodeLog:
         """Write an event of the journal."""
         self._append(event)
 
-    def begin_journal(self, step: int) -> None:
-        """Write the events that follow as those after the checkpoint of `step`."""
+    def note_turn(self, line: bytes) -> None:
+        """Write a finished turn of a running episode."""
+        if self._turns is not None:
+            self._append(line)
+
+    def begin_journal(self, step: int, turns: list[bytes]) -> None:
+        """Write the events that follow as those after the checkpoint of `step`, and the turns after these."""
         if self._journal is not None:
-            self._append(step)
+            self._append(NewFiles(step, turns))
 
     async def written(self) -> None:
         """Wait until all that was added is on the disk, or writing has ended with an error."""
@@ -122,11 +140,18 @@ class EpisodeLog:
         if self._journal is None:
             return
         for entry in entries:
-            if isinstance(entry, int):
-                self._journal.begin(entry)
-            elif isinstance(entry, dict):
-                self._journal.write(entry)
+            match entry:
+                case NewFiles():
+                    self._journal.begin(entry.step)
+                    if self._turns is not None:
+                        self._turns.begin(entry.turns)
+                case dict():
+                    self._journal.write(entry)
+                case bytes() if self._turns is not None:
+                    self._turns.write(entry)
         self._journal.sync()
+        if self._turns is not None:
+            self._turns.sync()
 
     def _write_ended(self, ended: Sequence[Ended]) -> None:
         data = [outcome.data for _, outcome in ended if isinstance(outcome, FinishedEpisode)]

@@ -1,7 +1,8 @@
 """Manages the rollout workers from the driver: places episodes, collects outcomes, replaces dead workers.
 
 Invariant: each submitted episode gives its receiver exactly one outcome, a trajectory or a failure, unless it is
-cancelled. The episodes of a dead worker return as failures with the cause `worker_died`.
+cancelled. The episodes of a dead worker go on elsewhere after their last finished turn; those without one return as
+failures with the cause `worker_died`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -25,6 +27,7 @@ from roll_flash.errors import PlacementError, RollFlashError, RunError
 from roll_flash.inference.client.metrics import combined
 from roll_flash.processes.background import call_in_thread, error_of, gather_or_cancel, start_background
 from roll_flash.processes.deadlines import RecentCount
+from roll_flash.rollout.turns import TurnBook
 from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, WorkerSettings
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.stream.blocks import fetch_trajectories, located
@@ -43,6 +46,8 @@ WATCH_TIMEOUT_S = 3.0
 WORKER_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
 """Ray's errors for an actor whose process died, including a kill for lack of memory."""
 MAX_WORKER_DEATHS = 20
+MAX_MOVES = 2
+"""Number of dead workers after which an episode fails: it may be what kills them."""
 AWAY_RETRY_S = 5.0
 """Interval in seconds between two attempts to start a worker again whose node is lost."""
 DEATH_WINDOW_S = 1800.0
@@ -93,6 +98,10 @@ class WorkerFleet:
         self._heartbeat_timeout_s = heartbeat_timeout_s
         self._members: list[_WorkerHandle] = []
         self._receivers: dict[str, Receiver] = {}
+        self.turns = TurnBook()
+        """Finished turns of the running episodes; those of an episode to come are played again (`submit`)."""
+        self._moves: Counter[str] = Counter()
+        """How often each running episode was moved away from a dead worker."""
         self._deaths = RecentCount(DEATH_WINDOW_S)
         self._error: BaseException | None = None
 
@@ -112,13 +121,14 @@ class WorkerFleet:
             member.tasks.append(task)
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receiver: Receiver) -> None:
-        """Start episodes on the least loaded workers; `receiver` gets each outcome once.
+        """Start episodes on the least loaded workers, after those of their `turns` that are known; `receiver` gets each
+        outcome once.
 
         Waits only while all workers are being replaced, not for a worker to answer.
         """
         for episode in episodes:
             self._receivers[episode.episode_id] = receiver
-        self._place(episodes, await self._ready_members())
+        self._place([self._with_turns(episode) for episode in episodes], await self._ready_members())
 
     async def cancel(self, episode_ids: Iterable[str]) -> None:
         """Cancel episodes, running or not yet sent; their receivers get no outcome."""
@@ -127,6 +137,7 @@ class WorkerFleet:
             for episode_id in wanted & member.episodes.keys():
                 del member.episodes[episode_id]
                 self._receivers.pop(episode_id, None)
+                self._forget(episode_id)
                 if member.to_submit.pop(episode_id, None) is None:
                     member.to_cancel.append(episode_id)
                     member.has_news.set()
@@ -209,6 +220,8 @@ class WorkerFleet:
         for task in member.tasks:
             task.cancel()
         await asyncio.gather(*member.tasks, return_exceptions=True)
+        if others := [other for other in self._members if other.ready.is_set()]:
+            self._place(self._take_moving(member), others)
         self._fail(member, list(member.episodes.values()), "its worker was no longer wanted (roll-flash scale)")
         await _close(member)
         if self._places is not None:
@@ -336,13 +349,16 @@ class WorkerFleet:
         while True:
             try:
                 poll, *stored = member.actor.poll.options(num_returns=4).remote(POLL_S)
-                outcomes = await _within(poll, POLL_S + self._heartbeat_timeout_s, "poll")
+                outcomes, turns = await _within(poll, POLL_S + self._heartbeat_timeout_s, "poll")
             except WORKER_DIED as error:
                 await self._replace(member, f"died: {_first_line(error)}")
                 continue
             except NoAnswerError:
                 await self._replace(member, await self._describe_hang(member))
                 continue
+            for turn in turns:
+                if turn.episode_id in member.episodes:
+                    self.turns.add(turn)
             for outcome in located(outcomes, *stored):
                 member.episodes.pop(outcome.episode_id, None)
                 self._deliver(outcome)
@@ -359,9 +375,12 @@ class WorkerFleet:
 
     async def _replace(self, member: _WorkerHandle, what: str) -> None:
         member.ready.clear()
+        moving = self._take_moving(member)
         self._fail(member, list(member.episodes.values()), f"its worker {what}")
         member.to_submit, member.to_cancel = {}, []
         logger.warning("rollout worker %d %s; it is replaced", member.index, what)
+        others = [other for other in self._members if other.ready.is_set()]
+        self._place(moving, others or [member])  # without others they wait for its replacement
         with contextlib.suppress(*WORKER_DIED):  # it may hang and not be dead
             ray.kill(member.actor)
         try:
@@ -373,12 +392,31 @@ class WorkerFleet:
         finally:
             member.ready.set()  # its waiters must see the error too
 
+    def _take_moving(self, member: _WorkerHandle) -> list[EpisodeSpec]:
+        """Take from a dead worker the episodes that go on elsewhere."""
+        specs = [self._with_turns(spec) for spec in member.episodes.values()]
+        moving = [spec for spec in specs if spec.played and self._moves[spec.episode_id] < MAX_MOVES]
+        for spec in moving:
+            del member.episodes[spec.episode_id]
+            self._moves[spec.episode_id] += 1
+            self.turns.moved_episodes += 1
+            self.turns.moved_turns += len(spec.played)
+        return moving
+
+    def _with_turns(self, spec: EpisodeSpec) -> EpisodeSpec:
+        return replace(spec, played=self.turns.of(spec.episode_id))
+
+    def _forget(self, episode_id: str) -> None:
+        self.turns.forget(episode_id)
+        self._moves.pop(episode_id, None)
+
     def _fail(self, member: _WorkerHandle, episodes: Iterable[EpisodeSpec], message: str) -> None:
         for spec in episodes:
             if member.episodes.pop(spec.episode_id, None) is not None:
                 self._deliver(_worker_died(spec, message))
 
     def _deliver(self, outcome: Ended) -> None:
+        self._forget(outcome.episode_id)
         receiver = self._receivers.pop(outcome.episode_id, None)
         if receiver is not None:
             receiver(outcome)

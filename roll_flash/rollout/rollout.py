@@ -22,6 +22,7 @@ from roll_flash.processes.background import error_of, start_background
 from roll_flash.rollout.episode_log import EpisodeFiles, EpisodeLog
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import MicroBatches, Recovery
+from roll_flash.rollout.turns import SentTurn, TurnFile
 from roll_flash.run.journal import Event, Journal
 from roll_flash.scheduling.async_ratio import AsyncRatioController, Decision, StepMeasurement
 from roll_flash.scheduling.group_queues import OpenGroup
@@ -49,14 +50,16 @@ class Rollout:
         recovery: Recovery | None = None,
         trajectories: Mapping[str, FinishedEpisode] | None = None,
         journal: Journal | None = None,
+        turns: TurnFile | None = None,
     ) -> None:
         """`recovery`: where to go on, with those of its `trajectories` that were found, by episode id; the others are
-        played again. Raises ValueError, KeyError or TypeError if it is another run's. `journal`: of all decisions."""
+        played again, after the finished turns that the fleet has. Raises ValueError, KeyError or TypeError if it is
+        another run's. `journal`: of all decisions; `turns`: finished ones of running episodes."""
         rollout, scheduler = config.rollout, config.scheduler
         self._fleet = fleet
         self._tasks = tasks
         self._files = files
-        self._log = EpisodeLog(files, journal)
+        self._log = EpisodeLog(files, journal, turns)
         self._has_journal = journal is not None
         self._stream = stream
         self._has_stages = bool(config.stages)
@@ -86,7 +89,7 @@ class Rollout:
         self._last_causes: Counter[str] = Counter()
         self._last_message = ""
         self._tasks_ended = False
-        self._notices: list[str] = []
+        self._notices = [str(fleet.turns)] if recovery is not None and fleet.turns.lines() else []
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
         self._idle_since: float | None = None
@@ -96,10 +99,12 @@ class Rollout:
     async def __aenter__(self) -> Rollout:
         self._background = start_background(self._keep_slots_filled(), "the rollout")
         self._log.start().add_done_callback(self._note_log_failure)
+        self._fleet.turns.on_add = self._note_turn
         return self
 
     async def __aexit__(self, *_: object) -> None:
         assert self._background is not None
+        self._fleet.turns.on_add = None
         self._background.cancel()
         await asyncio.gather(self._background, return_exceptions=True)
         self._end_dropped()
@@ -168,7 +173,7 @@ class Rollout:
         """Return the checkpoint state as JSON, for `Recovery`. What is decided from now on is journaled as after it:
         after its `mark`, since an earlier try of a checkpoint of this step may have begun the same file."""
         mark = secrets.token_hex(8)
-        self._log.begin_journal(self.scheduler.learner_version)
+        self._log.begin_journal(self.scheduler.learner_version, self._fleet.turns.lines())
         self._note({"event": "state", "mark": mark})
         groups = self.scheduler.unfinished_groups()
         return {
@@ -192,7 +197,9 @@ class Rollout:
         """Return the async ratio, the selection bias so far, and the metrics of the task source."""
         bias = {f"bias/{name}": value for name, value in self.scheduler.bias.metrics().items()}
         tasks = {f"tasks/{name}": value for name, value in self._tasks.metrics().items()}
-        return {"async_ratio": float(self.scheduler.async_ratio), **bias, **tasks}
+        turns = self._fleet.turns
+        moved = {"moved_episodes": turns.moved_episodes, "moved_turns": turns.moved_turns}
+        return {"async_ratio": float(self.scheduler.async_ratio), **bias, **tasks, **moved}
 
     def adapt(self, metrics: Mapping[str, float]) -> Decision | None:
         """Let `async_ratio: auto` decide, after each step and from its metrics. None if the ratio is fixed."""
@@ -235,19 +242,41 @@ class Rollout:
             self._controller.restore(recovery.async_ratio)
             self.scheduler.set_async_ratio(self._controller.async_ratio)
         self.scheduler.restore_requeued(recovery.requeued)
+        begun_at = self._keep_turns(recovery)
         for group in sorted(recovery.groups.values(), key=lambda group: group.number):
             names = [] if self._is_batch else [name for name in group.episodes if name in trajectories]
             found = [trajectories[name] for name in names]
             for each in found:
                 self._put(each)
-            self.scheduler.restore_group(group.number, group.task, group.requeues, found)
+            self.scheduler.restore_group(
+                group.number, group.task, group.requeues, found, begun_at=begun_at.get(group.group_id)
+            )
         self.scheduler.continue_at(recovery.next_group)
         for group_id in self.scheduler.take_completed():
             self._stream.complete(group_id)
 
+    def _keep_turns(self, recovery: Recovery) -> dict[str, int]:
+        """Keep the turns of episodes that can still be trained; return the oldest version of each of their groups."""
+        allowed = recovery.version - self.scheduler.max_staleness
+        begun_at: dict[str, int] = {}
+        kept = []
+        for name, (oldest, newest) in self._fleet.turns.versions().items():
+            group = recovery.groups.get(name.rpartition("-r")[0])
+            if self._is_batch or group is None or name in group.episodes:
+                continue
+            if allowed <= oldest and newest <= recovery.version:
+                kept.append(name)
+                begun_at[group.group_id] = min(oldest, begun_at.get(group.group_id, oldest))
+        self._fleet.turns.keep_only(kept)
+        return begun_at
+
     def _put(self, outcome: FinishedEpisode) -> None:
         columns = {} if self._has_stages else {REWARD: outcome.reward}
         self._stream.put(outcome.episode_id, outcome.group_id, outcome, columns)
+
+    def _note_turn(self, turn: SentTurn) -> None:
+        if turn.episode_id in self.scheduler.running_ids:  # not of an evaluation
+            self._log.note_turn(turn.line)
 
     def _note(self, event: Event) -> None:
         if self._has_journal:

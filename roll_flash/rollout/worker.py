@@ -32,10 +32,11 @@ from roll_flash.rollout.conversation import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode, with_success
 from roll_flash.rollout.loop_watch import LoopWatch
+from roll_flash.rollout.turns import DivergedError, EpisodeTurns, SentTurn
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
-from roll_flash.stream.blocks import HandedIn, hand_in
-from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
+from roll_flash.stream.blocks import TokenBlock, hand_in
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, FinishedEpisode, Trajectory
 
 if TYPE_CHECKING:
     from roll_flash.rollout.agent_episode import AgentEpisodes
@@ -46,6 +47,8 @@ Outcome = Trajectory | EpisodeFailure
 
 BATCH_WAIT_S = 0.01
 """Seconds that `poll` waits after the first outcome, to return several in one call."""
+TURNS_WAIT_S = 0.2
+"""Seconds after which `poll` returns a finished turn even if no episode ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +115,7 @@ class Worker:
         self._settings = settings
         self._episodes: dict[str, _RunningEpisode] = {}
         self._outcomes: list[Outcome] = []
+        self._turns: list[SentTurn] = []
         self._has_outcomes = asyncio.Event()
         self._threads = EnvironmentThreads(settings.threads)
         self._environments = EnvironmentMaker(self._threads)
@@ -164,7 +168,8 @@ class Worker:
                 _cancel(running)
 
     async def poll(self, timeout_s: float) -> list[Outcome]:
-        """Return the outcomes since the last call; wait up to `timeout_s` for the first, else return []."""
+        """Return the outcomes since the last call; wait up to `timeout_s` for the first, else return []. Returns early
+        for `take_turns`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._has_outcomes.wait()
@@ -174,6 +179,16 @@ class Worker:
         outcomes, self._outcomes = self._outcomes, []
         self._has_outcomes.clear()
         return outcomes
+
+    def take_turns(self) -> list[SentTurn]:
+        """Return the turns that were finished since the last call, of episodes that went on after them."""
+        turns, self._turns = self._turns, []
+        return turns
+
+    def _send_turn(self, turn: SentTurn) -> None:
+        if not self._turns:
+            asyncio.get_running_loop().call_later(TURNS_WAIT_S, self._has_outcomes.set)
+        self._turns.append(turn)
 
     def status(self) -> list[EpisodeStatus]:
         now = time.monotonic()
@@ -200,7 +215,13 @@ class Worker:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, running: _RunningEpisode) -> None:
-        spec = running.spec
+        try:
+            await self._play(running, running.spec)
+        except DivergedError as error:
+            logger.warning("episode %s begins again: %s", running.spec.episode_id, error)
+            await self._play(running, replace(running.spec, played=()))
+
+    async def _play(self, running: _RunningEpisode, spec: EpisodeSpec) -> None:
         lease: LazySandbox | None = None
 
         async def open_env() -> AsyncEnvironment:
@@ -213,8 +234,9 @@ class Worker:
             return env
 
         try:
-            policy, deadlines = self._policy(spec), self._settings.deadlines
-            outcome = await run_episode(spec, open_env, policy, deadlines, running.progress, self._play_agent)
+            turns = EpisodeTurns(spec, self._send_turn)
+            policy, deadlines = self._policy(spec, turns), self._settings.deadlines
+            outcome = await run_episode(spec, open_env, policy, deadlines, running.progress, self._play_agent, turns)
             outcome = picklable_outcome(outcome, spec)
             self._end(running, with_success(outcome, self._settings.success_above.get(spec.task.env_id)))
         finally:
@@ -259,7 +281,7 @@ class Worker:
             what = f"{type(error).__name__}: {error}" if error else f"cancelled from within, waiting for {waits_for}"
             self._end(running, _failure(spec, "internal_error", what, turn))
 
-    def _policy(self, spec: EpisodeSpec) -> Policy:
+    def _policy(self, spec: EpisodeSpec, turns: EpisodeTurns) -> Policy:
         if self._chat_client is not None:
             return ChatPolicy(self._chat_client, spec.sampling)
         assert self._client is not None, "start() was not awaited"
@@ -271,6 +293,7 @@ class Worker:
             max_length=self._settings.max_length,
             session=spec.group_id if self._settings.pins_groups else None,
             thinking=self._settings.thinking,
+            turns=turns,
         )
 
 
@@ -343,12 +366,16 @@ class WorkerActor:
         self._worker.submit(submit)
         self._worker.cancel(cancel)
 
-    async def poll(self, timeout_s: float) -> HandedIn:
-        """Return the outcomes of `Worker.poll` as the four objects of `hand_in`. Raises the first error of this
-        process's background tasks."""
+    async def poll(
+        self, timeout_s: float
+    ) -> tuple[tuple[list[FinishedEpisode | EpisodeFailure], list[SentTurn]], TokenBlock, list[bytes], list[bytes]]:
+        """Return the outcomes of `Worker.poll` as the four objects of `hand_in`; with the first come finished turns.
+        Raises the first error of this process's background tasks."""
         self._failure.raise_error()
         outcomes = await self._worker.poll(timeout_s)
-        return await asyncio.to_thread(hand_in, outcomes)
+        turns = self._worker.take_turns()
+        ended, tokens, texts, lines = await asyncio.to_thread(hand_in, outcomes)
+        return (ended, turns), tokens, texts, lines
 
     async def status(self) -> list[EpisodeStatus]:
         return self._worker.status()

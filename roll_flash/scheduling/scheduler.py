@@ -19,7 +19,7 @@ The time of each event grows with its group, not with the number of running or w
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from roll_flash.scheduling.batches import Batches
@@ -143,6 +143,10 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def running_ids(self) -> Collection[str]:
+        return self._running.keys()
+
+    @property
     def queued(self) -> int:
         return self._queued
 
@@ -205,11 +209,17 @@ class Scheduler:
         self._requeued.restore(waiting)
 
     def restore_group(
-        self, number: int, task: Task, requeues: int, trajectories: Sequence[FinishedEpisode] = ()
+        self,
+        number: int,
+        task: Task,
+        requeues: int,
+        trajectories: Sequence[FinishedEpisode] = (),
+        *,
+        begun_at: int | None = None,
     ) -> OpenGroup:
-        """Add a group of an earlier run with the trajectories that it has; queue its other replicas. Groups come in the
-        order of their numbers, before any is admitted. One that is too old by now is dropped. With `mode="batch"` it
-        begins again: give no trajectories."""
+        """Add a group of an earlier run with the trajectories that it has; queue its other replicas. `begun_at`: oldest
+        version of those that go on after a finished turn. Groups come in the order of their numbers, before any is
+        admitted. One that is too old by now is dropped. With `mode="batch"` it begins again: give no trajectories."""
         self._next_group = number
         group = self._add_group(task, requeues)
         group.trajectories.extend(trajectories)
@@ -220,9 +230,10 @@ class Scheduler:
         for episode in (self._episode(group, replica) for replica in range(self._policy.replicas)):
             if episode.episode_id not in ended:
                 self._enqueue(group, episode)
-        if trajectories:
+        versions = [each.oldest_version for each in trajectories] + ([] if begun_at is None else [begun_at])
+        if versions:
             group.max_staleness = self._rule.max_staleness
-            last_step = group.set_last_step_from_tokens()
+            group.last_step = last_step = self._rule.last_step(min(versions))
             self._begun.add(group)
             if last_step < self.learner_version:
                 self._drop(group, "stale")
@@ -296,6 +307,10 @@ class Scheduler:
     def next_group(self) -> int:
         """Number of the next group to admit: a resumed run must not use a number twice."""
         return self._next_group
+
+    @property
+    def max_staleness(self) -> int:
+        return self._rule.max_staleness
 
     @property
     def async_ratio(self) -> float:

@@ -208,6 +208,15 @@ def test_what_is_wrong_is_found_and_what_to_do_is_said(env_type: type[Env], ques
     assert not report.ok
 
 
+def test_an_environment_that_says_that_it_is_nondeterministic_need_not_repeat_itself() -> None:
+    class Declared(TellsTheTime):
+        nondeterministic = True
+
+    report = check(Declared)
+    assert report.ok, report.as_table()
+    assert "registered as nondeterministic -> an interrupted episode begins again" in report.as_table()
+
+
 def test_without_an_oracle_and_a_reward_nobody_can_say_that_it_is_fit() -> None:
     class Unpaid(Good):
         oracle = None  # type: ignore[assignment]

@@ -32,6 +32,7 @@ from roll_flash.rollout.episode_log import EpisodeLog
 from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.turns import TurnBook
 from roll_flash.run.journal import Journal, read_journal
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
@@ -57,6 +58,7 @@ class Fleet:
         self._on_end = on_end
         self._ended: dict[str, Callable[[Ended], None]] = {}
         self.played: list[EpisodeSpec] = []
+        self.turns = TurnBook()
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receive: Callable[[Ended], None]) -> None:
         for spec in episodes:
@@ -481,7 +483,7 @@ def test_what_is_decided_after_the_rollout_has_ended_is_in_the_journal_too(tmp_p
         log.note({"event": "first"})
         await log.close()
         log.note({"event": "trained"})
-        log.begin_journal(1)
+        log.begin_journal(1, [])
         log.note({"event": "last"})
         await log.written()
         journal.close()

@@ -16,6 +16,7 @@ from roll_flash.errors import RunError
 from roll_flash.rollout import episode_log
 from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.rollout import Rollout
+from roll_flash.rollout.turns import TurnBook
 from roll_flash.rollout.worker import Outcome
 from roll_flash.scheduling.tasks import CurriculumTasks, MixedTasks, SeedTasks
 from roll_flash.stream import TrajectoryStream
@@ -32,6 +33,7 @@ class ThisProcess:
         self.play = play
         self.version = 0
         self.played: list[EpisodeSpec] = []
+        self.turns = TurnBook()
 
     async def submit(self, episodes: Sequence[EpisodeSpec], receive: Callable[[Ended], None]) -> None:
         for episode in episodes:

@@ -1,0 +1,233 @@
+"""Finished turns of running episodes: an episode goes on with them after its worker, or the whole run, was killed.
+
+An environment is deterministic unless it is registered with gymnasium's `nondeterministic=True`: with the same seed it
+answers the same actions in the same way. So its recorded actions are played again in a new environment, and the model
+is asked only for what comes after them. Each prompt and each answer must have the recorded checksum; at the first other
+one the episode begins again.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import numpy as np
+
+from roll_flash.engines.inference import Generation
+from roll_flash.envs.hosting.environments import Step
+from roll_flash.errors import RollFlashError
+from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, with_checksum
+from roll_flash.types import EpisodeSpec
+
+
+class DivergedError(RollFlashError):
+    """An episode that is played again does not answer as it did."""
+
+
+@dataclass(frozen=True, slots=True)
+class SentTurn:
+    """A finished turn on its way to the driver, which does not read its `line`. `index`: its number in the episode."""
+
+    episode_id: str
+    index: int
+    line: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """What the model wrote in a turn, and checksums of what it was given and of what the environment answered."""
+
+    prompt: int
+    generation: Generation
+    answer: int
+
+    def sent(self, episode_id: str, index: int) -> SentTurn:
+        generation = self.generation
+        runs = [(version, len(list(same))) for version, same in itertools.groupby(generation.versions.tolist())]
+        record = {
+            "episode_id": episode_id,
+            "index": index,
+            "prompt": self.prompt,
+            "answer": self.answer,
+            "token_ids": base64.b64encode(generation.token_ids.astype("<i4").tobytes()).decode(),
+            "logprobs": base64.b64encode(generation.logprobs.astype("<f4").tobytes()).decode(),
+            "versions": runs,
+            "finish_reason": generation.finish_reason,
+            "server": generation.server,
+            "elapsed_s": generation.elapsed_s,
+        }
+        return SentTurn(episode_id, index, with_checksum(encode(record).encode()))
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> RecordedTurn:
+        """Read the record of a line. Raises KeyError, ValueError or TypeError."""
+        arrays = {
+            name: np.frombuffer(base64.b64decode(record[name], validate=True), kind)
+            for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))
+        }
+        versions = np.repeat(*np.asarray(record["versions"], np.int32).reshape(-1, 2).T)
+        if not len(versions) == len(arrays["token_ids"]) == len(arrays["logprobs"]) > 0:
+            raise ValueError("its arrays differ in length, or are empty")
+        generation = Generation(
+            arrays["token_ids"].astype(np.int32),
+            arrays["logprobs"].astype(np.float32),
+            versions,
+            record["finish_reason"],
+            record["server"],
+            record["elapsed_s"],
+        )
+        return cls(int(record["prompt"]), generation, int(record["answer"]))
+
+
+def checksum_of_prompt(token_ids: Sequence[int]) -> int:
+    return crc32(np.asarray(token_ids, np.int32).tobytes())
+
+
+def checksum_of_answer(step: Step) -> int:
+    return crc32(encode({"messages": step.messages, "reward": step.reward, "end": step.terminated}).encode())
+
+
+class EpisodeTurns:
+    """The turns of one episode, in its worker: plays the recorded ones again, and sends those that come after them."""
+
+    def __init__(self, spec: EpisodeSpec, send: Callable[[SentTurn], None]) -> None:
+        self._episode_id = spec.episode_id
+        self._recorded = decode(spec.played)
+        self._send: Callable[[SentTurn], None] | None = send
+        self._count = 0
+        self._prompt = 0
+        self._generation: Generation | None = None
+        self.continued = 0
+        """Number of turns that were played again."""
+
+    def stop(self) -> None:
+        """Neither play again nor send any turn: the environment is not deterministic."""
+        self._recorded, self._send = [], None
+
+    def recorded(self, prompt: Sequence[int]) -> Generation | None:
+        """Return what the model wrote after this prompt; None if it must be asked. Raises DivergedError."""
+        if self._count >= len(self._recorded):
+            return None
+        turn = self._recorded[self._count]
+        if turn.prompt != checksum_of_prompt(prompt):
+            raise DivergedError(f"the prompt of turn {self._count} is not as it was")
+        return turn.generation
+
+    def sampled(self, prompt: Sequence[int], generation: Generation) -> None:
+        """Note what the model wrote, before `answered`."""
+        if self._send is not None:
+            self._prompt, self._generation = checksum_of_prompt(prompt), generation
+
+    def answered(self, step: Step, *, is_last: bool) -> None:
+        """Note the end of a turn. Raises DivergedError if it was recorded with another answer."""
+        if self._send is None or self._generation is None:
+            return
+        turn = RecordedTurn(self._prompt, self._generation, checksum_of_answer(step))
+        if self._count < len(self._recorded):
+            if self._recorded[self._count].answer != turn.answer:
+                raise DivergedError(f"the environment's answer in turn {self._count} is not as it was")
+            self.continued += 1
+        elif not is_last:
+            self._send(turn.sent(self._episode_id, self._count))
+        self._count += 1
+
+
+class TurnBook:
+    """The finished turns of running episodes, on the driver: lines in the order of their turns, by episode id."""
+
+    def __init__(self) -> None:
+        self._lines: dict[str, list[bytes]] = {}
+        self.on_add: Callable[[SentTurn], None] | None = None
+        """Called with each turn that is added."""
+        self.moved_episodes = self.moved_turns = 0
+        """Number of episodes that went on with another worker after theirs had died, and of their turns."""
+
+    def add(self, turn: SentTurn) -> None:
+        """Add the next turn of an episode. The first turn of one that began again replaces all others."""
+        lines = self._lines.setdefault(turn.episode_id, [])
+        del lines[turn.index :]
+        if len(lines) == turn.index:
+            lines.append(turn.line)
+            if self.on_add is not None:
+                self.on_add(turn)
+
+    def of(self, episode_id: str) -> tuple[bytes, ...]:
+        return tuple(self._lines.get(episode_id, ()))
+
+    def forget(self, episode_id: str) -> None:
+        self._lines.pop(episode_id, None)
+
+    def lines(self) -> list[bytes]:
+        return [line for lines in self._lines.values() for line in lines]
+
+    def keep_only(self, episode_ids: Iterable[str]) -> None:
+        wanted = set(episode_ids)
+        self._lines = {name: lines for name, lines in self._lines.items() if name in wanted}
+
+    def versions(self) -> dict[str, tuple[int, int]]:
+        """Return the versions of the oldest and the newest token of each episode."""
+        found = {}
+        for name, lines in self._lines.items():
+            versions = [turn.generation.versions for turn in decode(lines)]
+            found[name] = (min(int(each.min()) for each in versions), max(int(each.max()) for each in versions))
+        return found
+
+    def __str__(self) -> str:
+        turns = sum(len(lines) for lines in self._lines.values())
+        return (
+            f"{len(self._lines)} episodes go on after their last finished turn ({turns} turns are not asked for again)"
+        )
+
+
+def decode(lines: Iterable[bytes]) -> list[RecordedTurn]:
+    return [RecordedTurn.of(json.loads(line)) for line in lines]
+
+
+class TurnFile:
+    """The turns of running episodes on disk: a file that each checkpoint writes anew, without those of ended ones."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: JsonLinesFile | None = None
+
+    def begin(self, lines: Iterable[bytes]) -> None:
+        """Replace what is there by these lines. Raises RunError if the disk write fails, as `write` and `sync`."""
+        self.close()
+        new = self.path.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        self._file = JsonLinesFile(new)
+        for line in lines:
+            self._file.write_line(line)
+        self._file.sync()
+        new.replace(self.path)
+
+    def write(self, line: bytes) -> None:
+        assert self._file is not None, "begin comes first"
+        self._file.write_line(line)
+
+    def sync(self) -> None:
+        if self._file is not None:
+            self._file.sync()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def read_turns(path: Path) -> TurnBook:
+    """Read a `TurnFile`. Damaged lines, and the turns of an episode after one, are left out."""
+    book = TurnBook()
+    if not path.exists():
+        return book
+    for line in path.read_bytes().splitlines():
+        if is_intact(line):
+            record = json.loads(line)
+            book.add(SentTurn(record["episode_id"], record["index"], line))
+    return book
