@@ -1,4 +1,4 @@
-"""`roll-flash check-models` with a real vLLM, and docs/models.md: its tables, commands and code."""
+"""`python -m benchmarks.model_check` with a real vLLM, and docs/models.md: its tables, commands and code."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ import pytest
 import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from benchmarks.model_check.__main__ import arguments
+from benchmarks.model_check.architectures import ALONE, SERVED, SHARED
+from benchmarks.model_check.comparison import TOLERANCE
 from roll_flash.errors import ModelError
-from roll_flash.model_check.architectures import ALONE, SERVED, SHARED
-from roll_flash.model_check.comparison import TOLERANCE
 from roll_flash.models.prepare import resolve_model
 from roll_flash.weight_sync.parity import FLOAT32_THRESHOLD
 from tests.command_line import parse
 
-PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "models.md").read_text()
 
 
 def rows_of(table: str) -> list[list[str]]:
@@ -48,9 +50,13 @@ def test_the_page_has_what_a_server_answered_for_each_architecture_that_is_publi
 def test_its_commands_are_ones_the_parser_takes() -> None:
     blocks = re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)
     lines = [line.split("#")[0].split() for block in blocks for line in block.splitlines()]
-    lines += [words.split() for words in re.findall(r"`(roll-flash .*?)`", PAGE)]
-    commands = [words[1:] for words in lines if words and words[0] == "roll-flash"]
-    assert len(commands) >= 6
+    lines += [words.split() for words in re.findall(r"`(python -m .*?)`", PAGE)]
+    checks = [words[3:] for words in lines if words[:3] == ["python", "-m", "benchmarks.model_check"]]
+    commands = [words[1:] for words in lines if words[:1] == ["roll-flash"]]
+    assert len(checks) == 6
+    assert len(commands) >= 9
+    for words in checks:
+        arguments(words)
     for words in commands:
         parse(words)
 
@@ -80,8 +86,8 @@ def write_model_for_images(folder: Path) -> None:
 
 
 def published(*names: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-m", "roll_flash", "check-models", "--vllm", "--json", *names]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False)
+    command = [sys.executable, "-m", "benchmarks.model_check", "--vllm", "--json", *names]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1700, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     results: list[dict[str, Any]] = json.loads(done.stdout)
     return results

@@ -62,7 +62,7 @@ def test_every_block_does_what_the_page_says(
     begin, export, check = map(commands, blocks("sh"))
     assert len(begin) == 5
     assert len(export) == 4
-    assert [words[0] for words in check] == ["check-models"] * 3
+    assert [words[:2] for words in check] == [["-m", "benchmarks.model_check"]] * 3
     with open_hub(monkeypatch, folder / "cache") as hub:
         hub.add("Qwen/Qwen3-0.6B", Path("models/my-model"))
         for words in [*begin, *export]:

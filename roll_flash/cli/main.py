@@ -26,7 +26,6 @@ from roll_flash.cli import (
     export,
     gateway,
     gpu_check,
-    models,
     plan,
     sandbox,
     scale,
@@ -55,7 +54,6 @@ app.command("plan", epilog=EVERY_KEY)(plan.plan)
 app.command("scale")(scale.scale)
 app.command("verify")(verify.verify)
 app.command("gpu-check")(gpu_check.gpu_check)
-app.command("check-models")(models.check_models)
 app.command("export")(export.export)
 
 

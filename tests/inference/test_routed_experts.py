@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from benchmarks.model_check.architectures import write_model
 from roll_flash.config.tree import Config, InferenceConfig, load_config
 from roll_flash.engines.inference import InferenceEngine
 from roll_flash.errors import ConfigError
@@ -23,7 +24,6 @@ from roll_flash.inference.client.partial_turn import PartialTurn
 from roll_flash.inference.client.token_client import open_client
 from roll_flash.inference.client.token_protocol import Piece, decode_piece, encode_experts
 from roll_flash.inference.open import open_engine, why_no_replay
-from roll_flash.model_check.architectures import write_model
 from roll_flash.rollout.conversation import TokenPolicy
 from roll_flash.types import SamplingParams
 

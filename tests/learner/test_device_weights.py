@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.model_check.architectures import write_model
 from roll_flash.config.learner import LoraConfig
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import StagedWeights
@@ -28,7 +29,6 @@ from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import DeviceWeightStage, merge_handles
 from roll_flash.learner.weights.server_group import NcclGroup
 from roll_flash.learner.weights.staged import WeightStage
-from roll_flash.model_check.architectures import write_model
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import gather_or_cancel
 from roll_flash.weight_sync.published import ModelFolder, PublishedWeights, is_adapter

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from roll_flash.cli.main import main
-from roll_flash.errors import ModelError
-from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
-from roll_flash.model_check.architectures import ALONE, SHARED, VOCABULARY, write_model
-from roll_flash.model_check.check import one_thread
-from roll_flash.model_check.comparison import (
+from benchmarks.model_check.__main__ import main
+from benchmarks.model_check.architectures import ALONE, SHARED, VOCABULARY, write_model
+from benchmarks.model_check.check import one_thread
+from benchmarks.model_check.comparison import (
     TOLERANCE,
     branching_texts,
     compare_model,
@@ -25,6 +23,8 @@ from roll_flash.model_check.comparison import (
     learner,
     plain_transformers,
 )
+from roll_flash.errors import ModelError
+from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 
 
 @pytest.fixture(autouse=True)
@@ -131,7 +131,7 @@ def test_a_mistake_that_the_test_at_the_start_lets_pass_is_named(
         return logprobs * 1.00001, entropies
 
     monkeypatch.setattr(PolicyModel, "forward", forward)
-    assert main(["check-models", "llama"]) == 1
+    assert main(["llama"]) == 1
     said = capsys.readouterr().out
     assert said.startswith("WRONG: llama: shared prefixes; log-probabilities differ by ")
     assert said.endswith("0 of 1 are exact; not: llama\n")

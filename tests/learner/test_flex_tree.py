@@ -16,12 +16,12 @@ from torch.nn.attention import flex_attention as torch_flex
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from benchmarks.model_check.architectures import SHARED, write_model
 from roll_flash.learner.model.policy_model import load_policy_model
 from roll_flash.learner.packing import flex_tree, tree_attention
 from roll_flash.learner.packing.head_shape import HeadShape, head_shape
 from roll_flash.learner.packing.rows import attention_mask, pack
 from roll_flash.learner.packing.sequences import text_sequence
-from roll_flash.model_check.architectures import SHARED, write_model
 
 LISTS = [f"{full}{side}_{kind}" for full in ("", "full_") for side in ("kv", "q") for kind in ("num_blocks", "indices")]
 LENGTHS = (700, 1, 127, 128, 129, 255, 256, 1500, 2048)

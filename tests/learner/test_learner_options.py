@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
+from benchmarks.model_check.architectures import write_model
 from roll_flash.config.learner import LearnerConfig, LoraConfig
 from roll_flash.errors import ConfigError, LearnerError, ModelError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
@@ -21,7 +22,6 @@ from roll_flash.learner.packing import tree_attention
 from roll_flash.learner.packing.flex_tree import attend, tree_mask
 from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from roll_flash.model_check.architectures import write_model
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
 from tests.learner.plain_loop import plain_loop

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from benchmarks.model_check.architectures import write_model
+from benchmarks.model_check.check import one_thread
+from benchmarks.model_check.comparison import branching_texts
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.errors import ModelError
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.objective import Objective
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing.rows import TrainSequence, pack
-from roll_flash.model_check.architectures import write_model
-from roll_flash.model_check.check import one_thread
-from roll_flash.model_check.comparison import branching_texts
 
 
 @pytest.fixture(autouse=True)

@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from benchmarks.load import load_as_rank
+from benchmarks.model_check.architectures import write_model
 from roll_flash.config.learner import LoraConfig
 from roll_flash.errors import ModelError
 from roll_flash.learner.model import lora
@@ -39,7 +40,6 @@ from roll_flash.learner.model.policy_model import (
     open_policy_model,
 )
 from roll_flash.learner.model.weight_files import halve_frozen, one_at_a_time
-from roll_flash.model_check.architectures import write_model
 from roll_flash.models.prepare import resolve_model
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import in_process

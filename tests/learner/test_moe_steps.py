@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.model_check.architectures import write_model
 from roll_flash.learner.ranks.fsdp import FsdpLearner
-from roll_flash.model_check.architectures import write_model
 from roll_flash.types import Group
 from tests.learner.in_process import assert_same_weights, in_process, weights_of
 from tests.learner.samples import make_group

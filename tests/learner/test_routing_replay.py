@@ -12,11 +12,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.model_check.architectures import ALONE, SHARED, write_model
+from benchmarks.model_check.check import one_thread
+from benchmarks.model_check.comparison import branching_texts
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model
 from roll_flash.learner.packing.rows import TrainSequence, pack
-from roll_flash.model_check.architectures import ALONE, SHARED, write_model
-from roll_flash.model_check.check import one_thread
-from roll_flash.model_check.comparison import branching_texts
 from roll_flash.models.routing import Routing, expert_blocks, why_not_replayed
 
 REPLAYED = ("qwen3_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "ernie4_5_moe", "gpt_oss", "minimax_m2", "jamba")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from benchmarks.model_check.architectures import VOCABULARY, write_model
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import make_plan
@@ -21,7 +22,6 @@ from roll_flash.learner.model import lora
 from roll_flash.learner.ranks.rank import LearnerRank
 from roll_flash.learner.weights import device
 from roll_flash.learner.weights.staged import WeightStage
-from roll_flash.model_check.architectures import VOCABULARY, write_model
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import SHAPES, ModelShape, read_shape, shape_of
 from roll_flash.planner.machines.memory import (

@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from transformers.utils import logging as transformers_logging
 
-from roll_flash.model_check.architectures import ALONE, SERVED, SHARED, write_model
-from roll_flash.model_check.comparison import TOLERANCE, Comparison, compare_model
-from roll_flash.model_check.publication import Published, publish_model
+from benchmarks.model_check.architectures import ALONE, SERVED, SHARED, write_model
+from benchmarks.model_check.comparison import TOLERANCE, Comparison, compare_model
+from benchmarks.model_check.publication import Published, publish_model
 from roll_flash.models.prepare import resolve_model
 from roll_flash.sandboxes.scratch import scratch_folder
 

