@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from roll_flash.planner.simulation.load import Distribution
+from synthetic_load import Distribution
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,7 @@ from typing import Any
 
 from scheduling_claims import ACTION, servers, simulate
 from scheduling_seeds import Figure, Result, as_dict, measure_all
-
-from roll_flash.planner.simulation.load import Normal, SyntheticLoad
+from synthetic_load import Normal, SyntheticLoad
 
 RESULTS = Path(__file__).parent / "results"
 SPEED = "the simulation itself"

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from latencies import ClampedNormal, Mixture, Truncated, fail_slow
+from synthetic_load import Constant, Distribution, Normal, SyntheticLoad
 
-from roll_flash.planner.simulation.load import Constant, Distribution, Load, LogNormal, Normal, SyntheticLoad
+from roll_flash.planner.simulation.load import Load, LogNormal
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import ServerSpec
 from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings

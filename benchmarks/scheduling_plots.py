@@ -12,9 +12,10 @@ import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 from scheduling_claims import Row, knee, servers, simulate
 from scheduling_seeds import Result
+from synthetic_load import SyntheticLoad
 
 from roll_flash.planner.gantt import ENVIRONMENT, GENERATE, LEARNER, draw_run, legend_handles
-from roll_flash.planner.simulation.load import LogNormal, SyntheticLoad
+from roll_flash.planner.simulation.load import LogNormal
 from roll_flash.planner.simulation.settings import LearnerSpec
 
 SLOTS = 16

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.synthetic_load import Constant, Normal, SyntheticLoad
 from roll_flash.errors import RunError
-from roll_flash.planner.simulation.load import Constant, Load, LogNormal, Normal, SyntheticLoad
+from roll_flash.planner.simulation.load import Load, LogNormal
 from roll_flash.planner.simulation.result import SimulationResult
 from roll_flash.planner.simulation.servers import Request, ServerSpec, SimulatedServer
 from roll_flash.planner.simulation.settings import LearnerSpec, SimulationSettings
