@@ -36,8 +36,8 @@ from machine import machine
 from roll_flash.config.learner import LearnerConfig, LoraConfig
 from roll_flash.config.tree import InferenceConfig, RayConfig, WeightsConfig
 from roll_flash.inference.client.token_client import open_client
+from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.engine import ServerEngine
-from roll_flash.inference.vllm.server import VllmEngine
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.local_ray import local_ray
@@ -249,7 +249,7 @@ async def measure_all(model: str, groups: int, updates: int) -> tuple[list[Row],
     async with AsyncExitStack() as stack:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="roll-flash-weights-")))
         await stack.enter_async_context(local_ray(RayConfig()))
-        engine = VllmEngine(config, model_folder=folder, max_model_len=MAX_MODEL_LEN, logs=logs)
+        engine = open_engine(config, model_folder=folder, max_model_len=MAX_MODEL_LEN, logs=logs)
         stack.push_async_callback(engine.close)
         await engine.start()
         num_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))

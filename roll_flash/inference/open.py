@@ -98,23 +98,23 @@ def open_engine(
     answers have the experts of each token (`why_no_replay` says if that is possible). A plug-in is called with the
     other arguments of this function. Raises ConfigError if the name is not registered.
     """
-    arguments: dict[str, Any] = {
-        "model_folder": model_folder,
-        "max_model_len": max_model_len,
-        "logs": logs,
-        "places": places,
-    }
+    model: dict[str, Any] = {"model_folder": model_folder, "max_model_len": max_model_len}
     match config.engine:
         case "vllm":
-            from roll_flash.inference.vllm.server import VllmEngine
+            from roll_flash.inference.vllm.server import vllm_launcher
 
-            return VllmEngine(config, **arguments, returns_experts=returns_experts)
+            shares_gpu = places is not None and places.shares_gpus
+            launcher = vllm_launcher(config, **model, shares_gpu=shares_gpu, returns_experts=returns_experts)
         case "transformers":
-            from roll_flash.inference.transformers.engine import TransformersEngine
+            from roll_flash.inference.transformers.launcher import transformers_launcher
 
-            return TransformersEngine(config, **arguments, returns_experts=returns_experts)
-    engine: InferenceEngine = _plug_in(config.engine).load()(config, **arguments)
-    return engine
+            launcher = transformers_launcher(config, **model, returns_experts=returns_experts)
+        case _:
+            engine: InferenceEngine = _plug_in(config.engine).load()(config, **model, logs=logs, places=places)
+            return engine
+    from roll_flash.inference.servers.engine import ServerEngine
+
+    return ServerEngine(launcher, config, **model, logs=logs, places=places)
 
 
 def _plug_in(name: str) -> EntryPoint:

@@ -7,8 +7,8 @@ from pathlib import Path
 from roll_flash.config.tree import InferenceConfig, load_config
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.inference.client.metrics import combined
+from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.metrics import kv_cache_tokens, logged_figures
-from roll_flash.inference.transformers.engine import TransformersEngine
 from roll_flash.models.prepare import resolve_model
 from roll_flash.system import worker_settings
 
@@ -42,7 +42,7 @@ def test_a_servers_capacity_is_what_it_says_itself() -> None:
 def test_a_server_that_tells_no_capacity_has_no_limit(tmp_path: Path) -> None:
     def spec(**settings: float) -> ClientSpec:
         config = InferenceConfig(engine="transformers", **settings)
-        engine = TransformersEngine(config, model_folder=resolve_model("tiny"), max_model_len=8, logs=tmp_path)
+        engine = open_engine(config, model_folder=resolve_model("tiny"), max_model_len=8, logs=tmp_path)
         return engine.client_spec()
 
     assert spec().capacity_tokens == (float("inf"),)

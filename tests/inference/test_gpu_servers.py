@@ -19,12 +19,14 @@ from roll_flash import system
 from roll_flash.config.tree import InferenceConfig, load_config
 from roll_flash.engines.places import Places
 from roll_flash.errors import ConfigError, InferenceError
-from roll_flash.inference.open import check_engine, computes_on_gpus
+from roll_flash.inference.open import check_engine, computes_on_gpus, open_engine
+from roll_flash.inference.servers.control import Launcher
+from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.servers.metrics import kv_cache_tokens, logged_figures
 from roll_flash.inference.servers.remote import check_slices
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.inference.vllm.arguments import command_line
-from roll_flash.inference.vllm.server import VllmEngine, vllm_device
+from roll_flash.inference.vllm.server import vllm_device
 from roll_flash.models.prepare import resolve_model
 
 GIB = 2**30
@@ -47,8 +49,13 @@ def launched(
 ) -> tuple[list[str], Mapping[str, str]]:
     """Return command and environment of a server; `shares_gpus` None: a child process outside of any plan."""
     places = None if shares_gpus is None else cast(Places, types.SimpleNamespace(shares_gpus=shares_gpus))
-    engine = VllmEngine(config, model_folder=model, max_model_len=64, logs=model, places=places)
-    return engine._launcher.command(3, "10.0.0.1", 21_000), engine._launcher.environment
+    launcher = launcher_of(config, model, places)
+    return launcher.command(3, "10.0.0.1", 21_000), launcher.environment
+
+
+def launcher_of(config: InferenceConfig, model: Path, places: Places | None = None) -> Launcher:
+    engine = open_engine(config, model_folder=model, max_model_len=64, logs=model, places=places)
+    return cast(ServerEngine, engine)._launcher
 
 
 def option(command: list[str], name: str) -> str:
@@ -79,10 +86,10 @@ class TestAServerOnAGpu:
     def test_may_receive_handles_of_gpu_memory_with_ipc_only(self, cuda: None, model: Path) -> None:
         _, environment = launched(InferenceConfig(weight_transfer="ipc"), model)
         assert environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
-        engine = VllmEngine(InferenceConfig(weight_transfer="nccl"), model_folder=model, max_model_len=64, logs=model)
-        assert engine._launcher.joins_learner
-        assert not engine._launcher.prepares_weights
-        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in engine._launcher.environment
+        launcher = launcher_of(InferenceConfig(weight_transfer="nccl"), model)
+        assert launcher.joins_learner
+        assert not launcher.prepares_weights
+        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in launcher.environment
 
     def test_trains_models_that_vllm_on_a_cpu_cannot(self, cuda: None, model: Path) -> None:
         check_engine(InferenceConfig(weight_transfer="nccl"), model, trains=True)

@@ -4,7 +4,6 @@ samples token 7."""
 from __future__ import annotations
 
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -196,17 +195,17 @@ def test_a_reset_that_is_to_preempt_running_requests_is_vllms_own(machine: Machi
 
 
 @pytest.mark.parametrize(("device", "name"), [("cpu", "CpuScheduler"), ("cuda", "gpu_scheduler")])
-def test_servers_are_started_with_it_on_each_device(
-    device: str, name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_servers_are_started_with_it_on_each_device(device: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The installed vLLM is one for CPUs; `vllm_device` says what another one would."""
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     from roll_flash.inference.vllm import scheduler
 
     monkeypatch.setattr(server, "vllm_device", lambda: device)
-    engine = server.VllmEngine(InferenceConfig(), model_folder=resolve_model("tiny"), max_model_len=64, logs=tmp_path)
-    command = engine._launcher.command(0, "127.0.0.1", 1)
+    launcher = server.vllm_launcher(
+        InferenceConfig(), model_folder=resolve_model("tiny"), max_model_len=64, shares_gpu=False, returns_experts=False
+    )
+    command = launcher.command(0, "127.0.0.1", 1)
     chosen = command[command.index("--scheduler-cls") + 1]
     assert resolve_obj_by_qualname(chosen) is getattr(scheduler, name)
 

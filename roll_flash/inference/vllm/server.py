@@ -7,10 +7,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from roll_flash.config.tree import InferenceConfig
-from roll_flash.engines.places import Places
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.inference.servers.control import Launcher
-from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.inference.vllm.arguments import check_extra_args, command_line
 from roll_flash.models.folder import model_type
 from roll_flash.processes.gpus import vllm_build
@@ -30,54 +28,39 @@ NO_NEW_WEIGHTS_ON_CPU = {"gpt_oss": "whose reload passes over its experts and at
 """Model types that vLLM on CPU serves but cannot load new weights for, with the reason."""
 
 
-class VllmEngine(ServerEngine):
-    """`InferenceEngine` with `config.servers` vLLM processes."""
+def vllm_launcher(
+    config: InferenceConfig, *, model_folder: Path, max_model_len: int, shares_gpu: bool, returns_experts: bool
+) -> Launcher:
+    """Raises what `check_vllm` raises."""
+    check_vllm(config, model_folder, trains=False)
+    device = vllm_device()
+    dtype = _dtype(config, device)
+    fixed = _options(config, device, shares_gpu=shares_gpu)
+    if returns_experts:
+        fixed["enable_return_routed_experts"] = True
 
-    def __init__(
-        self,
-        config: InferenceConfig,
-        *,
-        model_folder: Path,
-        max_model_len: int,
-        logs: Path,
-        places: Places | None = None,
-        returns_experts: bool = False,
-    ) -> None:
-        """Raises InferenceError if vLLM is not installed."""
-        check_vllm(config, model_folder, trains=False)
-        device = vllm_device()
-        dtype = _dtype(config, device)
-        fixed = _options(config, device, shares_gpu=places is not None and places.shares_gpus)
-        if returns_experts:
-            fixed["enable_return_routed_experts"] = True
+    def command(index: int, host: str, port: int) -> list[str]:
+        options = fixed | {
+            "model": str(model_folder),
+            "host": host,
+            "port": port,
+            # With vLLM's default seed all servers would sample the same turns.
+            "seed": index,
+            "dtype": dtype,
+            "max_model_len": max_model_len,
+        }
+        arguments = [*command_line(options, config.extra_args), "--middleware", MIDDLEWARE]
+        return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
 
-        def command(index: int, host: str, port: int) -> list[str]:
-            options = fixed | {
-                "model": str(model_folder),
-                "host": host,
-                "port": port,
-                # With vLLM's default seed all servers would sample the same turns.
-                "seed": index,
-                "dtype": dtype,
-                "max_model_len": max_model_len,
-            }
-            arguments = [*command_line(options, config.extra_args), "--middleware", MIDDLEWARE]
-            return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments]
-
-        environment = _environment(config, device)
-        transfer = config.weight_transfer
-        launcher = Launcher(
-            "vllm",
-            dtype,
-            command,
-            environment,
-            prepares_weights=transfer == "shm",
-            joins_learner=transfer == "nccl",
-            returns_experts=returns_experts,
-        )
-        super().__init__(
-            launcher, config, model_folder=model_folder, max_model_len=max_model_len, logs=logs, places=places
-        )
+    return Launcher(
+        "vllm",
+        dtype,
+        command,
+        _environment(config, device),
+        prepares_weights=config.weight_transfer == "shm",
+        joins_learner=config.weight_transfer == "nccl",
+        returns_experts=returns_experts,
+    )
 
 
 def check_vllm(config: InferenceConfig, model_folder: Path, *, trains: bool) -> None:
