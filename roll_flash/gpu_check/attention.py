@@ -73,11 +73,7 @@ def attention(bench: Bench, tokens: int, make: MakeAttention = of_the_learner) -
     bench.measured(first_pass_s=time.perf_counter() - began, heads=str(tuple(tensor.shape[1] for tensor in inputs)))
     bench.note("comparing with a dense mask")
     expected = _with_gradients(plain, inputs)
-    errors = {name: _relative(found[name], expected[name]) for name in expected}
-    bench.measured(**{f"error_of_{name}": error for name, error in errors.items()})
-    worst = max(errors, key=lambda name: errors[name])
-    limit = TOLERANCE[dtype]
-    require(errors[worst] <= limit, f"{worst} differs by {errors[worst]:.3g} from a dense mask, more than {limit:g}")
+    _compare(bench, found, expected)
     check_leaks(row, ours, inputs, device)
     if device.type == "cuda":
         _measure(bench, tokens, ours, plain, inputs)
@@ -89,11 +85,16 @@ def flex_on_cpu(bench: Bench, tokens: int, make: MakeAttention = flexible) -> No
     ours = make(row, device)
     with torch.no_grad():
         inputs = random_inputs(bench, tokens, device, torch.float32)
-        error = _relative(ours(*inputs), dense(row, device)(*inputs))
-    bench.measured(error_of_output=error)
-    limit = TOLERANCE[torch.float32]
-    require(error <= limit, f"output differs by {error:.3g} from a dense mask, more than {limit:g}")
+        _compare(bench, {"output": ours(*inputs)}, {"output": dense(row, device)(*inputs)})
     check_leaks(row, ours, inputs, device)
+
+
+def _compare(bench: Bench, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    errors = {name: _relative(found[name], expected[name]) for name in expected}
+    bench.measured(**{f"error_of_{name}": error for name, error in errors.items()})
+    worst = max(errors, key=lambda name: errors[name])
+    limit = TOLERANCE[expected["output"].dtype]
+    require(errors[worst] <= limit, f"{worst} differs by {errors[worst]:.3g} from a dense mask, more than {limit:g}")
 
 
 def tree_of(tokens: int) -> PackedRow:

@@ -104,6 +104,10 @@ def _start(name: str, overrides: Sequence[str], *, serves: bool = True, must_fit
     return _check(f"{name}: start", START, "servers:models", 900, **arguments)
 
 
+def _publication(name: str, deadline_s: float) -> Check:
+    return _check(f"{name}: publication", PUBLICATION, "servers:publication", deadline_s)
+
+
 def _servers(settings: Settings) -> Group:
     name = "servers, weights by shm"
     return Group(
@@ -111,7 +115,7 @@ def _servers(settings: Settings) -> Group:
         (
             *([] if settings.rehearsal else [_check(f"{name}: places", PLACED, "servers:placed", 60)]),
             _check(f"{name}: parity", PARITY, "servers:parity", 300),
-            _check(f"{name}: publication", PUBLICATION, "servers:publication", 400),
+            _publication(name, 400),
             _check(f"{name}: a server is killed", KILLED, "servers:kill", 700),
             _check(
                 "save and load",
@@ -137,7 +141,7 @@ def _direct_transfer(settings: Settings, transfer: str, gpus: int) -> Group:
     return Group(
         name,
         (
-            _check(f"{name}: publication", PUBLICATION, "servers:publication", 400),
+            _publication(name, 400),
             *([_check(f"{name}: a server is killed", KILLED, "servers:kill", 700)] if transfer == "nccl" else []),
         ),
         opens=_start(name, overrides),
@@ -146,50 +150,35 @@ def _direct_transfer(settings: Settings, transfer: str, gpus: int) -> Group:
     )
 
 
-def _needs_two(settings: Settings) -> str:
+def _on_two_gpus(settings: Settings, name: str, overrides: Sequence[str], *checks: Check, serves: bool = True) -> Group:
+    reason = f"needs 2 GPUs; there is {settings.gpus}" if settings.gpus == 1 else ""
     if settings.rehearsal:
-        return f"{NO_GPU}; the other checks of a rehearsal have two ranks and two servers"
-    return f"needs 2 GPUs; there is {settings.gpus}" if settings.gpus == 1 else ""
+        reason = f"{NO_GPU}; the other checks of a rehearsal have two ranks and two servers"
+    return Group(
+        name,
+        (_check(f"{name}: places", PLACED, "servers:placed", 60), *checks),
+        opens=_start(name, overrides, serves=serves),
+        not_possible=reason,
+    )
 
 
 def _two_ranks(settings: Settings) -> Group:
     name = "two ranks"
-    return Group(
-        name,
-        (
-            _check(f"{name}: places", PLACED, "servers:placed", 60),
-            _check(f"{name}: step", STEP, "training:step", 400),
-        ),
-        opens=_start(name, ["learner.ranks=2"], serves=False),
-        not_possible=_needs_two(settings),
-    )
+    step = _check(f"{name}: step", STEP, "training:step", 400)
+    return _on_two_gpus(settings, name, ["learner.ranks=2"], step, serves=False)
 
 
 def _two_servers(settings: Settings) -> Group:
     name = "two servers"
-    return Group(
-        name,
-        (
-            _check(f"{name}: places", PLACED, "servers:placed", 60),
-            _check(f"{name}: publication", PUBLICATION, "servers:publication", 600),
-        ),
-        opens=_start(name, ["inference.servers=2", "inference.tensor_parallel_size=1", *ON_CPU]),
-        not_possible=_needs_two(settings),
-    )
+    overrides = ["inference.servers=2", "inference.tensor_parallel_size=1", *ON_CPU]
+    return _on_two_gpus(settings, name, overrides, _publication(name, 600))
 
 
 def _tensor_parallel(settings: Settings) -> Group:
     name = "a server on two GPUs"
-    return Group(
-        name,
-        (
-            _check(f"{name}: places", PLACED, "servers:placed", 60),
-            _check(f"{name}: parity", PARITY, "servers:parity", 400),
-            _check(f"{name}: publication", PUBLICATION, "servers:publication", 600),
-        ),
-        opens=_start(name, ["inference.tensor_parallel_size=2", "inference.servers=1", *ON_CPU]),
-        not_possible=_needs_two(settings),
-    )
+    overrides = ["inference.tensor_parallel_size=2", "inference.servers=1", *ON_CPU]
+    parity = _check(f"{name}: parity", PARITY, "servers:parity", 400)
+    return _on_two_gpus(settings, name, overrides, parity, _publication(name, 600))
 
 
 def _run() -> Group:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from roll_flash.learner.model.policy_model import load_policy_model
-from roll_flash.learner.packing.rows import TrainSequence, balance, pack
+from roll_flash.learner.packing.rows import TrainSequence, pack
 from roll_flash.types import Group
 from tests.learner.plain_loop import with_advantages
 
@@ -41,7 +41,8 @@ def synchronous_loop(
         tokens = 0
         for group in groups:
             tokens += group.policy_tokens
-            for row in balance(pack(_sequences(group), row_tokens), ranks=1)[0]:
+            rows = pack(_sequences(group), row_tokens)
+            for row in sorted(rows, key=lambda row: row.num_tokens, reverse=True):
                 logprobs, _ = policy(row)
                 weight = (logprobs.detach() - torch.tensor(row.behavior_logprobs)).exp().clamp(max=2.0)
                 ratio = (logprobs - logprobs.detach()).exp()

@@ -17,7 +17,6 @@ from roll_flash.learner.packing.rows import (
     PackedRow,
     TrainSequence,
     attention_mask,
-    balance,
     common_prefix_length,
     pack,
 )
@@ -74,15 +73,6 @@ def test_common_prefix_length_is_where_sequences_first_differ(first: list[int], 
     length = common_prefix_length(np.asarray(first, np.int32), np.asarray(second, np.int32))
     assert first[:length] == second[:length]
     assert length == min(len(first), len(second)) or first[length] != second[length]
-
-
-@given(sequences, st.integers(1, 5))
-def test_balance_hands_out_every_row_once_and_evenly(data: list[list[int]], ranks: int) -> None:
-    rows = pack([_sequence(tokens) for tokens in data], 6)
-    shares = balance(rows, ranks)
-    assert sorted(id(row) for share in shares for row in share) == sorted(map(id, rows))
-    tokens = [sum(row.num_tokens for row in share) for share in shares]
-    assert max(tokens) - min(tokens) <= max(row.num_tokens for row in rows)
 
 
 def _padded_loop(model: torch.nn.Module, data: list[TrainSequence]) -> torch.Tensor:

@@ -12,7 +12,6 @@ Every opened session ends as one line in the episodes: a trajectory, or a failur
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, fields
@@ -39,8 +38,6 @@ from roll_flash.gateway.sessions.verifier import Verifier, VerifierError
 from roll_flash.gateway.sessions.web_pages import local_url, refuse_web_pages
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome
 from roll_flash.types import MAX_REWARD, EpisodeFailure, FailureCause, SamplingParams, Task, Trajectory
-
-logger = logging.getLogger(__name__)
 
 SWEEP_S = 5.0
 SAMPLING_FIELDS = tuple(entry.name for entry in fields(SamplingParams))

@@ -175,14 +175,3 @@ def attention_mask(subtree_end: NDArray[np.int64]) -> NDArray[np.bool_]:
     """Return the dense mask [N, N], true if token i (first axis) may attend to token j; for tests and SDPA."""
     index = np.arange(len(subtree_end))
     return (index[None, :] <= index[:, None]) & (index[:, None] < subtree_end[None, :])
-
-
-def balance(rows: Sequence[PackedRow], ranks: int) -> list[list[PackedRow]]:
-    """Distribute rows over ranks: longest first, each to the rank with the fewest tokens so far."""
-    shares: list[list[PackedRow]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for row in sorted(rows, key=lambda item: item.num_tokens, reverse=True):
-        rank = tokens.index(min(tokens))
-        shares[rank].append(row)
-        tokens[rank] += row.num_tokens
-    return shares

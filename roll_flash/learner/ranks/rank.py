@@ -42,7 +42,7 @@ from roll_flash.learner.model.policy_model import (
 )
 from roll_flash.learner.model.weight_files import WeightFiles, halve_frozen
 from roll_flash.learner.packing.head_shape import head_shape
-from roll_flash.learner.packing.rows import PackedRow, TrainSequence, balance, pack, with_prox_logprobs
+from roll_flash.learner.packing.rows import PackedRow, TrainSequence, pack, with_prox_logprobs
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.learner.ranks import checkpoint
 from roll_flash.learner.ranks.device import CPU, rank_device, reserved_gpus
@@ -257,7 +257,7 @@ class LearnerRank:
         """Return packed rows, longest first, and None for each idle pass, in which this rank only takes part in
         collectives: FSDP needs every rank in every pass."""
         row_tokens = self._config.micro_batch_tokens if self._shares else 1  # 1: one row per sequence
-        (rows,) = balance(pack(sequences, row_tokens), 1)
+        rows = sorted(pack(sequences, row_tokens), key=lambda row: row.num_tokens, reverse=True)
         return [*rows, *[None] * (self._largest(len(rows)) - len(rows))]
 
     def _logprobs(
