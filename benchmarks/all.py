@@ -54,6 +54,7 @@ BENCHMARKS = [
         full=("--output", str(RESULTS)),
     ),
     Benchmark("rollout", ("rollout.py",)),
+    Benchmark("chaos", ("chaos.py",), full=("--faults", "300")),
     Benchmark("clients", ("clients.py",), writes=False),
     Benchmark("data_rows", ("data_rows.py",), writes=False),
     Benchmark("gateway", ("gateway.py",), writes=False),

@@ -4,7 +4,7 @@
 of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes for any reason
 (`stop`, an exit, `kill -9`), it terminates all descendants, also those in other sessions, and removes the scratch
 folder and their files in /dev/shm (Python's own cleanup misses semaphores of a terminated process). If the guard itself
-is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group.
+is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group and removes its semaphores.
 
 This file also runs as the guard, so it imports only the standard library.
 """
@@ -82,6 +82,9 @@ class GuardedProcess:
             self._process.wait(GUARD_MARGIN_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        for path in glob.glob(f"/dev/shm/sem.{_semaphore_prefix(self._process.pid)}-*"):  # of a guard that was killed
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
 
 
 def claim_semaphores() -> None:

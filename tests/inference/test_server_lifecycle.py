@@ -121,6 +121,20 @@ def test_a_command_dies_with_its_guard(tmp_path: Path) -> None:
     process.stop()
 
 
+def test_the_semaphores_of_a_killed_guard_are_removed_with_its_command(tmp_path: Path) -> None:
+    makes_one = (
+        "import time, multiprocessing as m; from roll_flash.processes.supervise import claim_semaphores; "
+        "claim_semaphores(); lock = m.get_context('spawn').Lock(); print('up', flush=True); time.sleep(600)"
+    )
+    process = GuardedProcess([sys.executable, "-c", makes_one], env=os.environ, log=tmp_path / "log")
+    assert wait_until(lambda: "up" in (tmp_path / "log").read_text(), 20)
+    pattern = f"sem.mp-roll-flash-{process.pid}-*"
+    assert list(Path("/dev/shm").glob(pattern))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.stop()
+    assert not list(Path("/dev/shm").glob(pattern))
+
+
 def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:
     process = GuardedProcess([sys.executable, "-c", "raise SystemExit(3)"], env=os.environ, log=tmp_path / "log")
     assert wait_until(lambda: process.returncode is not None, 20)
