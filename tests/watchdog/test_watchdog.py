@@ -1,0 +1,129 @@
+"""The watchdog on a real event loop, with rules that are tested elsewhere made impatient."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from roll_flash.watchdog import activity as rules
+from roll_flash.watchdog import watchdog as module
+from roll_flash.watchdog.activity import doing
+from roll_flash.watchdog.watchdog import KEPT_FILES, open_watchdog
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, seconds in {"SHORTEST_S": 0.2, "FIRST_LINE_S": 0.3}.items():
+        monkeypatch.setattr(rules, name, seconds)
+    monkeypatch.setattr(module, "EVERY_S", 0.05)
+
+
+async def until(said: list[str], text: str) -> None:
+    async with asyncio.timeout(60):
+        while not any(text in line for line in said):  # noqa: ASYNC110 - a list
+            await asyncio.sleep(0.05)
+
+
+async def never() -> Mapping[str, Any]:
+    await asyncio.Event().wait()
+    raise AssertionError
+
+
+def test_a_standstill_is_one_line_and_a_file_with_stacks_tasks_and_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "STATE_WITHIN_S", 0.2)
+    said: list[str] = []
+
+    async def hangs_in_this_task() -> None:
+        await asyncio.Event().wait()
+
+    async def run() -> None:
+        async with open_watchdog("run", tmp_path, said.append, held_at_most_s=600, closes_within_s=600) as watchdog:
+            task = asyncio.create_task(hangs_in_this_task(), name="a task that hangs")
+            watchdog.state = never
+            with doing("the learner", "micro-batch", then="the run ends after 300 s"):
+                await until(said, "the learner")
+            await until(said, "goes on")
+            task.cancel()
+
+    asyncio.run(run())
+    assert said[0].startswith("watchdog: the learner stands still: micro-batch since ")
+    assert said[0].endswith(f"the run ends after 300 s; stacks: {tmp_path / 'stalled-1.txt'}")
+    text = (tmp_path / "stalled-1.txt").read_text()
+    assert "asyncio task a task that hangs: hangs_in_this_task" in text
+    assert "not known: TimeoutError" in text, "a part that does not answer delays no report"
+    assert "in _watch_loop" in text, "stacks of threads"
+    assert "the learner: micro-batch since" in text
+
+
+def test_an_event_loop_that_is_held_up_is_named_with_the_line_that_holds_it(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    def holds_up_the_loop() -> None:
+        deadline = time.monotonic() + 60
+        while not list(tmp_path.iterdir()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    async def run() -> None:
+        async with open_watchdog("run", tmp_path, said.append, held_at_most_s=600, closes_within_s=600):
+            await asyncio.sleep(0.2)
+            holds_up_the_loop()
+            await until(said, "goes on")
+
+    asyncio.run(run())
+    assert said[0].startswith("watchdog: the driver's event loop stands still: it is held up since ")
+    assert "holds_up_the_loop (test_watchdog.py:" in said[0]
+    assert "holds_up_the_loop" in (tmp_path / "stalled-1.txt").read_text()
+
+
+ENDS = """
+import asyncio, sys, time
+from pathlib import Path
+from roll_flash.watchdog.watchdog import open_watchdog
+
+async def run():
+    async with open_watchdog("run", Path(sys.argv[1]), print, held_at_most_s=3, closes_within_s=3) as watchdog:
+        if sys.argv[2] == "closes":
+            watchdog.close_begins()
+            await asyncio.Event().wait()
+        time.sleep(600)
+
+asyncio.run(run())
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [("closes", "the run did not close within 3 s"), ("held", "the driver's event loop was held up for 3 s in run (")],
+)
+def test_a_process_that_nothing_else_can_end_is_ended_with_a_line(how: str, why: str, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-uc", ENDS, str(tmp_path), how], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1, done.stderr
+    assert why in done.stdout
+    assert "`--resume` goes on from the journal" in done.stdout
+
+
+def test_the_number_of_files_is_bounded_and_numbers_go_on_after_a_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "EVERY_S", 60.0)
+
+    async def run() -> None:
+        async with open_watchdog("run", tmp_path, print, held_at_most_s=600, closes_within_s=600) as watchdog:
+            for _ in range(KEPT_FILES + 3):
+                watchdog._next_file().touch()
+
+    asyncio.run(run())
+    asyncio.run(run())
+    numbers = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.iterdir())
+    assert numbers == list(range(KEPT_FILES + 7, 2 * KEPT_FILES + 7))
