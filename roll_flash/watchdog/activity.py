@@ -51,7 +51,7 @@ class Activity:
     activities: Activities
     size: float = 1.0
     announced_s: float = 0.0
-    """What it usually takes, as far as that is known without having done it; 0: not known."""
+    """What it usually takes, as the user was told before; 0: nothing was said."""
     then: str = ""
     """What happens if it lasts: who acts, and when."""
     about: Callable[[], str] | None = None
@@ -135,7 +135,8 @@ class Activities:
         if silent_s >= max(limit_s, kind.next_line_s):
             kind.next_line_s, kind.stood_still = 2 * silent_s, True
             return Alarm(activity, silent_s, usual_s, stands_still=True)
-        if FIRST_LINE_S <= silent_s < limit_s and self.now_s - kind.waited_line_s >= QUIET_S:
+        is_quiet = silent_s < max(FIRST_LINE_S, activity.announced_s)  # what was announced needs no line
+        if not is_quiet and silent_s < limit_s and self.now_s - kind.waited_line_s >= QUIET_S:
             kind.waited_line_s = self.now_s
             return Alarm(activity, silent_s, usual_s, stands_still=False)
         return None

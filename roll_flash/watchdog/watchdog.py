@@ -56,8 +56,6 @@ class Watchdog:
         self._closing: Activity | None = None
         self._loop = asyncio.get_running_loop()
         self._place = LoopWatch()
-        self._turns = 0
-        """Number of times that the event loop was seen to turn."""
         self._is_over = threading.Event()
 
     def close_begins(self) -> None:
@@ -72,7 +70,6 @@ class Watchdog:
         before = time.monotonic()
         while True:
             await asyncio.sleep(EVERY_S)
-            self._turns += 1
             before, seconds = time.monotonic(), time.monotonic() - before
             await self._tell(self.activities.tick(seconds))
             if self._closing and self.activities.now_s - self._closing.since_s > self._closes_within_s:
@@ -104,7 +101,7 @@ class Watchdog:
     def _watch_loop(self) -> None:
         """Watch the event loop, in a thread. It has an `Activities` of its own, since the other one lives in the
         loop."""
-        own, seen, before = Activities(), 0, time.monotonic()
+        own, before = Activities(), time.monotonic()
         loop = Activity(
             EVENT_LOOP, "it is held up", own, announced_s=EVERY_S, about=lambda: f"in {self._place.place()}"
         )
@@ -112,9 +109,10 @@ class Watchdog:
         own.add(loop)
         while not self._is_over.wait(EVERY_S):
             before, seconds = time.monotonic(), time.monotonic() - before
-            if self._turns != seen:
-                seen = self._turns
-                loop.begin()
+            try:
+                self._loop.call_soon_threadsafe(loop.begin)
+            except RuntimeError:  # it is closed
+                return
             for alarm in own.tick(seconds):
                 self._tell_of_loop(alarm)
             if own.now_s - loop.since_s > self._held_at_most_s:

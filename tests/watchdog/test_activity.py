@@ -83,6 +83,13 @@ def test_what_is_usually_quick_stands_still_after_twenty_seconds_and_is_named_ag
     assert str(alarms[0][1]) == line
 
 
+def test_what_was_announced_to_take_long_has_no_line_before_that() -> None:
+    activities = Activities()
+    begins(activities, "the start", "servers are not ready", announced_s=180.0)
+    alarms = run(activities, 400)
+    assert [(at_s, alarm.stands_still) for at_s, alarm in alarms] == [(180, False), (360, True)]
+
+
 def test_more_work_may_take_longer() -> None:
     activities = Activities()
     does_once(activities, 10)
