@@ -67,6 +67,7 @@ class Rollout:
         self._max_concurrent = rollout.max_concurrent
         self._max_failures_in_a_row = scheduler.max_failures_in_a_row
         self._stall_timeout_s = config.stall_timeout_s
+        self._episode_timeout_s = rollout.episode_timeout_s
         self._controller = None
         if scheduler.async_ratio == "auto":
             self._controller = AsyncRatioController(*scheduler.async_ratio_bounds)
@@ -95,6 +96,8 @@ class Rollout:
         self._last_progress = time.monotonic()
         self._waiting: Activity | None = None
         """Set while a step waits for groups."""
+        self._longest_s = 0.0
+        """Longest episode so far, in seconds."""
         self._started: dict[str, float] = {}
         """Running episodes, in the order in which they were started, with that time."""
         self._idle_since: float | None = None
@@ -127,7 +130,14 @@ class Rollout:
         """
         self._last_progress = time.monotonic()
         then = f"the run ends if no episode ends within {self._stall_timeout_s:g} s (monitor.stall_timeout_s)"
-        waits = doing("the rollout", "no episode ended", then=then, about=self._describe_wait, learns=False)
+        waits = doing(
+            "the rollout",
+            "no turn and no episode ended",
+            may_take_s=self._episode_timeout_s,
+            then=then,
+            about=self._describe_wait,
+            learns=False,
+        )
         with waits as self._waiting:
             async for groups in self._groups_for_step(report):
                 yield groups
@@ -288,6 +298,8 @@ class Rollout:
 
     def _note_turn(self, turn: SentTurn) -> None:
         if turn.episode_id in self.scheduler.running_ids:  # not of an evaluation
+            if self._waiting is not None:
+                self._waiting.begin()
             self._log.note_turn(turn.line)
 
     def _note(self, event: Event) -> None:
@@ -342,9 +354,11 @@ class Rollout:
         self._started.pop(outcome.episode_id, None)
         if self._waiting is not None:
             if isinstance(outcome, FinishedEpisode):
-                self._waiting.moved(outcome.finished_s - outcome.started_s)
+                self._longest_s = max(self._longest_s, outcome.finished_s - outcome.started_s)
+            if self._longest_s:
+                self._waiting.moved(self._longest_s)  # as seldom as slow episodes may be, they are usual
             else:
-                self._waiting.begin()  # how long failures take says nothing about others
+                self._waiting.begin()
 
     def _describe_wait(self) -> str:
         if not self._started:

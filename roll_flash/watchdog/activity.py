@@ -52,6 +52,8 @@ class Activity:
     size: float = 1.0
     announced_s: float = 0.0
     """What it usually takes, as the user was told before; 0: nothing was said."""
+    may_take_s: float = 0.0
+    """What counts as usual until something was learned; 0: nothing does."""
     then: str = ""
     """What happens if it lasts: who acts, and when."""
     about: Callable[[], str] | None = None
@@ -154,8 +156,9 @@ class Activities:
 def _usual_s(kind: _Kind, activity: Activity) -> float | None:
     """The longest that it recently took for this size; None if that is not known."""
     learned_s = kind.usual.limit_s(activity.size)
-    known = [seconds for seconds in (learned_s, activity.announced_s) if 0 < seconds < math.inf]
-    return max(known) if known else 0.0 if learned_s == 0 else None
+    if learned_s < math.inf:
+        return max(learned_s, activity.announced_s)
+    return activity.announced_s or activity.may_take_s or None
 
 
 def _limit_s(usual_s: float | None) -> float:
@@ -185,6 +188,7 @@ def doing(
     *,
     size: float = 1.0,
     announced_s: float = 0.0,
+    may_take_s: float = 0.0,
     then: str = "",
     about: Callable[[], str] | None = None,
     learns: bool = True,
@@ -192,7 +196,7 @@ def doing(
     """Tell the watchdog of this event loop, if there is one, what a part does within the block. Durations are learned
     per `part`, `what` and unit of `size`. Not `learns`: only `Activity.moved` says what is usual."""
     activities = _WATCHED.get(asyncio.get_running_loop()) or Activities()
-    activity = Activity(part, what, activities, size, announced_s, then, about)
+    activity = Activity(part, what, activities, size, announced_s, may_take_s, then, about)
     activities.add(activity)
     try:
         yield activity

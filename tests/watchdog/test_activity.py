@@ -83,6 +83,14 @@ def test_what_is_usually_quick_stands_still_after_twenty_seconds_and_is_named_ag
     assert str(alarms[0][1]) == line
 
 
+def test_slow_episodes_wait_from_the_first_one_on() -> None:
+    activities = Activities()
+    rollout = begins(activities, "the rollout", "no episode ended", may_take_s=600.0)
+    assert [alarm.stands_still for _, alarm in run(activities, 300)] == [False]
+    rollout.moved(299.0)
+    assert run(activities, 300) == [], "a second line would say nothing new"
+
+
 def test_what_was_announced_to_take_long_has_no_line_before_that() -> None:
     activities = Activities()
     begins(activities, "the start", "servers are not ready", announced_s=180.0)
