@@ -191,7 +191,7 @@ class Trainer:
         publication = await self._settle()
         with record.learner_works("stage"):
             await self._learner_does("copy of the weights", self._system.publisher.begin(), self._staging_s)
-        with doing("the metrics", "workers and servers have not answered"):
+        with doing("the report", "workers and servers have not answered"):
             usage = await self._system.usage_metrics()
         metrics = self._report(record, publication, usage)
         await self._call_on_step(result.version, metrics)

@@ -109,7 +109,7 @@ class LearnerLoader:
             return
         then = f"the run ends after {self._timeout_s:g} s (monitor.stall_timeout_s)"
         about = lambda: f"behind: {self._stream.behind()}"  # noqa: E731
-        with doing("the stages", "groups have no reward", then=then, about=about):
+        with doing("the scoring", "groups have no reward", then=then, about=about):
             async with asyncio.timeout(self._timeout_s):
                 await step.changed.wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import time
@@ -128,3 +129,12 @@ def test_the_number_of_files_is_bounded_and_numbers_go_on_after_a_resume(
     asyncio.run(run())
     numbers = sorted(int(path.stem.partition("-")[2]) for path in tmp_path.iterdir())
     assert numbers == list(range(KEPT_FILES + 7, 2 * KEPT_FILES + 7))
+
+
+def test_every_part_that_can_stand_still_is_explained_to_operators() -> None:
+    root = Path(__file__).parents[2]
+    sources = "\n".join(path.read_text() for path in (root / "roll_flash").rglob("*.py"))
+    parts = set(re.findall(r'\bdoing\(\s*f?"([^"{]+?) ?["{]', sources)) | {module.EVENT_LOOP, module.CLOSING}
+    assert len(parts) >= 10
+    explained = (root / "docs/operations.md").read_text()
+    assert [part for part in parts if f"`{part} " not in explained] == []
