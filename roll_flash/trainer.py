@@ -148,6 +148,8 @@ class Trainer:
         learner, was_asked = self._system.learner, isinstance(reason, KeyboardInterrupt)
         if not was_asked:
             self._progress.note(f"the run ends: {reason}")
+            if isinstance(reason, HungError):
+                self._progress.note("the learner cannot write a checkpoint; `--resume` goes on from the journal")
             if learner.version == 0 or isinstance(reason, HungError):
                 return
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")

@@ -10,6 +10,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_flash.errors import first_line
+from roll_flash.processes.background import call_in_thread
 from roll_flash.watchdog.stacks import node_stacks
 
 ANSWER_S = 4.0
@@ -18,7 +19,7 @@ ANSWER_S = 4.0
 async def stacks_elsewhere(run: str) -> str:
     """Describe the processes of `run` on each other node of the cluster; what a node does not answer is said."""
     here = ray.get_runtime_context().get_node_id()
-    nodes = await asyncio.to_thread(ray.nodes)
+    nodes = await call_in_thread(ray.nodes)
     others = [node for node in nodes if node["Alive"] and node["NodeID"] != here]
     return "\n\n".join(await _stacks_on(others, run))
 

@@ -128,8 +128,11 @@ def _process(pid: int) -> Process | None:
     if not stat:
         return None
     state = stat.rpartition(")")[2].split()[0]
-    name = os.readlink(file).removeprefix(LINK).removesuffix(" (deleted)").rpartition(":")[2] if file else None
-    return Process(pid, name or stat[stat.index("(") + 1 : stat.rindex(")")], state, file)
+    name = stat[stat.index("(") + 1 : stat.rindex(")")]
+    with contextlib.suppress(OSError):  # it has just ended
+        if file is not None:
+            name = os.readlink(file).removeprefix(LINK).removesuffix(" (deleted)").rpartition(":")[2]
+    return Process(pid, name, state, file)
 
 
 def _is_of(run: str, pid: int) -> bool:

@@ -60,6 +60,7 @@ class Watchdog:
 
     def close_begins(self) -> None:
         """Call this when nothing is left to do but to close everything."""
+        self.state = self.elsewhere = None
         if self._closing is None:
             self._closing = Activity(CLOSING, "servers, workers and Ray", self.activities, announced_s=40.0)
             self._closing.then = f"the process ends after {self._closes_within_s:g} s"
@@ -83,8 +84,8 @@ class Watchdog:
         standing = [str(alarm) for alarm in alarms if alarm.stands_still]
         if not standing:
             return
-        file, goes_on = self._next_file(), self.activities.lines()
-        processes = await call_in_thread(lambda: processes_of(self._run))
+        goes_on = self.activities.lines()
+        processes, file = await call_in_thread(self._look)
         self._announce(standing, processes, file)
         state = await _within(self.state) if self.state is not None else {}
         elsewhere = await _within(self.elsewhere) if self.elsewhere is not None else ""
@@ -122,27 +123,46 @@ class Watchdog:
         if not alarm.stands_still:
             self._say(f"watchdog: {alarm}")
             return
-        file, processes = self._next_file(), processes_of(self._run)
+        processes, file = self._look()
         self._announce([str(alarm)], processes, file)
         self._write(file, [str(alarm)], processes, {}, "")
 
-    def _announce(self, lines: list[str], processes: list[Process], file: Path) -> None:
+    def _look(self) -> tuple[list[Process], Path | None]:
+        """Return the processes of this node, and where to describe them; None if the folder is gone."""
+        try:
+            return processes_of(self._run), self._next_file()
+        except OSError as error:
+            self._say(f"watchdog: no stacks can be written: {error}")
+            return [], None
+
+    def _announce(self, lines: list[str], processes: list[Process], file: Path | None) -> None:
         """Write one line per part; the first names processes that are stopped, and the file."""
         stopped = [f"{each}: `kill -CONT {each.pid}` lets it go on" for each in processes if each.is_stopped]
-        self._say("; ".join([f"watchdog: {lines[0]}", *stopped[:3], f"stacks: {file}"]))
+        where = [] if file is None else [f"stacks: {file}"]
+        self._say("; ".join([f"watchdog: {lines[0]}", *stopped[:3], *where]))
         for line in lines[1:]:
             self._say(f"watchdog: {line}")
 
     def _write(
-        self, file: Path, lines: list[str], processes: list[Process], state: Mapping[str, Any] | str, elsewhere: str
+        self,
+        file: Path | None,
+        lines: list[str],
+        processes: list[Process],
+        state: Mapping[str, Any] | str,
+        elsewhere: str,
     ) -> None:
-        with file.open("w") as opened:
-            opened.write("\n".join([time.strftime("%F %T"), *lines, "", "== state of the run"]))
-            opened.write(f"\n{json.dumps(state, indent=1, default=str)}\n\n== driver: process {os.getpid()}\n")
-            opened.flush()
-            faulthandler.dump_traceback(opened, all_threads=True)
-            _write_tasks(self._loop, opened)
-            opened.write(f"\n\n{stacks_of(processes)}\n\n{elsewhere}\n")
+        if file is None:
+            return
+        about = [time.strftime("%F %T"), *lines, "", "== state of the run", json.dumps(state, indent=1, default=str)]
+        try:
+            with file.open("w") as opened:
+                opened.write("\n".join([*about, "", f"== driver: process {os.getpid()}", ""]))
+                opened.flush()
+                faulthandler.dump_traceback(opened, all_threads=True)
+                _write_tasks(self._loop, opened)
+                opened.write(f"\n\n{stacks_of(processes)}\n\n{elsewhere}\n")
+        except OSError as error:  # a full disk must not end the run
+            self._say(f"watchdog: {file}: not written: {error}")
 
     def _next_file(self) -> Path:
         """Return the next file; of the others the newest are kept."""

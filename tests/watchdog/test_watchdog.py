@@ -86,6 +86,19 @@ def test_an_event_loop_that_is_held_up_is_named_with_the_line_that_holds_it(tmp_
     assert "holds_up_the_loop" in Path(line.rpartition("; stacks: ")[2]).read_text()
 
 
+def test_a_folder_that_is_gone_or_full_keeps_nobody_from_the_line_and_ends_no_run(tmp_path: Path) -> None:
+    said: list[str] = []
+
+    async def run() -> None:
+        async with open_watchdog("run", tmp_path / "gone", said.append, held_at_most_s=600, closes_within_s=600):
+            with doing("the learner", "micro-batch"):
+                await until(said, "the learner stands still")
+            await until(said, "the learner goes on")
+
+    asyncio.run(run())
+    assert any("no stacks can be written" in line for line in said)
+
+
 ENDS = """
 import asyncio, sys, time
 from pathlib import Path
