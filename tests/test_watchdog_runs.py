@@ -72,6 +72,17 @@ def run(tmp_path: Path) -> Iterator[Run]:
     started.end()
 
 
+def report(line: str) -> str:
+    """The file that a line names, once it is written."""
+    file, deadline = Path(line.rpartition("; stacks: ")[2]), time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if file.exists() and "\n== raylet: " in (text := file.read_text()):
+            time.sleep(1.0)
+            return text
+        time.sleep(0.1)
+    raise AssertionError(f"{file} was not written")
+
+
 def seconds(line: str) -> int:
     found = re.search(r" since (\d+) s ", line)
     assert found is not None, line
@@ -82,11 +93,11 @@ def seconds(line: str) -> int:
 def test_an_environment_that_blocks_its_worker_is_found_with_its_line_of_code(run: Run) -> None:
     run.block.touch()
     line = run.line("rollout worker 0 stands still")
+    text = report(line)
     run.block.unlink()
     assert seconds(line) <= 30
     assert "it is replaced after 32 s (rollout.heartbeat_timeout_s)" in line
     run.line("rollout worker 0 goes on")
-    text = Path(line.rpartition("; stacks: ")[2]).read_text()
     _, _, worker = text.partition("== rollout worker 0: process ")
     assert "stuck.py" in worker.partition("\n== ")[0]
     assert "in step" in worker.partition("\n== ")[0]
@@ -105,10 +116,10 @@ def test_a_stopped_process_is_named_whichever_part_it_is_and_the_run_goes_on_wit
         pid, before = run.pid(command), len(run.said)
         os.kill(pid, signal.SIGSTOP)
         line = next_standstill(run, parts, before)
+        text = report(line)
         os.kill(pid, signal.SIGCONT)
         assert f"{name} (process {pid}) is stopped by a signal: `kill -CONT {pid}` lets it go on" in line
         assert seconds(line) <= 30
-        text = Path(line.rpartition("; stacks: ")[2]).read_text()
         assert f"== {name}: process {pid}, state T (stopped by a signal)" in text
         run.line(f"{line.removeprefix('watchdog: ').partition(' stands still')[0]} goes on", before)
     run.end()

@@ -87,9 +87,10 @@ class Watchdog:
         goes_on = self.activities.lines()
         processes, file = await call_in_thread(self._look)
         self._announce(standing, processes, file)
+        stacks = await call_in_thread(lambda: stacks_of(processes))  # before what may last: they change
         state = await _within(self.state) if self.state is not None else {}
         elsewhere = await _within(self.elsewhere) if self.elsewhere is not None else ""
-        await call_in_thread(lambda: self._write(file, [*standing, "", *goes_on], processes, state, str(elsewhere)))
+        await call_in_thread(lambda: self._write(file, [*standing, "", *goes_on], state, f"{stacks}\n\n{elsewhere}"))
 
     @contextmanager
     def watching_the_loop(self) -> Iterator[None]:
@@ -125,7 +126,7 @@ class Watchdog:
             return
         processes, file = self._look()
         self._announce([str(alarm)], processes, file)
-        self._write(file, [str(alarm)], processes, {}, "")
+        self._write(file, [str(alarm)], {}, stacks_of(processes))
 
     def _look(self) -> tuple[list[Process], Path | None]:
         """Return the processes of this node, and where to describe them; None if the folder is gone."""
@@ -147,9 +148,8 @@ class Watchdog:
         self,
         file: Path | None,
         lines: list[str],
-        processes: list[Process],
         state: Mapping[str, Any] | str,
-        elsewhere: str,
+        stacks: str,
     ) -> None:
         if file is None:
             return
@@ -160,7 +160,7 @@ class Watchdog:
                 opened.flush()
                 faulthandler.dump_traceback(opened, all_threads=True)
                 _write_tasks(self._loop, opened)
-                opened.write(f"\n\n{stacks_of(processes)}\n\n{elsewhere}\n")
+                opened.write(f"\n\n{stacks}\n")
         except OSError as error:  # a full disk must not end the run
             self._say(f"watchdog: {file}: not written: {error}")
 
