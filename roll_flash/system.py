@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager, closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from roll_flash.cluster.plan import Plan, make_plan
 from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
 from roll_flash.cluster.sandbox_load import sandbox_load
+from roll_flash.cluster.stacks_elsewhere import stacks_elsewhere
 from roll_flash.cluster.weight_transfer import check_weight_transfer
 from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
@@ -63,8 +64,14 @@ from roll_flash.stages.running import RunningStages, open_stages, stage_consumer
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
 from roll_flash.terminal import say
+from roll_flash.watchdog.activity import doing
+from roll_flash.watchdog.watchdog import Watchdog
 from roll_flash.weight_sync.parity import load_probe, parity_threshold
 from roll_flash.weight_sync.publication import Publisher
+
+RAY_START_S, AGREE_S = 30.0, 40.0
+"""Usual durations in seconds of parts of the start, as they are announced."""
+STATUS_WITHIN_S, STATED_EPISODES = 3.0, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +133,24 @@ class System:
             **self.stages.metrics(),
         }
 
+    async def state(self) -> dict[str, Any]:
+        """What scheduler, stream and episodes wait for, for the watchdog's report."""
+        scheduler = self.rollout.scheduler
+        episodes = sorted(await self.fleet.status(STATUS_WITHIN_S), key=lambda each: -each.waited_s)
+        return {
+            "versions": {"learner": scheduler.learner_version, "servers": scheduler.server_version},
+            "scheduler": {
+                "running": scheduler.running,
+                "queued": scheduler.queued,
+                "ready": scheduler.ready,
+                "groups_wanted": scheduler.groups_wanted(),
+            },
+            "books": self.rollout.books(),
+            "stream": self.stream.metrics(),
+            "behind": self.stream.behind(),
+            "episodes_that_wait_longest": [asdict(each) for each in episodes[:STATED_EPISODES]],
+        }
+
     async def export_model(self) -> None:
         """Export the last checkpoint's model folder (hard links), replacing that of an earlier end. Raises
         CheckpointError if the last step has no checkpoint."""
@@ -172,26 +197,33 @@ class Start:
 
 @asynccontextmanager
 async def open_system(
-    start: Start, learner: LearnerEngine, progress: Progress, failure: FirstFailure
+    start: Start, learner: LearnerEngine, progress: Progress, failure: FirstFailure, watchdog: Watchdog
 ) -> AsyncIterator[System]:
     """Start learner, servers, workers and the stream between them. A `failure` in the background ends the start.
 
     Checks that may fail come before slow starts. Everything is stopped in reverse order.
     """
     async with AsyncExitStack() as stack:
-        async with cancel_on_failure(failure):
-            system = await _start_system(stack, start, learner, progress)
-        yield system
+        try:
+            async with cancel_on_failure(failure):
+                system = await _start_system(stack, start, learner, progress)
+            watchdog.state, watchdog.elsewhere = system.state, partial(stacks_elsewhere, start.config.name)
+            yield system
+        finally:
+            watchdog.close_begins()
 
 
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:
     config, run_dir = start.config, start.run_dir
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
-    places = await _start_ray(stack, config, preparation, progress.note, trains=True, serves=True)
+    with doing("the start", "Ray and the nodes are not ready", announced_s=RAY_START_S):
+        places = await _start_ray(stack, config, preparation, progress.note, trains=True, serves=True)
     _note_plan(places.plan, progress)
-    engine = await _start_models(stack, config, start.model_folder, run_dir.logs, learner, places, progress.note)
+    with doing("the start", "learner and servers are not ready", announced_s=config.usual_start_s):
+        engine = await _start_models(stack, config, start.model_folder, run_dir.logs, learner, places, progress.note)
     settings = worker_settings(config, engine.client_spec(), start.model_folder, bool(start.sandboxes))
-    fleet = await _start_workers(stack, config, settings, places)
+    with doing("the start", "rollout workers are not ready"):
+        fleet = await _start_workers(stack, config, settings, places)
     assert isinstance(settings.model, ClientSpec), "training has servers of its own"
     elastic = ElasticParts(engine, fleet, settings.model, run_dir.folder, progress.note)
     await stack.enter_async_context(background_task(elastic.run(), "the scaling of the run"))
@@ -209,12 +241,14 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     episodes = stack.enter_context(EpisodesWriter(run_dir.episodes))
     stream = TrajectoryStream(stage_consumers(config.stages))
     rollout = _open_rollout(stack, start, resumed, fleet, episodes, stream, learner.version)
-    stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
+    with doing("the start", "stages are not ready"):
+        stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
     checkpoints = _open_checkpoints(start, learner, rollout)
     stack.push_async_callback(checkpoints.close)
     progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
-    await _agree_on_weights(start, learner, publisher, metrics, progress)
+    with doing("the start", "servers and learner have not been compared", announced_s=AGREE_S):
+        await _agree_on_weights(start, learner, publisher, metrics, progress)
     trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
     return System(
         config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages, trained

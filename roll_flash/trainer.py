@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine
@@ -36,11 +36,15 @@ from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
 from roll_flash.types import FinishedEpisode, FinishedGroup
+from roll_flash.watchdog.activity import doing
+from roll_flash.watchdog.watchdog import open_watchdog
 from roll_flash.weight_sync.publication import Publication
 
 LEARNER_FLOOR_S = 300.0
 """Minimum timeout in seconds of the learner's work; otherwise ten times the slowest recent time for as many tokens."""
-
+CLOSES_WITHIN_S = 300.0
+"""Seconds in which a run must close, after a checkpoint that is still being written."""
+T = TypeVar("T")
 
 OnStep = Callable[[int, Mapping[str, float]], object]
 """Called with a step (from 1) and its metrics, by the names of `metrics.jsonl`."""
@@ -72,9 +76,17 @@ async def _train(
     start: Start, learner: LearnerEngine, progress: Progress, on_step: OnStep | None = None
 ) -> dict[str, Any]:
     with first_failure() as failure:
+        config = start.config
         async with (
             Interrupts(progress.note) as interrupts,
-            open_system(start, learner, progress, failure) as system,
+            open_watchdog(
+                config.name,
+                start.run_dir.logs,
+                progress.note,
+                held_at_most_s=config.stall_timeout_s,
+                closes_within_s=config.learner.step_timeout_s + CLOSES_WITHIN_S,
+            ) as watchdog,
+            open_system(start, learner, progress, failure, watchdog) as system,
         ):
             trainer = Trainer(system, progress, on_step)
             with rare_collections():
@@ -93,6 +105,7 @@ class Trainer:
         most_s = system.config.learner.step_timeout_s
         self._micro_batch_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), max_s=most_s)
         self._update_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), max_s=most_s)
+        self._staging_s = LearnedDeadline(floor_s=min(LEARNER_FLOOR_S, most_s), max_s=most_s)
         self._last_tokens = 0
         """Tokens of the last micro-batch, counted by `_computed_tokens`."""
         learner = system.config.learner
@@ -127,19 +140,22 @@ class Trainer:
         """Wait for a complete checkpoint of the newest version."""
         self._progress.status("writing a checkpoint")
         await self._begin_checkpoint()
-        await self._system.checkpoints.settled()
+        with self._writing():
+            await self._system.checkpoints.settled()
 
     async def stop_early(self, reason: BaseException) -> None:
         """Abandon the running step and save the finished ones; after an error, as far as possible."""
         learner, was_asked = self._system.learner, isinstance(reason, KeyboardInterrupt)
         if not was_asked:
             self._progress.note(f"the run ends: {reason}")
+            if isinstance(reason, HungError):
+                self._progress.note("the learner cannot write a checkpoint; `--resume` goes on from the journal")
             if learner.version == 0 or isinstance(reason, HungError):
                 return
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:
             tokens = max(1, self._last_tokens)
-            await self._micro_batch_s.run(learner.abandon_step(), "the learner's last micro-batch", tokens)
+            await self._learner_does("micro-batch", learner.abandon_step(), self._micro_batch_s, tokens)
             cut_short = await self._count_what_was_cut_short()
             await self._system.checkpoints.ended()  # its failure may be the reason why the run ends
             await self.checkpoint()
@@ -165,23 +181,31 @@ class Trainer:
                 self._last_tokens = _computed_tokens(groups)
                 with record.learner_works("accumulate", groups, self._tokens_to_compute(groups)):
                     accumulating = learner.accumulate(groups)
-                    await self._micro_batch_s.run(accumulating, "the learner's micro-batch", self._last_tokens)
+                    await self._learner_does("micro-batch", accumulating, self._micro_batch_s, self._last_tokens)
         if not has_groups:
             self._note_rollout()
             return False
         with record.learner_works("update"):
             tokens = _computed_tokens(record.groups)
-            result = await self._update_s.run(learner.finish_step(), "the learner's step", tokens)
+            result = await self._learner_does("step", learner.finish_step(), self._update_s, tokens)
         record.learner_metrics = result.metrics
         await self._count(record)
         publication = await self._settle()
         with record.learner_works("stage"):
-            await self._system.publisher.begin()
-        metrics = self._report(record, publication, await self._system.usage_metrics())
+            await self._learner_does("copy of the weights", self._system.publisher.begin(), self._staging_s)
+        with doing("the report", "workers and servers have not answered"):
+            usage = await self._system.usage_metrics()
+        metrics = self._report(record, publication, usage)
         await self._call_on_step(result.version, metrics)
         if self._schedule.is_due(result.version, time.monotonic()):
             await self._begin_checkpoint()
         return True
+
+    async def _learner_does(self, what: str, work: Awaitable[T], limit: LearnedDeadline, size: float = 1.0) -> T:
+        """Await a call of the learner. Raises HungError if it takes far longer than ever before."""
+        then = f"the run ends after {limit.limit_s(size):.0f} s, and `--resume` goes on from the journal"
+        with doing("the learner", what, size=size, then=then):
+            return await limit.run(work, f"the learner's {what}", size)
 
     def _tokens_to_compute(self, groups: Iterable[FinishedGroup]) -> int:
         """Tokens of the groups that the learner computes, the prompt of a group once."""
@@ -193,7 +217,8 @@ class Trainer:
         if (on_step := self._on_step) is None:
             return
         try:
-            await call_in_thread(lambda: on_step(step, as_numbers(metrics)))
+            with doing("on_step", "it has not returned", then="the run waits for it"):
+                await call_in_thread(lambda: on_step(step, as_numbers(metrics)))
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # code of the user may raise anything, also SystemExit
@@ -224,9 +249,14 @@ class Trainer:
 
     async def _begin_checkpoint(self) -> None:
         """Wait until the state is copied (and the previous checkpoint written); steps continue during the writing."""
-        waited_s = await self._system.checkpoints.begin()
+        with self._writing():
+            waited_s = await self._system.checkpoints.begin()
         if waited_s is not None:
             self._system.metrics.log(self._system.learner.version, {"checkpoint/waited_s": waited_s})
+
+    def _writing(self) -> AbstractContextManager[object]:
+        limit_s = self._config.learner.step_timeout_s
+        return doing("the checkpoint", "it is not written", then=f"the run ends after {limit_s:g} s")
 
     async def _settle(self) -> Publication | None:
         """Wait until every server has the weights of the previous step."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 from roll_flash.envs import Env, register_env
@@ -28,4 +29,22 @@ class Stuck(Env):
         return "more", 0.0, True, False, {}
 
 
+class HeldUp(Env):
+    """One turn; its step holds up the worker's event loop as long as `file` is there."""
+
+    def __init__(self, file: str) -> None:
+        self._file = Path(file)
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        return f"begin {seed}", {}
+
+    async def step(self, action: str) -> StepResult:
+        while self._file.exists():
+            time.sleep(0.1)  # noqa: ASYNC251
+        return "done", float(len(action) % 3), True, False, {}
+
+
 register_env("Stuck-v0", Stuck)
+register_env("HeldUp-v0", HeldUp)

@@ -101,10 +101,12 @@ def test_an_error_in_the_background_ends_a_start_at_once_and_in_order(monkeypatc
         happened.append("closed in order")
 
     monkeypatch.setattr(system, "_start_ray", start_ray)
+    start = Mock(resume_at=None, sandboxes=())
+    start.config.stall_timeout_s = start.config.learner.step_timeout_s = start.config.usual_start_s = 600.0
 
     async def run() -> None:
         async with asyncio.timeout(5):
-            await trainer._train(Mock(resume_at=None, sandboxes=()), Mock(), Mock())
+            await trainer._train(start, Mock(), Mock())
 
     with pytest.raises(RunError, match=r"^Ray is gone$"):
         asyncio.run(run())

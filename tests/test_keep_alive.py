@@ -57,6 +57,13 @@ def test_a_run_without_a_new_step_is_given_up_and_one_that_goes_on_is_not(
     assert keep_alive(lambda: command, lambda: next(steps), first_pause_s=0.01) == 0
 
 
+def test_a_start_with_a_new_step_is_not_counted_among_those_without(tmp_path: Path) -> None:
+    command = ending(tmp_path / "count", *["1"] * 20)
+    steps = iter([0, 1, 1, *[1] * 20])  # `progress` before and after the first start, and then no more
+    assert keep_alive(lambda: command, lambda: next(steps), first_pause_s=0.001) == 1
+    assert starts(tmp_path / "count") == 1 + MAX_WITHOUT_PROGRESS
+
+
 PARENT = """
 import sys
 from roll_flash.processes.keep_alive import keep_alive

@@ -472,6 +472,11 @@ class Config(Section):
         return "usually 60-180 s, most of it vLLM's" if self.inference.engine == "vllm" else "usually 20-40 s"
 
     @property
+    def usual_start_s(self) -> float:
+        """The longest of `usual_start` in seconds."""
+        return 180.0 if self.inference.engine == "vllm" else 40.0
+
+    @property
     def usual_start_of_servers(self) -> str:
         return "usually 40-100 s" if self.inference.engine == "vllm" else "usually 5-20 s"
 

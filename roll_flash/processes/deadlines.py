@@ -43,12 +43,13 @@ DEADLINE_FACTOR, REMEMBERED_DURATIONS = 10.0, 20
 
 
 class LearnedDeadline:
-    """Timeout of a repeated operation: 10 times the slowest of the last 20 times per unit of work, at least `floor_s`
-    and at most `max_s`; `max_s` until the first one has ended."""
+    """Timeout of a repeated operation: `factor` times the slowest of the last 20 times per unit of work, at least
+    `floor_s` and at most `max_s`; `max_s` until the first one has ended."""
 
-    def __init__(self, *, floor_s: float, max_s: float) -> None:
+    def __init__(self, *, floor_s: float, max_s: float, factor: float = DEADLINE_FACTOR) -> None:
         self._floor_s = floor_s
         self._max_s = max_s
+        self._factor = factor
         self._durations: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_DURATIONS)
         """(seconds, size)."""
 
@@ -78,4 +79,4 @@ class LearnedDeadline:
         if not self._durations or not size:
             return self._max_s
         slowest = max(seconds / done for seconds, done in self._durations)
-        return min(self._max_s, max(self._floor_s, DEADLINE_FACTOR * slowest * size))
+        return min(self._max_s, max(self._floor_s, self._factor * slowest * size))

@@ -48,7 +48,8 @@ def keep_alive(
                 return INTERRUPTED
             if progress() > before:
                 without_progress, pause_s = 0, first_pause_s
-            without_progress += 1
+            else:
+                without_progress += 1
             what = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
             if without_progress == MAX_WITHOUT_PROGRESS:
                 say(f"the run {what}, {without_progress} times without a new step: it is not started again", error=True)

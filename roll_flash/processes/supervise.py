@@ -220,14 +220,14 @@ def _wait_until_gone(limit_s: float, *, trackers: bool) -> None:
         time.sleep(POLL_S)
 
 
-def descendants() -> list[int]:
-    """All living processes below this one, from /proc."""
+def descendants(root: int | None = None) -> list[int]:
+    """All living processes below `root`, by default this one, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in os.listdir("/proc"):
         if entry.isdigit() and (stat := _stat(entry)) and stat[0] not in "ZX":
             children.setdefault(int(stat[1]), []).append(int(entry))
     found: list[int] = []
-    frontier = [os.getpid()]
+    frontier = [os.getpid() if root is None else root]
     while frontier:
         below = children.get(frontier.pop(), [])
         found += below

@@ -32,6 +32,7 @@ from roll_flash.rollout.worker import EpisodeStatus, Outcome, WorkerActor, Worke
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.stream.blocks import fetch_trajectories, located
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode
+from roll_flash.watchdog.activity import doing
 
 logger = logging.getLogger(__name__)
 
@@ -162,9 +163,9 @@ class WorkerFleet:
         finally:
             await self.cancel(running)
 
-    async def status(self) -> list[EpisodeStatus]:
+    async def status(self, timeout_s: float = CALL_TIMEOUT_S) -> list[EpisodeStatus]:
         """Return the status of every running episode; workers that do not answer are left out."""
-        calls = (_within(m.actor.status.remote(), CALL_TIMEOUT_S, "status") for m in self._members)
+        calls = (_within(m.actor.status.remote(), timeout_s, "status") for m in self._members)
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return [status for answer in answers if isinstance(answer, list) for status in answer]
 
@@ -315,7 +316,7 @@ class WorkerFleet:
         options = {**reserved, "max_restarts": 0, "max_concurrency": 1000}
         actor: Any = remote_class.options(**options).remote(self._settings)
         try:
-            start = unless_lost(actor.start.remote(), self._places, part)
+            start = unless_lost(actor.start.remote(f"rollout {part}"), self._places, part)
             await _within(start, START_TIMEOUT_S, "start")
         except BaseException:
             ray.kill(actor)
@@ -346,22 +347,28 @@ class WorkerFleet:
 
     async def _collect(self, member: _WorkerHandle) -> None:
         """Deliver the outcomes of one worker; replace the worker if it dies or does not answer in time."""
-        while True:
-            try:
-                poll, *stored = member.actor.poll.options(num_returns=4).remote(POLL_S)
-                outcomes, turns = await _within(poll, POLL_S + self._heartbeat_timeout_s, "poll")
-            except WORKER_DIED as error:
-                await self._replace(member, f"died: {_first_line(error)}")
-                continue
-            except NoAnswerError:
-                await self._replace(member, await self._describe_hang(member))
-                continue
-            for turn in turns:
-                if turn.episode_id in member.episodes:
-                    self.turns.add(turn)
-            for outcome in located(outcomes, *stored):
-                member.episodes.pop(outcome.episode_id, None)
-                self._deliver(outcome)
+        limit_s = POLL_S + self._heartbeat_timeout_s
+        then = f"it is replaced after {limit_s:g} s (rollout.heartbeat_timeout_s)"
+        with doing(f"rollout worker {member.index}", "no answer", announced_s=POLL_S, then=then) as answer:
+            while True:
+                try:
+                    poll, *stored = member.actor.poll.options(num_returns=4).remote(POLL_S)
+                    outcomes, turns = await _within(poll, limit_s, "poll")
+                except WORKER_DIED as error:
+                    await self._replace(member, f"died: {_first_line(error)}")
+                    answer.begin()
+                    continue
+                except NoAnswerError:
+                    await self._replace(member, await self._describe_hang(member))
+                    answer.begin()
+                    continue
+                answer.moved()
+                for turn in turns:
+                    if turn.episode_id in member.episodes:
+                        self.turns.add(turn)
+                for outcome in located(outcomes, *stored):
+                    member.episodes.pop(outcome.episode_id, None)
+                    self._deliver(outcome)
 
     async def _describe_hang(self, member: _WorkerHandle) -> str:
         """Ask the worker where its event loop is blocked; a second event loop of the worker answers."""
@@ -423,11 +430,12 @@ class WorkerFleet:
 
     async def _next_outcomes(self, outcomes: asyncio.Queue[Ended]) -> list[Ended]:
         """Return at least one outcome; the deadlines of the episodes bound the wait. Raises the fleet's error."""
-        while outcomes.empty():
-            self._raise_error()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    return [await outcomes.get()]
+        with doing("the evaluation", "no episode ended"):
+            while outcomes.empty():
+                self._raise_error()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_S):
+                        return [await outcomes.get()]
         return [outcomes.get_nowait() for _ in range(outcomes.qsize())]
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:

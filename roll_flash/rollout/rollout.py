@@ -11,7 +11,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -33,6 +33,7 @@ from roll_flash.scheduling.staleness import StalenessRule
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.stream import REWARD, TrajectoryStream
 from roll_flash.types import EpisodeFailure, FinishedEpisode, FinishedGroup, SamplingParams
+from roll_flash.watchdog.activity import Activity, doing
 
 
 class Rollout:
@@ -66,6 +67,7 @@ class Rollout:
         self._max_concurrent = rollout.max_concurrent
         self._max_failures_in_a_row = scheduler.max_failures_in_a_row
         self._stall_timeout_s = config.stall_timeout_s
+        self._episode_timeout_s = rollout.episode_timeout_s
         self._controller = None
         if scheduler.async_ratio == "auto":
             self._controller = AsyncRatioController(*scheduler.async_ratio_bounds)
@@ -92,6 +94,12 @@ class Rollout:
         self._notices = [str(fleet.turns)] if recovery is not None and fleet.turns.lines() else []
         self._error: BaseException | None = None
         self._last_progress = time.monotonic()
+        self._waiting: Activity | None = None
+        """Set while a step waits for groups."""
+        self._longest_s = 0.0
+        """Longest episode so far, in seconds."""
+        self._started: dict[str, float] = {}
+        """Running episodes, in the order in which they were started, with that time."""
         self._idle_since: float | None = None
         self._idle_s = 0.0
         self._background: asyncio.Task[None] | None = None
@@ -121,6 +129,20 @@ class Rollout:
         `monitor.stall_timeout_s`.
         """
         self._last_progress = time.monotonic()
+        then = f"the run ends if no episode ends within {self._stall_timeout_s:g} s (monitor.stall_timeout_s)"
+        waits = doing(
+            "the rollout",
+            "no turn and no episode ended",
+            may_take_s=self._episode_timeout_s,
+            then=then,
+            about=self._describe_wait,
+            learns=False,
+        )
+        with waits as self._waiting:
+            async for groups in self._groups_for_step(report):
+                yield groups
+
+    async def _groups_for_step(self, report: Callable[[str], None]) -> AsyncIterator[list[FinishedGroup]]:
         while self.scheduler.groups_wanted() > 0:
             self._group_ready.clear()
             self.scheduler.now_s = time.monotonic()
@@ -145,7 +167,7 @@ class Rollout:
         if steps := self.scheduler.steps_without_signal:
             in_a_row = f" ({steps} steps in a row)" if steps > 1 else ""
             self._notices.append(f"nothing was learned: no group had replicas with different rewards{in_a_row}")
-        await self._fleet.cancel(self.scheduler.take_cancelled())
+        await self._cancel(self.scheduler.take_cancelled())
         self._changed.set()
 
     def published(self, version: int) -> None:
@@ -276,6 +298,8 @@ class Rollout:
 
     def _note_turn(self, turn: SentTurn) -> None:
         if turn.episode_id in self.scheduler.running_ids:  # not of an evaluation
+            if self._waiting is not None:
+                self._waiting.begin()
             self._log.note_turn(turn.line)
 
     def _note(self, event: Event) -> None:
@@ -304,11 +328,13 @@ class Rollout:
                 self._changed.clear()
                 self.scheduler.now_s = time.monotonic()
                 if cancelled := self.scheduler.take_cancelled():
-                    await self._fleet.cancel(cancelled)
+                    await self._cancel(cancelled)
                 self._end_dropped()  # before a dropped task is admitted again: the journal has it in this order
                 self._admit()
                 free = self._max_concurrent - self.scheduler.running
                 if episodes := self.scheduler.next_episodes(free):
+                    now_s = time.monotonic()
+                    self._started |= {episode.episode_id: now_s for episode in episodes}
                     await self._fleet.submit(episodes, self._receive)
                 self._note_idleness()
                 if self._tasks_ended:
@@ -317,6 +343,29 @@ class Rollout:
         except Exception as error:
             self.fail(error)
             raise
+
+    async def _cancel(self, episode_ids: Sequence[str]) -> None:
+        for episode_id in episode_ids:
+            self._started.pop(episode_id, None)
+        await self._fleet.cancel(episode_ids)
+
+    def _note_progress(self, outcome: FinishedEpisode | EpisodeFailure) -> None:
+        self._last_progress = self.scheduler.now_s = time.monotonic()
+        self._started.pop(outcome.episode_id, None)
+        if self._waiting is not None:
+            if isinstance(outcome, FinishedEpisode):
+                self._longest_s = max(self._longest_s, outcome.finished_s - outcome.started_s)
+            if self._longest_s:
+                self._waiting.moved(self._longest_s)  # as seldom as slow episodes may be, they are usual
+            else:
+                self._waiting.begin()
+
+    def _describe_wait(self) -> str:
+        if not self._started:
+            return "no episode is running"
+        name, started_s = next(iter(self._started.items()))
+        since_s = time.monotonic() - started_s
+        return f"waiting for {len(self._started)} episodes, the oldest ({name}) since {since_s:.0f} s"
 
     def _note_log_failure(self, log: asyncio.Task[None]) -> None:
         if (error := error_of(log)) is not None:
@@ -362,7 +411,7 @@ class Rollout:
         if self._is_closed:  # it is played again after a resume, as all that were running
             return
         self._log.add(self.scheduler.learner_version, outcome)
-        self._last_progress = self.scheduler.now_s = time.monotonic()
+        self._note_progress(outcome)
         if isinstance(outcome, EpisodeFailure):
             self._failures_in_a_row += 1
             self._last_causes[outcome.cause] += 1

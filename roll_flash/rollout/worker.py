@@ -31,12 +31,13 @@ from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.rollout.conversation import ChatPolicy, Policy, TokenPolicy
 from roll_flash.rollout.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episode import Deadlines, Progress, run_episode, with_success
-from roll_flash.rollout.loop_watch import LoopWatch
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns, SentTurn
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
 from roll_flash.stream.blocks import TokenBlock, hand_in
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, FinishedEpisode, Trajectory
+from roll_flash.watchdog.loop_watch import LoopWatch
+from roll_flash.watchdog.stacks import register_stacks
 
 if TYPE_CHECKING:
     from roll_flash.rollout.agent_episode import AgentEpisodes
@@ -342,7 +343,8 @@ class WorkerActor:
         self._settings = settings
         self._until_closed = ExitStack()
 
-    async def start(self) -> None:
+    async def start(self, name: str = "rollout worker") -> None:
+        register_stacks(self._settings.run.rpartition("-")[0], name)
         if self._settings.folder is not None and self._settings.folder.is_dir():
             os.chdir(self._settings.folder)
         importlib.invalidate_caches()  # modules may have been sent here after this process began

@@ -13,6 +13,7 @@ from roll_flash.processes.background import error_of
 from roll_flash.scheduling.policy import MIN_GROUP_SIZE
 from roll_flash.stream.stream import Row, TrajectoryStream
 from roll_flash.types import FinishedEpisode, FinishedGroup
+from roll_flash.watchdog.activity import doing
 
 REWARD = "reward"
 """Column with the reward that is trained."""
@@ -94,13 +95,23 @@ class LearnerLoader:
             if step.has_all and not step.pending:
                 return []
             try:
-                async with asyncio.timeout(self._timeout_s if step.has_all else None):
-                    await step.changed.wait()
+                await self._wait(step)
             except TimeoutError:
                 raise StreamStarvedError(
                     f"{len(step.pending)} groups got no {REWARD!r} within {self._timeout_s:g} s; stages that are "
                     f"behind: {self._stream.behind()}"
                 ) from None
+
+    async def _wait(self, step: _Step) -> None:
+        """Wait for a change, at most the time-out if only rewards are missing."""
+        if not step.has_all:
+            await step.changed.wait()
+            return
+        then = f"the run ends after {self._timeout_s:g} s (monitor.stall_timeout_s)"
+        about = lambda: f"behind: {self._stream.behind()}"  # noqa: E731
+        with doing("the scoring", "groups have no reward", then=then, about=about):
+            async with asyncio.timeout(self._timeout_s):
+                await step.changed.wait()
 
     def _take(self, step: _Step, ready: list[_Pending]) -> list[_Pending]:
         """Take what comes next. The oldest group is always in it, so that nothing waits for ever."""

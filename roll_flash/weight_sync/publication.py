@@ -19,6 +19,7 @@ from roll_flash.engines.inference import InferenceEngine, InFlight, StagedWeight
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
 from roll_flash.processes.background import start_background
+from roll_flash.watchdog.activity import doing
 from roll_flash.weight_sync.parity import Parity, Probe, check, compare
 
 
@@ -125,8 +126,11 @@ class Publisher:
     ) -> Publication:
         started = time.monotonic()
         try:
-            updates = await self._engine.publish(weights, in_flight=self._in_flight)
-            parity = await self._compare(probe, expected)
+            then = f"the run ends once a step has waited {self._timeout_s:g} s for it (weights.publish_timeout_s)"
+            with doing("the publication", "not all servers have the new weights", then=then):
+                updates = await self._engine.publish(weights, in_flight=self._in_flight)
+            with doing("the publication", "servers have not scored the parity probe", then=then):
+                parity = await self._compare(probe, expected)
             self._on_published(weights.version)
             total_s = time.monotonic() - started
         finally:

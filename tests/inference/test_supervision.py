@@ -24,7 +24,7 @@ class StandIn:
     """A server whose state is set by hand."""
 
     endpoint, log, version, kv_cache_tokens = "http://a", Path("/a.log"), 0, None
-    name, node_id = "server 0", ""
+    name, node_id, index = "server 0", "", 0
 
     def __init__(self) -> None:
         self.is_running = True

@@ -26,7 +26,7 @@ from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import ClientSpec, InFlight, ServerUpdate, StagedWeights
 from roll_flash.engines.places import Places
 from roll_flash.errors import InferenceError, PlacementError
-from roll_flash.inference.servers.control import Launcher, ServerControl
+from roll_flash.inference.servers.control import HEALTH_TIMEOUT_S, Launcher, ServerControl
 from roll_flash.inference.servers.metrics import logged_figures
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.inference.servers.remote import RemoteServer
@@ -34,6 +34,7 @@ from roll_flash.inference.servers.update import update_server
 from roll_flash.processes.background import start_background
 from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.keys import new_key
+from roll_flash.watchdog.activity import Activity, doing
 from roll_flash.weight_sync.mirrors import Mirrors
 
 SUPERVISE_EVERY_S = 0.5
@@ -50,6 +51,7 @@ SCORE_TIMEOUT_S = 120.0
 """Timeout in seconds to score one short prompt, which may wait behind the server's other requests."""
 AWAY_RETRY_S = 5.0
 """Interval in seconds between two attempts to start a server again whose node is lost."""
+USUAL_START_S = 60.0
 UPDATE_FLOOR_S = 60.0
 """Minimum timeout in seconds of one server's update. Otherwise it is 10 times the longest recent update."""
 
@@ -317,8 +319,11 @@ class ServerEngine:
                 return None
             limit_s = self._update_deadline.limit_s()
             try:
-                async with asyncio.timeout(limit_s):
-                    update = await update_server(server, await self._at(server, wanted), in_flight)
+                with doing(
+                    f"server {server.index}", "it takes new weights", then=f"it is killed after {limit_s:.0f} s"
+                ):
+                    async with asyncio.timeout(limit_s):
+                        update = await update_server(server, await self._at(server, wanted), in_flight)
             except TimeoutError:
                 await self._kill_hung(server, f"did not take new weights within {limit_s:.0f} s")
                 message = f"{server.endpoint}: no new weights after {limit_s:.0f} s; see {server.log}"
@@ -350,6 +355,11 @@ class ServerEngine:
 
     async def _supervise(self, server: ServerControl) -> None:
         """Restart the server when it dies or hangs. Raises InferenceError if it cannot be started."""
+        then = f"it is killed and started again after {self._hung_after_s:g} s (inference.health_timeout_s)"
+        with doing(f"server {server.index}", "no answer", announced_s=HEALTH_TIMEOUT_S, then=then) as answer:
+            await self._keep_alive(server, answer)
+
+    async def _keep_alive(self, server: ServerControl, answer: Activity) -> None:
         answered, starts = time.monotonic(), server.starts
         while True:
             if server in self._away:
@@ -358,6 +368,7 @@ class ServerEngine:
             await asyncio.sleep(SUPERVISE_EVERY_S)
             if self._busy[server].locked() or server.starts != starts or await server.is_healthy():
                 answered, starts = time.monotonic(), server.starts
+                answer.begin()
             elif await self._is_lost(server, answered):
                 async with self._busy[server]:
                     # The previous lock holder may have restarted the server, so check its state again.
@@ -435,8 +446,9 @@ class ServerEngine:
             )
         _log.warning("inference server %s died; starting it again, see %s", server.endpoint, server.log)
         self._down.add(server)
-        await server.stop()
-        await self._start_with_newest(server)
+        with doing(f"server {server.index}", "it starts again", announced_s=USUAL_START_S):
+            await server.stop()
+            await self._start_with_newest(server)
         self._down.discard(server)
 
 

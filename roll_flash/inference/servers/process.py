@@ -20,6 +20,7 @@ from roll_flash.processes.keys import KEY_VARIABLE
 from roll_flash.processes.ports import free_port, require_free_port
 from roll_flash.processes.supervise import GuardedProcess
 from roll_flash.sandboxes.scratch import make_scratch_folder
+from roll_flash.watchdog.stacks import PART_VARIABLE
 
 PORT_FREED_S = 30.0
 """For whatever took the port of a server that must be started again."""
@@ -114,6 +115,7 @@ class ServerProcess(ServerControl):
             **self._gpu_environment,
             **self._launcher.environment,
             KEY_VARIABLE: self._key,
+            PART_VARIABLE: f"server {self.index}",
         }
 
     async def _wait_for_port(self, patience_s: float) -> None:

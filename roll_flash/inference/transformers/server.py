@@ -19,6 +19,7 @@ from aiohttp import web
 
 from roll_flash.inference.transformers.model import Request, TransformersModel
 from roll_flash.processes.keys import REFUSED, is_authorized, key_from_environment
+from roll_flash.watchdog.stacks import register_stacks
 
 MAX_BODY_BYTES = 64 * 2**20
 
@@ -156,6 +157,7 @@ class Server:
 
 
 def main(arguments: list[str]) -> None:
+    register_stacks()
     folder, host, port, max_model_len, *options = arguments
     model = TransformersModel(folder, returns_experts="experts" in options)
     server = Server(model, int(max_model_len), key_from_environment())

@@ -16,6 +16,7 @@ from roll_flash.inference.vllm.patches import (
     patch_streamed_versions,
 )
 from roll_flash.processes.supervise import claim_semaphores
+from roll_flash.watchdog.stacks import register_stacks
 
 BACKEND = "shm"
 
@@ -25,6 +26,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     claim_semaphores()
+    register_stacks()
     patch_streamed_versions()
     patch_expert_reload()
     patch_copied_weights()

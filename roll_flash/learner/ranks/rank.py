@@ -60,6 +60,7 @@ from roll_flash.learner.weights.channel import TRANSFER, TRANSFER_THREADS
 from roll_flash.learner.weights.device import DeviceWeightStage
 from roll_flash.learner.weights.staged import WeightStage, check_can_be_staged, whole_tensors
 from roll_flash.stream.blocks import fetch_tokens
+from roll_flash.watchdog.stacks import register_stacks
 
 _LOG = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class LearnerRank:
         self._writing: dict[Path, Future[Any]] = {}
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="write-model")
         self._device = CPU
+        register_stacks(run, f"rank {rank}")
 
     def node_address(self) -> str:
         """Return the address at which other ranks can reach this machine."""

@@ -16,6 +16,10 @@ class LoopWatch:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
 
+    @property
+    def is_main_thread(self) -> bool:
+        return self._thread == threading.main_thread().ident
+
     def place(self) -> str:
         """Return the current stack frames of the loop's thread, innermost first: `sleep (env.py:12) < ...`."""
         frame = sys._current_frames().get(self._thread)

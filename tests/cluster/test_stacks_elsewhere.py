@@ -1,0 +1,31 @@
+"""Stacks of processes on other nodes; here the node is this one, which Ray reaches in the same way."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+import ray
+
+from roll_flash.cluster.stacks_elsewhere import _stacks_on, stacks_elsewhere
+from roll_flash.watchdog.stacks import register_stacks
+
+
+class Part:
+    def register(self) -> int:
+        register_stacks("run-of-tests", "rank 7")
+        return os.getpid()
+
+
+@pytest.mark.ray
+def test_a_node_describes_the_processes_of_the_run_and_a_lost_one_says_nothing(ray_local: None) -> None:
+    part = ray.remote(Part).remote()
+    pid = ray.get(part.register.remote())
+    node = ray.nodes()[0]
+    lost = {**node, "NodeID": "ab" * 28, "NodeName": "lost"}
+    here, elsewhere = asyncio.run(_stacks_on([node, lost], "run-of-tests"))
+    assert f"== rank 7: process {pid}" in here
+    assert elsewhere.startswith("==== node lost")
+    assert "no answer" in elsewhere
+    assert asyncio.run(stacks_elsewhere("run-of-tests")) == "", "there is no other node"
