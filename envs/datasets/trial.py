@@ -8,9 +8,9 @@ from typing import Any
 
 from roll_flash.envs.datasets.env import DatasetEnv
 from roll_flash.envs.datasets.rewards import IN_SANDBOX
+from roll_flash.envs.datasets.waiting import call_in_time
 from roll_flash.envs.rewards.functions import REWARD_TIMEOUT_S
 from roll_flash.errors import ConfigError, EnvError, first_line
-from roll_flash.processes.background import DaemonThreads
 
 START_S = 5.0
 """Seconds beyond those of the rewards' own deadline."""
@@ -27,12 +27,10 @@ def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
             continue
         played = DatasetEnv(**{**kwargs, "rewards": [reward], "tools": ()})
         where = f"for the right answer of {place}"
-        # In a thread: the caller may be on an event loop, and a function of the user may never return.
-        scored = DaemonThreads().submit(lambda env=played: asyncio.run(_score(env)))
         try:
-            scored.result(REWARD_TIMEOUT_S + START_S)
-        except ConfigError:
-            raise
+            call_in_time(lambda env=played: asyncio.run(_score(env)), f"reward {name}", REWARD_TIMEOUT_S + START_S)
+        except ConfigError as error:
+            raise ConfigError(f"{error}, {where}") from None
         except EnvError as error:
             raise ConfigError(f"{error}, {where}") from None
         except (Exception, SystemExit) as error:  # user code may raise anything
