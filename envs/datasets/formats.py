@@ -129,7 +129,8 @@ def _delimiter(path: Path) -> str:
 
 def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows that the library `datasets` reads. Files are streamed: nothing is written into its cache."""
-    library = import_optional("datasets", package="datasets", needed_by=f"data {path}")
+    what = f"data {path}" if file.exists() else f"data {path}, which is no file or folder here"
+    library = import_optional("datasets", package="datasets", needed_by=what)
     try:
         if file.is_file():
             yield from library.load_dataset("parquet", data_files=str(file), split="train", streaming=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from roll_flash.config.data import DataConfig
+from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
 from roll_flash.envs.datasets import columns, formats, trial, waiting
 from roll_flash.envs.datasets.formats import open_rows
@@ -20,6 +22,7 @@ from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.datasets.spooled import as_json, spooled
 from roll_flash.errors import ConfigError
+from roll_flash.evaluation.tasks import held_out_tasks
 
 
 def opened(path: Path) -> Rows:
@@ -148,8 +151,21 @@ def test_code_of_the_user_that_never_ends_is_said_and_then_one_line(
     assert f"waiting for {what}" in capfd.readouterr().err
 
 
+def test_a_folder_that_is_not_there_is_said_before_a_package_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ConfigError, match=r"data data/mine, which is no file or folder here: the package datasets"):
+        opened(Path("data/mine"))
+
+
+def test_rows_of_which_none_can_be_held_out_are_named(tmp_path: Path) -> None:
+    (tmp_path / "my.jsonl").write_text('{"prompt": "a?", "answer": 1}\n' * 3)
+    data: Any = str(tmp_path / "my.jsonl")
+    with pytest.raises(ConfigError, match=r"my\.jsonl: no row can be held out, because all have one prompt"):
+        held_out_tasks(EnvConfig(id="Dataset-v0", data=data, reward="exact"), EvalConfig())  # type: ignore[arg-type]
+
+
 def test_a_template_names_no_column_that_is_null(tmp_path: Path) -> None:
     (tmp_path / "my.jsonl").write_text('{"q": "a", "answer": 1}\n{"q": null, "answer": 1}\n')
     data: Any = {"path": str(tmp_path / "my.jsonl"), "template": "{q}?"}
-    with pytest.raises(ConfigError, match="line 2: 'q', which data.template names, is null"):
+    with pytest.raises(ConfigError, match=r"line 2: 'q'.* is null"):
         DatasetTasks(EnvConfig(id="Dataset-v0", data=data, reward="exact"))  # type: ignore[arg-type]
