@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from roll_flash.envs.datasets.env import DatasetEnv
@@ -28,13 +29,15 @@ def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
         played = DatasetEnv(**{**kwargs, "rewards": [reward], "tools": ()})
         where = f"for the right answer of {place}"
         try:
-            call_in_time(lambda env=played: asyncio.run(_score(env)), f"reward {name}", REWARD_TIMEOUT_S + START_S)
-        except ConfigError as error:
-            raise ConfigError(f"{error}, {where}") from None
-        except EnvError as error:
+            call_in_time(partial(_score_one, played), f"reward {name}", REWARD_TIMEOUT_S + START_S)
+        except (ConfigError, EnvError) as error:
             raise ConfigError(f"{error}, {where}") from None
         except (Exception, SystemExit) as error:  # user code may raise anything
             raise ConfigError(f"reward {name} raised {type(error).__name__}: {first_line(error)}, {where}") from error
+
+
+def _score_one(env: DatasetEnv) -> None:
+    asyncio.run(_score(env))
 
 
 async def _score(env: DatasetEnv) -> None:

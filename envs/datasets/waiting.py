@@ -33,7 +33,8 @@ def call_in_time(call: Callable[[], T], what: str, limit_s: float, rows: Callabl
             raise ConfigError(f"{what}: nothing came for {limit_s:g} s{so_far}; does it wait for something?")
         say(f"waiting for {what}{so_far} (at most {limit_s:g} s)", error=True)
         pause_s = min(2 * pause_s, SAID_EVERY_S, limit_s)
-    return work.result()
+    result: T = work.result()
+    return result
 
 
 def _is_done(work: Future[T], seconds: float) -> bool:
