@@ -491,7 +491,8 @@ def _open_checkpoints(start: Start, learner: LearnerEngine, rollout: Rollout) ->
 async def _warm_start(
     start: Start, warm: WarmStartConfig, learner: LearnerEngine, progress: Progress
 ) -> dict[str, float]:
-    return await warm_start(
+    progress.note(f"warm start: {warm.steps} supervised steps of {warm.batch_size} samples")
+    figures = await warm_start(
         learner,
         warm,
         model_folder=start.model_folder,
@@ -499,6 +500,10 @@ async def _warm_start(
         seed=start.config.seed,
         report=progress.status,
     )
+    progress.note(
+        f"warm start: done, loss {figures['warm_start/first_loss']:.3f} -> {figures['warm_start/last_loss']:.3f}"
+    )
+    return figures
 
 
 def _open_rollout(

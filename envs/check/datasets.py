@@ -19,7 +19,7 @@ from roll_flash.config.tree import DATASET_ENV, EnvConfig
 from roll_flash.envs.check.checks import TOLERANCE, EnvCheck, EnvReport
 from roll_flash.envs.datasets.env import DatasetEnv
 from roll_flash.envs.datasets.rewards import READY
-from roll_flash.envs.datasets.rows import Hashes, hash_of
+from roll_flash.envs.datasets.rows import Hashes, digest_of
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.datasets.splits import Numbers
 from roll_flash.errors import EnvError, first_line
@@ -134,7 +134,7 @@ def _words(text: str) -> str:
 
 
 def _hash(text: str) -> int:
-    return hash_of(text.encode())
+    return int.from_bytes(digest_of(text.encode()))
 
 
 def _repeats(found: _Rows) -> EnvCheck:

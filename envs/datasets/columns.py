@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import string
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -13,19 +13,21 @@ from roll_flash.chat.templates import Tools
 from roll_flash.config.data import RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
 from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, is_empty, reads_answer
+from roll_flash.envs.datasets.waiting import call_in_time
 from roll_flash.errors import ConfigError
 from roll_flash.types import Message
 
+LOADING_S = 300.0
+"""Maximum seconds to import what a reward needs; it may load a model."""
 ROW_KWARGS = ("answer_in", "tools", "max_turns", "reward")
 """What a row of Dataset-v0 can set for itself; `reward`: names of rewards of the entry."""
 
 
-def environment_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str:
+def environment_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str:
     """Return the id of the row's environment. `place`: file and line, for messages. Raises ConfigError."""
     assert env.data is not None
     column = env.data.environment_column
-    chosen = None if column is None else row.get(column)
-    if chosen is None:
+    if column is None or (chosen := row.get(column)) is None:
         return env.id
     if not isinstance(chosen, str):
         raise ConfigError(f"{place}: {column!r} is {_shown(chosen)}, not the id of an environment")
@@ -34,7 +36,7 @@ def environment_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str:
     return chosen
 
 
-def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str | list[Message]:
+def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str | list[Message]:
     """Return the text or the chat that a row asks; for other environments than Dataset-v0, all its columns.
 
     Raises ConfigError.
@@ -47,6 +49,10 @@ def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str | list[
         missing = [name for name in _fields(data.template) if name not in row]
         if missing:
             raise ConfigError(f"{place}: no column {missing[0]!r}, which data.template names; it has {_names(row)}")
+        if empty := [name for name in _fields(data.template) if row[name] is None]:
+            raise ConfigError(
+                f"{place}: {empty[0]!r} is null, and data.template names it; fill it in or leave out the row"
+            )
         return data.template.format_map(row)
     messages = data.columns.get("messages", "messages")
     if messages in row:
@@ -57,11 +63,12 @@ def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> str | list[
             f"{place}: no column {prompt!r} or {messages!r}; it has {_names(row)}; say which one asks, for example "
             f"data.columns.prompt={next(iter(row), 'question')}"
         )
-    if isinstance(row[prompt], list):
-        return _checked_messages(row[prompt], prompt, place)
-    if not isinstance(row[prompt], str) or not row[prompt].strip():
-        raise ConfigError(f"{place}: {prompt!r} is {_shown(row[prompt])}, not a text")
-    return str(row[prompt])
+    asked = row[prompt]
+    if isinstance(asked, list):
+        return _checked_messages(asked, prompt, place)
+    if not isinstance(asked, str) or not asked.strip():
+        raise ConfigError(f"{place}: {prompt!r} is {_shown(asked)}, not a text")
+    return asked
 
 
 class AnswerCheck:
@@ -74,11 +81,12 @@ class AnswerCheck:
         self._column = env.data.columns.get("answer", "answer")
         self._named = {ours: theirs for ours, theirs in env.data.columns.items() if ours not in ("prompt", "messages")}
         for reward in env.reward:
-            check_reward(reward.function, reward.kwargs)
+            check = partial(check_reward, reward.function, reward.kwargs)
+            call_in_time(check, f"the code of reward {reward.function}", LOADING_S)
         self._readers = [reward for reward in env.reward if reads_answer(reward)]
         self._are_alike = not (env.data.environment_column or env.data.kwargs_column)
 
-    def check(self, row: Mapping[str, Any], place: str) -> None:
+    def check(self, row: Mapping[str, Any], place: object) -> None:
         """Raises ConfigError with `place`, file and line."""
         for ours, theirs in self._named.items():
             if theirs not in row:
@@ -96,14 +104,14 @@ class AnswerCheck:
                     f"{place}: {self._column!r} is {_shown(row[self._column])}: reward {reward.label} {fault}"
                 )
 
-    def _readers_of(self, row: Mapping[str, Any], place: str) -> Sequence[RewardConfig]:
+    def _readers_of(self, row: Mapping[str, Any], place: object) -> Sequence[RewardConfig]:
         if environment_of(self._env, row, place) != DATASET_ENV:
             return ()
         chosen = rewards_of(self._env, row, place)
         return [reward for reward in self._readers if reward in chosen]
 
 
-def rewards_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> Sequence[RewardConfig]:
+def rewards_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> Sequence[RewardConfig]:
     """Return the rewards of a row of Dataset-v0: those that its own kwargs name, else all. Raises ConfigError."""
     named = _own_kwargs(env, row, place).get("reward")
     if named is None:
@@ -116,7 +124,7 @@ def rewards_of(env: EnvConfig, row: Mapping[str, Any], place: str) -> Sequence[R
     return [known[name] for name in wanted]
 
 
-def task_arguments(env: EnvConfig, row: Mapping[str, Any], place: str) -> dict[str, Any]:
+def task_arguments(env: EnvConfig, row: Mapping[str, Any], place: object) -> dict[str, Any]:
     """Return the keyword arguments of one task's environment. Raises ConfigError."""
     assert env.data is not None
     data = env.data
@@ -146,7 +154,7 @@ def task_arguments(env: EnvConfig, row: Mapping[str, Any], place: str) -> dict[s
     }
 
 
-def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: str) -> Mapping[str, Any]:
+def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mapping[str, Any]:
     """Return the keyword arguments in a column of the row. Raises ConfigError."""
     assert env.data is not None
     column = env.data.kwargs_column
@@ -165,7 +173,7 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: str) -> Mapping[s
     return own
 
 
-def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: str) -> tuple[list[Message], Tools]:
+def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: object) -> tuple[list[Message], Tools]:
     """Return the conversation of a row that a model is to imitate, and the tools that it calls. Raises ConfigError."""
     name = {ours: columns.get(ours, ours) for ours in ("messages", "prompt", "answer", "tools")}
     tools = _from_json(row.get(name["tools"]), name["tools"], place)
@@ -199,7 +207,7 @@ def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: 
     return messages, tools or None
 
 
-def _from_json(value: Any, column: str, place: str) -> Any:
+def _from_json(value: Any, column: str, place: object) -> Any:
     """Read a list that a file without lists, such as CSV, has as text."""
     if not isinstance(value, str):
         return value
@@ -224,7 +232,7 @@ def _fields(template: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def _checked_messages(value: Any, column: str, place: str, *, is_prompt: bool = True) -> list[Message]:
+def _checked_messages(value: Any, column: str, place: object, *, is_prompt: bool = True) -> list[Message]:
     is_chat = isinstance(value, list) and value and all(isinstance(m, dict) and "role" in m for m in value)
     if not is_chat:
         raise ConfigError(f"{place}: {column!r} is {_shown(value)}, not a list of messages with roles")

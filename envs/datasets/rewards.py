@@ -97,6 +97,8 @@ READY: dict[str, Callable[..., float]] = {
 IN_SANDBOX = "python_tests"
 QUICK = ("exact", "number")
 """Rewards that need no thread."""
+ANY_TEXT = ("exact", "math", "regex")
+"""Rewards for which every text is an answer."""
 JUDGE = "judge"
 
 
@@ -161,15 +163,18 @@ def reads_answer(reward: RewardConfig) -> bool:
 def fault_of_answer(reward: RewardConfig, expected: Any) -> str:
     """Return what the reward needs instead of this answer of a row, or an empty text. Only what is quick is checked; a
     function of the user may expect anything."""
-    if reward.function not in (*READY, IN_SANDBOX):
+    function = reward.function
+    if function not in READY and function != IN_SANDBOX:
         return ""
     if is_empty(expected):
         return "needs an answer, not an empty one"
-    if reward.function in ("exact", "number", "math", "regex") and not _is_text(expected):
+    if type(expected) is str and function in ANY_TEXT:  # most rows, and there may be a million
+        return ""
+    if function in (*ANY_TEXT, "number") and not _is_text(expected):
         return "needs a text, a number, or a list of these"
-    if reward.function == "number" and _number(_text(expected)) is None:
+    if function == "number" and _number(_text(expected)) is None:
         return "needs a number"
-    if reward.function == IN_SANDBOX:
+    if function == IN_SANDBOX:
         try:
             read_tests(expected)
         except ValueError as error:
@@ -183,9 +188,11 @@ def _is_text(answer: Any) -> bool:
 
 def is_empty(answer: Any) -> bool:
     """Return True for no answer: none, blanks, an empty list, or a list in which one of the answers is empty."""
+    if isinstance(answer, str):
+        return not answer.strip()
     if isinstance(answer, list):
         return not answer or any(map(is_empty, answer))
-    return answer is None or (isinstance(answer, str) and not answer.strip())
+    return answer is None
 
 
 _VARIADIC = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)

@@ -9,7 +9,8 @@ from typing import Any
 
 from roll_flash.config.tree import EnvConfig, ModelConfig
 from roll_flash.envs.datasets.columns import environment_of, task_arguments
-from roll_flash.envs.datasets.rows import Rows, is_python
+from roll_flash.envs.datasets.formats import is_python
+from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.datasets.splits import split_rows, trained_rows
 from roll_flash.scheduling.tasks import ShuffledTasks
 from roll_flash.types import Task

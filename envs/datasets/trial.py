@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from roll_flash.envs.datasets.env import DatasetEnv
 from roll_flash.envs.datasets.rewards import IN_SANDBOX
+from roll_flash.envs.datasets.waiting import call_in_time
 from roll_flash.envs.rewards.functions import REWARD_TIMEOUT_S
 from roll_flash.errors import ConfigError, EnvError, first_line
-from roll_flash.processes.background import DaemonThreads
 
 START_S = 5.0
 """Seconds beyond those of the rewards' own deadline."""
@@ -27,16 +28,16 @@ def try_rewards(kwargs: Mapping[str, Any], place: str) -> None:
             continue
         played = DatasetEnv(**{**kwargs, "rewards": [reward], "tools": ()})
         where = f"for the right answer of {place}"
-        # In a thread: the caller may be on an event loop, and a function of the user may never return.
-        scored = DaemonThreads().submit(lambda env=played: asyncio.run(_score(env)))
         try:
-            scored.result(REWARD_TIMEOUT_S + START_S)
-        except ConfigError:
-            raise
-        except EnvError as error:
+            call_in_time(partial(_score_one, played), f"reward {name}", REWARD_TIMEOUT_S + START_S)
+        except (ConfigError, EnvError) as error:
             raise ConfigError(f"{error}, {where}") from None
         except (Exception, SystemExit) as error:  # user code may raise anything
             raise ConfigError(f"reward {name} raised {type(error).__name__}: {first_line(error)}, {where}") from error
+
+
+def _score_one(env: DatasetEnv) -> None:
+    asyncio.run(_score(env))
 
 
 async def _score(env: DatasetEnv) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
+import numpy as np
+
 from roll_flash.errors import EnvError
 from roll_flash.processes.background import call_sync_or_async
 
@@ -110,6 +112,8 @@ async def _ask(function: Callable[..., Any], env: Any, timeout_s: float) -> floa
         if not scope.expired():
             raise EnvError(f"reward {name} raised TimeoutError: {error}") from error
         raise EnvError(f"reward {name} took longer than {timeout_s:g} s") from None
+    if isinstance(value, np.generic):
+        value = value.item()
     if isinstance(value, bool | int | float) and math.isfinite(value):
         return float(value)
     raise EnvError(f"reward {name} returned {value!r}; it must return a finite number or a bool")

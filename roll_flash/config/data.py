@@ -17,9 +17,9 @@ COLUMNS = ("prompt", "messages", "answer", "id")
 
 class DataConfig(Section):
     path: LocalPath
-    """A `.jsonl`, `.csv` or `.parquet` file; a folder of such files, or one that the library `datasets` has saved; the
-    id of a data set on a hub; a Python iterable of dicts, or a function that returns one: `file.py:NAME`. Folders, hubs
-    and `.parquet` need `pip install datasets`."""
+    """A `.jsonl`, `.csv`, `.tsv` or `.parquet` file; a folder of such files, or one that the library `datasets` has
+    saved; the id of a data set on a hub; a Python iterable of dicts, or a function that returns one: `file.py:NAME`.
+    Folders, hubs and `.parquet` need `pip install datasets`."""
     name: Annotated[str, Field(min_length=1)] | None = None
     """Name in the ids of its tasks; None: that of the file, and of its folder if two files have the same."""
     revision: str | None = None

@@ -17,10 +17,13 @@ from roll_flash.types import EpisodeSpec, SamplingParams, Task
 def held_out_tasks(env: EnvConfig, eval: EvalConfig) -> Sequence[Task]:
     """Return the first `eval.tasks` held-out tasks. Raises ConfigError if there is none."""
     if not (tasks := open_source(env, eval.seeds_from).held_out(eval.tasks)):
-        raise ConfigError(
-            f"envs: the task source of {env.id} has no held-out tasks; give it some, or train without evaluation "
-            "(eval.before_and_after=false, eval.every=0)"
-        )
+        without = "or train without evaluation (eval.before_and_after=false, eval.every=0)"
+        if env.data is not None:
+            raise ConfigError(
+                f"envs: data {env.data.path}: no row can be held out, because all have one prompt or are too long; add "
+                f"others, {without}"
+            )
+        raise ConfigError(f"envs: the task source of {env.id} has no held-out tasks; give it some, {without}")
     return tasks
 
 

@@ -21,7 +21,8 @@ from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig
 from roll_flash.engines.inference import Generation
 from roll_flash.envs.datasets.columns import demonstration_of
-from roll_flash.envs.datasets.rows import Rows, open_rows
+from roll_flash.envs.datasets.formats import open_rows
+from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.tools.tool_chat import ToolChat, calls_as_text
 from roll_flash.errors import ConfigError, ModelError
 from roll_flash.monitor.episodes import read_episodes

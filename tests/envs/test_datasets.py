@@ -21,13 +21,13 @@ from roll_flash.chat.templates import chat_template_of
 from roll_flash.config.data import DataConfig, RewardConfig
 from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
 from roll_flash.envs.datasets import env as dataset_env
-from roll_flash.envs.datasets import prompt_lengths
-from roll_flash.envs.datasets import rows as row_files
+from roll_flash.envs.datasets import formats, prompt_lengths
 from roll_flash.envs.datasets.answers import find_answer
 from roll_flash.envs.datasets.columns import demonstration_of, prompt_of
 from roll_flash.envs.datasets.env import python_code
+from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rewards import exact, fault_of_answer, json_schema, math, number, regex
-from roll_flash.envs.datasets.rows import Rows, open_rows
+from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
@@ -275,7 +275,7 @@ def test_python_that_gives_no_rows_is_one_line(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(row_files, "MAX_ROWS", 10)
+    monkeypatch.setattr(formats, "MAX_ROWS", 10)
     (tmp_path / "mine.py").write_text(PYTHON)
     with pytest.raises(ConfigError) as error:
         tasks(f"mine.py:{name}")
@@ -512,6 +512,14 @@ def test_a_reward_that_cannot_be_computed_is_one_line_at_the_start(
         tasks(write(tmp_path / "my.jsonl", questions(5)), reward=reward)
 
 
+def test_a_reward_may_be_a_number_of_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    functions = ["def single(answer): return numpy.float32(0.5)", "def flag(answer): return numpy.bool_(True)"]
+    (tmp_path / "mine.py").write_text("\n".join(["import numpy", *functions]))
+    _, _, values = play("4", answer=4, rewards=[{"function": "mine.py:single"}, {"function": "mine.py:flag"}])
+    assert values == {"single": 0.5, "flag": 1.0}
+
+
 def test_a_reward_without_its_package_is_one_line_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(ConfigError, match=r"reward math: the package math-verify.* pip install"):
@@ -718,7 +726,7 @@ def test_a_file_of_windows_is_read_and_another_encoding_is_named(tmp_path: Path)
     ("name", "text", "says"),
     [
         ("twice.csv", "prompt,answer,answer\na,b,c\n", "the first line names 'answer' twice"),
-        ("array.json", "[]", "files of data are .jsonl, .ndjson, .csv, .parquet, not .json"),
+        ("array.json", "[]", "not .json; write one object per line"),
     ],
 )
 def test_what_no_file_of_data_can_be_is_one_line(name: str, text: str, says: str, tmp_path: Path) -> None:

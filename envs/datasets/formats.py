@@ -1,0 +1,156 @@
+"""Where the rows of a data set come from: JSON lines, CSV, a Python object, files and hubs that `datasets` reads."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config.data import DataConfig
+from roll_flash.config.user_code import load_object
+from roll_flash.envs.adapters.optional_package import import_optional
+from roll_flash.envs.datasets.rows import MAX_ROW_BYTES, SAVE_AS, Rows
+from roll_flash.envs.datasets.spooled import spooled
+from roll_flash.errors import ConfigError, first_line
+from roll_flash.terminal import say
+
+MAX_ROWS = 20_000_000
+"""Maximum number of rows of a Python object: one that never ends would fill the disk."""
+NO_ROW_S = 300.0
+"""Maximum seconds between two rows of a Python object."""
+DOWNLOAD_S = 3600.0
+"""Maximum seconds that the library may take until a row; it downloads all files before."""
+REASON_CHARACTERS = 200
+FILES = (".jsonl", ".ndjson", ".csv", ".tsv", ".parquet")
+_AS_LINES = {
+    ".json": "; write one object per line: jq -c '.[]' FILE > my.jsonl",
+    ".gz": "; unpack it with gunzip",
+    ".zst": "; unpack it with unzstd",
+    ".zip": "; unpack it with unzip",
+    ".xlsx": "; save it as CSV",
+    ".xls": "; save it as CSV",
+}
+
+
+def open_rows(data: DataConfig, path: str, split: str) -> Rows:
+    """Open the rows of a file, a folder, a Python object, or a data set on a hub. Raises ConfigError."""
+    file = Path(path).expanduser()
+    kind = file.suffix.lower()
+    if is_python(path):
+        return Rows(spooled(_users_rows(path), path, NO_ROW_S), path, "row")
+    if kind in FILES:
+        _require_one_file(data, path, file, split)
+    try:
+        if kind in (".jsonl", ".ndjson"):
+            return Rows(file.open("rb"), path)
+        if kind in (".csv", ".tsv"):
+            return Rows(spooled(_csv_rows(file), path, NO_ROW_S), path, "row")
+        if kind != ".parquet" and file.is_file():
+            hint = _AS_LINES.get(kind, "")
+            raise ConfigError(
+                f"data {path}: files of data are {', '.join(FILES)}, not {kind or 'without a suffix'}{hint}"
+            )
+        if "/" not in path and not file.exists():
+            raise ConfigError(f"data {path}: no such file or folder (looked in {Path.cwd()})")
+        rows = _library_rows(data, path, file, split)
+        return Rows(spooled(rows, path, DOWNLOAD_S), path, "row")
+    except OSError as error:
+        raise ConfigError(f"data {path}: cannot be read: {error.strerror or error}") from None
+
+
+def is_python(path: str) -> bool:
+    """Return True for `file.py:NAME` and `module:NAME`."""
+    return ":" in path and not Path(path).expanduser().exists()
+
+
+def _require_one_file(data: DataConfig, path: str, file: Path, split: str) -> None:
+    if not file.is_file():
+        raise ConfigError(f"data {path}: no such file (looked in {Path.cwd()})")
+    if split != data.split:
+        raise ConfigError(
+            f"data {path}: it has no split {split!r}, because it is one file; data.held_out can name another"
+        )
+    for key in ("subset", "revision", "split"):
+        if getattr(data, key) != DataConfig.model_fields[key].default and path == data.path:
+            raise ConfigError(f"data {path}: it is one file, so data.{key} has no effect; remove it")
+
+
+def _users_rows(path: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of an iterable, or of a function that returns one, in a file of the user."""
+    number = 0
+    try:
+        found = load_object(path)
+        for number, row in enumerate(found() if callable(found) else found, start=1):
+            if not isinstance(row, Mapping):
+                raise ConfigError(f"row {number} is a {type(row).__name__}; a row is a dict with columns")
+            if number > MAX_ROWS:
+                raise ConfigError(f"it gives more than {MAX_ROWS:,} rows; one without an end is a task_source")
+            yield row
+    except ConfigError as error:
+        raise ConfigError(f"data {path}: {error}") from None
+    except (Exception, SystemExit) as error:  # user code may raise anything
+        raise ConfigError(
+            f"data {path}: raised {type(error).__name__} after {number:,} rows: {first_line(error)}"
+        ) from error
+
+
+def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
+    csv.field_size_limit(MAX_ROW_BYTES)
+    with path.open(newline="", encoding="utf-8-sig") as file:
+        reader = csv.DictReader(file, restkey="", strict=True, delimiter=_delimiter(path))
+        try:
+            names = list(reader.fieldnames or ())
+            if twice := [name for name in names if names.count(name) > 1]:
+                raise ConfigError(f"{path}: the first line names {twice[0]!r} twice")
+            for row in reader:
+                if "" in row or None in row.values():
+                    raise ConfigError(
+                        f"{path}, line {reader.line_num}: the row has more or fewer fields than the first line names"
+                    )
+                yield row
+        except UnicodeDecodeError:
+            raise ConfigError(f"{path}, line {reader.line_num + 1}: it is not UTF-8; {SAVE_AS}") from None
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {reader.line_num}: {error}; is a quote not closed?") from None
+
+
+def _delimiter(path: Path) -> str:
+    """Return what separates the columns: if the first line has no comma, what it has instead, which is said."""
+    if path.suffix.lower() == ".tsv":
+        return "\t"
+    with path.open("rb") as file:
+        first = file.readline(MAX_ROW_BYTES).decode(errors="replace")
+    found = "," if "," in first else next((one for one in ";\t|" if one in first), ",")
+    if found != ",":
+        say(f"data {path}: its columns are separated by {found!r}", error=True)
+    return found
+
+
+def _library_rows(data: DataConfig, path: str, file: Path, split: str) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows that the library `datasets` reads. Files are streamed: nothing is written into its cache."""
+    what = f"data {path}" if file.exists() else f"data {path}, which is no file or folder here"
+    library = import_optional("datasets", package="datasets", needed_by=what)
+    try:
+        if file.is_file():
+            yield from library.load_dataset("parquet", data_files=str(file), split="train", streaming=True)
+        elif any((file / mark).is_file() for mark in ("dataset_dict.json", "state.json")):
+            saved = library.load_from_disk(str(file))
+            yield from saved[split] if hasattr(saved, "keys") else saved
+        elif file.is_dir():
+            yield from library.load_dataset(str(file), data.subset, split=split, streaming=True)
+        else:
+            yield from library.load_dataset(path, data.subset, split=split, revision=data.revision)
+    except KeyError as error:
+        raise ConfigError(f"data {path}: there is no split {error}; set data.split") from None
+    except Exception as error:  # the library and what it calls may raise anything
+        reason = f"{type(error).__name__}: {first_line(error)}"[:REASON_CHARACTERS]
+        if file.exists():
+            raise ConfigError(f"data {path}: the library datasets cannot read it: {reason}") from None
+        folder = path.rpartition("/")[2]
+        revision = f" --revision {data.revision}" if data.revision else ""
+        raise ConfigError(
+            f"data {path}: neither a file or folder here nor a data set that can be loaded from a hub: {reason}; "
+            f"where a network is, run `hf download --repo-type dataset {path}{revision} --local-dir {folder}` and "
+            f"give that folder: data.path={folder}"
+        ) from None
