@@ -4,10 +4,10 @@
 
 Rows: trajectories of 1,500 tokens in four arrays, 19.5 KB. One process hands them in, in batches; the driver puts them
 into the stream, takes micro-batches and plans; two processes fetch their rows and make training sequences, as learner
-ranks do before they pack. TransferQueue moves the same rows from one process to two in batches of the same size; it
-runs as it comes (two storage units), in a virtual environment of its own that shares this one's torch and Ray and is
-kept in FOLDER if that is given. The driver's work is the CPU time of its event loop for each row, with and without
-Ray's calls.
+ranks do before they pack. Beside TransferQueue both do the same work, in turns: one process hands in batches of the
+same rows, two processes fetch the four arrays of the rows, and nobody makes sequences. TransferQueue runs as it comes
+(two storage units), in a virtual environment of its own that shares this one's torch and Ray and is kept in FOLDER if
+that is given. The driver's work is the CPU time of its event loop for each row, with and without Ray's calls.
 
 Judge: real rollout, stage and loader, with episodes and a learner that only sleep. Hidden is the share of the judge's
 time by which steps do not become longer.
@@ -33,10 +33,11 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
 import venv
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ PEER, PEER_VERSION = "TransferQueue", "0.1.11"
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
 TOKENS, REPLICAS, BATCH = 1500, 8, 32
+PEER_ROWS, PEER_TIMEOUT_S = 2048, 1800.0
 UNDER_WAY = 4
 """Calls of the worker, and of the ranks, at the same time."""
 REPEATS = 5
@@ -133,6 +135,10 @@ def _renamed(episode: FinishedEpisode | EpisodeFailure, number: int) -> Finished
 
 
 class Rank:
+    def fetch(self, planned: Sequence[PlannedTrajectory]) -> int:
+        """Return the number of fetched rows."""
+        return len(fetch_tokens([each.data for each in planned]))
+
     def train(self, planned: Sequence[PlannedTrajectory]) -> int:
         """Return the number of policy tokens of all sequences."""
         arrays = fetch_tokens([each.data for each in planned])
@@ -156,8 +162,8 @@ def plan(groups: Sequence[FinishedGroup]) -> list[list[PlannedTrajectory]]:
     return share_out(row_parts((one for each in prepared for one in each.planned), 8192), 2)
 
 
-async def into_two_ranks(worker: Any, ranks: Sequence[Any], rows: int) -> tuple[float, float]:
-    """Rows per second, and microseconds of CPU of this event loop for each row."""
+async def into_two_ranks(worker: Any, calls: Sequence[Any], rows: int) -> tuple[float, float]:
+    """Rows per second, and microseconds of CPU of this event loop for each row. `calls`: a method of each rank."""
     stream = TrajectoryStream()
     loader = LearnerLoader(stream, micro_batch_tokens=2 * BATCH * TOKENS)
 
@@ -174,8 +180,7 @@ async def into_two_ranks(worker: Any, ranks: Sequence[Any], rows: int) -> tuple[
     async with aclosing(loader.stream_step(groups())) as micro_batches:
         async for micro_batch in micro_batches:
             shares = plan(micro_batch.groups)
-            calls = [rank.train.remote(share) for rank, share in zip(ranks, shares, strict=True)]
-            under_way.append(asyncio.gather(*calls))
+            under_way.append(asyncio.gather(*(call.remote(share) for call, share in zip(calls, shares, strict=True))))
             if len(under_way) > UNDER_WAY:
                 await under_way.pop(0)
     await asyncio.gather(*under_way)
@@ -214,24 +219,31 @@ def hand_in_us(rows: int) -> float:
     return 1e6 * (time.thread_time() - cpu) / rows
 
 
-async def measure_rows(rows: int, repeats: int) -> dict[str, list[float]]:
-    figures: dict[str, list[float]] = {"rows_per_s": [], "loop_us": [], "control_us": [], "hand_in_us": []}
+async def measure_rows(rows: int, repeats: int, peer: Callable[[], float] | None) -> dict[str, list[float]]:
+    names = ("rows_per_s", "loop_us", "control_us", "hand_in_us", "fetched_per_s", "peer_per_s")
+    figures: dict[str, list[float]] = {name: [] for name in names}
     async with local_ray(RayConfig(num_cpus=4)):
         actor: Any = ray.remote(num_cpus=0)
         worker, ranks = actor(Worker).remote(), [actor(Rank).remote() for _ in range(2)]
-        for repeat in range(repeats + 1):
-            rate, loop_us = await into_two_ranks(worker, ranks, rows if repeat else 4 * BATCH)
-            if repeat:  # the first one warms up
-                figures["rows_per_s"].append(rate)
-                figures["loop_us"].append(loop_us)
+        train, fetch = [rank.train for rank in ranks], [rank.fetch for rank in ranks]
+        await into_two_ranks(worker, train, 4 * BATCH)  # warms up
+        await into_two_ranks(worker, fetch, 4 * BATCH)
+        for _ in range(repeats):
+            rate, loop_us = await into_two_ranks(worker, train, rows)
+            figures["rows_per_s"].append(rate)
+            figures["loop_us"].append(loop_us)
+            if peer is not None:
+                figures["fetched_per_s"].append((await into_two_ranks(worker, fetch, PEER_ROWS))[0])
+                figures["peer_per_s"].append(await asyncio.to_thread(peer))
     for _ in range(repeats):
         figures["control_us"].append(await control_plane_us(rows))
         figures["hand_in_us"].append(hand_in_us(4 * BATCH))
     return figures
 
 
-def transfer_queue(rows: int, repeats: int, folder: Path) -> list[float]:
-    """The peer's rows per second; empty, with a line that says why, if it cannot be installed or run."""
+@contextmanager
+def transfer_queue(folder: Path) -> Iterator[Callable[[], float] | None]:
+    """Yield what measures the peer's rows per second once; None, with a line that says why, if it cannot run."""
     python = folder / "bin/python"
     if not python.exists():
         venv.create(folder, with_pip=True)
@@ -241,15 +253,32 @@ def transfer_queue(rows: int, repeats: int, folder: Path) -> list[float]:
     done = subprocess.run(
         [*install, f"transferqueue=={PEER_VERSION}"], capture_output=True, text=True, timeout=600, check=False
     )
-    if done.returncode == 0:
-        run = [str(python), str(HERE / "stream_peer.py"), str(rows), str(TOKENS), str(BATCH), str(repeats)]
-        with tempfile.TemporaryDirectory() as empty:  # so that it imports nothing of this folder
-            done = subprocess.run(run, capture_output=True, text=True, timeout=1800, check=False, cwd=empty)
     if done.returncode:
-        print(f"{PEER} could not be measured: {done.stderr.strip()[-400:]}", file=sys.stderr)
-        return []
-    found: list[float] = json.loads(done.stdout.strip().splitlines()[-1])["rows_per_s"]
-    return found
+        print(f"{PEER} could not be installed: {done.stderr.strip()[-400:]}", file=sys.stderr)
+        yield None
+        return
+    run = [str(python), str(HERE / "stream_peer.py"), str(PEER_ROWS), str(TOKENS), str(BATCH)]
+    with (
+        tempfile.TemporaryDirectory() as empty,  # so that it imports nothing of this folder
+        subprocess.Popen(run, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=empty) as process,
+    ):
+        assert process.stdin is not None
+        assert process.stdout is not None
+        limit = threading.Timer(PEER_TIMEOUT_S, process.kill)
+        limit.daemon = True
+        limit.start()
+        answers, questions = process.stdout, process.stdin
+
+        def measure() -> float:
+            questions.write("\n")
+            questions.flush()
+            return float(answers.readline())
+
+        if any(line == "ready\n" for line in answers):
+            yield measure
+        else:
+            print(f"{PEER} could not be measured: it ended with status {process.wait()}", file=sys.stderr)
+            yield None
 
 
 # A slow judge
@@ -462,10 +491,11 @@ def spread(name: str, unit: str, values: Sequence[float], target: str, reached: 
 
 
 def against_peer(ours: Sequence[float], peer: Sequence[float]) -> Figure:
-    middle = statistics.median(ours)
-    low, high = min(ours) / max(peer), max(ours) / min(peer)
-    name = f"rows into 2 ranks against {PEER} (ratio of medians {middle / statistics.median(peer):.1f})"
-    return Figure(name, "rows/s", middle, low, high, statistics.median(peer), "≥ 5 ×", low >= 5)
+    """The medians; `low` and `high` are those of the pairs that were measured one after the other."""
+    ratios = [one / other for one, other in zip(ours, peer, strict=True)]
+    name = f"rows fetched by 2 processes, against {PEER} (median of pairs {statistics.median(ratios):.1f})"
+    medians = statistics.median(ours), statistics.median(peer)
+    return Figure(name, "rows/s", medians[0], min(ratios), max(ratios), medians[1], "≥ 5 ×", min(ratios) >= 5)
 
 
 def streamed_step_figure(whole: list[Timeline], streamed: list[Timeline]) -> Figure:
@@ -494,31 +524,35 @@ def markdown(figures: list[Figure], load: float, repeats: int) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     lines += [
         "",
-        f"{PEER} {PEER_VERSION} moves the same rows from one process to two, in batches of the same size. From - to",
-        "are the extremes of all repetitions; of a comparison they are our slowest against their fastest and the",
-        "reverse, and a target is reached if the smaller one reaches it. Step times: of all pairs with the same groups",
-        "and arrivals the one of median gain, with an FSDP learner (tiny model, one thread); the last group arrives",
-        "when the learner alone could have ended.",
+        f"Ranks also make training sequences of their rows. Beside {PEER} {PEER_VERSION} both do the same, in turns:",
+        "one process hands in the rows, in batches of the same size, and two fetch their arrays.",
+        "From - to are the extremes of all repetitions, of a comparison those of its pairs; a target of a comparison",
+        "is reached if the smallest pair reaches it. Step times: of all pairs with the same groups and arrivals the",
+        "one of median gain, with an FSDP learner (tiny model, one thread); the last group arrives when the learner",
+        "alone could have ended.",
     ]
     return "\n".join(lines) + "\n"
 
 
-async def measure(quick: bool) -> tuple[list[Figure], list[float], list[Timeline], list[Timeline]]:
+async def measure(
+    quick: bool, peer: Callable[[], float] | None
+) -> tuple[list[Figure], int, list[Timeline], list[Timeline]]:
     rows, repeats = (1024, 2) if quick else (8192, REPEATS)
     with rare_collections():  # as in the driver and the workers of a run
-        ours = await measure_rows(rows, repeats)
+        ours = await measure_rows(rows, repeats, peer)
     hidden = await judge_hidden(0.05 if quick else 1.0)
     async with local_ray(RayConfig(num_cpus=4)):
         whole, streamed = await overlap(8 if quick else 16, 1 if quick else REPEATS)
     figures = [
         spread("rows into 2 ranks", "rows/s", ours["rows_per_s"], "≥ 5,000", lambda value: value >= 5000),
+        *([against_peer(ours["fetched_per_s"], ours["peer_per_s"])] if peer is not None else []),
         spread("driver, table and plan", "µs/row", ours["control_us"], "≤ 20", lambda value: value <= 20),
         spread("driver, event loop with Ray's calls", "µs/row", ours["loop_us"], "", bool),
         spread("worker, an episode handed in", "µs/row", ours["hand_in_us"], "", bool),
         spread(f"judge of {JUDGE_S:g} s hidden at async_ratio 1", "", [hidden], "≥ 0.95", lambda value: value >= 0.95),
         streamed_step_figure(whole, streamed),
     ]
-    return figures, ours["rows_per_s"], whole, streamed
+    return figures, repeats, whole, streamed
 
 
 def main() -> int:
@@ -528,12 +562,13 @@ def main() -> int:
     parser.add_argument("--peer-venv", type=Path, help=f"keep {PEER}'s virtual environment here")
     options = parser.parse_args()
     load = os.getloadavg()[0]
-    figures, rates, whole, streamed = asyncio.run(measure(options.quick))
-    if not options.quick:
-        with tempfile.TemporaryDirectory(prefix="roll-flash-peer-") as folder:
-            if peer := transfer_queue(1024, REPEATS, options.peer_venv or Path(folder)):
-                figures.insert(1, against_peer(rates, peer))
-    text = markdown(figures, load, len(rates))
+    with ExitStack() as stack:
+        peer = None
+        if not options.quick:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="roll-flash-peer-"))
+            peer = stack.enter_context(transfer_queue(options.peer_venv or Path(folder)))
+        figures, repeats, whole, streamed = asyncio.run(measure(options.quick, peer))
+    text = markdown(figures, load, repeats)
     print(text, file=sys.stderr if options.json else sys.stdout)
     summary = {row.name: {name: value for name, value in asdict(row).items() if name != "name"} for row in figures}
     if options.json:

@@ -1,14 +1,14 @@
 """TransferQueue measured in a virtual environment of its own; `stream.py` installs it and runs this file there.
 
-    python stream_peer.py ROWS TOKENS BATCH REPEATS
+    python stream_peer.py ROWS TOKENS BATCH
 
-Prints one JSON object: `rows_per_s`, per repetition. It imports nothing of this project. TransferQueue runs as it
-comes: two storage units, ZeroMQ. One process puts the rows in batches; then two processes, one consumer, take them.
+Prints the rows per second of one repetition for each line on standard input, after one that warms up. It imports
+nothing of this project. TransferQueue runs as it comes: two storage units, ZeroMQ. One process puts the rows in
+batches; then two processes, one consumer, fetch their columns.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import sys
@@ -66,7 +66,7 @@ class Reader:
 
 
 def main() -> None:
-    rows, tokens, batch, repeats = (int(argument) for argument in sys.argv[1:5])
+    rows, tokens, batch = (int(argument) for argument in sys.argv[1:4])
     import ray
     import transfer_queue as tq
 
@@ -75,15 +75,18 @@ def main() -> None:
     actor: Any = ray.remote(num_cpus=0)
     writer = actor(Writer).remote(tokens, batch)
     readers = [actor(Reader).remote(batch) for _ in range(2)]
-    figures = []
-    for repeat in range(repeats + 1):
-        partition, each = f"timed {repeat}", rows // 2 // batch * batch
+    each = rows // 2 // batch * batch
+
+    def rows_per_s(partition: str) -> float:
         began = time.perf_counter()
         ray.get(writer.put.remote(2 * each, partition))  # first: a reader that waits would delay each put by seconds
         ray.get([reader.get.remote(each, partition) for reader in readers])
-        if repeat:  # the first one warms up
-            figures.append(2 * each / (time.perf_counter() - began))
-    print(json.dumps({"rows_per_s": figures}), flush=True)
+        return 2 * each / (time.perf_counter() - began)
+
+    rows_per_s("warm")
+    print("ready", flush=True)
+    for number, _ in enumerate(sys.stdin):
+        print(rows_per_s(f"timed {number}"), flush=True)
     # Its threads would hold up an orderly end; Ray's processes end with this one.
     ray.shutdown()
     os._exit(0)

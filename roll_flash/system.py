@@ -11,15 +11,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roll_flash.cluster.gpu_memory import with_gpu_memory
-from roll_flash.cluster.nodes import living_nodes
+from roll_flash.cluster.nodes import living_nodes, with_gpu_memory
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan, make_plan
+from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
 from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
-from roll_flash.cluster.sandbox_load import sandbox_load
 from roll_flash.cluster.stacks_elsewhere import stacks_elsewhere
-from roll_flash.cluster.weight_transfer import check_weight_transfer
 from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine

@@ -5,12 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from roll_flash.cluster.gpu_memory import with_gpu_memory
-from roll_flash.cluster.nodes import Node, living_nodes, own_node
+from roll_flash.cluster.nodes import Node, living_nodes, own_node, with_gpu_memory
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan, make_plan
-from roll_flash.cluster.sandbox_load import sandbox_load
-from roll_flash.cluster.weight_transfer import check_weight_transfer
+from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.first_prompts import PromptCheck

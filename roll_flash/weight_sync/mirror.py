@@ -7,11 +7,14 @@ that changed; each block that arrives is checked against the hash that the sourc
 
 from __future__ import annotations
 
-import hashlib
 import mmap
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+
+import numpy as np
+from blake3 import blake3
+from numpy.typing import NDArray
 
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import InferenceError
@@ -39,10 +42,10 @@ class Blocks:
                 view.release()
 
 
-def read_blocks(path: str, numbers: Sequence[int]) -> bytes:
-    """Return the blocks `numbers` of a file, one after the other. Raises OSError."""
-    with open(path, "rb") as file:
-        return b"".join(os.pread(file.fileno(), BLOCK_BYTES, number * BLOCK_BYTES) for number in numbers)
+def read_blocks(path: str, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
+    """Return the blocks `numbers` of a file, mapped from it: Ray copies them once, into its store. Raises OSError."""
+    file = np.memmap(path, np.uint8, mode="r")
+    return [np.asarray(file[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES]) for number in numbers]
 
 
 class WeightMirror:
@@ -80,16 +83,15 @@ class WeightMirror:
         self._wanted, self._blocks = blocks, Blocks(blocks.size, kept)
         return missing
 
-    def write(self, numbers: Sequence[int], data: bytes | memoryview) -> None:
+    def write(self, numbers: Sequence[int], blocks: Sequence[NDArray[np.uint8]]) -> None:
         """Write blocks that arrived. Raises InferenceError if one differs from the block at its source."""
         assert self._descriptor is not None, "begin() comes first"
-        view, hashes = memoryview(data), list(self._blocks.hashes)
-        for place, number in enumerate(numbers):
-            block = view[place * BLOCK_BYTES : (place + 1) * BLOCK_BYTES]
-            if _hash(block) != self._wanted.hashes[number]:
+        hashes = list(self._blocks.hashes)
+        for number, block in zip(numbers, blocks, strict=True):
+            if _hash(block.data) != self._wanted.hashes[number]:
                 raise InferenceError(f"block {number} of the weights did not arrive as it was sent")
             if hashes[number] != self._wanted.hashes[number]:
-                os.pwrite(self._descriptor, block, number * BLOCK_BYTES)
+                os.pwrite(self._descriptor, block.data, number * BLOCK_BYTES)
                 hashes[number] = self._wanted.hashes[number]
         self._blocks = Blocks(self._blocks.size, tuple(hashes))
 
@@ -117,5 +119,5 @@ class WeightMirror:
         return self.weights
 
 
-def _hash(block: bytes | memoryview) -> bytes:
-    return hashlib.blake2b(block, digest_size=16).digest()
+def _hash(block: memoryview) -> bytes:
+    return blake3(block).digest(16)

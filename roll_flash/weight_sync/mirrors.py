@@ -10,7 +10,9 @@ import asyncio
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import ray
+from numpy.typing import NDArray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -31,7 +33,7 @@ class _Node(Protocol):
 
     async def keep(self, weights: StagedWeights) -> StagedWeights: ...
     async def blocks(self, path: str) -> Blocks: ...
-    async def read(self, path: str, numbers: Sequence[int]) -> Any: ...  # a Ray object of bytes
+    async def read(self, path: str, numbers: Sequence[int]) -> Any: ...  # a Ray object of what `read_blocks` returns
     async def begin(self, blocks: Blocks) -> list[int]: ...
     async def write(self, numbers: Sequence[int], piece: Any) -> None: ...
     async def finish(self, weights: StagedWeights) -> StagedWeights: ...
@@ -88,7 +90,9 @@ class Mirrors:
     async def _send(
         self, weights: StagedWeights, source: str, targets: Sequence[str]
     ) -> dict[str, StagedWeights | InferenceError]:
-        sender = self._node(source)
+        sender, *_ = [
+            self._node(node_id) for node_id in (source, *targets)
+        ]  # they start while this one computes hashes
         blocks = await sender.blocks(weights.path)
         failed: dict[str, InferenceError] = {}
 
@@ -174,13 +178,13 @@ class MirrorActor:
     def blocks(self, path: str) -> Blocks:
         return Blocks.of(path)
 
-    def read(self, path: str, numbers: Sequence[int]) -> bytes:
+    def read(self, path: str, numbers: Sequence[int]) -> list[NDArray[np.uint8]]:
         return read_blocks(path, numbers)
 
     def begin(self, blocks: Blocks) -> list[int]:
         return self._mirror.begin(blocks)
 
-    def write(self, numbers: Sequence[int], piece: bytes) -> None:
+    def write(self, numbers: Sequence[int], piece: Sequence[NDArray[np.uint8]]) -> None:
         self._mirror.write(numbers, piece)
 
     def finish(self, weights: StagedWeights) -> StagedWeights:

@@ -16,8 +16,7 @@ from typing import Any
 
 import ray
 
-from roll_flash.cluster.gpu_memory import with_gpu_memory
-from roll_flash.cluster.nodes import living_nodes
+from roll_flash.cluster.nodes import living_nodes, with_gpu_memory
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan
 from roll_flash.cluster.reservation import Reservation

@@ -10,7 +10,7 @@ import pytest
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import Part, RunParts, run_parts
 from roll_flash.cluster.plan import Plan, make_plan, ports_text
-from roll_flash.cluster.sandbox_load import sandbox_load
+from roll_flash.cluster.plan_checks import sandbox_load
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, PlacementError
 from roll_flash.processes.ports import connection_ports, server_ports

@@ -9,7 +9,7 @@ import pytest
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import make_plan
-from roll_flash.cluster.weight_transfer import check_weight_transfer
+from roll_flash.cluster.plan_checks import check_weight_transfer
 from roll_flash.config.tree import load_config
 from roll_flash.errors import PlacementError
 

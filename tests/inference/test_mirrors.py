@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import ray
 import torch
@@ -63,12 +64,21 @@ def test_only_changed_blocks_travel(tmp_path: Path) -> None:
     mirror.close()
 
 
+def test_blocks_are_sent_without_a_copy_of_the_weights_in_between(tmp_path: Path) -> None:
+    source = tmp_path / "file"
+    source.write_bytes(bytes(2 * BLOCK_BYTES) + b"end")
+    assert [(len(block), block.flags.owndata) for block in read_blocks(str(source), [1, 2])] == [
+        (BLOCK_BYTES, False),
+        (3, False),
+    ]
+
+
 def test_a_block_that_was_changed_on_the_way_is_refused(tmp_path: Path) -> None:
     source, mirror = tmp_path / "file", WeightMirror()
     source.write_bytes(bytes(2 * BLOCK_BYTES))
     mirror.begin(Blocks.of(str(source)))
     with pytest.raises(InferenceError, match="block 1 of the weights did not arrive as it was sent"):
-        mirror.write([0, 1], bytes(BLOCK_BYTES) + b"x" * BLOCK_BYTES)
+        mirror.write([0, 1], [np.zeros(BLOCK_BYTES, np.uint8), np.ones(BLOCK_BYTES, np.uint8)])
     with pytest.raises(InferenceError, match="did not arrive whole"):
         mirror.finish(StagedWeights(1, str(source), 2 * BLOCK_BYTES))
     mirror.close()
