@@ -30,7 +30,7 @@ from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user
 from roll_flash.run.trained_tasks import read_trained_tasks
-from roll_flash.start_checks import check_parts, check_sandboxes, require_isolation
+from roll_flash.start_checks import Checked, check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
 from roll_flash.types import SamplingParams
 
@@ -154,9 +154,12 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
             say(f"roll-flash: {warning}", error=True)
     else:
         say(f"starting servers and workers ({plan.config.usual_start}); logs in {plan.folder}", error=True)
+    for line in checked.fit.notes() if checked.fit else ():
+        say(line, error=True)
     with first_failure() as failure:
         async with Interrupts(_note) as interrupts:
-            opening = await call_in_thread(lambda: _open_runner(plan, request.api_key_env, failure))  # imports Ray
+            # In a thread: it imports Ray.
+            opening = await call_in_thread(lambda: _open_runner(plan, checked, request.api_key_env, failure))
             async with opening as runner:
                 work = _scored(plan, runner, request.status)
                 return await interrupts.run_until_stopped(work, failure=failure), plan.folder
@@ -207,17 +210,16 @@ async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status |
 
 
 def _open_runner(
-    plan: EvalPlan, api_key_env: str | None, failure: FirstFailure
+    plan: EvalPlan, checked: Checked, api_key_env: str | None, failure: FirstFailure
 ) -> AbstractAsyncContextManager[EpisodeRunner]:
-    from roll_flash.models.prepare import resolve_model
     from roll_flash.rollout.worker import ChatEndpoint
     from roll_flash.system import open_rollout
 
     logs = plan.folder / "logs"
     if plan.endpoint is not None:
         endpoint = ChatEndpoint(plan.endpoint, plan.model, api_key_env)
-        return open_rollout(plan.config, None, failure, endpoint=endpoint, logs=logs)
-    return open_rollout(plan.config, resolve_model(plan.model, plan.config.model.revision), failure, logs=logs)
+        return open_rollout(plan.config, checked, failure, endpoint=endpoint, logs=logs)
+    return open_rollout(plan.config, checked, failure, logs=logs)
 
 
 def plan_evaluation(request: EvalRequest) -> EvalPlan:

@@ -19,6 +19,7 @@ from roll_flash.models.context_length import check_context_length
 from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import has_experts
+from roll_flash.planner.machines.fit import Fit, fit_here
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.open_tasks import first_tasks_of_levels
 from roll_flash.stages.reward_stage import check_stages
@@ -34,6 +35,10 @@ class Checked:
     """None if an endpoint serves the model."""
     sandboxes: tuple[SandboxSpec, ...]
     """Sandboxes that environments will request, as far as known before their tasks; empty if none needs a sandbox."""
+    first_tasks: tuple[Task, ...]
+    """The first training task of each level of each environment, and one of each kind of rows."""
+    fit: Fit | None
+    """What the run needs of this machine; None if that is known only when Ray runs."""
 
 
 def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> Checked:
@@ -46,6 +51,9 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
         check_chat_template(folder)
         check_context_length(folder, config.model.max_length)
         check_engine(config.inference, folder, trains=trains)
+    fit = fit_here(config, trains=trains, serves=serves)
+    if trains:
+        _check_learner(config, folder)
     levels = first_tasks_of_levels(config, TASKS)
     in_sandboxes = check_environments([tasks[0] for tasks in levels], config.rollout)
     if not trains or config.eval.before_and_after or config.eval.every:
@@ -56,18 +64,22 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
         check_stages(config)
-        check_learner(config)
-        if folder is not None:
-            why_no_replay(config, folder)
-            if config.learner.router_aux_loss and not has_experts(folder):
-                raise ConfigError("learner.router_aux_loss: the model has no experts; set it to 0")
-        if config.learner.kl.coefficient and config.learner.kl.reference is not None:
-            check_model_folder(Path(config.learner.kl.reference))
         if config.warm_start is not None and folder is not None:
             check_demonstrations(config.warm_start, folder, config.model)
     if folder is not None:
         _check_prompts(config, folder, levels)
-    return Checked(folder, tuple(dict.fromkeys(specs)))
+    return Checked(folder, tuple(dict.fromkeys(specs)), tuple(tasks[0] for tasks in levels), fit)
+
+
+def _check_learner(config: Config, folder: Path | None) -> None:
+    """Check what a learner needs of the config and of the model, without data."""
+    check_learner(config)
+    if folder is not None:
+        why_no_replay(config, folder)
+        if config.learner.router_aux_loss and not has_experts(folder):
+            raise ConfigError("learner.router_aux_loss: the model has no experts; set it to 0")
+    if config.learner.kl.coefficient and config.learner.kl.reference is not None:
+        check_model_folder(Path(config.learner.kl.reference))
 
 
 def _check_prompts(config: Config, folder: Path, levels: Sequence[Sequence[Task]]) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.cluster.nodes import living_nodes, with_gpu_memory
-from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import Plan, make_plan
 from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
 from roll_flash.cluster.preparation import NodePreparation
@@ -22,18 +21,15 @@ from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
-from roll_flash.envs.hosting.environments import check_environments
-from roll_flash.envs.hosting.sandbox_lease import default_spec
 from roll_flash.errors import CheckpointError
 from roll_flash.evaluation.in_training import EvaluationsBesideTraining, evaluate_version
 from roll_flash.evaluation.result import EvalResult
-from roll_flash.inference.open import computes_on_gpus, open_engine, why_no_replay
+from roll_flash.inference.open import open_engine, why_no_replay
 from roll_flash.learner.warm_start import warm_start
 from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.monitor.metrics import MetricsLog
 from roll_flash.monitor.progress import Progress
-from roll_flash.planner.machines.cpu_check import check_cpu
-from roll_flash.planner.machines.memory_check import NOT_CHECKED, check_gpu_memory
+from roll_flash.planner.machines.fit import Fit, fit_here, parts_on
 from roll_flash.processes.background import (
     FirstFailure,
     background_task,
@@ -57,7 +53,7 @@ from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.sandboxes import SandboxSpec
 from roll_flash.sandboxes.scratch import sweep_folders
-from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
+from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.stages.running import RunningStages, open_stages, stage_consumers
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
@@ -167,6 +163,8 @@ class Start:
     model_folder: Path
     sandboxes: tuple[SandboxSpec, ...]
     """Sandboxes that environments will request; empty if none needs one."""
+    fit: Fit | None
+    """What the run needs of this machine; None if that is known only when Ray runs."""
     resumes: bool
     checkpoint: Checkpoint | None
     """Checkpoint of a resumed run; None if it has none yet and begins again."""
@@ -178,7 +176,7 @@ class Start:
         checkpoint = run_dir.latest_checkpoint() if resume else None
         if checkpoint is not None:
             read_state(checkpoint)
-        return cls(config, run_dir, checked.model_folder, checked.sandboxes, resume, checkpoint)
+        return cls(config, run_dir, checked.model_folder, checked.sandboxes, checked.fit, resume, checkpoint)
 
     def announce(self, progress: Progress) -> None:
         config = self.config
@@ -187,6 +185,8 @@ class Start:
             f"server(s) and {config.rollout.workers} rollout worker(s) ({config.usual_start}; logs in "
             f"{self.run_dir.logs})"
         )
+        for line in self.fit.notes() if self.fit else ():
+            progress.note(line)
         if self.resumes and self.checkpoint is None:
             progress.note("there is no complete checkpoint to resume from yet: the run begins again from its start")
         if warning := config.learner.loss.off_policy_warning(config.scheduler.highest_async_ratio):
@@ -215,7 +215,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     config, run_dir = start.config, start.run_dir
     preparation = NodePreparation(config, start.model_folder, start.sandboxes, progress.note)
     with doing("the start", "Ray and the nodes are not ready", announced_s=RAY_START_S):
-        places = await _start_ray(stack, config, preparation, progress.note, trains=True, serves=True)
+        places = await _start_ray(stack, config, preparation, progress.note, start.fit)
     _note_plan(places.plan, progress)
     with doing("the start", "learner and servers are not ready", announced_s=config.usual_start_s):
         engine = await _start_models(stack, config, start.model_folder, run_dir.logs, learner, places, progress.note)
@@ -256,7 +256,7 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
 @asynccontextmanager
 async def open_rollout(
     config: Config,
-    model_folder: Path | None,
+    checked: Checked,
     failure: FirstFailure,
     *,
     endpoint: ChatEndpoint | None = None,
@@ -266,18 +266,17 @@ async def open_rollout(
     `failure` ends the start."""
     async with AsyncExitStack() as stack:
         async with cancel_on_failure(failure):
-            in_sandboxes = await call_in_thread(lambda: check_environments(first_tasks(config), config.rollout))
-            specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
+            model_folder, serves = checked.model_folder, endpoint is None
             note = partial(say, error=True)
-            preparation = NodePreparation(config, model_folder, specs, note)
-            places = await _start_ray(stack, config, preparation, note, trains=False, serves=endpoint is None)
+            preparation = NodePreparation(config, model_folder, checked.sandboxes, note)
+            places = await _start_ray(stack, config, preparation, note, checked.fit, trains=False, serves=serves)
             model: Any = endpoint
             if model is None:
                 assert model_folder is not None, "either a model folder or an endpoint"
                 engine = _open_engine(stack, config, model_folder, logs, places)
                 await engine.start()
                 model = engine.client_spec()
-            settings = worker_settings(config, model, model_folder, bool(in_sandboxes))
+            settings = worker_settings(config, model, model_folder, bool(checked.sandboxes))
             fleet = await _start_workers(stack, config, settings, places)
         yield fleet
 
@@ -296,7 +295,10 @@ async def open_models(
     workers: for checks of a machine."""
     async with AsyncExitStack() as stack:
         preparation = NodePreparation(config, model_folder, (), note)
-        places = await _start_ray(stack, config, preparation, note, trains=True, serves=serves)
+        fit = await call_in_thread(lambda: fit_here(config, serves=serves))
+        for line in fit.notes() if fit else ():
+            note(line)
+        places = await _start_ray(stack, config, preparation, note, fit, serves=serves)
         if serves:
             engine = await _start_models(stack, config, model_folder, logs, learner, places, note)
         else:
@@ -312,12 +314,13 @@ async def _start_ray(
     config: Config,
     preparation: NodePreparation,
     note: Callable[[str], None],
+    fit: Fit | None,
     *,
-    trains: bool,
-    serves: bool,
+    trains: bool = True,
+    serves: bool = True,
 ) -> Reservation:
     """Start or join Ray, reserve a place for each part and prepare other nodes; remove temporary files that
-    killed processes left behind."""
+    killed processes left behind. Without `fit`, the result of `fit_here`, memory is checked when nodes are known."""
     await asyncio.to_thread(sweep_folders)
     await stack.enter_async_context(local_ray(config.ray))
     ray_is_alive = await stack.enter_async_context(watching_ray())
@@ -327,17 +330,14 @@ async def _start_ray(
     nodes = await asyncio.to_thread(living_nodes, gpus)
     if config.ray.address is not None:
         nodes = await call_in_thread(partial(with_gpu_memory, nodes))
-    gpu_servers = computes_on_gpus(config.inference) if serves else None
-    wanted = run_parts(config, nodes, trains=trains, serves=serves, gpu_servers=gpu_servers)
+    wanted = parts_on(config, nodes, trains=trains, serves=serves)
     check_weight_transfer(make_plan(wanted, nodes), config.inference.weight_transfer)
     places = Reservation(wanted, own_ray=config.ray.address is None, own_gpus=gpus, prepare=preparation.prepare)
     stack.push_async_callback(_free, places, ray_is_alive)
     await places.reserve(nodes)
-    for line in await call_in_thread(lambda: check_gpu_memory(config, places.plan)):
-        if line.startswith(NOT_CHECKED):
-            note(f"warning: memory: {line}")
-    for line in await call_in_thread(lambda: check_cpu(config, places.plan)):
-        note(line)
+    if fit is None:
+        for line in (await call_in_thread(lambda: Fit.of(config, places.plan))).notes():
+            note(line)
     if config.ray.address is not None:
         for line in sandbox_load(config, places.plan, preparation.sandboxes):
             note(line)

@@ -29,6 +29,7 @@ from roll_flash.processes.deadlines import LearnedDeadline, RecentCount
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.ray_watch import RayDiedError, RayProcess, watching_ray
 from roll_flash.run.checkpoint_writer import CheckpointSchedule
+from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream, finished_group
 from roll_flash.types import FinishedGroup
 from tests.learner.samples import make_group
@@ -126,7 +127,10 @@ def test_an_error_in_the_background_ends_the_start_of_an_evaluation_too(monkeypa
 
     async def run() -> None:
         with first_failure() as failure:
-            async with asyncio.timeout(5), system.open_rollout(config, Path(), failure, logs=Path()):
+            async with (
+                asyncio.timeout(5),
+                system.open_rollout(config, Checked(Path(), (), (), None), failure, logs=Path()),
+            ):
                 raise AssertionError("nothing has started")
 
     with pytest.raises(RunError, match=r"^Ray is gone$"):

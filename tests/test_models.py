@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
@@ -15,7 +16,7 @@ import pytest
 
 from roll_flash.errors import ModelError
 from roll_flash.models.folder import check_chat_template
-from roll_flash.models.prepare import resolve_model
+from roll_flash.models.prepare import _one_at_a_time, resolve_model
 from roll_flash.models.tiny import CHAT_TEMPLATE, vocabulary, write_tokenizer
 
 
@@ -217,7 +218,7 @@ class TestAGgufFile:
         with pytest.raises(ModelError, match=r"cut.gguf: transformers cannot read this GGUF file") as caught:
             resolve_model(cut)
         assert len(str(caught.value).splitlines()) == 1
-        assert not [path for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+        assert not list((tmp_path / "cache" / "models").iterdir()), "no lock and nothing unfinished is left"
 
     def test_beside_others_must_be_named(self, tmp_path: Path) -> None:
         for name in ("a-Q4.gguf", "a-Q8.gguf"):
@@ -228,6 +229,22 @@ class TestAGgufFile:
         part.touch()
         with pytest.raises(ModelError, match="one part of a split model"):
             resolve_model(part)
+
+
+def test_one_at_a_time_prepares_a_model_and_no_lock_is_left(tmp_path: Path) -> None:
+    inside = []
+
+    def prepare(number: int) -> None:
+        for _ in range(20):
+            with _one_at_a_time(tmp_path / ".lock"):
+                inside.append(number)
+                os.sched_yield()
+                assert inside == [number]
+                inside.clear()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(prepare, range(8)))
+    assert not list(tmp_path.iterdir())
 
 
 def write_gguf(file: Path, seed: int = 0) -> Path:

@@ -19,7 +19,8 @@ import pytest
 from fake_nvml import FakeGpu, FakeNvml, install
 from safetensors.numpy import save_file
 
-from roll_flash import evaluator, system, trainer
+from roll_flash import evaluator, start_checks, system, trainer
+from roll_flash.chat import tokenizer
 from roll_flash.cli import dry_run
 from roll_flash.cli.main import main
 from roll_flash.cluster import reservation
@@ -28,7 +29,10 @@ from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, ModelError, PlacementError
 from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.models.prepare import resolve_model
+from roll_flash.planner.machines import cpu_check, fit
+from roll_flash.planner.machines.memory import GIB
 from roll_flash.processes import local_ray
+from roll_flash.run.run_dir import RunDir
 from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from roll_flash.start_checks import check_parts, check_sandboxes
 
@@ -52,6 +56,95 @@ def nothing_slow_starts(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_load_balancing_loss_of_a_model_without_experts_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"learner\.router_aux_loss: the model has no experts; set it to 0"):
         check_parts(config("learner.router_aux_loss=0.1", "inference.engine=transformers"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("learner.routing_replay=true",), "the model has no experts; set it to auto"),
+        (("learner.router_aux_loss=0.1",), "the model has no experts; set it to 0"),
+        (("rollout.worker_resources={memory: 1.0e+15}",), "memory"),
+    ],
+)
+def test_what_a_model_cannot_do_is_said_before_a_row_is_read(overrides: tuple[str, ...], says: str) -> None:
+    rows = {"id": "Dataset-v0", "data": {"path": "/no/such.jsonl"}, "reward": "exact"}
+    with pytest.raises((ConfigError, PlacementError), match=says):
+        check_parts(config("inference.engine=transformers", *overrides, envs=[rows]))
+
+
+@pytest.mark.parametrize("index", range(3), ids=["train", "dry run", "eval"])
+def test_a_model_that_this_machine_cannot_hold_is_one_line_before_rows_and_ray(
+    index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cpu_check, "memory_bytes", lambda: 2**10)
+    rows = ["envs=[{id: Dataset-v0, data: {path: /no/such.jsonl}, reward: exact}]"] if index < 2 else []
+    words = commands(tmp_path, *rows, "learner.device=cpu", "inference.engine=transformers")[index]
+    assert main(words) == 1
+    said = capsys.readouterr().err.strip()
+    assert "tiny: 0.6 M parameters need at least" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("index", range(3), ids=["train", "dry run", "eval"])
+def test_memory_that_no_part_can_get_here_is_one_line(
+    index: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ("rollout.worker_resources={CPU: 1, memory: 1.0e+15}", "inference.engine=transformers")
+    assert main(commands(tmp_path, *words)[index]) == 1
+    said = capsys.readouterr().err.strip()
+    assert "memory" in said
+    assert "worker" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_memory_of_a_host_with_gpus_is_known_before_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_server, "vllm_build", lambda: "cuda")
+    monkeypatch.setattr(fit, "own_gpus", lambda config: {"0": 80 * GIB, "1": 80 * GIB})
+    monkeypatch.setattr(fit, "_memory_of_ray", lambda: 2.0**20)
+    with pytest.raises(PlacementError, match=r"on the host, and Ray has 0\.0 GiB"):
+        fit.fit_here(config())
+
+
+def test_a_run_says_memory_and_time_of_its_model_before_ray_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = config("learner.device=cpu", "inference.engine=transformers", f"runs={tmp_path}")
+    checked = check_parts(run)
+    said: list[str] = []
+    start = system.Start(run, RunDir.create(run, resume=False), tmp_path, (), checked.fit, False, None)
+    start.announce(SimpleNamespace(note=said.append))  # type: ignore[arg-type]
+    assert "0.6 M parameters need at least" in said[1]
+    assert "training takes" in said[2]
+
+
+def test_a_dry_run_loads_the_tokenizer_and_draws_the_first_tasks_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "my.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{n} and 1?{'x' * n}", "answer": "2"}) + "\n" for n in range(40)))
+    loaded, drawn = [], []
+    load, draw = tokenizer.load_tokenizer, start_checks.first_tasks_of_levels
+    monkeypatch.setattr(tokenizer, "load_tokenizer", lambda *about: (loaded.append(about), load(*about))[1])
+    monkeypatch.setattr(start_checks, "first_tasks_of_levels", lambda *about: (drawn.append(about), draw(*about))[1])
+    tokenizer._loaded.cache_clear()
+    envs = [{"id": "Dataset-v0", "data": {"path": str(rows)}, "reward": "exact"}]
+    words = ("inference.engine=transformers", "model.max_length=200", f"runs={tmp_path}", "rollout.max_new_tokens=8")
+    lines = dry_run.dry_run(config(*words, envs=envs))
+    assert any("Dataset-v0 resets with" in line for line in lines)
+    assert (len(loaded), len(drawn)) == (1, 1)
+
+
+def test_a_tokenizer_that_has_changed_is_loaded_anew(tmp_path: Path) -> None:
+    folder = shutil.copytree(resolve_model("tiny"), tmp_path / "model")
+    first = tokenizer.load_checked_tokenizer(folder, {})
+    assert tokenizer.load_checked_tokenizer(folder, {}) is first
+    (folder / "chat_template.jinja").write_text("{{ messages }} another")
+    assert tokenizer.load_checked_tokenizer(folder, {}).chat_template == "{{ messages }} another"
+
+
+@pytest.mark.parametrize("setting", ["ray.address=10.0.0.1:6379", "rollout.worker_resources={disk: 1}"])
+def test_what_only_ray_knows_is_left_to_it(setting: str) -> None:
+    assert fit.fit_here(config(setting)) is None
 
 
 @pytest.fixture
@@ -190,7 +283,7 @@ def test_an_environment_without_a_sandbox_needs_no_engine(monkeypatch: pytest.Mo
     assert asyncio.run(check_sandboxes(plain, check_parts(plain).sandboxes)) is None
 
 
-TWO = {"0": 2**30, "1": 2**30}
+TWO = {"0": 80 * GIB, "1": 80 * GIB}
 
 
 class TestMoreGpusThanThereAre:
@@ -205,7 +298,7 @@ class TestMoreGpusThanThereAre:
     @pytest.fixture(autouse=True)
     def two_gpus(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(vllm_server, "vllm_build", lambda: "cuda")
-        for module in (dry_run, system):
+        for module in (fit, system):
             monkeypatch.setattr(module, "own_gpus", lambda config: {"0": 0, "1": 0})
 
     def test_is_one_line_of_a_dry_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,7 +325,7 @@ class TestMoreGpusThanThereAre:
             preparation: Any = SimpleNamespace(prepare=None)
             async with AsyncExitStack() as stack, asyncio.timeout(10):
                 run = config(*self.WORDS)
-                await system._start_ray(stack, run, preparation, lambda note: None, trains=True, serves=True)
+                await system._start_ray(stack, run, preparation, lambda note: None, None)
 
         with pytest.raises(PlacementError) as caught:
             asyncio.run(start())
@@ -243,17 +336,17 @@ def test_a_dry_run_on_a_cluster_checks_the_memory_of_its_gpus(monkeypatch: pytes
     resources = {"CPU": 16.0, "GPU": 2.0}
     nodes = [Node("id", "10.0.0.1", "there", resources, resources)]
     monkeypatch.setattr(dry_run, "local_ray", lambda _: nullcontext())
-    monkeypatch.setattr(dry_run, "living_nodes", lambda: nodes)
+    monkeypatch.setattr(dry_run, "living_nodes", lambda *_: nodes)
     monkeypatch.setattr(dry_run, "with_gpu_memory", lambda them: [replace(each, gpus=TWO) for each in them])
-    plan = asyncio.run(dry_run._plan(config("ray.address=10.0.0.1:6379")))
-    assert [row.node.gpus for row in plan.rows if row.part.kind == "rank"] == [TWO]
+    found = asyncio.run(dry_run._fit_with_ray(config("ray.address=10.0.0.1:6379")))
+    assert [row.node.gpus for row in found.plan.rows if row.part.kind == "rank"] == [TWO]
 
 
 def test_a_dry_run_says_which_gpus_the_parts_get(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(vllm_server, "vllm_build", lambda: "cuda")
-    monkeypatch.setattr(dry_run, "own_gpus", lambda config: {"MIG-a": 20 * 2**30, "MIG-b": 20 * 2**30})
+    monkeypatch.setattr(fit, "own_gpus", lambda config: {"MIG-a": 20 * 2**30, "MIG-b": 20 * 2**30})
     assert main([*commands(tmp_path, "ray.num_cpus=8")[0], "--dry-run"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("# placement: ")]
     assert lines[0][2:] == ["part", "node", "CPUs", "GPUs", "GPU", "memory", "ports"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +38,23 @@ def load_tokenizer(folder: Path | str, chat_template_kwargs: Mapping[str, Any] |
 
 
 def load_checked_tokenizer(folder: Path, chat_template_kwargs: Mapping[str, Any]) -> Any:
-    """As `load_tokenizer`, and says what is waited for. Raises ModelError, in one line."""
+    """As `load_tokenizer`, once for checks that follow each other, and says what is waited for. Raises ModelError, in
+    one line."""
     if "transformers" not in sys.modules:
         say(f"loading the tokenizer of {folder.name} (usually 2-10 s)", error=True)
     try:
-        return load_tokenizer(folder, chat_template_kwargs)
+        states = ((file.name, file.stat()) for file in folder.iterdir())
+        files = frozenset((name, state.st_size, state.st_mtime_ns) for name, state in states)
+        return _loaded(folder, json.dumps(dict(chat_template_kwargs)), files)
     except Exception as error:  # the libraries raise errors of many kinds, also for damaged files
         what = f"{type(error).__name__}: {first_line(error)}"
         raise ModelError(f"{folder}: its tokenizer cannot be loaded: {what}") from None
+
+
+@lru_cache(maxsize=1)
+def _loaded(folder: Path, chat_template_kwargs: str, files: frozenset[tuple[str, int, int]]) -> Any:
+    """`files`: names, sizes and times of what is in the folder, with which the tokenizer changes."""
+    return load_tokenizer(folder, json.loads(chat_template_kwargs))
 
 
 def _is_plain(folder: Path) -> bool:

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 
-from roll_flash.cluster.nodes import Node, living_nodes, own_node, with_gpu_memory
-from roll_flash.cluster.parts import run_parts
-from roll_flash.cluster.plan import Plan, make_plan
-from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
+from roll_flash.cluster.nodes import living_nodes, with_gpu_memory
+from roll_flash.cluster.plan_checks import sandbox_load
 from roll_flash.config.tree import Config
 from roll_flash.envs.hosting.environments import AsyncEnvironment, EnvironmentMaker
 from roll_flash.envs.hosting.first_prompts import PromptCheck
 from roll_flash.envs.hosting.sandbox_lease import default_spec, open_pool
 from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import EnvError, RollFlashError
-from roll_flash.inference.open import computes_on_gpus
-from roll_flash.planner.machines.cpu_check import check_cpu
-from roll_flash.planner.machines.memory_check import check_gpu_memory
+from roll_flash.planner.machines.fit import Fit, plan_on
 from roll_flash.processes.background import DaemonThreads
-from roll_flash.processes.local_ray import local_ray, own_gpus, own_resources, unused_gpus
+from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.run.run_dir import check_run_folder
-from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
+from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.start_checks import check_parts
 from roll_flash.types import Task
 
@@ -34,30 +29,23 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     check_run_folder(config, resume=resume)
     checked = check_parts(config)
     prompts = PromptCheck(config, checked.model_folder) if checked.model_folder is not None else None
-    tried = [line for task in first_tasks(config) for line in asyncio.run(_try_environment(config, task, prompts))]
+    tried = [line for task in checked.first_tasks for line in asyncio.run(_try_environment(config, task, prompts))]
     size = open_tasks(config).size
     tasks = "tasks: " + ("as many as their source gives" if size is None else f"{size:,} to train on")
-    plan = asyncio.run(_plan(config))
-    placement = [f"placement: {line}" for line in [*plan.lines(), *filter(None, [unused_gpus(config.ray)])]]
-    placement += sandbox_load(config, plan, checked.sandboxes)
-    placement += [f"memory: {line}" for line in check_gpu_memory(config, plan)]
-    placement += [f"CPU: {line}" for line in check_cpu(config, plan)]
+    fit = checked.fit or asyncio.run(_fit_with_ray(config))
+    placement = [f"placement: {line}" for line in [*fit.plan.lines(), *filter(None, [unused_gpus(config.ray)])]]
+    placement += sandbox_load(config, fit.plan, checked.sandboxes)
+    placement += [f"memory: {line}" for line in fit.memory]
+    placement += [f"CPU: {line}" for line in fit.cpu]
     return [f"model: {checked.model_folder}", tasks, *tried, *placement, f"run folder: {config.run_folder}"]
 
 
-async def _plan(config: Config) -> Plan:
-    """Plan the parts on the cluster, or on this machine without starting Ray."""
-    if config.ray.address is None:
-        gpus = own_gpus(config.ray)
-        return _plan_on(config, [own_node(own_resources(config.ray, gpus), gpus)])
+async def _fit_with_ray(config: Config) -> Fit:
+    """Plan the parts on the nodes of a cluster, or with resources of this machine that only Ray knows."""
     async with local_ray(config.ray):
-        return _plan_on(config, await asyncio.to_thread(lambda: with_gpu_memory(living_nodes())))
-
-
-def _plan_on(config: Config, nodes: Sequence[Node]) -> Plan:
-    plan = make_plan(run_parts(config, nodes, gpu_servers=computes_on_gpus(config.inference)), nodes)
-    check_weight_transfer(plan, config.inference.weight_transfer)
-    return plan
+        own = own_gpus(config.ray)
+        nodes = await asyncio.to_thread(lambda: with_gpu_memory(living_nodes(own)))
+        return Fit.of(config, plan_on(config, nodes))
 
 
 async def _try_environment(config: Config, task: Task, prompts: PromptCheck | None) -> list[str]:

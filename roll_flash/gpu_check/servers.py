@@ -94,7 +94,7 @@ async def models(
     """Start learner and servers as a run does. Unless it `must_fit`, a plan without room is not possible here; else it
     fails."""
     config = bench.settings.config_with(*CHANGING, *overrides)
-    folder = resolve_model(config.model.path)
+    folder = resolve_model(config.model.path, config.model.revision)
     if serves:
         check_engine(config.inference, folder, trains=True)
     learner = open_learner(config, model_folder=folder)

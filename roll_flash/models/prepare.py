@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
+from typing import IO
 
 from roll_flash.errors import ModelError, RollFlashError
 from roll_flash.models import adapter, gguf, hub
@@ -153,9 +154,24 @@ def _build(folder: Path, write: Callable[[Path], None], what: str | None) -> Non
 
 @contextmanager
 def _one_at_a_time(lock: Path) -> Iterator[None]:
-    with lock.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    """Hold the file `lock`, which is removed at the end. Who has waited for a removed file takes a new one."""
+    while True:
+        with lock.open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not _is_there(file, lock):
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return
+
+
+def _is_there(file: IO[str], path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _write_smollm2(folder: Path) -> None:

@@ -139,8 +139,8 @@ def _episode(record: Mapping[str, Any]) -> RecordedEpisode:
     played_s = sum(turn["generate_s"] + turn["step_s"] for turn in turns)
     startup_s = max(0.0, record["finished_s"] - record["started_s"] - played_s)
     now_s, found = record["started_s"] + startup_s, []
-    for turn in turns:
-        found.append(_turn(record, turn, now_s))
+    for turn, versions in zip(turns, _versions_of_turns(record), strict=True):
+        found.append(_turn(turn, versions, now_s))
         now_s += turn["generate_s"] + turn["step_s"]
     return RecordedEpisode(
         group_id=record["group_id"],
@@ -153,17 +153,43 @@ def _episode(record: Mapping[str, Any]) -> RecordedEpisode:
     )
 
 
-def _turn(record: Mapping[str, Any], turn: Mapping[str, Any], started_s: float) -> RecordedTurn:
-    start, end, versions = int(turn["start"]), int(turn["end"]), record["versions"]
-    has_versions = 0 <= start < end <= len(versions)
+def _versions_of_turns(record: Mapping[str, Any]) -> list[Sequence[int]]:
+    """Return for each turn the versions of its tokens; empty if they are unknown.
+
+    Turns at 0:0 (`model.thinking: strip`) are in branches without turns of their own, in this order. Such a turn begins
+    where its prompt ends.
+    """
+    later = [branch["versions"] for branch in record["branches"] if not branch["turns"]]
+    found: list[Sequence[int]] = []
+    place = read = 0  # the branch of the last turn that was found in one, and where it ended there
+    for turn in record["turns"]:
+        start, end = int(turn["start"]), int(turn["end"])
+        if end:
+            found.append(record["versions"][start:end])
+            continue
+        start = turn["prompt_tokens"] or 0
+        end = start + (turn["completion_tokens"] or 0)
+        at = [n for n in range(place, len(later)) if (n > place or start >= read) and _sampled(later[n], start, end)]
+        found.append(later[at[0]][start:end] if at else [])
+        place, read = (at[0], end) if at else (place, read)
+    return found
+
+
+def _sampled(versions: Sequence[int], start: int, end: int) -> bool:
+    """True if the model sampled each token of `start:end`; versions of other tokens are -1."""
+    return start < end <= len(versions) and min(versions[start:end]) >= 0
+
+
+def _turn(turn: Mapping[str, Any], versions: Sequence[int], started_s: float) -> RecordedTurn:
+    start, end = int(turn["start"]), int(turn["end"])
     return RecordedTurn(
         started_s=started_s,
         generate_s=float(turn["generate_s"]),
         step_s=float(turn["step_s"]),
         tokens=max(1, int(turn["completion_tokens"] or end - start)),
         prompt=int(turn["prompt_tokens"] or start),
-        first_version=int(versions[start]) if has_versions else 0,
-        last_version=int(versions[end - 1]) if has_versions else 0,
+        first_version=int(versions[0]) if versions else 0,
+        last_version=int(versions[-1]) if versions else 0,
     )
 
 
