@@ -313,6 +313,99 @@ def test_kill_9_while_a_checkpoint_is_written_costs_only_that_checkpoint(tmp_pat
         assert [path.name for path in run.checkpoints_folder.iterdir()] == ["step_4"]
 
 
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def resumed(runs: Path) -> RunDir:
+    return RunDir.create(config(runs), resume=True)
+
+
+@pytest.mark.parametrize("damage", ["has other bytes", "has 1 of ", "is missing", "checksums.json cannot be read"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        for step in (3, 4, 5):
+            write_checkpoint(run, step)
+    model = run.checkpoint_folder(5) / "hf" / "config.json"
+    if damage == "has other bytes":
+        flip_a_bit(model)
+    elif damage == "is missing":
+        model.unlink()
+    elif damage == "has 1 of ":
+        os.truncate(model, 1)
+    else:
+        (run.checkpoint_folder(5) / "checksums.json").write_text("{")
+    (run.checkpoints_folder / "step_5.bak").mkdir()  # of an earlier damage
+    with resumed(tmp_path) as run:
+        latest = run.latest_checkpoint()
+        assert latest is not None
+        assert latest.step == 4
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"step_5: damaged ({'' if 'json' in damage else 'hf/config.json '}{damage}" in line
+    assert "now step_5.bak2, the run uses step 4" in line
+    with resumed(tmp_path):
+        assert capsys.readouterr().err == ""
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 3)
+    flip_a_bit(run.checkpoint_folder(3) / "trainer.json")
+    with pytest.raises(CheckpointError, match=r"step_3: damaged \(trainer.json has other bytes.*name=OTHER"):
+        resumed(tmp_path)
+    assert list_checkpoints(run.folder), "it is left as it is"
+    run.checkpoints_folder.rename(tmp_path / "aside")  # as the line says
+    with resumed(tmp_path) as run:
+        assert run.latest_checkpoint() is None
+
+
+def test_a_checkpoint_of_an_older_version_is_used_and_said_to_be_unchecked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 3)
+    (run.checkpoint_folder(3) / "checksums.json").unlink()
+    with resumed(tmp_path) as run:
+        assert run.latest_checkpoint() is not None
+    assert "step_3: has no checksums (of an older version), so it is not checked" in capsys.readouterr().err
+
+
+def test_a_checkpoint_that_the_disk_gives_back_changed_does_not_replace_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        write_checkpoint(run, 3)
+        monkeypatch.setattr("roll_flash.run.run_dir.sync_tree", lambda folder: flip_a_bit(folder / "hf/config.json"))
+        with pytest.raises(CheckpointError, match=r"step_4: read back from the disk, hf/config.json has other bytes"):
+            write_checkpoint(run, 4)
+        assert [path.name for path in run.checkpoints_folder.iterdir()] == ["step_3"]
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def recorded_fsync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def recorded_rename(path: Path, target: Path) -> Path:
+        done.append("rename")
+        return rename(path, target)
+
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        monkeypatch.setattr(os, "fsync", recorded_fsync)
+        monkeypatch.setattr(Path, "rename", recorded_rename)
+        write_checkpoint(run, 3)
+    files = ["COMPLETE", "checksums.json", "config.json", "hf", "state", "step_3.partial", "trainer.json"]
+    assert sorted(done[: len(files)]) == files
+    assert done[len(files) :] == ["rename", "checkpoints"]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path: Path) -> None:
     with RunDir.create(config(tmp_path), resume=False) as run:
         write_checkpoint(run, 4, "old")

@@ -314,7 +314,8 @@ class CheckpointConfig(Section):
     every: NonNegativeInt = 0
     """Steps between checkpoints, in addition to those by time; 0: none by steps."""
     keep: PositiveInt = 1
-    """Number of newest checkpoints to keep. An old one is removed only after a newer one is complete."""
+    """Number of newest checkpoints to keep. An old one is removed only after a newer one is complete. `--resume` takes
+    the one before if the newest is damaged, so 2 are safer than 1."""
 
 
 class MonitorConfig(Section):

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, is_intact, with_checksum
+from roll_flash.run.files import free_name, sync
 
 FORMAT = 1
 Event = Mapping[str, Any]
@@ -49,6 +50,7 @@ class Journal:
         self._file = JsonLinesFile(self._folder / f"after_step_{step:06d}.jsonl")
         if not self._file.path.stat().st_size:
             self.write({"event": "begin", "format": FORMAT})
+            sync(self._folder)
 
     def write(self, event: Event) -> None:
         assert self._file is not None, "begin comes first"
@@ -83,15 +85,16 @@ class Damage:
 
 
 def read_journal(folder: Path, step: int = 0) -> tuple[list[Event], Damage | None]:
-    """Return the events after the checkpoint of `step`, up to the first damaged line. A last line without newline is
-    what a killed process leaves, and no damage."""
+    """Return the events after the checkpoint of `step`, up to the first damaged line. A last line of the last file
+    without newline is what a killed process leaves, and no damage."""
     events: list[Event] = []
-    for number, path in journal_files(folder).items():
+    files = journal_files(folder)
+    for number, path in files.items():
         if number < step:
             continue
         offset = 0
         for place, line in enumerate(path.read_bytes().splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
+            if not line.endswith(b"\n") and number == max(files):
                 break
             event = json.loads(line) if is_intact(line) else None
             if event is None or (event["event"] == "begin" and event["format"] != FORMAT):
@@ -106,7 +109,7 @@ def cut_at(folder: Path, damage: Damage) -> None:
     """Keep the journal up to a damaged line, and set aside a copy of the whole as `*.bak`: events without those before
     them say nothing."""
     set_aside(folder, damage.step + 1)
-    shutil.copyfile(damage.path, _backup(damage.path))
+    shutil.copyfile(damage.path, free_name(damage.path))
     os.truncate(damage.path, damage.offset)
 
 
@@ -114,8 +117,4 @@ def set_aside(folder: Path, step: int) -> None:
     """Rename the files of the checkpoint of `step` and of later ones to `*.bak`."""
     for number, path in journal_files(folder).items():
         if number >= step:
-            path.replace(_backup(path))
-
-
-def _backup(path: Path) -> Path:
-    return path.with_name(path.name + ".bak")
+            path.replace(free_name(path))

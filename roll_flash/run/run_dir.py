@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +24,12 @@ from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.processes.gpus import is_cpu_installation
+from roll_flash.run.checksums import find_damage, has_checksums, write_checksums
+from roll_flash.run.files import free_name, sync, sync_tree
 from roll_flash.run.journal import set_aside
 from roll_flash.run.scale_request import ANSWER, REQUEST
 from roll_flash.run.trained_tasks import TRAINED_TASKS
+from roll_flash.terminal import say
 
 FOLDERS = ("episodes", "journal", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
@@ -71,7 +74,7 @@ class RunDir:
         """Create (or, with `resume`, take over) `config.run_folder` and save the resolved config in it.
 
         Raises ConfigError if the name is taken or in use, or the saved run is a different one; RunError for a full
-        disk.
+        disk; CheckpointError if all checkpoints are damaged.
         """
         folder = config.run_folder
         require_owned_by_user(folder)
@@ -83,6 +86,8 @@ class RunDir:
             run = cls(folder, _lock(folder))
             try:
                 run._fill(config)
+                if resume:
+                    run._set_damaged_aside()
             except BaseException:
                 run.close()
                 if not resume:
@@ -147,15 +152,19 @@ class RunDir:
 
     @contextmanager
     def writing_checkpoint(self, step: int) -> Iterator[Path]:
-        """Yield an empty folder for a checkpoint; it becomes `step_N` if the block ends without an error."""
+        """Yield an empty folder for a checkpoint; it becomes `step_N` if the block ends without an error, and its files
+        are as written when they are read back."""
         final = self.checkpoint_folder(step)
         partial = final.with_name(f"{final.name}.partial")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         try:
             yield partial
+            write_checksums(partial)
             (partial / COMPLETE).touch()
-            _sync_tree(partial)
+            sync_tree(partial)
+            if damage := find_damage(partial):
+                raise CheckpointError(f"{final}: read back from the disk, {damage}; check the disk, or set `runs`")
             _replace_folder(partial, final)
         except OSError as error:
             raise CheckpointError(f"{final}: the checkpoint could not be written: {error}") from error
@@ -165,8 +174,7 @@ class RunDir:
     def prune_checkpoints(self, keep: int) -> None:
         """Remove all but the newest `keep` complete checkpoints."""
         for checkpoint in list_checkpoints(self.folder)[:-keep]:
-            (checkpoint.folder / COMPLETE).unlink()
-            shutil.rmtree(checkpoint.folder)
+            _remove(checkpoint)
 
     def set_aside_after(self, step: int) -> None:
         """Rename (to `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
@@ -175,7 +183,7 @@ class RunDir:
             for path in sorted(parent.glob("step_*")):
                 match = _STEP.fullmatch(path.name.removesuffix(".jsonl"))
                 if match and int(match[1]) > step:
-                    path.rename(_free_name(path))
+                    path.rename(free_name(path))
         for path in (self.episodes / DROPPED_FILE, self.logs / TRAINED_TASKS, self.logs / TIMELINE):
             keep_steps_until(path, step)
 
@@ -201,7 +209,7 @@ class RunDir:
     def _save_config(self, config: Config) -> None:
         path, text = self.folder / "config.yaml", config.to_yaml()
         if path.exists() and path.read_text() != text:
-            path.rename(_free_name(path))
+            path.rename(free_name(path))
         if not path.exists():
             path.write_text(text)
 
@@ -214,6 +222,32 @@ class RunDir:
                 shutil.rmtree(path)
             else:
                 path.rename(path.with_suffix(""))
+
+    def _set_damaged_aside(self) -> None:
+        """Rename the newest checkpoints to `*.bak` as far as they are damaged, and say so.
+
+        Raises CheckpointError, and renames none, if there is no other.
+        """
+        damaged: list[tuple[Checkpoint, str]] = []
+        for checkpoint in reversed(list_checkpoints(self.folder)):
+            if not has_checksums(checkpoint.folder):
+                say(f"{checkpoint.folder}: has no checksums (of an older version), so it is not checked", error=True)
+            if not (damage := find_damage(checkpoint.folder)):
+                break
+            damaged.append((checkpoint, damage))
+        else:
+            if damaged:
+                raise _all_damaged(*damaged[0])
+        for bad, damage in damaged:
+            aside = bad.folder.rename(free_name(bad.folder))
+            say(f"{bad.folder}: damaged ({damage}); now {aside.name}, the run uses step {checkpoint.step}", error=True)
+
+
+def _all_damaged(newest: Checkpoint, damage: str) -> CheckpointError:
+    return CheckpointError(
+        f"{newest.folder}: damaged ({damage}), and no other checkpoint is whole; put back a copy, or begin again: "
+        f"with name=OTHER, or under this name after you have renamed {newest.folder.parent}"
+    )
 
 
 def require_owned_by_user(folder: Path) -> None:
@@ -287,6 +321,38 @@ def list_checkpoints(run_folder: Path) -> list[Checkpoint]:
         if match and (path / COMPLETE).exists():
             found.append(Checkpoint(int(match[1]), path))
     return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+def _remove(checkpoint: Checkpoint) -> None:
+    """Remove a checkpoint; what a killed process leaves of it is no checkpoint, and removed by the next resume."""
+    partial = checkpoint.folder.with_name(f"{checkpoint.folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    shutil.rmtree(checkpoint.folder.rename(partial))
+
+
+def newest_whole(run_folder: Path) -> Checkpoint | None:
+    """Newest checkpoint without damage. Reads all of its files."""
+    found = reversed(list_checkpoints(run_folder))
+    return next((checkpoint for checkpoint in found if not find_damage(checkpoint.folder)), None)
+
+
+def remove_checkpoints(run_folder: Path, steps: Collection[int]) -> None:
+    """Remove checkpoints of a run that does not run. Raises ConfigError, and removes none, if it runs, or for a step
+    without a checkpoint or with the newest whole one."""
+    require_owned_by_user(run_folder)
+    with RunDir(run_folder, _lock(run_folder)):
+        found = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run_folder)}
+        if missing := [step for step in steps if step not in found]:
+            have = ", ".join(map(str, found)) or "none"
+            raise ConfigError(f"{run_folder}: no complete checkpoint of step {missing[0]}; it has: {have}")
+        newest = newest_whole(run_folder)
+        if newest is not None and newest.step in steps:
+            raise ConfigError(
+                f"{newest.folder}: is the newest whole checkpoint, from which --resume goes on; if you need nothing of "
+                "the run, remove its folder"
+            )
+        for step in set(steps):
+            _remove(found[step])
 
 
 def find_run(name: str, runs: str = "runs") -> Path:
@@ -409,14 +475,6 @@ def _lock(folder: Path) -> IO[str]:
     return file
 
 
-def _free_name(path: Path) -> Path:
-    candidate, number = path.with_name(path.name + ".bak"), 1
-    while candidate.exists():
-        number += 1
-        candidate = path.with_name(f"{path.name}.bak{number}")
-    return candidate
-
-
 def _replace_folder(new: Path, final: Path) -> None:
     """Rename `new` to `final`; remove the previous one only after the replacement."""
     old = final.with_name(f"{final.name}.old")
@@ -424,24 +482,8 @@ def _replace_folder(new: Path, final: Path) -> None:
     if final.exists():
         final.rename(old)
     new.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
     sync(final.parent)
-
-
-def _sync_tree(folder: Path) -> None:
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            sync(Path(parent) / name)
-        sync(Path(parent))
-
-
-def sync(path: Path) -> None:
-    """Write a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def require_new(target: str) -> Path:

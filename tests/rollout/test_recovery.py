@@ -10,7 +10,7 @@ import asyncio
 import json
 import random
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import aclosing
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from roll_flash.rollout.fleet import Ended
 from roll_flash.rollout.recovery import Recovery
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
-from roll_flash.run.journal import Journal, read_journal
+from roll_flash.run.journal import Damage, Journal, cut_at, read_journal, set_aside
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.run.verify import verify_run
 from roll_flash.scheduling.open_tasks import open_tasks
@@ -129,7 +129,7 @@ async def play(
     fleet: Fleet,
     *,
     resumed: Resumed | None = None,
-    checkpoint_at: int | None = None,
+    checkpoints: Collection[int] = (),
     on_step: Callable[[int], None] = lambda _: None,
 ) -> Rollout:
     """What the trainer does, up to STEPS. `on_step` is called when the journal has the step."""
@@ -159,7 +159,7 @@ async def play(
                         await learner.accumulate(micro_batch.groups)
                 result = await learner.finish_step()
                 await run.version_advanced(result.version, batches, result.metrics)
-                if result.version == checkpoint_at:
+                if result.version in checkpoints:
                     with run_dir.writing_checkpoint(result.version) as folder:
                         (folder / "state").mkdir()
                         (folder / "state/version.json").write_text(str(result.version))
@@ -180,7 +180,9 @@ async def play(
     return run
 
 
-async def killed(folder: Path, seed: int, *, at: int | None = None, **scheduler: Any) -> tuple[Config, Learner, Path]:
+async def killed(
+    folder: Path, seed: int, *, at: int | None = None, checkpoints: Collection[int] = (2,), **scheduler: Any
+) -> tuple[Config, Learner, Path]:
     """A run to its end; and its folder as it was after step `at`, or at some moment after the checkpoint of step 2."""
     config = config_of(folder / "whole", **scheduler)
     learner, copy = Learner(config.scheduler.highest_async_ratio), folder / "killed/run"
@@ -198,7 +200,7 @@ async def killed(folder: Path, seed: int, *, at: int | None = None, **scheduler:
             shutil.copytree(run_dir.folder, copy)
 
     with RunDir.create(config, resume=False) as run_dir:
-        await play(config, run_dir, learner, Fleet(seed, 0, on_end), checkpoint_at=2, on_step=on_step)
+        await play(config, run_dir, learner, Fleet(seed, 0, on_end), checkpoints=checkpoints, on_step=on_step)
     return config_of(folder / "killed", **scheduler), learner, copy
 
 
@@ -303,7 +305,7 @@ def flip(path: Path) -> None:
 def test_verify_finds_that(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     async def run() -> None:
         with RunDir.create(config_of(tmp_path), resume=False) as run_dir:
-            await play(config_of(tmp_path), run_dir, Learner(1.0), Fleet(1, 0, lambda: None), checkpoint_at=2)
+            await play(config_of(tmp_path), run_dir, Learner(1.0), Fleet(1, 0, lambda: None), checkpoints=(2,))
 
     asyncio.run(run())
     assert main(["verify", str(tmp_path / "run")]) == 0
@@ -375,6 +377,58 @@ def test_a_damaged_journal_is_used_up_to_the_damage_and_the_rest_set_aside(damag
         assert read_journal(copy / "journal", 2)[1] is None
 
     asyncio.run(run())
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_repeats_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    async def run() -> None:
+        config, whole, copy = await killed(tmp_path, 11, at=4, checkpoints=(2, 3))
+        flip(copy / "checkpoints/step_3/trainer.json")
+        resumed, learner = await resumed_from(config, [])
+        assert resumed.checkpoint.step == 2
+        assert {step: learner.steps[step] for step in (3, 4)} == {step: whole.steps[step] for step in (3, 4)}
+        assert not [finding for finding in verify_run(copy) if not finding.ok]
+
+    asyncio.run(run())
+
+
+def test_a_journal_file_that_is_cut_short_before_the_last_one_is_damaged(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for step in (0, 2):
+        journal.begin(step)
+        journal.write({"event": "dropped", "group": "g1"})
+    journal.close()
+    first, last = sorted(tmp_path.iterdir())
+    last.write_bytes(last.read_bytes()[:-5])
+    assert read_journal(tmp_path)[1] is None, "what a killed process leaves"
+    first.write_bytes(first.read_bytes()[:-5])
+    events, damage = read_journal(tmp_path)
+    assert damage is not None
+    assert "after_step_000000.jsonl, line 2 is damaged" in damage.message
+    assert len(events) == 1
+
+
+def test_what_a_journal_sets_aside_replaces_nothing_that_was_set_aside_before(tmp_path: Path) -> None:
+    for text in ("first", "second"):
+        (tmp_path / "after_step_000002.jsonl").write_text(text)
+        set_aside(tmp_path, 2)
+    (tmp_path / "after_step_000001.jsonl.bak").write_text("first")
+    (tmp_path / "after_step_000001.jsonl").write_text("second")
+    cut_at(tmp_path, Damage(1, tmp_path / "after_step_000001.jsonl", 3, ""))
+    for step in (1, 2):
+        assert (tmp_path / f"after_step_00000{step}.jsonl.bak").read_text() == "first"
+        assert (tmp_path / f"after_step_00000{step}.jsonl.bak2").read_text() == "second"
+
+
+def test_a_new_journal_file_is_in_its_folder_after_a_loss_of_power(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("roll_flash.run.journal.sync", synced.append)
+    for _ in range(2):
+        journal = Journal(tmp_path)
+        journal.begin(0)
+        journal.close()
+    assert synced == [tmp_path]
 
 
 def test_a_trajectory_that_the_disk_has_lost_is_played_again_and_a_step_without_it_trained_anew(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from roll_flash.errors import CheckpointError
 from roll_flash.processes.background import begin_in_background, in_thread
-from roll_flash.run.run_dir import sync
+from roll_flash.run.files import sync
 
 MANIFEST = "learner.json"
 _FORMAT = 1

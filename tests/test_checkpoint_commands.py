@@ -1,0 +1,82 @@
+"""`roll-flash checkpoints`: what a user sees, and what is never removed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from roll_flash.cli.main import main
+from roll_flash.config.tree import load_config
+from roll_flash.run.run_dir import RunDir, list_checkpoints
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run with the checkpoints 1, 2 and 3, that has ended."""
+    tree = {"name": "mine", "runs": str(tmp_path), "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
+    with RunDir.create(load_config(tree), resume=False) as run_dir:
+        for step in (1, 2, 3):
+            with run_dir.writing_checkpoint(step) as folder:
+                (folder / "trainer.json").write_text("{}" * 1000)
+    return run_dir.folder
+
+
+def steps_of(run: Path) -> list[int]:
+    return [checkpoint.step for checkpoint in list_checkpoints(run)]
+
+
+def change_a_byte(run: Path, step: int) -> None:
+    with (run / f"checkpoints/step_{step}/trainer.json").open("rb+") as file:
+        file.write(b"[")
+
+
+def test_ls_shows_step_time_size_and_what_is_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "checkpoints/step_1/checksums.json").unlink()
+    (run / "checkpoints/step_2/trainer.json").unlink()
+    assert main(["checkpoints", "ls", str(run)]) == 0
+    head, *rows = [line.split(maxsplit=4) for line in capsys.readouterr().out.splitlines()]
+    assert head == ["step", "time", "size", "state"]
+    assert [[row[0], row[3], row[4]] for row in rows] == [
+        ["1", "MiB", "unknown: an older version wrote it without checksums"],
+        ["2", "MiB", "damaged: trainer.json is missing"],
+        ["3", "MiB", "whole"],
+    ]
+    assert main(["checkpoints", "ls", str(run), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)[2]["bytes"] > 2000
+
+
+def test_verify_finds_a_changed_byte_and_fails(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "verify", str(run)]) == 0
+    change_a_byte(run, 2)
+    capsys.readouterr()
+    assert main(["checkpoints", "verify", str(run)]) == 1
+    assert "damaged: trainer.json has other bytes than were written" in capsys.readouterr().out
+    assert main(["checkpoints", "verify", str(run), "2"]) == 1
+    assert main(["checkpoints", "verify", str(run), "3"]) == 0
+    assert main(["checkpoints", "verify", str(run), "7"]) == 2
+
+
+def test_rm_removes_the_named_ones(run: Path) -> None:
+    assert main(["checkpoints", "rm", str(run), "1", "2"]) == 0
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_3"]
+
+
+def test_rm_keeps_the_newest_whole_one_and_removes_damaged_ones(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", "rm", str(run), "2", "3"]) == 2
+    assert "step_3: is the newest whole checkpoint" in capsys.readouterr().err
+    assert main(["checkpoints", "rm", str(run), "1", "9"]) == 2
+    assert "no complete checkpoint of step 9; it has: 1, 2, 3" in capsys.readouterr().err
+    assert steps_of(run) == [1, 2, 3]
+    change_a_byte(run, 3)
+    assert main(["checkpoints", "rm", str(run), "2"]) == 2
+    assert main(["checkpoints", "rm", str(run), "1", "3"]) == 0
+    assert steps_of(run) == [2]
+
+
+def test_rm_leaves_a_running_run_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with RunDir.create(load_config(run / "config.yaml"), resume=True):
+        assert main(["checkpoints", "rm", str(run), "1"]) == 2
+    assert "the run is in use by process" in capsys.readouterr().err
+    assert steps_of(run) == [1, 2, 3]
