@@ -13,6 +13,7 @@ from dataclasses import replace
 from roll_flash.config.tree import Config
 from roll_flash.errors import ConfigError
 from roll_flash.models.shape import ModelShape
+from roll_flash.planner.machines.communication import GATHERS_PER_ROW, all_reduce_s, gather_s, ranks_of_copy
 from roll_flash.planner.machines.hardware import Hardware
 from roll_flash.planner.machines.memory import (
     HALF,
@@ -70,17 +71,18 @@ def _speeds(config: Config, shape: ModelShape, hardware: Hardware, context: floa
     shares_gpu = hardware.gpus == 1
     room = cache_bytes(config, shape, hardware.gpu_bytes, shares_gpu=shares_gpu)
     weights = weight_times(config, shape, hardware)
-    train_s = _train_flops(config, shape, context) / flops / learner.ranks
-    states = (MASTER + MOMENTS) * trained_parameters(learner, shape) // learner.ranks
+    train_s = _train_flops(config, shape, context) / flops
+    gathered_s = gather_s(config, shape, hardware) / learner.micro_batch_tokens
+    states = (MASTER + MOMENTS) * trained_parameters(learner, shape) // ranks_of_copy(config)
     return Speeds(
         request_s=REQUEST_S,
         token_s=ITERATION_S + weights_s - growth_s + sync_s,
         sequence_s=per_sequence_s + growth_s,
         prompt_token_s=2 * shape.computed / flops / split,
         call_s=CALL_S,
-        train_token_s=train_s * learner.ranks,
-        proximal_token_s=train_s * learner.ranks / 3,
-        update_s=2 * states / bytes_per_s,
+        train_token_s=max(train_s, gathered_s),
+        proximal_token_s=max(train_s / 3, gathered_s / GATHERS_PER_ROW),
+        update_s=2 * states / bytes_per_s + all_reduce_s(config, shape, hardware),
         stage_s=CALL_S + weights.stage_s,
         report_s=REPORT_S,
         pause_s=weights.pause_s,
