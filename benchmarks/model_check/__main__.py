@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.model_check.architectures import check_names
 from benchmarks.model_check.check import compare, publish
 from benchmarks.model_check.comparison import Comparison
 from benchmarks.model_check.publication import Published
@@ -38,6 +39,7 @@ def main(words: Sequence[str] | None = None) -> int:
     asked = arguments(words)
     results: list[Comparison | Published] = []
     try:
+        check_names(asked.models)
         for result in publish(asked.models) if asked.vllm else compare(asked.models):
             line = f"{'' if result.is_ok else 'WRONG: '}{result.line()}"
             print(line, file=sys.stderr if asked.json else sys.stdout, flush=True)

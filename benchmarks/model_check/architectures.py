@@ -6,10 +6,14 @@ the texts that are compared, heads share keys, and experts are routed.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from roll_flash.models import tiny
+from roll_flash.errors import ModelError
+from roll_flash.models import hub, tiny
+from roll_flash.models.prepare import is_model, resolve_model
 
 VOCABULARY = 128
 _COMMON: dict[str, Any] = {
@@ -221,6 +225,20 @@ SERVED = (
     "falcon_h1",
 )
 """Architectures that are published to a vLLM server."""
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ModelError for the first name that is neither an architecture of the lists nor a model that can be
+    trained. Imports no torch."""
+    for name in names:
+        if name in SHARED | ALONE:
+            continue
+        if is_model(name) or hub.is_hub_id(name) or Path(name).expanduser().exists():
+            resolve_model(name)
+            continue
+        near = difflib.get_close_matches(name, [*SHARED, *ALONE], n=1)
+        hint = f"did you mean {near[0]}?" if near else "give an architecture of docs/models.md or a model folder"
+        raise ModelError(f"{name}: no architecture and no model has this name; {hint}")
 
 
 def write_model(name: str, folder: Path, **changes: Any) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.errors import ModelError
+from roll_flash.terminal import say
 
 _BY_TOKEN = ("embed_tokens.weight", "lm_head.weight")
 """Ends of names of weights that have one row for each token of the vocabulary."""
@@ -49,12 +51,8 @@ def check_config(folder: Path) -> dict[str, Any]:
         )
     if not kind or not isinstance(kind, str):
         raise ModelError(f"{file}: names no model_type; copy the config.json of the model again")
-    if not _is_known(kind):
-        own = ", and the code that comes with it (auto_map) is not run" if "auto_map" in config else ""
-        raise ModelError(
-            f"{folder}: transformers {version('transformers')} has no model_type {kind!r}{own}; docs/models.md lists "
-            "architectures that can be trained"
-        )
+    if not _has_package(kind):
+        _check_listed(folder, kind, "auto_map" in config)
     if quantization := config.get("quantization_config"):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise ModelError(
@@ -64,16 +62,27 @@ def check_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _is_known(kind: str) -> bool:
-    """True for a `model_type` of transformers. Most are also the name of a package in it, which is seen in no time; the
-    import of its list takes seconds."""
+def _has_package(kind: str) -> bool:
+    """True if a `model_type` is also the name of a package in transformers, as most are: that is seen in no time."""
     package = find_spec("transformers")
     places = package.submodule_search_locations if package else None
-    if kind.isidentifier() and any((Path(place) / "models" / kind).is_dir() for place in places or ()):
-        return True
+    return kind.isidentifier() and any((Path(place) / "models" / kind).is_dir() for place in places or ())
+
+
+def _check_listed(folder: Path, kind: str, has_own_code: bool) -> None:
+    """Raises ModelError if transformers does not list a `model_type`. The import of its list takes seconds."""
+    say(f"{folder}: looking for model_type {kind!r} in the list of transformers (usually 3-10 s)", error=True)
     from transformers import CONFIG_MAPPING
 
-    return kind in CONFIG_MAPPING
+    if kind in CONFIG_MAPPING:
+        return
+    own = ", and the code that comes with it (auto_map) is not run" if has_own_code else ""
+    near = difflib.get_close_matches(kind, list(CONFIG_MAPPING), n=1)
+    meant = f"did you mean {near[0]}? " if near else ""
+    raise ModelError(
+        f"{folder}: transformers {version('transformers')} has no model_type {kind!r}{own}; {meant}docs/models.md "
+        "lists architectures that can be trained"
+    )
 
 
 def check_chat_template(folder: Path) -> None:
