@@ -28,7 +28,7 @@ from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoint_writer import CheckpointSchedule
-from roll_flash.run.run_dir import RunDir
+from roll_flash.run.run_dir import RunDir, check_run_folder
 from roll_flash.scheduling.policy import has_signal
 from roll_flash.scheduling.signal_watch import SignalWatch
 from roll_flash.start_checks import check_parts, check_sandboxes
@@ -60,7 +60,8 @@ def train(config: Config, *, resume: bool = False, on_step: OnStep | None = None
     Raises RollFlashError, or KeyboardInterrupt after Ctrl-C, SIGTERM or SIGHUP, when a checkpoint has been written.
     """
     make_logs_printable()
-    # Report problems before a run folder of this name exists.
+    # Report problems before a run folder of this name exists, those that are found at once first.
+    check_run_folder(config, resume=resume)
     checked = check_parts(config)
     if config.ray.address is None:  # else workers may be on other nodes, which are checked when their places are known
         run_to_end(check_sandboxes(config, checked.sandboxes))

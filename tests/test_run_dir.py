@@ -447,7 +447,7 @@ def test_a_run_without_a_checkpoint_begins_again_under_its_name_and_says_so(tmp_
     with RunDir.create(config(tmp_path), resume=False) as run, EpisodesWriter(run.episodes) as writer:
         writer.write(0, trajectory())
     with RunDir.create(config(tmp_path), resume=True) as run:
-        checked = Mock(model_folder=tmp_path, sandboxes=[])
+        checked = Mock(model_folder=tmp_path, sandboxes=[], fit=None)
         start = system.Start.of(config(tmp_path), run, checked, resume=True)
         assert start.resumes
         assert start.checkpoint is None
