@@ -48,6 +48,7 @@ from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
 from roll_flash.run.checkpoint_writer import CheckpointWriter
+from roll_flash.run.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.journal import Journal
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
@@ -168,18 +169,25 @@ class Start:
     resumes: bool
     checkpoint: Checkpoint | None
     """Checkpoint of a resumed run; None if it has none yet and begins again."""
+    disk: str
+    """Line about the disk that checkpoints will take."""
 
     @classmethod
     def of(cls, config: Config, run_dir: RunDir, checked: Checked, *, resume: bool) -> Start:
-        """Read the start state. Raises CheckpointError if the checkpoint cannot be read."""
+        """Read the start state. Raises CheckpointError if the checkpoint cannot be read, RunError if the disk has no
+        room for checkpoints."""
         assert checked.model_folder is not None, "training has a model of its own"
         checkpoint = run_dir.latest_checkpoint() if resume else None
         if checkpoint is not None:
             read_state(checkpoint)
-        return cls(config, run_dir, checked.model_folder, checked.sandboxes, checked.fit, resume, checkpoint)
+        disk = check_disk(config, checked.model_folder, existing=int(checkpoint is not None))
+        return cls(config, run_dir, checked.model_folder, checked.sandboxes, checked.fit, resume, checkpoint, disk)
 
     def announce(self, progress: Progress) -> None:
         config = self.config
+        for change in self.run_dir.config_changes:
+            progress.note(f"changed by this resume: {change}")
+        progress.note(self.disk)
         progress.note(
             f"run folder {self.run_dir.folder}; starting the learner, then {config.inference.servers} inference "
             f"server(s) and {config.rollout.workers} rollout worker(s) ({config.usual_start}; logs in "
@@ -480,8 +488,8 @@ def _open_checkpoints(start: Start, learner: LearnerEngine, rollout: Rollout) ->
         learner,
         rollout_state=rollout.state,
         episodes_written=rollout.written,
-        keep=start.config.checkpoint.keep,
-        model_bytes=sum(path.stat().st_size for path in start.model_folder.glob("*.safetensors")),
+        config=start.config.checkpoint,
+        checkpoint_bytes=checkpoint_bytes(start.config, start.model_folder),
         timeout_s=start.config.learner.step_timeout_s,
     )
 

@@ -373,6 +373,7 @@ def test_a_dry_run_prints_a_tree_that_can_be_run(capsys: pytest.CaptureFixture[s
     assert main(["train", config_file(), "--dry-run", "envs.0.id=users_environments:Echo-v0", "steps=9"]) == 0
     out = capsys.readouterr().out
     assert "# environment: users_environments:Echo-v0 resets with 1 messages" in out
+    assert "# disk: checkpoints take about 0.01 GiB each; up to 1 kept" in out
     assert load_config(yaml.safe_load(out)).steps == 9
     assert not Path("runs").exists()
 

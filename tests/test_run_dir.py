@@ -23,9 +23,11 @@ from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
 from roll_flash.monitor.progress import Progress
 from roll_flash.resume import resume
 from roll_flash.run import scale_request
+from roll_flash.run.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.run_dir import (
     Checkpoint,
     RunDir,
+    check_run_folder,
     export_checkpoint,
     find_checkpoint,
     find_run,
@@ -137,6 +139,7 @@ def test_resume_of_a_run_that_is_not_there_says_so(tmp_path: Path) -> None:
         ({"learner": {"advantage": "rloo"}}, "learner.advantage"),
         ({"learner": {"loss": {"name": "ppo"}}}, "learner.loss.name"),
         ({"learner": {"lora": {"alpha": 8.0}}}, "learner.lora.alpha"),
+        ({"learner": {"lora": {"rank": 4}}}, "learner.lora.rank"),
     ],
 )
 def test_resume_with_another_model_environment_or_algorithm_is_refused(
@@ -152,6 +155,47 @@ def test_resume_may_change_the_number_of_steps_and_keeps_the_old_config(tmp_path
     with RunDir.create(config(tmp_path, steps=9), resume=True) as run:
         assert load_config(run.folder / "config.yaml").steps == 9
         assert load_config(run.folder / "config.yaml.bak").steps == 5
+
+
+def test_resume_names_each_changed_key_with_its_old_and_new_value(tmp_path: Path) -> None:
+    RunDir.create(config(tmp_path, steps=5), resume=False).close()
+    changed = config(tmp_path, steps=9, learner={"learning_rate": 3e-5, "betas": [0.8, 0.9]})
+    lines = ["learner.betas: [0.9, 0.95] -> [0.8, 0.9]", "learner.learning_rate: 1e-05 -> 3e-05", "steps: 5 -> 9"]
+    assert check_run_folder(changed, resume=True) == lines
+    with RunDir.create(changed, resume=True) as run:
+        assert run.config_changes == lines
+        said = io.StringIO()
+        start = system.Start.of(changed, run, Mock(model_folder=tmp_path, sandboxes=[]), resume=True)
+        start.announce(Progress(1, stream=said))
+        assert all(f"changed by this resume: {line}" in said.getvalue() for line in lines)
+    with RunDir.create(changed, resume=True) as run:
+        assert run.config_changes == []
+
+
+def model_folder(folder: Path, parameters: int) -> Path:
+    """A model folder whose file has the header of one tensor, and none of its bytes."""
+    header = json.dumps({"weight": {"dtype": "BF16", "shape": [parameters], "data_offsets": [0, 2 * parameters]}})
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    return folder
+
+
+def test_the_disk_that_checkpoints_take_is_said_before_the_run(tmp_path: Path) -> None:
+    model = model_folder(tmp_path / "model", 1 << 20)
+    settings = config(tmp_path, steps=20, checkpoint={"keep": 2, "keep_every": 10})
+    assert checkpoint_bytes(settings, model) == 16 << 20
+    assert checkpoint_bytes(config(tmp_path, learner={"lora": {"rank": 4}}), model) == 8 << 20
+    assert check_disk(settings, model).startswith(
+        "checkpoints take about 0.02 GiB each; up to 4 kept, and one more while it is written: 0.08 GiB; "
+    )
+
+
+def test_a_disk_without_room_for_two_checkpoints_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_folder(tmp_path / "model", 1 << 30)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: Mock(free=31 << 30))
+    with pytest.raises(RunError, match=r"about 16.00 GiB each.* 32.00 GiB are needed .* only 31.00 GiB are free"):
+        check_disk(config(tmp_path), model)
+    assert "31.00 GiB are free" in check_disk(config(tmp_path), model, existing=1)
 
 
 def test_two_processes_cannot_share_a_run_folder(tmp_path: Path) -> None:
@@ -427,6 +471,14 @@ def test_pruning_keeps_the_newest(tmp_path: Path) -> None:
             write_checkpoint(run, step)
         run.prune_checkpoints(keep=2)
         assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [3, 10]
+
+
+def test_pruning_also_keeps_every_so_many_steps(tmp_path: Path) -> None:
+    with RunDir.create(config(tmp_path), resume=False) as run:
+        for step in (1, 10, 15, 20, 21):
+            write_checkpoint(run, step)
+        run.prune_checkpoints(keep=1, keep_every=10)
+        assert [checkpoint.step for checkpoint in list_checkpoints(run.folder)] == [10, 20, 21]
 
 
 def test_rewinding_sets_later_steps_aside_and_keeps_them(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from roll_flash.errors import EnvError, RollFlashError
 from roll_flash.planner.machines.fit import Fit, plan_on
 from roll_flash.processes.background import DaemonThreads
 from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
-from roll_flash.run.run_dir import check_run_folder
+from roll_flash.run.disk_use import check_disk
+from roll_flash.run.run_dir import check_run_folder, list_checkpoints
 from roll_flash.scheduling.open_tasks import open_tasks
 from roll_flash.start_checks import check_parts
 from roll_flash.types import Task
@@ -26,7 +27,7 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
 
     A model given by name is prepared if needed; nothing else is left behind.
     """
-    check_run_folder(config, resume=resume)
+    changes = [f"changed by --resume: {line}" for line in check_run_folder(config, resume=resume)]
     checked = check_parts(config)
     prompts = PromptCheck(config, checked.model_folder) if checked.model_folder is not None else None
     tried = [line for task in checked.first_tasks for line in asyncio.run(_try_environment(config, task, prompts))]
@@ -37,7 +38,11 @@ def dry_run(config: Config, *, resume: bool = False) -> list[str]:
     placement += sandbox_load(config, fit.plan, checked.sandboxes)
     placement += [f"memory: {line}" for line in fit.memory]
     placement += [f"CPU: {line}" for line in fit.cpu]
-    return [f"model: {checked.model_folder}", tasks, *tried, *placement, f"run folder: {config.run_folder}"]
+    if checked.model_folder is not None:
+        existing = len(list_checkpoints(config.run_folder)) if resume else 0
+        placement.append(f"disk: {check_disk(config, checked.model_folder, existing=existing)}")
+    folders = [f"run folder: {config.run_folder}", *changes]
+    return [f"model: {checked.model_folder}", tasks, *tried, *placement, *folders]
 
 
 async def _fit_with_ray(config: Config) -> Fit:

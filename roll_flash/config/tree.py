@@ -316,6 +316,9 @@ class CheckpointConfig(Section):
     keep: PositiveInt = 1
     """Number of newest checkpoints to keep. An old one is removed only after a newer one is complete. `--resume` takes
     the one before if the newest is damaged, so 2 are safer than 1."""
+    keep_every: NonNegativeInt = 0
+    """Also keep checkpoints whose step is a multiple of this; 0: none. Set `every` to a divisor of it, so that these
+    steps have one."""
 
 
 class MonitorConfig(Section):

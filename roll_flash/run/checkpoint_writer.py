@@ -50,17 +50,17 @@ class CheckpointWriter:
         *,
         rollout_state: Callable[[], Mapping[str, Any]],
         episodes_written: Callable[[], Awaitable[None]],
-        keep: int,
-        model_bytes: int,
+        config: CheckpointConfig,
+        checkpoint_bytes: int,
         timeout_s: float,
     ) -> None:
-        """`keep`: number of newest checkpoints to keep. `episodes_written` waits for those that the state names."""
+        """`config` says which checkpoints to keep. `episodes_written` waits for those that the state names."""
         self._run_dir = run_dir
         self._learner = learner
         self._rollout_state = rollout_state
         self._episodes_written = episodes_written
-        self._keep = keep
-        self._model_bytes = model_bytes
+        self._config = config
+        self._checkpoint_bytes = checkpoint_bytes
         self._timeout_s = timeout_s
         self._task: asyncio.Task[None] | None = None
         self._written_s: float | None = None
@@ -77,8 +77,7 @@ class CheckpointWriter:
         newest = self._run_dir.latest_checkpoint()
         if newest is not None and newest.step == version:
             return None
-        # Weights and two moments in the state, weights again in the model folder.
-        self._run_dir.require_space(4 * self._model_bytes)
+        self._run_dir.require_space(self._checkpoint_bytes)
         copied = asyncio.Event()
         self._task = start_background(self._write(version, copied), f"the checkpoint of step {version}")
         self._task.add_done_callback(lambda _: copied.set())
@@ -139,5 +138,5 @@ class CheckpointWriter:
                 for task in writing:
                     task.cancel()
                 await asyncio.gather(*writing, return_exceptions=True)
-        await asyncio.to_thread(self._run_dir.prune_checkpoints, self._keep)
+        await asyncio.to_thread(self._run_dir.prune_checkpoints, self._config.keep, self._config.keep_every)
         self._written_s = time.monotonic() - started

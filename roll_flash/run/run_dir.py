@@ -18,13 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from roll_flash.config.tree import Config, load_config
+from roll_flash.config.tree import Config
 from roll_flash.errors import CheckpointError, ConfigError, RunError
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.processes.gpus import is_cpu_installation
 from roll_flash.run.checksums import find_damage, has_checksums, write_checksums
+from roll_flash.run.config_changes import check_same_run
 from roll_flash.run.files import free_name, sync, sync_tree
 from roll_flash.run.journal import set_aside
 from roll_flash.run.scale_request import ANSWER, REQUEST
@@ -67,6 +68,8 @@ class RunDir:
 
     def __init__(self, folder: Path, lock: IO[str]) -> None:
         self.folder = folder
+        self.config_changes: list[str] = []
+        """One line for each key of the config that `--resume` changed."""
         self._lock = lock
 
     @classmethod
@@ -78,12 +81,14 @@ class RunDir:
         """
         folder = config.run_folder
         require_owned_by_user(folder)
+        changes: list[str] = []
         if resume:
-            _check_same_run(config, folder)
+            changes = check_same_run(config, folder)
         else:
             _make_new(folder)
         try:
             run = cls(folder, _lock(folder))
+            run.config_changes = changes
             try:
                 run._fill(config)
                 if resume:
@@ -171,10 +176,11 @@ class RunDir:
         finally:
             shutil.rmtree(partial, ignore_errors=True)
 
-    def prune_checkpoints(self, keep: int) -> None:
-        """Remove all but the newest `keep` complete checkpoints."""
+    def prune_checkpoints(self, keep: int, keep_every: int = 0) -> None:
+        """Remove complete checkpoints but the newest `keep` and those of multiples of `keep_every` (0: none) steps."""
         for checkpoint in list_checkpoints(self.folder)[:-keep]:
-            _remove(checkpoint)
+            if not keep_every or checkpoint.step % keep_every:
+                _remove(checkpoint)
 
     def set_aside_after(self, step: int) -> None:
         """Rename (to `*.bak`) episodes, evaluations and checkpoints of steps after `step`, which will be run again;
@@ -272,12 +278,16 @@ def make_own_folder(folder: Path, name: str) -> None:
         raise ConfigError(f"{name} {folder}: {error.strerror}; choose another") from None
 
 
-def check_run_folder(config: Config, *, resume: bool) -> None:
-    """Check that `RunDir.create` would succeed, and leave nothing behind. Raises what it would raise."""
+def check_run_folder(config: Config, *, resume: bool) -> list[str]:
+    """Check that `RunDir.create` would succeed, and leave nothing behind. Raises what it would raise.
+
+    Returns one line for each key of the config that `resume` would change.
+    """
+    changes: list[str] = []
     folder = config.run_folder
     require_owned_by_user(folder)
     if resume:
-        _check_same_run(config, folder)
+        changes = check_same_run(config, folder)
     elif folder.exists():
         _require_unused(folder)
     existing = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -287,6 +297,7 @@ def check_run_folder(config: Config, *, resume: bool) -> None:
     except OSError as error:
         raise _cannot_be_written(folder, error) from None
     _require_space(existing, MIN_FREE_BYTES)
+    return changes
 
 
 def link_folder(source: Path, target: Path) -> None:
@@ -428,31 +439,6 @@ def _never_began(folder: Path) -> bool:
     """True for the folder of a run that failed during its start: its name may be reused."""
     played = (path for name in ("episodes", "eval", "checkpoints") for path in (folder / name).glob("*"))
     return (folder / "config.yaml").is_file() and not any(played)
-
-
-def _check_same_run(config: Config, folder: Path) -> None:
-    saved_path = folder / "config.yaml"
-    if not saved_path.is_file():
-        raise ConfigError(f"{folder}: there is no run to resume; start it without --resume")
-    saved = load_config(saved_path)
-    for key, old, new in (
-        ("model.path", saved.model.path, config.model.path),
-        ("model.revision", saved.model.revision, config.model.revision),
-        ("envs.0.id", saved.envs[0].id, config.envs[0].id),
-        ("envs.0.kwargs", saved.envs[0].kwargs, config.envs[0].kwargs),
-        ("envs.0.levels", saved.envs[0].levels, config.envs[0].levels),
-        ("envs.0.task_source", saved.envs[0].task_source, config.envs[0].task_source),
-        ("envs after the first", saved.envs[1:], config.envs[1:]),
-        ("learner.engine", saved.learner.engine, config.learner.engine),
-        ("learner.advantage", saved.learner.advantage, config.learner.advantage),
-        ("learner.loss.name", saved.learner.loss.name, config.learner.loss.name),
-        ("learner.lora.alpha", saved.learner.lora.alpha, config.learner.lora.alpha),
-    ):
-        if old != new:
-            raise ConfigError(
-                f"{key}: the run in {folder} was started with {old!r}, not {new!r}; "
-                "resume it with that value or start another run with name=OTHER"
-            )
 
 
 def _lock(folder: Path) -> IO[str]:

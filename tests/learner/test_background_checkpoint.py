@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import load_file
 
 from roll_flash.config.learner import LearnerConfig
-from roll_flash.config.tree import load_config
+from roll_flash.config.tree import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.learner.ranks.rank import LearnerRank
@@ -74,8 +74,8 @@ class Run:
             learner,
             rollout_state=lambda: dict(self.books),
             episodes_written=self.episodes_written,
-            keep=keep,
-            model_bytes=0,
+            config=CheckpointConfig(keep=keep),
+            checkpoint_bytes=0,
             timeout_s=timeout_s,
         )
 

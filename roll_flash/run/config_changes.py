@@ -1,0 +1,74 @@
+"""What a resumed run may change of its config, and what it did change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from roll_flash.config.tree import Config, load_config
+from roll_flash.errors import ConfigError
+
+_WEIGHTS = "the checkpoint's weights have its names and shapes"
+_TASKS = "the checkpoint has the place in its tasks"
+_METHOD = "unfinished groups were begun for it"
+
+
+def check_same_run(config: Config, folder: Path) -> list[str]:
+    """Return one line for each key that `config` changes in the run of `folder`.
+
+    Raises ConfigError, with the reason, for a key that must stay, and if there is no run.
+    """
+    saved_path = folder / "config.yaml"
+    if not saved_path.is_file():
+        raise ConfigError(f"{folder}: there is no run to resume; start it without --resume")
+    saved = load_config(saved_path)
+    for (key, old, reason), (_, new, _) in zip(_fixed(saved), _fixed(config), strict=True):
+        if old != new:
+            raise ConfigError(
+                f"{key}: the run in {folder} was started with {old!r}, not {new!r}, and {reason}; "
+                "resume it with that value or start another run with name=OTHER"
+            )
+    return changed_keys(saved, config)
+
+
+def _fixed(config: Config) -> list[tuple[str, Any, str]]:
+    """Keys that a run keeps: name, value, reason."""
+    model, first, learner = config.model, config.envs[0], config.learner
+    return [
+        ("model.path", model.path, _WEIGHTS),
+        ("model.revision", model.revision, _WEIGHTS),
+        ("envs.0.id", first.id, _TASKS),
+        ("envs.0.kwargs", first.kwargs, _TASKS),
+        ("envs.0.levels", first.levels, _TASKS),
+        ("envs.0.task_source", first.task_source, _TASKS),
+        ("envs after the first", config.envs[1:], _TASKS),
+        ("learner.engine", learner.engine, "each engine has checkpoints of its own"),
+        ("learner.advantage", learner.advantage, _METHOD),
+        ("learner.loss.name", learner.loss.name, _METHOD),
+        ("learner.lora.rank", learner.lora.rank, _WEIGHTS),
+        ("learner.lora.targets", learner.lora.targets if learner.lora.rank else (), _WEIGHTS),
+        ("learner.lora.alpha", learner.lora.alpha, "it scales the checkpoint's adapters"),
+    ]
+
+
+def changed_keys(old: Config, new: Config) -> list[str]:
+    """Return `key: old -> new` for each key of which the two configs have different values, sorted by key."""
+    before, after = (dict(_leaves(config.model_dump(mode="json"))) for config in (old, new))
+    return [
+        f"{key}: {before.get(key)!r} -> {after.get(key)!r}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    prefix = f"{key}." if key else ""
+    if isinstance(value, Mapping) and value:
+        for name, each in value.items():
+            yield from _leaves(each, f"{prefix}{name}")
+    elif isinstance(value, list) and any(isinstance(each, Mapping) for each in value):
+        for number, each in enumerate(value):
+            yield from _leaves(each, f"{prefix}{number}")
+    else:
+        yield key, value
