@@ -165,7 +165,7 @@ def test_resume_names_each_changed_key_with_its_old_and_new_value(tmp_path: Path
     with RunDir.create(changed, resume=True) as run:
         assert run.config_changes == lines
         said = io.StringIO()
-        start = system.Start.of(changed, run, Mock(model_folder=tmp_path, sandboxes=[]), resume=True)
+        start = system.Start.of(changed, run, Mock(model_folder=tmp_path, sandboxes=[], fit=None), resume=True)
         start.announce(Progress(1, stream=said))
         assert all(f"changed by this resume: {line}" in said.getvalue() for line in lines)
     with RunDir.create(changed, resume=True) as run:

@@ -112,10 +112,10 @@ def test_a_run_says_memory_and_time_of_its_model_before_ray_starts(
     run = config("learner.device=cpu", "inference.engine=transformers", f"runs={tmp_path}")
     checked = check_parts(run)
     said: list[str] = []
-    start = system.Start(run, RunDir.create(run, resume=False), tmp_path, (), checked.fit, False, None)
+    start = system.Start.of(run, RunDir.create(run, resume=False), checked, resume=False)
     start.announce(SimpleNamespace(note=said.append))  # type: ignore[arg-type]
-    assert "0.6 M parameters need at least" in said[1]
-    assert "training takes" in said[2]
+    assert [line for line in said if "0.6 M parameters need at least" in line]
+    assert [line for line in said if "training takes" in line]
 
 
 def test_a_dry_run_loads_the_tokenizer_and_draws_the_first_tasks_once(
