@@ -100,7 +100,7 @@ def make_settings(output: Path, recipe: str | None, overrides: Sequence[str]) ->
     rows = [json.dumps({"prompt": f"Say {number}.", "answer": str(number)}) for number in range(64)]
     (output / ROWS).write_text("\n".join(rows) + "\n")
     path = config.model.path if config.model.path in RECIPES else str(folder)
-    resolved = config.model_dump(mode="json") | {"model": {**config.model.model_dump(), "path": path}}
+    resolved = config.model_dump(mode="json") | {"model": {**config.model.model_dump(), "path": path, "revision": None}}
     return Settings(output, resolved, folder, gpus, shape, recipe or "")
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from roll_flash.cli.main import main
 from roll_flash.planner.machines import cpu_check
-from roll_flash.planner.machines.memory import GIB
+from roll_flash.planner.machines.memory import GIB, MemoryUse
 
 
 def dry_run(tmp_path: Path, *words: str) -> int:
@@ -63,3 +63,8 @@ def test_the_arithmetic_is_that_of_a_run_in_float32(tmp_path: Path) -> None:
     assert adapters.parts["weights"] == 4 * number
     assert adapters.parts["servers"] == 3 * 2 * number
     assert adapters.parts["moments"] == 8 * trained
+
+
+def test_a_small_sum_has_no_empty_parentheses() -> None:
+    assert MemoryUse({"weights": 2**20}).text() == "0.0 GiB"
+    assert MemoryUse({"weights": 2 * GIB, "moments": 2**20}).text() == "2.0 GiB (weights 2.0)"

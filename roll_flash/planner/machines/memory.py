@@ -42,8 +42,9 @@ class MemoryUse:
         return sum(self.parts.values())
 
     def text(self) -> str:
-        """Return such as `61.2 GiB (states 59.9, overhead 1.3)`."""
-        return f"{self.total / GIB:.1f} GiB ({self.named()})"
+        """Return such as `61.2 GiB (states 59.9, overhead 1.3)`; a small sum has no parts."""
+        named = self.named()
+        return f"{self.total / GIB:.1f} GiB" + (f" ({named})" if named else "")
 
     def named(self) -> str:
         ordered = sorted(self.parts.items(), key=lambda item: -item[1])
