@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -10,6 +11,8 @@ from typing import Any, Protocol, TypeVar
 from roll_flash.errors import PlacementError
 
 LOST_CHECK_S = 2.0
+NODE_DEATH_S = 40.0
+"""Five checks of a node's health in a row must fail, one in three seconds with up to ten more for an answer."""
 
 T = TypeVar("T")
 
@@ -36,6 +39,11 @@ class Places(Protocol):
         """True if a server shares its GPU with another part."""
         ...
 
+    @property
+    def own_ray(self) -> bool:
+        """True if the cluster is only this machine, started by the run: no node can be lost."""
+        ...
+
     async def place(self, part: str) -> Place:
         """Return the place of a part; a new one if it has none or its node is lost. A part that the plan did not have,
         such as one more server, needs what the others of its kind do. Raises PlacementError if no node has room."""
@@ -48,6 +56,17 @@ class Places(Protocol):
     async def is_lost(self, part: str) -> bool:
         """Return true if the part has no place: its node no longer belongs to the cluster."""
         ...
+
+
+async def turns_out_lost(places: Places | None, part: str) -> bool:
+    """Return true if the node of a part is lost, after an actor there has died: Ray needs up to NODE_DEATH_S until it
+    counts a node as lost, and an actor that is started there meanwhile dies too."""
+    deadline = time.monotonic() + NODE_DEATH_S
+    while places is not None and not places.own_ray and time.monotonic() < deadline:
+        if await places.is_lost(part):
+            return True
+        await asyncio.sleep(LOST_CHECK_S / 2)
+    return False
 
 
 async def unless_lost(call: Awaitable[T], places: Places | None, part: str) -> T:

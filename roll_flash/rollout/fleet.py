@@ -22,7 +22,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, Worker
 
 from roll_flash.cluster.parts import part_name
 from roll_flash.engines.inference import ClientSpec
-from roll_flash.engines.places import Places, unless_lost
+from roll_flash.engines.places import Places, turns_out_lost, unless_lost
 from roll_flash.errors import PlacementError, RollFlashError, RunError
 from roll_flash.inference.client.metrics import combined
 from roll_flash.processes.background import call_in_thread, error_of, gather_or_cancel, start_background
@@ -330,7 +330,7 @@ class WorkerFleet:
             try:
                 actor = await self._start_actor(index)
             except (PlacementError, *WORKER_DIED) as error:
-                if not await self._is_lost(index):
+                if not await turns_out_lost(self._places, part_name("worker", index)):
                     raise
                 if not is_away:
                     logger.warning("rollout worker %d is away, its node is lost: %s", index, _first_line(error))

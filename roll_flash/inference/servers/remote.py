@@ -18,7 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import StagedWeights
-from roll_flash.engines.places import Place, Places, unless_lost
+from roll_flash.engines.places import Place, Places, turns_out_lost, unless_lost
 from roll_flash.errors import InferenceError, PlacementError, RollFlashError, first_line
 from roll_flash.inference.servers.control import CONTROL_TIMEOUT_S, Launcher, ServerControl
 from roll_flash.inference.servers.process import ServerProcess
@@ -185,6 +185,8 @@ class RemoteServer(ServerControl):
             raise InferenceError(f"{self.name}{where} did not {what}: {first_line(error.cause)}") from None
         except RayActorError as error:
             self._end_host()
+            if what == "start" and await turns_out_lost(self._places, self.part):
+                raise PlacementError(f"the node of {self.part} is lost") from None
             raise InferenceError(f"{self.name}{where} did not {what}: {first_line(error)}") from None
 
 
