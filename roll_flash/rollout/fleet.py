@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
+from ray.exceptions import ActorUnschedulableError, OutOfMemoryError, RayActorError, RayTaskError, WorkerCrashedError
 
 from roll_flash.cluster.parts import part_name
 from roll_flash.engines.inference import ClientSpec
@@ -44,8 +44,8 @@ DRAIN_S, DRAIN_POLL_S = 60.0, 0.2
 WATCH = "watch"
 """Ray concurrency group of the calls that a worker answers even if its main event loop is blocked."""
 WATCH_TIMEOUT_S = 3.0
-WORKER_DIED = (RayActorError, WorkerCrashedError, OutOfMemoryError)
-"""Ray's errors for an actor whose process died, including a kill for lack of memory."""
+WORKER_DIED = (RayActorError, ActorUnschedulableError, WorkerCrashedError, OutOfMemoryError)
+"""Ray's errors for an actor whose process died, including a kill for lack of memory, or whose node is lost."""
 MAX_WORKER_DEATHS = 20
 MAX_MOVES = 2
 """Number of dead workers after which an episode fails: it may be what kills them."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import ray
 from numpy.typing import NDArray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from roll_flash.engines.inference import StagedWeights
@@ -231,5 +231,5 @@ class _RemoteNode:
             if isinstance(error.cause, RollFlashError):
                 raise error.cause from None
             raise InferenceError(f"node {self._node_id} cannot take new weights: {first_line(error.cause)}") from None
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError) as error:
             raise InferenceError(f"node {self._node_id} is lost: {first_line(error)}") from None

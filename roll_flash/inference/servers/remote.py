@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import ray
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import ActorUnschedulableError, RayActorError, RayError, RayTaskError
 
 from roll_flash.config.tree import InferenceConfig
 from roll_flash.engines.inference import StagedWeights
@@ -183,7 +183,7 @@ class RemoteServer(ServerControl):
             if isinstance(error.cause, RollFlashError):
                 raise error.cause from None
             raise InferenceError(f"{self.name}{where} did not {what}: {first_line(error.cause)}") from None
-        except RayActorError as error:
+        except (RayActorError, ActorUnschedulableError) as error:
             self._end_host()
             if what == "start" and await turns_out_lost(self._places, self.part):
                 raise PlacementError(f"the node of {self.part} is lost") from None
