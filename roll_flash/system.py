@@ -39,6 +39,7 @@ from roll_flash.processes.background import (
 )
 from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
 from roll_flash.processes.ray_watch import watching_ray
+from roll_flash.processes.supervise import sweep_semaphores
 from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episode import Deadlines
@@ -330,6 +331,7 @@ async def _start_ray(
     """Start or join Ray, reserve a place for each part and prepare other nodes; remove temporary files that
     killed processes left behind. Without `fit`, the result of `fit_here`, memory is checked when nodes are known."""
     await asyncio.to_thread(sweep_folders)
+    await asyncio.to_thread(sweep_semaphores)
     await stack.enter_async_context(local_ray(config.ray))
     ray_is_alive = await stack.enter_async_context(watching_ray())
     gpus = await asyncio.to_thread(own_gpus, config.ray)

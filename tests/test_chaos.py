@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.docker
 @pytest.mark.ray
 def test_a_run_bears_a_fault_in_each_of_its_parts() -> None:

@@ -35,6 +35,7 @@ TRACKER_GRACE_S = 2.0
 GUARD_MARGIN_S = 5.0
 POLL_S = 0.05
 SHARED_MEMORY_EVERY_S = 10.0
+OLD_SEMAPHORE_S = 900.0
 GUARD_VARIABLE = "ROLL_FLASH_GUARD"
 """Environment variable with the process id of the guard, for `claim_semaphores`."""
 
@@ -105,6 +106,17 @@ def guard_of_semaphore(name: str) -> int | None:
     """Return the process id of the guard that a file in /dev/shm is named after; None for all other files."""
     match = re.match(r"sem\.mp-roll-flash-(\d+)-", name)
     return int(match[1]) if match else None
+
+
+def sweep_semaphores() -> None:
+    """Remove old semaphores whose guard no longer lives: it was killed, and the process that made them with it. Young
+    ones may belong to a server that starts in another PID namespace, whose guard cannot be seen from here."""
+    for path in glob.glob("/dev/shm/sem.mp-roll-flash-*"):
+        guard = guard_of_semaphore(os.path.basename(path))
+        with contextlib.suppress(FileNotFoundError):
+            is_old = time.time() - os.stat(path).st_mtime > OLD_SEMAPHORE_S
+            if guard is not None and is_old and not os.path.exists(f"/proc/{guard}"):
+                os.unlink(path)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Any
 
 import pytest
 import ray
@@ -12,15 +13,14 @@ from roll_flash.cluster.stacks_elsewhere import _stacks_on, stacks_elsewhere
 from roll_flash.watchdog.stacks import register_stacks
 
 
-class Part:
-    def register(self) -> int:
-        register_stacks("run-of-tests", "rank 7")
-        return os.getpid()
-
-
 @pytest.mark.ray
 def test_a_node_describes_the_processes_of_the_run_and_a_lost_one_says_nothing(ray_local: None) -> None:
-    part = ray.remote(Part).remote()
+    class Part:  # in a function, so that it is sent as a whole: workers cannot import this file
+        def register(self) -> int:
+            register_stacks("run-of-tests", "rank 7")
+            return os.getpid()
+
+    part: Any = ray.remote(Part).remote()
     pid = ray.get(part.register.remote())
     node = ray.nodes()[0]
     lost = {**node, "NodeID": "ab" * 28, "NodeName": "lost"}

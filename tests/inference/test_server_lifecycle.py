@@ -22,7 +22,7 @@ from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.ports import MIN_PORT
-from roll_flash.processes.supervise import GuardedProcess
+from roll_flash.processes.supervise import GuardedProcess, sweep_semaphores
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -133,6 +133,25 @@ def test_the_semaphores_of_a_killed_guard_are_removed_with_its_command(tmp_path:
     os.killpg(process.pid, signal.SIGKILL)
     process.stop()
     assert not list(Path("/dev/shm").glob(pattern))
+
+
+def test_old_semaphores_of_guards_that_are_gone_are_swept(tmp_path: Path) -> None:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    old, young, living = (
+        Path(f"/dev/shm/sem.mp-roll-flash-{pid}-{name}")
+        for pid, name in ((gone.pid, "old"), (gone.pid, "young"), (os.getpid(), "old"))
+    )
+    try:
+        for path in (old, young, living):
+            path.touch()
+        for path in (old, living):
+            os.utime(path, (0, 0))
+        sweep_semaphores()
+        assert [path.exists() for path in (old, young, living)] == [False, True, True]
+    finally:
+        for path in (old, young, living):
+            path.unlink(missing_ok=True)
 
 
 def test_the_exit_status_of_a_command_is_told(tmp_path: Path) -> None:
