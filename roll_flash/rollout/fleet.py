@@ -103,6 +103,8 @@ class WorkerFleet:
         """Finished turns of the running episodes; those of an episode to come are played again (`submit`)."""
         self._moves: Counter[str] = Counter()
         """How often each running episode was moved away from a dead worker."""
+        self._longest_s = 0.0
+        """Longest episode of an evaluation so far, in seconds."""
         self._deaths = RecentCount(DEATH_WINDOW_S)
         self._error: BaseException | None = None
 
@@ -430,13 +432,20 @@ class WorkerFleet:
 
     async def _next_outcomes(self, outcomes: asyncio.Queue[Ended]) -> list[Ended]:
         """Return at least one outcome; the deadlines of the episodes bound the wait. Raises the fleet's error."""
-        with doing("the evaluation", "no episode ended"):
-            while outcomes.empty():
+        ended: list[Ended] = []
+        limit_s = self._settings.deadlines.episode_s
+        with doing("the evaluation", "no episode ended", may_take_s=limit_s, learns=False) as waiting:
+            while outcomes.empty() and not ended:
                 self._raise_error()
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(POLL_S):
-                        return [await outcomes.get()]
-        return [outcomes.get_nowait() for _ in range(outcomes.qsize())]
+                        ended.append(await outcomes.get())
+            ended += [outcomes.get_nowait() for _ in range(outcomes.qsize())]
+            played_s = [each.finished_s - each.started_s for each in ended if isinstance(each, FinishedEpisode)]
+            self._longest_s = max([self._longest_s, *played_s])
+            if self._longest_s:
+                waiting.moved(self._longest_s)  # episodes that begin together end together, after a long wait
+        return ended
 
     def _note_failure(self, task: asyncio.Task[None]) -> None:
         """Keep the error of a background task, to raise it in the callers that wait for outcomes."""

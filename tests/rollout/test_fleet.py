@@ -30,7 +30,8 @@ from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, WorkerSettings
 from roll_flash.scheduling.tasks import SeedTasks, make_task
 from roll_flash.stream import TrajectoryStream
-from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, SamplingParams, Trajectory
+from roll_flash.watchdog.activity import Activities, watched
 
 COUNTING = "tests.counting:Counting-v0"
 STUCK = "tests.stuck:Stuck-v0"
@@ -84,6 +85,11 @@ def make_episodes(count: int, step_s: float) -> list[EpisodeSpec]:
 
 def stuck_episode(how: str) -> EpisodeSpec:
     return EpisodeSpec("stuck", "g", 0, make_task(STUCK, 0, {"how": how}), SamplingParams(), max_turns=5)
+
+
+def ended_episode(seconds: float) -> FinishedEpisode:
+    task = make_task(COUNTING, 0, {})
+    return FinishedEpisode("e", "g", task, 1.0, True, 0.0, seconds, prompt_length=1, versions=(), policy_tokens=1)
 
 
 def workers_of(outcomes: Sequence[Outcome]) -> set[int]:
@@ -334,3 +340,25 @@ def test_workers_that_die_again_and_again_end_the_run_and_old_deaths_do_not_coun
             await fleet._replace(member, "died")
 
     asyncio.run(run())
+
+
+def test_an_evaluation_stands_still_only_after_far_longer_than_its_episodes_take() -> None:
+    """Episodes that begin together end together: the wait for the first one is as long as an episode."""
+
+    async def run() -> list[int]:
+        fleet = WorkerFleet(make_settings(""), workers=1)
+        outcomes: asyncio.Queue[FinishedEpisode | EpisodeFailure] = asyncio.Queue()
+        for seconds in (20.0, 1.0):
+            outcomes.put_nowait(ended_episode(seconds))
+        activities = Activities()
+        with watched(activities):
+            await fleet._next_outcomes(outcomes)
+            waiting = asyncio.ensure_future(fleet._next_outcomes(outcomes))
+            await asyncio.sleep(0)
+            seconds_of_alarms = [s for s in range(60) for each in activities.tick(1.0) if each.stands_still]
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+        return seconds_of_alarms
+
+    first, *_ = asyncio.run(run())
+    assert first + 1 == 40
