@@ -38,6 +38,7 @@ ADAPTERS = {
     "TaskFolder-v0": "roll_flash.envs.adapters.task_folders.env:TaskFolder",
     "TextArena-v0": "roll_flash.envs.adapters.textarena.games:TextArena",
     "TextArenaDuel-v0": "roll_flash.envs.adapters.textarena.duel:TextArenaDuel",
+    "TextWorldExpress-v0": "roll_flash.envs.adapters.textworld_express:TextWorldExpress",
     "Verifiers-v0": "roll_flash.envs.adapters.verifiers.tasks:Verifiers",
 }
 """Adapters to third-party environments. If an optional package is missing, the error names it."""

@@ -102,7 +102,7 @@ class Player:
         for turn in range(MAX_TURNS):
             played.part = f"step {turn + 1}"
             async with asyncio.timeout(self._timeout_s):
-                action = await agent(env.unwrapped, _messages(played), turn)
+                action = await agent(env.unwrapped, messages_of(played), turn)
                 began = time.monotonic()
                 step = await env.step(action)
                 played.step_s.append(time.monotonic() - began)
@@ -124,7 +124,8 @@ class Player:
         return ""
 
 
-def _messages(played: PlayedEpisode) -> list[Message]:
+def messages_of(played: PlayedEpisode) -> list[Message]:
+    """Return the whole conversation."""
     messages = list(played.prompt)
     for action, answer, _ in played.steps:
         messages += [{"role": "assistant", "content": action}, *answer]

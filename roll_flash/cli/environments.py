@@ -1,15 +1,17 @@
-"""`roll-flash envs list | check | new`."""
+"""`roll-flash envs list | check | demonstrate | new`."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from roll_flash.cli.options import Json, Provider, Words, argument, flag, option, show, standard_output_for_json
+from roll_flash.terminal import say
 
 if TYPE_CHECKING:
     from gymnasium.envs.registration import EnvSpec
@@ -71,6 +73,34 @@ def check(
     text = "\n\n".join(report.as_table() for report in found)
     show(values[0] if len(values) == 1 else {"reports": values, "ok": ok}, text, as_json=as_json)
     return 0 if ok else 1
+
+
+@app.command()
+def demonstrate(
+    env_id: Annotated[str, argument("ID", "A registered id, module:ID, or path/to/file.py:ID, with an oracle().")],
+    output: Annotated[Path, option("FILE", "A new file of JSON lines.", "-o", "--output")],
+    settings: Annotated[Words, argument("key=value", "Arguments of the environment.")] = None,
+    seeds: Annotated[int, typer.Option(metavar="N", help="Tasks to play: the seeds 0 to N - 1.", min=1)] = 200,
+    timeout: Annotated[float, option("S", "Seconds that a reset or a step may take.")] = 60.0,
+    provider: Provider = "auto",
+    as_json: Json = False,
+) -> int:
+    """Write demonstrations for warm_start: training tasks that the environment's oracle solves."""
+    from roll_flash.config.files import apply_override
+    from roll_flash.envs.check.demonstrations import write_demonstrations
+
+    kwargs: dict[str, Any] = {}
+    for word in settings or ():
+        kwargs = apply_override(kwargs, word)
+    with standard_output_for_json(as_json):
+        left_out = write_demonstrations(
+            output, env_id, kwargs, seeds=seeds, provider=provider, timeout_s=timeout, note=say
+        )
+    text = f"{output}: {seeds - len(left_out)} demonstrations"
+    why = f"; {len(left_out)} left out, the first: {left_out[0]}" if left_out else ""
+    value = {"file": str(output), "demonstrations": seeds - len(left_out), "left_out": left_out}
+    show(value, f"{text}{why}\nuse them:  warm_start.demonstrations={output}", as_json=as_json)
+    return 0
 
 
 @app.command()
