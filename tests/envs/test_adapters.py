@@ -20,6 +20,7 @@ from roll_flash.errors import ConfigError, EnvError
         ("ReasoningGym-v0", "reasoning_gym", "reasoning-gym"),
         ("TextArena-v0", "textarena", "textarena"),
         ("TextArenaDuel-v0", "textarena", "textarena"),
+        ("TextWorldExpress-v0", "textworld_express", "textworld-express"),
         ("Verifiers-v0", "verifiers", "verifiers"),
     ],
 )

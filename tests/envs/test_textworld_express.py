@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +19,6 @@ from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 
 ID = "TextWorldExpress-v0"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def java_ends_with_these_tests() -> Iterator[None]:
-    yield
-    if textworld_express._gateway is not None:
-        textworld_express._stop_java(textworld_express._gateway, os.getpid())
-
-
 ONE_ITEM = {"numLocations": 1, "numItemsToPutAway": 1}
 
 
