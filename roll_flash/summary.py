@@ -15,7 +15,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.monitor.metrics import NOT_FINITE, STEP_S, TOKENS_PER_S, read_metrics
 from roll_flash.monitor.plot import plot_run
-from roll_flash.monitor.progress import duration
+from roll_flash.monitor.status_view import duration
 from roll_flash.run.run_dir import SUMMARY
 
 

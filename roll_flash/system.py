@@ -45,6 +45,7 @@ from roll_flash.rollout.elastic import ElasticParts
 from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.episode_log import EpisodeFiles
 from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.live_figures import LiveFigures
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
@@ -60,7 +61,7 @@ from roll_flash.stages.running import RunningStages, open_stages, stage_consumer
 from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
 from roll_flash.terminal import say
-from roll_flash.watchdog.activity import doing
+from roll_flash.watchdog.activity import Activities, doing
 from roll_flash.watchdog.watchdog import Watchdog
 from roll_flash.weight_sync.parity import load_probe, parity_threshold
 from roll_flash.weight_sync.publication import Publisher
@@ -68,6 +69,8 @@ from roll_flash.weight_sync.publication import Publisher
 RAY_START_S, AGREE_S = 30.0, 40.0
 """Usual durations in seconds of parts of the start, as they are announced."""
 STATUS_WITHIN_S, STATED_EPISODES = 3.0, 20
+SHOWN_AFTER_S = 3.0
+"""Seconds after which an activity is shown: servers and workers are asked more often."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,11 +216,18 @@ async def open_system(
     async with AsyncExitStack() as stack:
         try:
             async with cancel_on_failure(failure):
+                progress.watch(partial(watchdog.activities.lines, SHOWN_AFTER_S))
                 system = await _start_system(stack, start, learner, progress)
+            await _show_live_figures(stack, system, watchdog.activities, progress)
             watchdog.state, watchdog.elsewhere = system.state, partial(stacks_elsewhere, start.config.name)
             yield system
         finally:
             watchdog.close_begins()
+
+
+async def _show_live_figures(stack: AsyncExitStack, system: System, activities: Activities, progress: Progress) -> None:
+    figures = LiveFigures(system.rollout, system.fleet, system.engine, system.stream, activities, progress.show)
+    await stack.enter_async_context(background_task(figures.run(), "the live figures"))
 
 
 async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEngine, progress: Progress) -> System:

@@ -65,7 +65,10 @@ def train(config: Config, *, resume: bool = False, on_step: OnStep | None = None
     checked = check_parts(config)
     if config.ray.address is None:  # else workers may be on other nodes, which are checked when their places are known
         run_to_end(check_sandboxes(config, checked.sandboxes))
-    with RunDir.create(config, resume=resume) as run_dir, Progress(config.steps) as progress:
+    with (
+        RunDir.create(config, resume=resume) as run_dir,
+        Progress(config.steps, run_folder=run_dir.folder) as progress,
+    ):
         start = Start.of(config, run_dir, checked, resume=resume)
         start.announce(progress)
         # Not on the event loop: its imports take seconds, during which Ctrl-C must be answered.
@@ -302,7 +305,7 @@ class Trainer:
         }
         self._system.metrics.log(version, metrics)
         self._system.run_dir.log_timeline(record.timeline())
-        self._progress.step(version, metrics)
+        self._progress.step(version, metrics, record.staleness())
         if (decision := rollout.adapt(metrics)) is not None:
             self._system.run_dir.log_decision({"step": version, **asdict(decision)})
             if decision.changed:

@@ -7,8 +7,8 @@ sandboxes serve many concurrent episodes, and an episode that never uses its san
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 from roll_flash.config.tree import SandboxConfig
@@ -51,6 +51,8 @@ class LazySandbox(Sandbox):
         self._leased: Sandbox | None = None
         self._lock = asyncio.Lock()
         self._close_reason: str | None = None
+        self.commands = 0
+        """Number of commands that run or wait for the lease."""
 
     @property
     def name(self) -> str:
@@ -87,17 +89,18 @@ class LazySandbox(Sandbox):
         merge_stderr: bool = False,
         grace: float = 0.2,
     ) -> ExecResult:
-        leased = await self._lease()
-        return await leased.exec(
-            command,
-            timeout=timeout,
-            stdin=stdin,
-            cwd=cwd,
-            env=env,
-            max_output=max_output,
-            merge_stderr=merge_stderr,
-            grace=grace,
-        )
+        with self._counted():
+            leased = await self._lease()
+            return await leased.exec(
+                command,
+                timeout=timeout,
+                stdin=stdin,
+                cwd=cwd,
+                env=env,
+                max_output=max_output,
+                merge_stderr=merge_stderr,
+                grace=grace,
+            )
 
     @asynccontextmanager
     async def stream(
@@ -175,6 +178,14 @@ class LazySandbox(Sandbox):
         self._close_reason = self._close_reason or reason
         async with self._lock:
             await self._stack.aclose()
+
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        self.commands += 1
+        try:
+            yield
+        finally:
+            self.commands -= 1
 
     def _known(self, attribute: str) -> Sandbox:
         if self._leased is None:

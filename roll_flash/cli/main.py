@@ -30,6 +30,7 @@ from roll_flash.cli import (
     plan,
     sandbox,
     scale,
+    status,
     train,
     verify,
 )
@@ -52,6 +53,8 @@ app.add_typer(environments.app, name="envs", help="List, check and create enviro
 app.add_typer(sandbox.app, name="sandbox", help="List, remove and check sandboxes of this machine.")
 app.command("serve-gateway")(gateway.serve_gateway)
 app.command("plan", epilog=EVERY_KEY)(plan.plan)
+app.command("status")(status.status)
+app.command("watch")(status.watch)
 app.command("scale")(scale.scale)
 app.command("verify")(verify.verify)
 app.add_typer(checkpoints.app, name="checkpoints", help="List, verify and remove checkpoints of a run.")

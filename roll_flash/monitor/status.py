@@ -77,8 +77,8 @@ class RunStatus:
     staleness: dict[int, int] = field(default_factory=dict)
     """Tokens of the last step by their staleness in versions."""
     episodes: dict[str, int] = field(default_factory=dict)
-    """Episodes by state: `queued`, `model` (waits for it), `environment`, `sandbox` (runs a command), `agent` (a loop of
-    its own), `scoring`, and `ended` (waits to be trained)."""
+    """Episodes by state: `queued`, `model` (waits for it), `environment`, `sandbox` (runs a command), `agent` (a loop
+    of its own), `scoring`, and `ended` (waits to be trained)."""
     books: dict[str, int] = field(default_factory=dict)
     """Trajectories and episodes by result, as the metrics `books/*`."""
     busy: dict[str, float] = field(default_factory=dict)

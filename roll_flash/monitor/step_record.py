@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -68,12 +69,20 @@ class StepRecord:
         """All trajectories of the step so far."""
         return [trajectory for group in self.groups for trajectory in group.trajectories]
 
+    def staleness(self) -> Counter[int]:
+        """Number of sampled tokens of the step so far by their staleness in versions."""
+        tokens: Counter[int] = Counter()
+        for trajectory in self.trajectories:
+            for version, count in trajectory.versions:
+                tokens[self.version - version] += count
+        return tokens
+
     def metrics(self, servers_idle_s: float) -> dict[str, float]:
         """`servers_idle_s` as in the constructor: the running total of seconds without any episode in flight."""
         step_s = time.monotonic() - self._started
         trajectories = self.trajectories
-        versions = [pair for trajectory in trajectories for pair in trajectory.versions]
-        ages, weights = self.version - np.array([version for version, _ in versions]), [count for _, count in versions]
+        staleness = self.staleness()
+        ages, weights = np.array(list(staleness)), list(staleness.values())
         tokens = sum(trajectory.tokens for trajectory in trajectories)
         rewards = [t.reward for t in trajectories]
         successes = [t.success for t in trajectories if t.success is not None]
@@ -81,7 +90,6 @@ class StepRecord:
         metrics = {
             REWARD: float(np.mean(rewards)),
             "reward_std_in_group": float(np.mean(spread)),
-            "groups_without_signal": float(np.mean([value == 0 for value in spread])),
             STALENESS_MEAN: float(np.average(ages, weights=weights)),
             STALENESS_MAX: float(ages.max()),
             TOKENS_PER_S: tokens / step_s,

@@ -171,6 +171,12 @@ class WorkerFleet:
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return [status for answer in answers if isinstance(answer, list) for status in answer]
 
+    async def states(self, timeout_s: float) -> Counter[str]:
+        """Count the running episodes by state (`Worker.states`), without those of workers that do not answer."""
+        calls = (_within(m.actor.states.remote(), timeout_s, "states") for m in self._members)
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        return sum((answer for answer in answers if isinstance(answer, Counter)), Counter())
+
     async def client_metrics(self) -> dict[str, float]:
         """Return the combined metrics of the workers' model-server clients."""
         calls = (_within(m.actor.client_metrics.remote(), CALL_TIMEOUT_S, "client_metrics") for m in self._members)
@@ -339,8 +345,6 @@ class WorkerFleet:
                 is_away = True
                 await asyncio.sleep(AWAY_RETRY_S)
             else:
-                if is_away:
-                    logger.warning("rollout worker %d is back", index)
                 return actor
 
     async def _is_lost(self, index: int) -> bool:
@@ -398,6 +402,7 @@ class WorkerFleet:
                 within = f"within {DEATH_WINDOW_S / 60:g} minutes"
                 raise RunError(f"{deaths} rollout workers died {within}; the last one {what}")
             member.actor = await self._start_again(member.index)
+            logger.warning("rollout worker %d is back", member.index)
         finally:
             member.ready.set()  # its waiters must see the error too
 

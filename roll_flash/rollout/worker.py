@@ -12,6 +12,7 @@ import logging
 import os
 import pickle
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -104,8 +105,20 @@ class _RunningEpisode:
     spec: EpisodeSpec
     progress: Progress
     task: asyncio.Task[None] | None = None
+    sandbox: LazySandbox | None = None
     is_over: bool = False
     """True if the episode has its outcome, or was cancelled and needs none."""
+
+    @property
+    def state(self) -> str:
+        """`model` (it waits for it), `sandbox` (a command runs, or waits for a sandbox), `scoring`, `agent` (a loop of
+        its own) or `environment`."""
+        if self.sandbox is not None and self.sandbox.commands:
+            return "sandbox"
+        return _STATES.get(self.progress.waits_for, "environment")
+
+
+_STATES = {"the model": "model", "the environment's score": "scoring", "the agent": "agent"}
 
 
 class Worker:
@@ -198,6 +211,10 @@ class Worker:
             for episode_id, each in self._episodes.items()
         ]
 
+    def states(self) -> Counter[str]:
+        """Count the running episodes by state."""
+        return Counter(each.state for each in self._episodes.values())
+
     def client_metrics(self) -> dict[str, float]:
         """Return the metrics of the model-server client and the agent gateway; none for a third-party endpoint."""
         of_agents = self._agents.metrics() if self._agents is not None else {}
@@ -223,15 +240,12 @@ class Worker:
             await self._play(running, replace(running.spec, played=()))
 
     async def _play(self, running: _RunningEpisode, spec: EpisodeSpec) -> None:
-        lease: LazySandbox | None = None
-
         async def open_env() -> AsyncEnvironment:
-            nonlocal lease
             env = await self._environments.open(spec.task)
             if (sandboxed := env.sandbox_env) is not None:
                 assert self._pool is not None, "the environment needs a sandbox and settings.sandbox is None"
-                lease = LazySandbox(self._pool, lambda: sandboxed.sandbox_spec or self._spec)
-                sandboxed.sandbox = cast(Sandbox, lease)
+                running.sandbox = LazySandbox(self._pool, lambda: sandboxed.sandbox_spec or self._spec)
+                sandboxed.sandbox = cast(Sandbox, running.sandbox)
             return env
 
         try:
@@ -241,8 +255,9 @@ class Worker:
             outcome = picklable_outcome(outcome, spec)
             self._end(running, with_success(outcome, self._settings.success_above.get(spec.task.env_id)))
         finally:
-            if lease is not None:
-                await lease.close()
+            if running.sandbox is not None:
+                await running.sandbox.close()
+                running.sandbox = None
 
     def _end(self, running: _RunningEpisode, outcome: Outcome) -> None:
         running.is_over = True
@@ -381,6 +396,9 @@ class WorkerActor:
 
     async def status(self) -> list[EpisodeStatus]:
         return self._worker.status()
+
+    async def states(self) -> Counter[str]:
+        return self._worker.states()
 
     async def client_metrics(self) -> dict[str, float]:
         return self._worker.client_metrics()

@@ -273,6 +273,10 @@ class TrajectoryStream:
         ready = {f"ready_{name}": float(len(queue.ready)) for name, queue in self._queues.items()}
         return {**{name: float(count) for name, count in counts.items()}, **ready, "balanced": float(balanced)}
 
+    def without(self, column: str) -> int:
+        """Number of rows that do not have `column` yet."""
+        return sum(column not in row.columns for row in self._rows.values())
+
     # How it works
 
     def _offer(self, row: Row) -> None:

@@ -108,9 +108,14 @@ class Activities:
     def remove(self, activity: Activity) -> None:
         self._running.remove(activity)
 
-    def lines(self) -> list[str]:
-        """What goes on now, for a report."""
-        return [f"{each.part}: {each.what} since {self.now_s - each.since_s:.0f} s" for each in self._running]
+    def lines(self, at_least_s: float = 0.0) -> list[str]:
+        """What goes on now, and has for `at_least_s`. May be called from another thread."""
+        ages = [(each, self.now_s - each.since_s) for each in list(self._running)]
+        return [f"{each.part}: {each.what} since {age_s:.0f} s" for each, age_s in ages if age_s >= at_least_s]
+
+    def is_doing(self, part: str) -> bool:
+        """True if this part does something now."""
+        return any(each.part == part for each in self._running)
 
     def learn(self, activity: Activity, seconds: float) -> None:
         self._kind(activity).usual.record(seconds, activity.size)

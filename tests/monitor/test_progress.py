@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from roll_flash.monitor.progress import Progress, duration
+from roll_flash.monitor.progress import Progress
+from roll_flash.monitor.status_view import duration
 
 METRICS = {"reward": 0.41, "staleness_mean": 0.6, "staleness_max": 1.0, "tokens_per_s": 1840.4, "step_s": 24.0}
 

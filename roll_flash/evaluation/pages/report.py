@@ -11,7 +11,7 @@ from roll_flash.evaluation.journal import REPORT_FILE, TRANSCRIPTS
 from roll_flash.evaluation.pages.page import card, document, interval_picture, table
 from roll_flash.evaluation.pages.transcript import PageTranscripts, attempts_of, ending
 from roll_flash.evaluation.result import EvalResult, counts_text
-from roll_flash.monitor.progress import duration
+from roll_flash.monitor.status_view import duration
 
 Records = Sequence[Mapping[str, Any]]
 

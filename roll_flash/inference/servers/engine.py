@@ -238,12 +238,14 @@ class ServerEngine:
                 return scores
 
     async def metrics(self) -> dict[str, float]:
-        """Return `deaths`, `hung` and `lost` so far, and the metrics in `servers.metrics.LOGGED` of each numbered
-        server."""
-        texts = await asyncio.gather(*(server.metrics_text() for server in self._servers))
+        """Return `deaths`, `hung` and `lost` so far, and of each numbered server `up` (1, or 0 while it is started again
+        or away) and the metrics in `servers.metrics.LOGGED`."""
+        servers = list(self._servers)
+        texts = await asyncio.gather(*(server.metrics_text() for server in servers))
         figures = {"deaths": float(self.deaths), "hung": float(self.hung), "lost": float(self.lost)}
-        for index, text in enumerate(texts):
-            figures |= {f"{name}_{index}": value for name, value in logged_figures(text).items()}
+        for index, (server, text) in enumerate(zip(servers, texts, strict=True)):
+            of_server = {"up": float(server in self._there), **logged_figures(text)}
+            figures |= {f"{name}_{index}": value for name, value in of_server.items()}
         return figures
 
     async def close(self) -> None:
@@ -446,10 +448,12 @@ class ServerEngine:
             )
         _log.warning("inference server %s died; starting it again, see %s", server.endpoint, server.log)
         self._down.add(server)
+        began_s = time.monotonic()
         with doing(f"server {server.index}", "it starts again", announced_s=USUAL_START_S):
             await server.stop()
             await self._start_with_newest(server)
         self._down.discard(server)
+        _log.warning("%s is back after %.0f s", server.name, time.monotonic() - began_s)
 
 
 def _this_node() -> str:

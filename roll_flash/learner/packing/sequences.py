@@ -108,7 +108,7 @@ def prepare_groups(groups: Sequence[FinishedGroup], version: int, rules: Advanta
 
 
 def _sort_out(group: FinishedGroup) -> tuple[list[FinishedEpisode], Counter[str]]:
-    counts: Counter[str] = Counter(groups=1, trajectories=len(group.trajectories))
+    counts: Counter[str] = Counter(groups=1, trajectories=len(group.trajectories), groups_without_signal=0)
     valid: list[FinishedEpisode] = []
     for trajectory in group.trajectories:
         fault = invalid_reason(trajectory)

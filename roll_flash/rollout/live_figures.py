@@ -1,0 +1,82 @@
+"""Looks once a second at what episodes, servers and learner do, for the live view of a run and its `status.json`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from roll_flash.engines.inference import InferenceEngine
+from roll_flash.rollout.fleet import WorkerFleet
+from roll_flash.rollout.rollout import Rollout
+from roll_flash.stream import REWARD, TrajectoryStream
+from roll_flash.watchdog.activity import Activities
+
+EVERY_S, SERVERS_EVERY_S = 1.0, 5.0
+ANSWER_WITHIN_S = 3.0
+"""Most seconds to wait for workers: one that hangs is left out."""
+LOOKS = 60
+"""Number of the last looks that `busy` averages."""
+OF_SERVER = ("up", "requests_running", "requests_waiting", "kv_cache_usage")
+
+
+class LiveFigures:
+    """`run` is a background task for the whole run; `show` gets fields of `RunStatus` by name."""
+
+    def __init__(
+        self,
+        rollout: Rollout,
+        fleet: WorkerFleet,
+        engine: InferenceEngine,
+        stream: TrajectoryStream,
+        activities: Activities,
+        show: Callable[..., None],
+    ) -> None:
+        self._rollout = rollout
+        self._fleet = fleet
+        self._engine = engine
+        self._stream = stream
+        self._activities = activities
+        self._show = show
+        self._busy: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
+        """Whether learner and servers had work at each of the last looks."""
+
+    async def run(self) -> None:
+        await asyncio.gather(_every(EVERY_S, self._look), _every(SERVERS_EVERY_S, self._look_at_servers))
+
+    async def _look(self) -> None:
+        scheduler = self._rollout.scheduler
+        states = await self._fleet.states(ANSWER_WITHIN_S)
+        scoring = states["scoring"] + self._stream.without(REWARD)
+        waits_for_model = states["model"] + states["agent"]
+        self._busy.append((self._activities.is_doing("the learner"), waits_for_model > 0))
+        learner, servers = (sum(found) / len(found) for found in zip(*self._busy, strict=True))
+        episodes = {**states, "scoring": scoring, "queued": scheduler.queued}
+        episodes["ended"] = scheduler.waiting_trajectories() - self._stream.without(REWARD)
+        self._show(
+            state="running",
+            episodes=episodes,
+            books=self._rollout.books(),
+            busy={"learner": learner, "servers": servers},
+            versions={"learner": scheduler.learner_version, "servers": scheduler.server_version},
+        )
+
+    async def _look_at_servers(self) -> None:
+        self._show(servers=servers_of(await self._engine.metrics()))
+
+
+def servers_of(figures: Mapping[str, float]) -> list[dict[str, float]]:
+    """Return the figures of each server from those of all (`InferenceEngine.metrics`), whose names end with its
+    number."""
+    found: list[dict[str, float]] = []
+    while f"up_{len(found)}" in figures:
+        names = {name: f"{name}_{len(found)}" for name in OF_SERVER}
+        found.append({name: figures[numbered] for name, numbered in names.items() if numbered in figures})
+    return found
+
+
+async def _every(seconds: float, look: Callable[[], Awaitable[Any]]) -> None:
+    while True:
+        await look()
+        await asyncio.sleep(seconds)
