@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from roll_flash.monitor.episodes import read_episodes
+from roll_flash.monitor.metric_table import find_metric
 from roll_flash.monitor.metrics import read_metrics
 
 RUN_TIMEOUT_S = 800
@@ -71,6 +72,7 @@ def test_rows_of_two_environments_are_trained_after_demonstrations_and_show_each
     metrics = {name: value for row in read_metrics(tmp_path / "runs" / "mine") for name, value in row.items()}
     assert metrics["warm_start/last_loss"] < metrics["warm_start/first_loss"]
     assert {"rewards/number", "rewards/is_brief"} <= metrics.keys()
+    assert sorted(name for name in metrics.keys() - {"step", "time"} if find_metric(name) is None) == []
     episodes = list(read_episodes(tmp_path / "runs" / "mine" / "episodes"))
     assert {episode["env_id"] for episode in episodes} == {"Dataset-v0", "guess:Guess-v0"}
     of_rows = [episode["info"]["rewards"] for episode in episodes if episode["env_id"] == "Dataset-v0"]

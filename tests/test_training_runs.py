@@ -21,7 +21,9 @@ from listening import key_holders, open_to_everybody
 
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import read_episodes
+from roll_flash.monitor.metric_table import find_metric
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
+from roll_flash.monitor.status import read_status
 from roll_flash.rollout.turns import decode, read_turns
 from roll_flash.run.journal import read_journal
 from roll_flash.run.run_dir import list_checkpoints
@@ -177,6 +179,21 @@ class TestOneRunThroughItsLife:
         dropped = sum(count for name, count in last.items() if name.startswith("stream/dropped_"))
         assert last["stream/consumed"] + dropped + last["stream/waiting"] == last["stream/produced"]
         assert last["stream/balanced"] == 1
+
+    def test_every_metric_is_described_in_the_reference(self, life: dict[str, Any]) -> None:
+        names = {name for row in read_metrics(life["folder"]) for name in row} - {"step", "time"}
+        assert len(names) > 100
+        assert sorted(name for name in names if find_metric(name) is None) == []
+
+    def test_its_last_status_says_what_there_was(self, life: dict[str, Any]) -> None:
+        found = read_status(life["folder"])
+        assert (found.name, found.state, found.step, found.total_steps) == ("life", "done", life["last"], life["last"])
+        assert found.books["produced"] > 0
+        assert found.episodes.keys() >= {"queued", "scoring", "ended"}
+        assert 0 <= found.busy["learner"] <= 1
+        assert [server["up"] for server in found.servers] == [1.0]
+        assert sum(found.staleness.values()) > 0
+        assert any("closing servers, workers and Ray" in each.text for each in found.news)
 
     def test_two_environments_are_mixed_by_weight_across_the_interruption(self, life: dict[str, Any]) -> None:
         episodes = read_episodes(life["folder"] / "episodes")

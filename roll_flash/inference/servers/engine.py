@@ -238,8 +238,8 @@ class ServerEngine:
                 return scores
 
     async def metrics(self) -> dict[str, float]:
-        """Return `deaths`, `hung` and `lost` so far, and of each numbered server `up` (1, or 0 while it is started again
-        or away) and the metrics in `servers.metrics.LOGGED`."""
+        """Return `deaths`, `hung` and `lost` so far, and of each numbered server `up` (1, or 0 while it is started
+        again or away) and the metrics in `servers.metrics.LOGGED`."""
         servers = list(self._servers)
         texts = await asyncio.gather(*(server.metrics_text() for server in servers))
         figures = {"deaths": float(self.deaths), "hung": float(self.hung), "lost": float(self.lost)}
