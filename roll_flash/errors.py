@@ -15,6 +15,8 @@ class RollFlashError(Exception):
     """Base class of all errors that this package raises on purpose."""
 
     exit_code = 1
+    page: str | None = None
+    """Page of the documentation that tells more, where one does; the command line names it."""
 
 
 class ConfigError(RollFlashError):
@@ -26,13 +28,19 @@ class ConfigError(RollFlashError):
 class ModelError(ConfigError):
     """The model folder is missing, incomplete or not usable."""
 
+    page = "docs/models.md"
+
 
 class EnvError(RollFlashError):
     """The environment cannot be made, or violates its interface."""
 
+    page = "docs/environments.md"
+
 
 class InferenceError(RollFlashError):
     """An inference server did not start, died, or sent an invalid answer."""
+
+    page = "docs/inference.md"
 
 
 class LearnerError(RollFlashError):
@@ -42,9 +50,13 @@ class LearnerError(RollFlashError):
 class ParityError(RollFlashError):
     """Server and learner compute different log-probabilities with the same weights."""
 
+    page = "docs/inference.md"
+
 
 class CheckpointError(RollFlashError):
     """The checkpoint is missing, incomplete or of another model."""
+
+    page = "docs/operations.md"
 
 
 class RunError(RollFlashError):
@@ -54,9 +66,13 @@ class RunError(RollFlashError):
 class PlacementError(RunError):
     """The nodes of the cluster have no room for a part of the run."""
 
+    page = "docs/scaling.md"
+
 
 class StreamError(RollFlashError):
     """The trajectory stream was used incorrectly, or lost data."""
+
+    page = "docs/streaming.md"
 
 
 class StreamStarvedError(StreamError):

@@ -11,6 +11,8 @@ from roll_flash.errors import RollFlashError
 class SandboxError(RollFlashError):
     """Base of every sandbox error."""
 
+    page = "docs/sandboxes.md"
+
 
 class SandboxUnavailable(SandboxError):
     """No provider works on this machine: no engine, no permission, no bubblewrap."""

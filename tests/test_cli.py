@@ -5,22 +5,28 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
 
 from roll_flash import __version__
-from roll_flash.cli.main import main
+from roll_flash.cli.main import app, main
 from roll_flash.config.tree import load_config
-from roll_flash.errors import ConfigError, RunError
+from roll_flash.errors import ConfigError, RollFlashError, RunError
 from roll_flash.evaluation.result import score
 from roll_flash.run.run_dir import RunDir
+from tests.command_line import parse
+
+ROOT = Path(__file__).parents[1]
 
 TREE: dict[str, Any] = {"name": "maze", "model": {"path": "tiny"}, "envs": [{"id": "Maze-v0"}]}
 
@@ -93,7 +99,7 @@ def test_help_lists_what_exists() -> None:
     done = roll_flash("--help")
     assert done.returncode == 0
     listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines()]
-    described = "train eval eval-diff serve-gateway plan scale verify gpu-check export doctor"
+    described = "init train eval eval-diff serve-gateway plan status watch plot scale verify gpu-check export doctor"
     assert listed == [*described.split(), "envs", "sandbox", "checkpoints"]
     assert done.stdout.isascii()  # no boxes in pipes
 
@@ -104,6 +110,46 @@ def test_help_lists_what_exists() -> None:
 def test_each_command_has_help_and_json(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*command, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
+
+
+def test_each_help_has_an_example_that_the_program_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    def commands(command: Any, words: list[str]) -> Iterator[list[str]]:
+        for name, child in getattr(command, "commands", {}).items():
+            yield from commands(child, [*words, name])
+        if not hasattr(command, "commands"):
+            yield words
+
+    found = list(commands(get_command(app), []))
+    assert len(found) > 20
+    for words in found:
+        assert main([*words, "--help"]) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        example = said.partition("Example: roll-flash ")[2].partition(" docs/config.md lists")[0]
+        assert example.split()[: len(words)] == words
+        parse(shlex.split(example))
+
+
+def test_tab_offers_the_names_of_runs(tmp_path: Path) -> None:
+    for name in ("maze", "maze-seed1", "other"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text("")
+    asked = {"_ROLL_FLASH_COMPLETE": "complete_bash", "COMP_WORDS": "roll-flash watch ma", "COMP_CWORD": "2"}
+    done = roll_flash("watch", env={**os.environ, **asked})
+    assert done.stdout.split() == ["maze", "maze-seed1"]
+
+
+def test_an_error_names_the_page_that_tells_more(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", config_file(model={"path": "/no/such/model"}), "--dry-run"]) == 2
+    assert capsys.readouterr().err.rstrip().endswith("(see docs/models.md)")
+    pages = {each.page for each in _errors(RollFlashError)} - {None}
+    assert len(pages) >= 6
+    assert all((ROOT / str(page)).is_file() for page in pages)
+
+
+def _errors(kind: type[RollFlashError]) -> Iterator[type[RollFlashError]]:
+    yield kind
+    for child in kind.__subclasses__():
+        yield from _errors(child)
 
 
 def test_the_help_of_train_says_where_every_key_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roll_flash.cli.options import Json, argument, show
+from roll_flash.cli.options import Json, RunName, argument, example, show
 from roll_flash.terminal import say
 
 if TYPE_CHECKING:
     from roll_flash.run.run_dir import Checkpoint
 
 app = typer.Typer()
-RunName = Annotated[str, argument("RUN", "A run's name or folder.")]
 
 
-@app.command()
+@app.command(epilog=example("checkpoints ls mine"))
 def ls(run: RunName, as_json: Json = False) -> int:
     """List checkpoints; files are compared by their sizes only."""
     from roll_flash.run.run_dir import find_run, list_checkpoints
@@ -27,7 +26,7 @@ def ls(run: RunName, as_json: Json = False) -> int:
     return 0
 
 
-@app.command()
+@app.command(epilog=example("checkpoints verify mine"))
 def verify(
     run: RunName,
     step: Annotated[int | None, argument("STEP", "Only the checkpoint of this step.")] = None,
@@ -43,7 +42,7 @@ def verify(
     return 1 if any(row["damage"] for row in rows) else 0
 
 
-@app.command()
+@app.command(epilog=example("checkpoints rm mine 10 20"))
 def rm(run: RunName, steps: Annotated[list[int], argument("STEP...", "Steps of the checkpoints to remove.")]) -> int:
     """Remove checkpoints of a run that has ended, but never the newest whole one."""
     from roll_flash.run.run_dir import find_run, remove_checkpoints

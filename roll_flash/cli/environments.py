@@ -1,4 +1,4 @@
-"""`roll-flash envs list | check | demonstrate | new`."""
+"""`roll-flash envs list | check | demonstrate`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from roll_flash.cli.options import Json, Provider, Words, argument, flag, option, show, standard_output_for_json
+from roll_flash.cli.options import (
+    Json,
+    Provider,
+    Words,
+    argument,
+    example,
+    flag,
+    option,
+    show,
+    standard_output_for_json,
+)
 from roll_flash.terminal import say
 
 if TYPE_CHECKING:
@@ -28,7 +38,7 @@ class EnvironmentEntry:
     about: str
 
 
-@app.command("list")
+@app.command("list", epilog=example("envs list"))
 def list_(
     everything: Annotated[bool, flag("--all", "Gymnasium's own environments too.")] = False, as_json: Json = False
 ) -> int:
@@ -40,7 +50,7 @@ def list_(
     return 0
 
 
-@app.command()
+@app.command(epilog=example("envs check guess.py:Guess-v0 --seeds 8"))
 def check(
     env_id: Annotated[str, argument("ID|CONFIG", "A registered id, module:ID, path/to/file.py:ID, or a YAML file.")],
     settings: Annotated[Words, argument("key=value", "Arguments of the environment, or keys of the config.")] = None,
@@ -75,7 +85,7 @@ def check(
     return 0 if ok else 1
 
 
-@app.command()
+@app.command(epilog=example("envs demonstrate Maze-v0 -o solved.jsonl"))
 def demonstrate(
     env_id: Annotated[str, argument("ID", "A registered id, module:ID, or path/to/file.py:ID, with an oracle().")],
     output: Annotated[Path, option("FILE", "A new file of JSON lines.", "-o", "--output")],
@@ -100,20 +110,6 @@ def demonstrate(
     why = f"; {len(left_out)} left out, the first: {left_out[0]}" if left_out else ""
     value = {"file": str(output), "demonstrations": seeds - len(left_out), "left_out": left_out}
     show(value, f"{text}{why}\nuse them:  warm_start.demonstrations={output}", as_json=as_json)
-    return 0
-
-
-@app.command()
-def new(
-    name: Annotated[str, argument("NAME", "Such as word-count; the folder must not exist.")], as_json: Json = False
-) -> int:
-    """Write a project with an environment, its test and a config."""
-    from roll_flash.envs.check.new_project import write_project
-
-    project = write_project(name)
-    value = {"folder": str(project.folder), "files": list(project.files), "env_id": project.env_id}
-    text = f"{project.folder}: {', '.join(project.files)}\ntry it:  cd {project.folder} && "
-    show(value, f"{text}roll-flash envs check {project.source}:{project.env_id}", as_json=as_json)
     return 0
 
 

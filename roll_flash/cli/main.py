@@ -27,14 +27,16 @@ from roll_flash.cli import (
     export,
     gateway,
     gpu_check,
+    init,
     plan,
+    plot,
     sandbox,
     scale,
     status,
     train,
     verify,
 )
-from roll_flash.cli.options import Json, option, show
+from roll_flash.cli.options import Json, example, option, show
 from roll_flash.errors import RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.terminal import one_line, progress_bars_on_terminals_only, say
@@ -46,23 +48,25 @@ COMPLETION = "_ROLL_FLASH_COMPLETE"
 """Variable set by the shell's completion script, which typer installs."""
 
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
-app.command("train", epilog=EVERY_KEY)(train.train)
-app.command("eval", epilog=EVERY_KEY)(evaluate.evaluate)
-app.command("eval-diff")(evaluate.compare)
-app.add_typer(environments.app, name="envs", help="List, check and create environments.")
+app.command("init", epilog=example("init word-count --kind tools --model smollm2-135m"))(init.init)
+app.command("train", epilog=example("train configs/quickstart.yaml name=mine steps=8", EVERY_KEY))(train.train)
+app.command("eval", epilog=example("eval --model runs/mine -n 20 -k 4 --temperature 1", EVERY_KEY))(evaluate.evaluate)
+app.command("eval-diff", epilog=example("eval-diff before after"))(evaluate.compare)
+app.add_typer(environments.app, name="envs", help="List and check environments.")
 app.add_typer(sandbox.app, name="sandbox", help="List, remove and check sandboxes of this machine.")
-app.command("serve-gateway")(gateway.serve_gateway)
-app.command("plan", epilog=EVERY_KEY)(plan.plan)
-app.command("status")(status.status)
-app.command("watch")(status.watch)
-app.command("scale")(scale.scale)
-app.command("verify")(verify.verify)
+app.command("serve-gateway", epilog=example("serve-gateway --model runs/mine"))(gateway.serve_gateway)
+app.command("plan", epilog=example("plan configs/quickstart.yaml --from runs/mine", EVERY_KEY))(plan.plan)
+app.command("status", epilog=example("status mine"))(status.status)
+app.command("watch", epilog=example("watch mine"))(status.watch)
+app.command("plot", epilog=example("plot mine mine-seed1 -o seeds.svg --dark"))(plot.plot)
+app.command("scale", epilog=example("scale mine servers=2"))(scale.scale)
+app.command("verify", epilog=example("verify mine"))(verify.verify)
 app.add_typer(checkpoints.app, name="checkpoints", help="List, verify and remove checkpoints of a run.")
-app.command("gpu-check")(gpu_check.gpu_check)
-app.command("export")(export.export)
+app.command("gpu-check", epilog=example("gpu-check"))(gpu_check.gpu_check)
+app.command("export", epilog=example("export runs/mine mine-model"))(export.export)
 
 
-@app.command()
+@app.command(epilog=example("doctor --only docker,ray"))
 def doctor(
     only: Annotated[str, option("CHECKS", "Only these checks, separated by commas.")] = "", as_json: Json = False
 ) -> int:
@@ -132,11 +136,17 @@ def _explain(error: BaseException, words: Sequence[str]) -> tuple[str, int]:
         case KeyboardInterrupt():
             message, code = "interrupted", INTERRUPTED
         case RollFlashError():
-            message, code = str(error), error.exit_code
+            message, code = _with_page(error), error.exit_code
         case _:
             text = f"internal error: {type(error).__name__}: {_shortened(str(error))}"
             message, code = f"{text}; run again with --debug for the traceback", 1
     return f"{PROGRAM}: {'; '.join([message, *getattr(error, '__notes__', ())])}", code
+
+
+def _with_page(error: RollFlashError) -> str:
+    """Return the error's text with the page that tells more, unless it names one."""
+    text = str(error)
+    return text if error.page is None or "docs/" in text else f"{text} (see {error.page})"
 
 
 def _explain_usage(error: typer.TyperException, words: Sequence[str]) -> str:

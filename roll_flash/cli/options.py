@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -23,12 +25,24 @@ def flag(name: str, about: str) -> Any:
     return typer.Option(name, help=about)
 
 
-def argument(metavar: str, about: str) -> Any:
-    return typer.Argument(metavar=metavar, help=about)
+def argument(metavar: str, about: str, complete: Callable[[str], Sequence[str]] | None = None) -> Any:
+    """`complete`: what Tab offers for the beginning of a word."""
+    return typer.Argument(metavar=metavar, help=about, autocompletion=complete)
+
+
+def runs_like(incomplete: str) -> list[str]:
+    """Names of runs in the default folder that begin like this."""
+    return sorted(path.parent.name for path in Path("runs").glob(f"{glob.escape(incomplete)}*/config.yaml"))
+
+
+def example(words: str, more: str = "") -> str:
+    """The last lines of a command's help."""
+    return "\n\n".join(filter(None, [f"Example: roll-flash {words}", more]))
 
 
 Text = str | None
 Words = list[str] | None
+RunName = Annotated[str, argument("RUN", "A run's name or folder.", runs_like)]
 Json = Annotated[bool, flag("--json", "Print one JSON object or list for scripts.")]
 ModelName = Annotated[Text, option("M", "A model folder, a model's name, or RUN[@step].")]
 Provider = Annotated[str, option("NAME", "Of sandboxes: docker, local, a plug-in's name, or auto.")]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from roll_flash.cli.options import Json, Provider, Text, option, show
+from roll_flash.cli.options import Json, Provider, Text, example, option, show
 
 if TYPE_CHECKING:
     from roll_flash.sandboxes import SandboxEntry
@@ -18,7 +18,7 @@ app = typer.Typer()
 Engines = Annotated[list[str] | None, option("URL", "Instead of DOCKER_HOST's; may be repeated.")]
 
 
-@app.command()
+@app.command(epilog=example("sandbox ls"))
 def ls(engine: Engines = None, as_json: Json = False) -> int:
     """List what runs, and whose it is."""
     from roll_flash.sandboxes import list_sandboxes
@@ -26,7 +26,7 @@ def ls(engine: Engines = None, as_json: Json = False) -> int:
     return _show_sandboxes(list_sandboxes(*engine or ()), "no sandboxes", as_json)
 
 
-@app.command()
+@app.command(epilog=example("sandbox reap"))
 def reap(engine: Engines = None, as_json: Json = False) -> int:
     """Remove what dead runs have left behind."""
     from roll_flash.sandboxes import reap
@@ -34,7 +34,7 @@ def reap(engine: Engines = None, as_json: Json = False) -> int:
     return _show_sandboxes(reap(*engine or ()), "nothing to remove", as_json)
 
 
-@app.command()
+@app.command(epilog=example("sandbox check"))
 def check(
     provider: Provider = "auto",
     image: Annotated[Text, option("IMAGE", "Check sandboxes of this image.")] = None,

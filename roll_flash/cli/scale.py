@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from roll_flash.cli.options import Json, Words, argument, option, show
+from roll_flash.cli.options import Json, RunName, Words, argument, option, show
 from roll_flash.errors import ConfigError
 
 
 def scale(
-    run: Annotated[str, argument("RUN", "A running run's name or folder.")],
+    run: RunName,
     words: Annotated[Words, argument("servers=N workers=N", "The wanted numbers.")] = None,
     timeout: Annotated[float, option("SECONDS", "How long to wait for new servers to start.")] = 900.0,
     as_json: Json = False,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-from roll_flash.cli.options import Json, argument
+from roll_flash.cli.options import Json, RunName
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -17,10 +17,9 @@ if TYPE_CHECKING:
 PIPE_WIDTH = 120
 """Columns of a status that is not printed on a terminal."""
 LOOK_EVERY_S = 1.0
-Run = Annotated[str, argument("RUN", "A run's name or folder.")]
 
 
-def status(run: Run, as_json: Json = False) -> int:
+def status(run: RunName, as_json: Json = False) -> int:
     """Show what a run does now, wherever it was started.
 
     Exit code 1 if it failed, died or gives no sign of life.
@@ -44,10 +43,10 @@ def status(run: Run, as_json: Json = False) -> int:
     return _exit_code(found)
 
 
-def watch(run: Run) -> int:
-    """Follow a run until it ends, wherever it was started; Ctrl-C ends only the view.
+def watch(run: RunName) -> int:
+    """Follow a run until it ends; Ctrl-C ends only the view.
 
-    In a pipe: the lines that the run prints from now on.
+    The run may have been started elsewhere. In a pipe: the lines that it prints from now on.
     """
     from rich.console import Console
 

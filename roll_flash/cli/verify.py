@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Annotated
 
-from roll_flash.cli.options import Json, argument, show
+from roll_flash.cli.options import Json, RunName, show
 
 
-def verify(run: Annotated[str, argument("RUN", "A run's name or folder.")], as_json: Json = False) -> int:
+def verify(run: RunName, as_json: Json = False) -> int:
     """Prove a run by its files: each episode trained at most once, no token too old, books that balance."""
     from roll_flash.run.run_dir import find_run
     from roll_flash.run.verify import verify_run

@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -318,25 +317,6 @@ def test_arguments_of_the_environment_are_taken(capsys: pytest.CaptureFixture[st
 def test_what_cannot_be_made_is_an_error_of_usage() -> None:
     with pytest.raises(ConfigError, match="not registered"):
         check_environment("NoSuch-v0")
-
-
-def test_a_new_project_passes_its_own_test_and_the_check(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["envs", "new", "word-count"]) == 0
-    folder = tmp_path / "word-count"
-    lines = [line for line in (folder / "word_count.py").read_text().splitlines() if line.strip()]
-    assert len(lines) < 30
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout
-    assert "2 passed" in done.stdout
-    assert main(["envs", "check", "word-count/word_count.py:WordCount-v0", "--seeds", "2"]) == 0
-    assert main(["envs", "new", "word-count"]) == 2
-    assert "exists" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["../up", "1st", "a b", "class", "", "-x-"])
-def test_a_name_that_cannot_be_a_projects_is_refused(name: str) -> None:
-    assert main(["envs", "new", "--", name]) == 2
 
 
 def test_semaphores_of_another_run_on_this_machine_are_not_blamed_on_the_environment(tmp_path: Path) -> None:
