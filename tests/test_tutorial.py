@@ -14,7 +14,8 @@ from tests.command_line import parse
 
 PAGE = (Path(__file__).parents[1] / "docs" / "tutorial.md").read_text()
 SHORT = (
-    "model.path=tiny inference.engine=transformers steps=1 scheduler.groups_per_step=2 scheduler.group_size=2 eval.tasks=2"
+    "model.path=tiny inference.engine=transformers steps=1 "
+    "scheduler.groups_per_step=2 scheduler.group_size=2 eval.tasks=2"
 )
 """Appended to the run of the real model."""
 TIMEOUT_S = 900

@@ -52,7 +52,7 @@ app.command("init", epilog=example("init word-count --kind tools --model smollm2
 app.command("train", epilog=example("train configs/quickstart.yaml name=mine steps=8", EVERY_KEY))(train.train)
 app.command("eval", epilog=example("eval --model runs/mine -n 20 -k 4 --temperature 1", EVERY_KEY))(evaluate.evaluate)
 app.command("eval-diff", epilog=example("eval-diff before after"))(evaluate.compare)
-app.add_typer(environments.app, name="envs", help="List and check environments.")
+app.add_typer(environments.app, name="envs", help="List, check and demonstrate environments.")
 app.add_typer(sandbox.app, name="sandbox", help="List, remove and check sandboxes of this machine.")
 app.command("serve-gateway", epilog=example("serve-gateway --model runs/mine"))(gateway.serve_gateway)
 app.command("plan", epilog=example("plan configs/quickstart.yaml --from runs/mine", EVERY_KEY))(plan.plan)

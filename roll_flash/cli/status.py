@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 from roll_flash.cli.options import Json, RunName
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, RenderableType
 
     from roll_flash.monitor.status import RunStatus
 
@@ -36,11 +37,22 @@ def status(run: RunName, as_json: Json = False) -> int:
     if as_json:
         say(json.dumps(msgspec.to_builtins(found, str_keys=True), indent=2))
     else:
-        console = Console(highlight=False)
-        if not console.is_terminal:
-            console.width = PIPE_WIDTH
-        console.print(StatusView(found, news=True))
+        console, view = Console(highlight=False), StatusView(found, news=True)
+        if console.is_terminal:
+            console.print(view)
+        else:
+            say("\n".join(line.rstrip() for line in _plain(view)))
     return _exit_code(found)
+
+
+def _plain(view: RenderableType) -> list[str]:
+    """Lines for a pipe or a file."""
+    from rich.console import Console
+
+    console = Console(width=PIPE_WIDTH, color_system=None, file=sys.stdout)
+    with console.capture() as captured:
+        console.print(view)
+    return captured.get().splitlines()
 
 
 def watch(run: RunName) -> int:

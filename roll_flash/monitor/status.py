@@ -134,7 +134,8 @@ def read_status(run_dir: Path) -> RunStatus:
 def _is_alive(writer: Writer) -> bool:
     try:
         process = psutil.Process(writer.pid)
-        is_same = abs(process.create_time() - writer.started_s) < 2.0  # the clock may have been set
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
+        if abs(process.create_time() - writer.started_s) > 2.0:  # the clock may have been set
+            return False
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False

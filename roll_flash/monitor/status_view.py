@@ -45,7 +45,7 @@ class StatusView:
         for name, value in _rows(self._status, *_blocks(options)):
             rows.add_row(name, value)
         if self._news:
-            for each in self._status.news[-SHOWN_NEWS:]:
+            for each in reversed(self._status.news[-SHOWN_NEWS:]):  # the oldest are cut on a small terminal
                 rows.add_row(time.strftime("%H:%M:%S", time.localtime(each.time_s)), Text(one_line(each.text)))
         done = self._status.step / max(1, self._status.total_steps)
         width = min(options.max_width, WIDEST_BAR)
@@ -77,7 +77,8 @@ def _rows(status: RunStatus, full: str, empty: str) -> Iterator[tuple[str, Rende
     for name in (REWARD, SUCCESS):
         if values := status.recent.get(name):
             yield name, Text(f"{_number(values[-1], '.3f')}  {sparkline(values, ascii_only=full.isascii())}", "green")
-    if counts := {text: status.episodes.get(name, 0) for name, text in EPISODES.items()}:
+    if status.episodes:
+        counts = {text: status.episodes.get(name, 0) for name, text in EPISODES.items()}
         yield "episodes", Text(_counts(counts) or "none is running")
     if status.staleness:
         yield "staleness", Text("  ".join(_ages(status.staleness, full)))

@@ -39,6 +39,7 @@ class LiveFigures:
         self._stream = stream
         self._activities = activities
         self._show = show
+        self._has_server = True
         self._busy: deque[tuple[bool, bool]] = deque(maxlen=LOOKS)
         """Whether learner and servers had work at each of the last looks."""
 
@@ -49,8 +50,8 @@ class LiveFigures:
         scheduler = self._rollout.scheduler
         states = await self._fleet.states(ANSWER_WITHIN_S)
         scoring = states["scoring"] + self._stream.without(REWARD)
-        waits_for_model = states["model"] + states["agent"]
-        self._busy.append((self._activities.is_doing("the learner"), waits_for_model > 0))
+        has_requests = states["model"] + states["agent"] > 0
+        self._busy.append((self._activities.is_doing("the learner"), has_requests and self._has_server))
         learner, servers = (sum(found) / len(found) for found in zip(*self._busy, strict=True))
         episodes = {**states, "scoring": scoring, "queued": scheduler.queued}
         episodes["ended"] = scheduler.waiting_trajectories() - self._stream.without(REWARD)
@@ -63,7 +64,9 @@ class LiveFigures:
         )
 
     async def _look_at_servers(self) -> None:
-        self._show(servers=servers_of(await self._engine.metrics()))
+        servers = servers_of(await self._engine.metrics())
+        self._has_server = any(server["up"] for server in servers) if servers else True
+        self._show(servers=servers)
 
 
 def servers_of(figures: Mapping[str, float]) -> list[dict[str, float]]:
