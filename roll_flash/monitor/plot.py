@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ DARK = Look("#0d1117", "#e6edf3", "#9198a1", "#30363d", ("#5aa2f7", "#4cc38a", "
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A metric of a panel. With several settings only `main` ones are drawn, in the colour of their setting."""
+    """A metric of a panel. With several settings one is drawn: a `main` one if all have it."""
 
     metric: str
     label: str
@@ -103,7 +104,8 @@ def _rows_of(run: Path) -> Rows:
     return rows
 
 
-def _style(look: Look) -> dict[str, Any]:
+def _style(look: Look) -> Any:
+    """Settings of matplotlib by their names."""
     text = dict.fromkeys(("text.color", "axes.labelcolor"), look.ink)
     ticks = dict.fromkeys(("xtick.color", "ytick.color"), look.muted)
     papers = dict.fromkeys(("figure.facecolor", "axes.facecolor", "savefig.facecolor"), look.paper)
@@ -125,38 +127,45 @@ def _draw(figure: Any, rows: Mapping[str, Sequence[Rows]], look: Look) -> None:
     for (title, lines), (row, column) in zip(PANELS, PLACES, strict=True):
         panel = figure.add_subplot(grid[row, column], sharex=panels[0] if panels else None)
         panels.append(panel)
-        panel.set_title(title)
-        for label, line, seeds, colour in _chosen(lines, rows, look):
-            _draw_line(panel, line, seeds, colour, label)
-    for (_, seeds), colour in zip(rows.items(), _colours(rows, look, held_out=True), strict=False):
-        _draw_held_out(panels[0], seeds, colour)
-    _finish(panels)
-
-
-def _colours(rows: Mapping[str, Any], look: Look, *, held_out: bool = False) -> list[str]:
-    """Colours of the settings; with one setting its held-out successes have one of their own."""
-    return [look.lines[2]] if held_out and len(rows) == 1 else [look.lines[n % 5] for n in range(len(rows))]
-
-
-def _chosen(
-    lines: Sequence[Line], rows: Mapping[str, Sequence[Rows]], look: Look
-) -> Iterator[tuple[str, Line, Sequence[Rows], str]]:
-    """Yield label, metric, seeds and colour of each line of a panel: one setting has a colour per metric, of several
-    settings each has a colour."""
-    for (name, seeds), colour in zip(rows.items(), _colours(rows, look), strict=True):
-        known = [line for line in lines if any(series(each, line.metric)[0] for each in seeds)]
         if len(rows) == 1:
-            for line, own in zip(known, look.lines, strict=False):
-                yield line.label, line, seeds, own
-        elif known:
-            line = next((line for line in known if line.main), known[0])
-            yield name, line, seeds, colour
+            panel.set_title(title)
+            _draw_metrics(panel, lines, *rows.values(), look)
+        else:
+            panel.set_title(f"{title}: {_draw_settings(panel, lines, rows, look)}")
+    for seeds, colour in zip(rows.values(), look.lines[2:3] if len(rows) == 1 else _colours(look), strict=False):
+        _draw_held_out(panels[0], seeds, colour, is_alone=len(rows) == 1)
+    _finish(panels, has_settings=len(rows) > 1)
 
 
-def _draw_line(panel: Any, line: Line, seeds: Sequence[Rows], colour: str, label: str) -> None:
-    steps, mean, low, high = _over_seeds(seeds, line.metric)
+def _draw_metrics(panel: Any, lines: Sequence[Line], seeds: Sequence[Rows], look: Look) -> None:
+    """Draw the metrics of one setting, each in its colour."""
+    known = [line for line in lines if _is_known(line, seeds)]
+    for line, colour in zip(known, _colours(look), strict=False):
+        _draw_line(panel, line.metric, line.style, seeds, colour, line.label)
+
+
+def _draw_settings(panel: Any, lines: Sequence[Line], rows: Mapping[str, Sequence[Rows]], look: Look) -> str:
+    """Draw one metric of several settings, each in its colour; return its label. It is the first that all have, `main`
+    ones before others."""
+    in_order = sorted(lines, key=lambda line: not line.main)
+    line = next((line for line in in_order if all(_is_known(line, seeds) for seeds in rows.values())), in_order[0])
+    for (name, seeds), colour in zip(rows.items(), _colours(look), strict=False):
+        _draw_line(panel, line.metric, "-", seeds, colour, name)
+    return line.label
+
+
+def _is_known(line: Line, seeds: Sequence[Rows]) -> bool:
+    return any(series(rows, line.metric)[0] for rows in seeds)
+
+
+def _colours(look: Look) -> Iterator[str]:
+    return itertools.cycle(look.lines)
+
+
+def _draw_line(panel: Any, metric: str, style: str, seeds: Sequence[Rows], colour: str, label: str) -> None:
+    steps, mean, low, high = _over_seeds(seeds, metric)
     marker = "o" if len(steps) < 2 else None  # one point makes no line
-    panel.plot(steps, mean, line.style, color=colour, label=label, marker=marker, markersize=4)
+    panel.plot(steps, mean, style, color=colour, label=label, marker=marker, markersize=4)
     if len(seeds) > 1:
         panel.fill_between(steps, low, high, color=colour, alpha=0.18, linewidth=0)
 
@@ -170,8 +179,9 @@ def _over_seeds(seeds: Sequence[Rows], metric: str) -> tuple[list[int], list[flo
     return steps, [sum(v) / len(v) for v in values], [min(v) for v in values], [max(v) for v in values]
 
 
-def _draw_held_out(panel: Any, seeds: Sequence[Rows], colour: str) -> None:
-    """Draw the evaluations: with their 95 % intervals, or with the range over seeds."""
+def _draw_held_out(panel: Any, seeds: Sequence[Rows], colour: str, *, is_alone: bool) -> None:
+    """Draw the evaluations: with their 95 % intervals, or with the range over seeds. Several settings need no labels:
+    each has its colour."""
     steps, values, low, high = _over_seeds(seeds, EVAL_SUCCESS)
     if not steps:
         return
@@ -184,15 +194,15 @@ def _draw_held_out(panel: Any, seeds: Sequence[Rows], colour: str) -> None:
         [max(0.0, value - bound) for value, bound in zip(values, low, strict=True)],
         [max(0.0, bound - value) for value, bound in zip(values, high, strict=True)],
     ]
-    label = f"success (held out, {what})"
+    label = f"success (held out, {what})" if is_alone else None
     panel.errorbar(steps, values, yerr=errors, label=label, color=colour, fmt="D", markersize=6, capsize=4)
     ends = ((steps[0], values[0], 9, "left"), (steps[-1], values[-1], -9, "right"))
-    for step, value, offset, side in ends[: len(steps)]:
+    for step, value, offset, side in ends[: len(steps) if is_alone else 0]:
         where = {"xytext": (offset, -11), "textcoords": "offset points", "ha": side}
         panel.annotate(f"{value:.2f}", (step, value), color=colour, fontweight="bold", **where)
 
 
-def _finish(panels: Sequence[Any]) -> None:
+def _finish(panels: Sequence[Any], *, has_settings: bool) -> None:
     learning, staleness, divergence, speed, idle = panels
     learning.set_ylim(min(learning.get_ylim()[0], 0.0), max(learning.get_ylim()[1], 1.0) * 1.06)
     staleness.set_ylim(bottom=0, top=max(staleness.get_ylim()[1], 1.1))
@@ -202,7 +212,7 @@ def _finish(panels: Sequence[Any]) -> None:
     idle.set_ylim(0, 1)
     for panel in panels:
         handles, labels = panel.get_legend_handles_labels()
-        if len(handles) > 1 or (handles and panel is learning):
+        if handles and (panel is learning or (len(handles) > 1 and not has_settings)):
             panel.legend(loc="lower right", bbox_to_anchor=(1.0, 1.0), ncols=len(labels), fontsize=8.5)
         panel.xaxis.get_major_locator().set_params(integer=True)
     for panel in (speed, idle):
