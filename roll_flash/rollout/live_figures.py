@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
 
 from roll_flash.engines.inference import InferenceEngine
 from roll_flash.rollout.fleet import WorkerFleet
@@ -14,6 +13,8 @@ from roll_flash.stream import REWARD, TrajectoryStream
 from roll_flash.watchdog.activity import Activities
 
 EVERY_S, SERVERS_EVERY_S = 1.0, 5.0
+WORKERS_A_SECOND = 50
+"""Most workers that are asked in a second, so that a large run's driver has its calls for episodes."""
 ANSWER_WITHIN_S = 3.0
 """Most seconds to wait for workers: one that hangs is left out."""
 LOOKS = 60
@@ -44,7 +45,17 @@ class LiveFigures:
         """Whether learner and servers had work at each of the last looks."""
 
     async def run(self) -> None:
-        await asyncio.gather(_every(EVERY_S, self._look), _every(SERVERS_EVERY_S, self._look_at_servers))
+        await asyncio.gather(self._watch_episodes(), self._watch_servers())
+
+    async def _watch_episodes(self) -> None:
+        while True:
+            await self._look()
+            await asyncio.sleep(max(EVERY_S, self._fleet.size / WORKERS_A_SECOND))
+
+    async def _watch_servers(self) -> None:
+        while True:
+            await self._look_at_servers()
+            await asyncio.sleep(SERVERS_EVERY_S)
 
     async def _look(self) -> None:
         scheduler = self._rollout.scheduler
@@ -77,9 +88,3 @@ def servers_of(figures: Mapping[str, float]) -> list[dict[str, float]]:
         names = {name: f"{name}_{len(found)}" for name in OF_SERVER}
         found.append({name: figures[numbered] for name, numbered in names.items() if numbered in figures})
     return found
-
-
-async def _every(seconds: float, look: Callable[[], Awaitable[Any]]) -> None:
-    while True:
-        await look()
-        await asyncio.sleep(seconds)
