@@ -20,6 +20,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 BUILD = ROOT / "build" / "docs"
 PAGES, SITE = BUILD / "pages", BUILD / "site"
+SHIM = Path(__file__).with_name("iframe-worker-1.0.4.js")
+REMOTE_SHIM = "https://unpkg.com/iframe-worker/shim"
 FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
 """A relative link, with its anchor and the closing bracket."""
@@ -87,12 +89,21 @@ def _write_listing(folder: PurePosixPath) -> list[PurePosixPath]:
     return [folder / name for name in names]
 
 
+def keep_within_the_site() -> None:
+    """Replace the one script that the theme loads from another host, without which files cannot be searched."""
+    shutil.copyfile(SHIM, SITE / "assets" / SHIM.name)
+    for page in SITE.rglob("*.html"):
+        here = os.path.relpath(SITE / "assets" / SHIM.name, page.parent)
+        page.write_text(page.read_text().replace(REMOTE_SHIM, here))
+
+
 def main() -> int:
     stage()
     shutil.rmtree(SITE, ignore_errors=True)
     command = [sys.executable, "-m", "zensical", "build", "--strict", "--clean", "--config-file", "mkdocs.yml"]
     done = subprocess.run(command, cwd=ROOT, check=False)
     if done.returncode == 0:
+        keep_within_the_site()
         print(f"open {SITE.relative_to(ROOT) / 'index.html'}")
     return done.returncode
 
