@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_args
 
 from typer.main import get_command
 
@@ -42,7 +42,8 @@ def _usage(command: Any, path: str) -> str:
 
 
 def _argument(param: Any) -> str:
-    shown = f"{param.metavar or param.name.upper()}{' ...' if param.nargs == -1 else ''}"
+    shown = param.metavar or param.name.upper()
+    shown += " ..." if param.nargs == -1 and not shown.endswith("...") else ""
     return shown if param.required else f"[{shown}]"
 
 
@@ -53,10 +54,14 @@ def _table(command: Any) -> Iterator[str]:
     yield "| | |\n|---|---|"
     for param in params:
         is_option = param.param_type_name == "option"
-        value = "" if not is_option or param.is_flag else f" {param.metavar or 'VALUE'}"
+        value = f" {param.metavar or _choices(param)}" if is_option and not param.is_flag else ""
         names = ", ".join(param.opts) if is_option else param.metavar or param.name.upper()
         yield f"| `{_cell(names + value)}` | {_cell(param.help or '')}{_default(param) if is_option else ''} |"
     yield ""
+
+
+def _choices(param: Any) -> str:
+    return "|".join(map(str, get_args(param.type_descriptor.annotation))) or "VALUE"
 
 
 def _default(param: Any) -> str:
