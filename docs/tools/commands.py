@@ -13,9 +13,9 @@ from roll_flash.cli.main import PROGRAM, app
 INTRODUCTION = f"""\
 # Every command
 
-`{PROGRAM} COMMAND --help` prints the same. Words of the form `key=value` set [keys of the config](config.md). Exit codes:
-0 done, 1 failed, 2 wrong usage or config, 130 Ctrl-C ([errors](errors.md)). `--install-completion` lets Tab complete
-commands and options.
+`{PROGRAM} COMMAND --help` prints the same. Words of the form `key=value` set [keys of the config](config.md).
+[Errors](errors.md) has the exit codes. `--install-completion` lets Tab complete commands and options; `--debug`, at any place, shows
+tracebacks.
 
 `python docs/tools/commands.py > docs/commands.md` makes this page.
 """

@@ -7,6 +7,7 @@ build/docs/site from there. A link to a folder becomes one to a page that lists 
 
 from __future__ import annotations
 
+import html
 import os
 import re
 import shutil
@@ -25,6 +26,8 @@ REMOTE_SHIM = "https://unpkg.com/iframe-worker/shim"
 FENCED = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?<=\]\()([^)\s:#]+)((?:#[^)\s]*)?\))")
 """A relative link, with its anchor and the closing bracket."""
+BAR_IN_CODE = re.compile(r"`([^`\n]*\\\|[^`\n]*)`")
+"""Code in a cell of a table with an escaped bar: a forge shows the bar, Python-Markdown the backslash too."""
 
 
 class _NavigationLoader(yaml.SafeLoader):
@@ -62,21 +65,31 @@ def stage() -> None:
         if path in staged:
             continue
         staged.add(path)
-        source, target = ROOT / path, PAGES / path
-        if source.is_dir():
+        if (ROOT / path).is_dir():
             waiting += _write_listing(path)
             continue
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix != ".md":
-            shutil.copyfile(source, target)
-            continue
-        text = source.read_text()
-        found = {link: PurePosixPath(os.path.normpath(path.parent / link)) for link in links(text)}
-        waiting += found.values()
-        folders = {link for link, linked in found.items() if (ROOT / linked).is_dir()}
-        target.write_text(
-            LINK.sub(lambda link: f"{link[1].rstrip('/')}/index.md{link[2]}" if link[1] in folders else link[0], text)
-        )
+        (PAGES / path).parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".md":
+            waiting += _write_page(path)
+        else:
+            shutil.copyfile(ROOT / path, PAGES / path)
+
+
+def _write_page(path: PurePosixPath) -> list[PurePosixPath]:
+    """Write a page with its links to folders led to their listings; return what it links to."""
+    text = (ROOT / path).read_text()
+
+    def led(link: re.Match[str]) -> str:
+        is_folder = (ROOT / path.parent / link[1]).is_dir()
+        return f"{link[1].rstrip('/')}/index.md{link[2]}" if is_folder else link[0]
+
+    (PAGES / path).write_text(BAR_IN_CODE.sub(_as_html, LINK.sub(led, text)))
+    return [PurePosixPath(os.path.normpath(path.parent / link)) for link in links(text)]
+
+
+def _as_html(code: re.Match[str]) -> str:
+    shown = html.escape(code[1].replace("\\|", "|")).replace("|", "&#124;")
+    return f"<code>{shown}</code>"
 
 
 def _write_listing(folder: PurePosixPath) -> list[PurePosixPath]:

@@ -34,7 +34,9 @@ def texts_of(source: str) -> Iterator[str]:
 def code() -> str:
     """All strings of the package, one after the other."""
     folders = (ROOT / name for name in ("roll_flash", "envs", "sandboxes"))
-    return "\n\n".join(text for folder in folders for path in folder.rglob("*.py") for text in texts_of(path.read_text()))
+    return "\n\n".join(
+        text for folder in folders for path in folder.rglob("*.py") for text in texts_of(path.read_text())
+    )
 
 
 CAUSES = first_cells(PAGE.partition("### Why an episode failed")[2].partition("\n## ")[0])
@@ -46,7 +48,7 @@ def test_there_are_texts() -> None:
     assert len(set(TEXTS)) == len(TEXTS)
 
 
-@pytest.mark.parametrize("text", [*TEXTS, "internal error: ...; run again with --debug for the traceback"])
+@pytest.mark.parametrize("text", [*TEXTS, "internal error: ...", "...; run again with --debug for the traceback"])
 def test_the_text_is_in_the_code(text: str, code: str) -> None:
     fixed = [part for part in text.split("...") if part.strip(" `")]
     within_one_string = "[^\n]*?".join(map(re.escape, fixed))
