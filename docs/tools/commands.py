@@ -14,8 +14,8 @@ INTRODUCTION = f"""\
 # Every command
 
 `{PROGRAM} COMMAND --help` prints the same. Words of the form `key=value` set [keys of the config](config.md).
-[Errors](errors.md) has the exit codes. `--install-completion` lets Tab complete commands and options; `--debug`, at any place, shows
-tracebacks.
+`--install-completion` lets Tab complete commands and options; `--debug`, at any place, shows tracebacks.
+[Errors](errors.md) has the exit codes.
 
 `python docs/tools/commands.py > docs/commands.md` makes this page.
 """

@@ -33,10 +33,8 @@ def texts_of(source: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def code() -> str:
     """All strings of the package, one after the other."""
-    folders = (ROOT / name for name in ("roll_flash", "envs", "sandboxes"))
-    return "\n\n".join(
-        text for folder in folders for path in folder.rglob("*.py") for text in texts_of(path.read_text())
-    )
+    files = (path for name in ("roll_flash", "envs", "sandboxes") for path in (ROOT / name).rglob("*.py"))
+    return "\n\n".join(text for path in files for text in texts_of(path.read_text()))
 
 
 CAUSES = first_cells(PAGE.partition("### Why an episode failed")[2].partition("\n## ")[0])

@@ -84,7 +84,8 @@ def test_sandboxes_do_what_the_page_shows() -> None:
     together = together.replace('image="my-server:1"', 'network="internal"').replace("my-client localhost:8000", "true")
     together = together.replace('["my-server", "--port", "8000"]', '["sleep", "60"]')
     inner = pooled.replace("        ...", textwrap.indent(together, " " * 8).rstrip())
-    source = f"from roll_flash.sandboxes import *\nfrom roll_flash.sandboxes import SandboxPool, SandboxSpec\nasync def main(spec):\n{textwrap.indent(inner, '    ')}"
+    imports = "from roll_flash.sandboxes import SandboxPool, SandboxSpec"
+    source = f"{imports}\nasync def main(spec):\n{textwrap.indent(inner, '    ')}"
     names: dict[str, Any] = {}
     exec(compile(source, "docs/sandboxes.md", "exec"), names)
     asyncio.run(names["main"](names["SandboxSpec"](memory_mb=64)))
@@ -107,6 +108,15 @@ def test_each_key_that_the_pages_name_is_one() -> None:
 
 
 def is_known(key: str, known: set[str]) -> bool:
-    head, _, last = key.rpartition(".")
-    is_file_or_method = last in ("py", "yaml", "jsonl", "md", "exec", "forward", "fresh", "read", "kill_all")
+    is_file_or_method = key.rpartition(".")[2] in (
+        "py",
+        "yaml",
+        "jsonl",
+        "md",
+        "exec",
+        "forward",
+        "fresh",
+        "read",
+        "kill_all",
+    )
     return key in known or is_file_or_method or any(key.startswith(f"{name}.") for name in known if "kwargs" in name)
