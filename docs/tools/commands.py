@@ -51,7 +51,7 @@ def _table(command: Any) -> Iterator[str]:
     params = [param for param in command.params if param.name not in ("help", "install_completion", "show_completion")]
     if not params:
         return
-    yield "| | |\n|---|---|"
+    yield "| argument or option | meaning |\n|---|---|"
     for param in params:
         is_option = param.param_type_name == "option"
         value = f" {param.metavar or _choices(param)}" if is_option and not param.is_flag else ""

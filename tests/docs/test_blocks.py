@@ -31,7 +31,7 @@ RUN_BY = {
         "yaml": "tests/test_models_docs.py",
         "python": "tests/test_model_check.py",
     },
-    "docs/plan.md": dict.fromkeys(("sh", "yaml"), "tests/docs/test_examples.py"),
+    "docs/plan.md": {"yaml": "tests/docs/test_examples.py"},
     "docs/sandboxes.md": dict.fromkeys(("yaml", "python"), "tests/docs/test_examples.py"),
     "docs/scaling.md": {"yaml": "tests/docs/test_examples.py"},
     "docs/scheduling.md": dict.fromkeys(("yaml", "python"), "tests/docs/test_examples.py"),
