@@ -1,5 +1,5 @@
 """The examples of pages that have no test of their own, run as they stand: docs/inference.md, docs/plan.md,
-docs/sandboxes.md, docs/scaling.md, docs/scheduling.md."""
+docs/sandboxes.md, docs/scaling.md, docs/scheduling.md; and the last one of docs/agents.md."""
 
 from __future__ import annotations
 
@@ -86,6 +86,12 @@ def test_sandboxes_do_what_the_page_shows() -> None:
     names: dict[str, Any] = {}
     exec(compile(source, "docs/sandboxes.md", "exec"), names)
     asyncio.run(names["main"](names["SandboxSpec"](memory_mb=64)))
+
+
+@pytest.mark.docker
+def test_a_port_is_forwarded_as_the_page_on_agents_shows() -> None:
+    _, source = texts("docs/agents.md", "python")
+    exec(compile(source, "docs/agents.md", "exec"), {"__name__": "example"})
 
 
 def test_each_key_that_the_pages_name_is_one() -> None:
