@@ -1,5 +1,5 @@
-# `make help` lists what can be done. Everything is kept in .venv, .venv-adapters and a model cache folder; `make clean`
-# removes the first two.
+# `make help` lists what can be done. Everything is kept in .venv, .venv-adapters, .venv-docs and a model cache folder;
+# `make clean` removes the first three.
 #   PYTHON=python3.12   the Python to make .venv with (3.11 or newer)
 #   SET=gpu             install the CUDA set instead of the CPU set
 PYTHON ?= python3
@@ -8,10 +8,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 ADAPTERS := .venv-adapters
 ADAPTERS_PINS := requirements/adapters.txt requirements/install_adapters.sh
-PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt,$(wildcard requirements/*))
+DOCS := .venv-docs
+PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt requirements/docs.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks lint clean
+.PHONY: help setup engine image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -68,6 +69,15 @@ lint: setup ## ruff, mypy --strict, and the layers of the packages
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo --no-cache
 
+docs: $(DOCS)/installed ## build the documentation site into build/docs/site (needs no other target)
+	@$(DOCS)/bin/python docs/tools/site.py
+
+$(DOCS)/installed: requirements/docs.txt
+	@rm -rf $(DOCS)
+	@"$(PYTHON)" -m venv $(DOCS)
+	@$(DOCS)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-compile --no-deps -r $<
+	@touch $@
+
 clean: ## remove .venv and everything else that was built here
-	rm -rf $(VENV) $(ADAPTERS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(ADAPTERS) $(DOCS) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.git/*' -prune -exec rm -rf {} +

@@ -31,7 +31,6 @@ FailureCause = Literal[
     "prompt_too_long",
     "worker_died",
     "internal_error",
-    "stale",
     "cancelled",
 ]
 

@@ -56,7 +56,7 @@ def direct_dependencies() -> set[str]:
     return {canonical(name[0]) for name in names if name}
 
 
-@pytest.mark.parametrize("file", ["cpu.txt", "dev.txt", "gpu.txt", "model.txt", "bfcl.txt"])
+@pytest.mark.parametrize("file", ["cpu.txt", "dev.txt", "gpu.txt", "model.txt", "bfcl.txt", "docs.txt"])
 def test_every_requirement_is_pinned_exactly(file: str) -> None:
     assert pins(file)
     assert all(re.fullmatch(r"[0-9][0-9A-Za-z.]*", version) for version in pins(file).values())
