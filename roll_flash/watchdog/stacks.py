@@ -3,6 +3,9 @@
 A process that calls `register_stacks` writes the stacks of all its threads into a file in memory when it gets SIGUSR1,
 also while it holds the interpreter's lock. Others of the same user find that file in /proc, so nothing has to be known
 of the process, and nothing is left behind. Imports only the standard library.
+
+Code in a sandbox can make a file of that name too, so what it holds is not trusted: only the beginning of a regular
+file is read, without waiting, and only of a process of the same user.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import contextlib
 import faulthandler
 import os
 import signal
+import stat
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -22,6 +26,8 @@ PREFIX = "roll-flash-stacks:"
 LINK = f"/memfd:{PREFIX}"
 ANSWER_S, POLL_S = 2.0, 0.05
 MOST_PROCESSES = 100
+MOST_BYTES = 1 << 20
+"""Most bytes of stacks that are read of one process: a few hundred threads."""
 COMMAND_CHARACTERS = 150
 STATES = {"T": "stopped by a signal", "t": "stopped by a debugger", "D": "waits for a disk", "Z": "has ended"}
 
@@ -116,9 +122,10 @@ def _answer(file: Path, start: int, deadline: float) -> str:
             if time.monotonic() > deadline:
                 break
             time.sleep(POLL_S)
-        with file.open("rb") as opened:
-            opened.seek(start)
-            return opened.read().decode(errors="replace").strip()
+        with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as opened:
+            if stat.S_ISREG(os.fstat(opened.fileno()).st_mode):
+                opened.seek(start)
+                return opened.read(MOST_BYTES).decode(errors="replace").strip("\0").strip()
     return ""
 
 
@@ -143,19 +150,21 @@ def _is_of(run: str, pid: int) -> bool:
 
 
 def _file_of_stacks(pid: int) -> Path | None:
-    """Only a process with this file has a handler for SIGUSR1, which would end any other."""
+    """Only a process with this file has a handler for SIGUSR1, which would end any other. A sandbox of root's has a
+    user of its own, and may call a file as it likes."""
     folder = Path(f"/proc/{pid}/fd")
     with contextlib.suppress(OSError):  # of another user, or ended
         for entry in os.scandir(folder):
             with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith(LINK) and _handles_sigusr1(pid):
+                if os.readlink(entry.path).startswith(LINK) and _is_ours_and_handles_sigusr1(pid):
                     return Path(entry.path)
     return None
 
 
-def _handles_sigusr1(pid: int) -> bool:
-    caught = next((line for line in _read(pid, "status").splitlines() if line.startswith("SigCgt:")), "SigCgt: 0")
-    return bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+def _is_ours_and_handles_sigusr1(pid: int) -> bool:
+    fields = dict(line.split(":\t", 1) for line in _read(pid, "status").splitlines() if ":\t" in line)
+    users = set(fields.get("Uid", "").split())  # the owner of /proc/PID is root for a process that is not dumpable
+    return users == {str(os.geteuid())} and bool(int(fields.get("SigCgt", "0"), 16) >> (signal.SIGUSR1 - 1) & 1)
 
 
 def _waits(pid: int) -> dict[str, int]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from roll_flash.watchdog.stacks import Process, processes_of, stacks_of
+from roll_flash.watchdog.stacks import MOST_BYTES, Process, processes_of, stacks_of
 
 CHILD = """
 import time
@@ -23,6 +23,16 @@ stuck_here()
 """
 HOLDS_THE_LOCK = "import re; re.match(r'(a+)+$', 'a' * 64 + 'b')"
 """Runs for ever in C, without ever releasing the interpreter's lock."""
+
+
+ENDLESS = """
+import os, signal, time
+file = os.memfd_create("roll-flash-stacks:run-of-tests:rank 0")
+signal.signal(signal.SIGUSR1, lambda *_: os.ftruncate(file, 1 << 40))
+print("ready", flush=True)
+time.sleep(600)
+"""
+"""What code in a sandbox of the same user can do: the file of stacks is one of a TB when it is asked for."""
 
 
 @pytest.fixture
@@ -70,3 +80,26 @@ def test_a_process_that_is_not_ours_gets_no_signal() -> None:
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_file_of_stacks_without_end_is_not_read_to_its_end() -> None:
+    with subprocess.Popen([sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            assert len(stacks_of([only(process)])) < 2 * MOST_BYTES
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root sees the files of other users' processes")
+def test_a_process_of_another_user_is_not_taken_for_one_of_the_run() -> None:
+    """Sandboxes of root run as users of their own; code there can give a file any name, and handle any signal."""
+    code = ENDLESS.replace("file =", "os.setresuid(*3 * [0x78000000])\nfile =", 1)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            assert only(process).file is None
+        finally:
+            process.kill()
