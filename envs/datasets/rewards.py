@@ -40,11 +40,12 @@ def exact(answer: str, expected: Any, *, ignore_case: bool = True) -> float:
 
 
 def number(answer: str, expected: Any, *, tolerance: float = 1e-6) -> float:
-    """1 if the answer is the expected number, within `tolerance` of its size. Reads `1,234`, `$5` and `50%`."""
+    """1 if the answer is the expected number, within `tolerance` of its size (of 1 for 0). Reads `1,234`, `$5` and
+    `50%`."""
     found, wanted = _number(answer), _number(_text(expected))
     if wanted is None:
         raise EnvError(f"reward number: the row expects {expected!r}, which is no number")
-    return float(found is not None and abs(found - wanted) <= tolerance * max(1.0, abs(wanted)))
+    return float(found is not None and abs(found - wanted) <= tolerance * (abs(wanted) or 1.0))
 
 
 def math(answer: str, expected: Any) -> float:
@@ -264,4 +265,5 @@ def _text(value: Any) -> str:
 
 
 def _number(text: str) -> float | None:
-    return decimal_number(_GROUPED.sub("", text.strip().strip("$€£% .")))
+    """Read a number without its unit and the end of its sentence; a point before it is a part of it."""
+    return decimal_number(_GROUPED.sub("", text.strip().lstrip("$€£ ").rstrip("$€£% .")))

@@ -624,6 +624,8 @@ def test_finding_an_answer_takes_linear_time(answer_in: Any, piece: str) -> None
 def test_ready_rewards() -> None:
     assert [exact(" The  Cat ", "the cat"), exact("a", ["b", "A"]), exact("4.0", 4), exact("4", 4.0)] == [1, 1, 0, 1]
     assert [number("$1,234.50", "1234.5"), number("nan", 1), number("", 1), number("50%", 50)] == [1, 0, 0, 1]
+    assert [number(".5", 5), number(".5", 0.5), number("-.5", "-0.5"), number("$.75.", 0.75)] == [0, 1, 1, 1]
+    assert [number("0", 6.6e-34), number("6.6e-34", 6.6e-34), number("0", 0), number("1e-7", 0)] == [0, 1, 1, 1]
     assert [regex("it is 42!", r"\b42\b"), regex("a+b", "a+b", pattern="^{expected}$")] == [1, 1]
     schema = {"type": "object", "required": ["x"]}
     assert [json_schema('```json\n{"x": 1}\n```', schema), json_schema("{}", schema), json_schema("x", schema)] == [
