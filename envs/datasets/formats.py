@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -101,8 +102,8 @@ def _csv_rows(path: Path) -> Iterator[dict[str, Any]]:
         reader = csv.DictReader(file, restkey="", strict=True, delimiter=_delimiter(path))
         try:
             names = list(reader.fieldnames or ())
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ConfigError(f"{path}: the first line names {twice[0]!r} twice")
+            if twice := next((name for name, count in Counter(names).items() if count > 1), None):
+                raise ConfigError(f"{path}: the first line names {twice!r} twice")
             for row in reader:
                 if "" in row or None in row.values():
                     raise ConfigError(

@@ -737,6 +737,14 @@ def test_what_no_file_of_data_can_be_is_one_line(name: str, text: str, says: str
         open_file(tmp_path / name)
 
 
+def test_a_first_line_of_very_many_columns_takes_linear_time(tmp_path: Path) -> None:
+    (tmp_path / "wide.csv").write_text(",".join(f"c{number}" for number in range(100_000)) + "\n1\n")
+    began = time.process_time()
+    with pytest.raises(ConfigError, match="more or fewer fields"):
+        open_file(tmp_path / "wide.csv")
+    assert time.process_time() - began < 5.0
+
+
 def test_a_misspelt_file_is_not_looked_for_on_a_hub() -> None:
     with pytest.raises(ConfigError, match="data my_questons: no such file or folder"):
         open_file(Path("my_questons"))
