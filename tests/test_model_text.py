@@ -275,6 +275,15 @@ def test_calls_in_a_list_beyond_those_that_are_read_are_not_compared_with_many_t
     assert min(cpu_s_of(lambda said: parse_tool_calls(said, tools), text) for _ in range(2)) < 1.5
 
 
+def test_of_calls_of_bfcl_the_first_are_read_and_the_model_is_told() -> None:
+    """Each wrong name is compared with those of all functions: 1,500 of them held up a worker for a second."""
+    functions = {f"read_file_{number}": TOOLS["sh"] for number in range(60)}
+    found = bfcl_calls.parse_calls("[" + "rad_file()," * 1_700 + "]", functions)
+    assert len(found) == model_text.MAX_CALLS + 1
+    assert isinstance(found[-1], BadCall)
+    assert "first 256 calls" in found[-1].message
+
+
 def test_the_tags_that_are_closed_are_read_as_they_stand() -> None:
     assert model_text.tagged("<a>1</a><a>2<a>3</a></a> <b>4</A>", "a") == ["1", "2<a>3"]
     assert model_text.tagged("<A>1</b><a>\n</a><a>", "a", "b", ignore_case=True) == ["1", "\n"]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from roll_flash.chat.model_text import parse_python_calls, without_thinking
+from roll_flash.chat.model_text import MAX_CALLS, parse_python_calls, without_thinking
 from roll_flash.envs.tools.calls import BadCall, ToolCall, looks_native, parse_tool_calls
 from roll_flash.envs.tools.functions import ToolDescription
 
@@ -34,7 +34,7 @@ class FunctionCall:
 
 
 def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[FunctionCall | BadCall]:
-    """Return the calls in a model's answer; empty if there are none, which ends the user's turn."""
+    """Return at most MAX_CALLS calls of a model's answer; empty if there are none, which ends the user's turn."""
     text = without_thinking(text)
     if looks_native(text):
         return [
@@ -42,9 +42,11 @@ def parse_calls(text: str, functions: Mapping[str, ToolDescription]) -> list[Fun
             for call in parse_tool_calls(text, functions)
         ]
     try:
-        return [_of_python(call, functions) for call in _python_calls(text)]
+        calls = _python_calls(text)
+        found: list[FunctionCall | BadCall] = [_of_python(call, functions) for call in calls[:MAX_CALLS]]
     except (ValueError, RecursionError):  # also numbers and nesting beyond Python's limits
         return []
+    return found if len(calls) <= MAX_CALLS else [*found, BadCall(f"Only the first {MAX_CALLS} calls were read")]
 
 
 def call_source(name: str, arguments: Mapping[str, Any]) -> str:
