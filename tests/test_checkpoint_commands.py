@@ -9,6 +9,7 @@ import pytest
 
 from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
+from roll_flash.monitor.json_lines import with_checksum
 from roll_flash.run.run_dir import RunDir, list_checkpoints
 
 
@@ -58,6 +59,26 @@ def test_verify_finds_a_changed_byte_and_fails(run: Path, capsys: pytest.Capture
     assert main(["checkpoints", "verify", str(run), "7"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[" * 200_000, "checksums.json cannot be read"),
+        ('{"files": {"a": {"bytes": Infinity, "crc32": "0"}}}', "checksums.json cannot be read"),
+        ('{"files": {"/etc/passwd": {"bytes": 1, "crc32": "0"}}}', "names '/etc/passwd', which is no file of it"),
+        ('{"files": {"hf/../../../x": {"bytes": 1, "crc32": "0"}}}', "which is no file of it"),
+        (json.dumps({"files": {"a" * 300: {"bytes": 1, "crc32": "0"}}}), "which is no file of it"),
+        ('{"files": {"\\ud800": {"bytes": 1, "crc32": "0"}}}', "is missing"),
+    ],
+)
+def test_checksums_that_no_run_wrote_are_damage(
+    content: str, says: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A copied run may hold anything: no file outside of it is looked at, and nothing in it ends the command."""
+    (run / "checkpoints/step_2/checksums.json").write_text(content)
+    assert main(["checkpoints", "verify", str(run), "2"]) == 1
+    assert says in capsys.readouterr().out
+
+
 def test_rm_removes_the_named_ones(run: Path) -> None:
     assert main(["checkpoints", "rm", str(run), "1", "2"]) == 0
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step_3"]
@@ -80,3 +101,27 @@ def test_rm_leaves_a_running_run_alone(run: Path, capsys: pytest.CaptureFixture[
         assert main(["checkpoints", "rm", str(run), "1"]) == 2
     assert "the run is in use by process" in capsys.readouterr().err
     assert steps_of(run) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        b"{nonsense}",
+        b'{"event":' + b"[" * 100_000,
+        b'{"x":1}',
+        b'{"event":"trained"}',
+        b'{"event":"admitted","number":"x"}',
+        b'{"event":"dropped","group":[]}',
+    ],
+)
+def test_verify_says_in_one_line_that_files_are_none_of_a_run(
+    event: bytes, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Their checksums are right: somebody wrote them so."""
+    lines = [with_checksum(line) + b"\n" for line in (b'{"event":"begin","format":1}', event)]
+    (run / "journal").mkdir(exist_ok=True)
+    (run / "journal/after_step_000000.jsonl").write_bytes(b"".join(lines))
+    assert main(["verify", str(run)]) == 1
+    said = capsys.readouterr().err
+    assert "its files are not as a run writes them" in said
+    assert "internal error" not in said

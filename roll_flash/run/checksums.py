@@ -17,6 +17,7 @@ CHECKSUMS = "checksums.json"
 _FORMAT = 1
 _THREADS = 4
 _BLOCK_BYTES = 1 << 20
+_MAX_NAME_BYTES = 255
 
 
 def write_checksums(folder: Path) -> None:
@@ -42,8 +43,10 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
     try:
         content = json.loads((folder / CHECKSUMS).read_text())
         expected = {name: (int(file["bytes"]), str(file["crc32"])) for name, file in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
         return f"{CHECKSUMS} cannot be read"
+    if outside := next((name for name in expected if not _is_below(name)), None):
+        return f"{CHECKSUMS} names {outside[:80]!r}, which is no file of it"
     for name, (size, _) in expected.items():
         path = folder / name
         if not path.is_file():
@@ -58,6 +61,12 @@ def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
         return f"{Path(error.filename or '').name or 'a file'} cannot be read: {error.strerror}"
     wrong = [name for name, found in zip(expected, read, strict=True) if found != expected[name]]
     return f"{wrong[0]} has other bytes than were written" if wrong else None
+
+
+def _is_below(name: str) -> bool:
+    """True for a path of plain names that a file system can hold; a copied checkpoint may name any."""
+    parts = [part.encode(errors="surrogatepass") for part in name.split("/")]
+    return not any(part in (b"", b".", b"..") or len(part) > _MAX_NAME_BYTES for part in parts)
 
 
 def _checksums(paths: Sequence[Path], *, from_disk: bool) -> list[tuple[int, str]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from roll_flash.errors import RunError
+from roll_flash.errors import RunError, first_line
 from roll_flash.monitor.json_lines import is_intact
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.journal import Event, read_journal
@@ -21,6 +21,7 @@ from roll_flash.run.run_dir import list_checkpoints
 
 SHOWN = 3
 """Number of ids in a message."""
+MAX_REASON_CHARACTERS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,15 @@ class Logged:
 
 
 def verify_run(folder: Path) -> list[Finding]:
-    """Return what holds and what does not. Raises RunError for a run without a journal."""
+    """Return what holds and what does not. Raises RunError for a run without a journal, or with foreign content."""
+    try:
+        return _verified(folder)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        reason = f"{type(error).__name__}: {first_line(error)}"[:MAX_REASON_CHARACTERS]
+        raise RunError(f"{folder}: its files are not as a run writes them: {reason}") from error
+
+
+def _verified(folder: Path) -> list[Finding]:
     rows = {row["step"]: row for row in read_metrics(folder) if STEP_S in row}  # first: a run may be going on
     checkpoints = [checkpoint.step for checkpoint in list_checkpoints(folder)]
     events, damage = read_journal(folder / "journal")
