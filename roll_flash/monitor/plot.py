@@ -129,7 +129,7 @@ def _draw(figure: Any, rows: Mapping[str, Sequence[Rows]], look: Look) -> None:
         panels.append(panel)
         if len(rows) == 1:
             panel.set_title(title)
-            _draw_metrics(panel, lines, *rows.values(), look)
+            _draw_metrics(panel, lines, next(iter(rows.values())), look)
         else:
             panel.set_title(f"{title}: {_draw_settings(panel, lines, rows, look)}")
     for seeds, colour in zip(rows.values(), look.lines[2:3] if len(rows) == 1 else _colours(look), strict=False):

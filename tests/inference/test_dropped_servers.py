@@ -108,7 +108,7 @@ def play(room_of: Callable[[], Room], act: Callable[[Room], Awaitable[None]]) ->
 
 @pytest.mark.parametrize("weights", [IN_MEMORY, ON_GPU], ids=["shm", "nccl"])
 def test_the_others_have_the_weights_before_a_dead_one_is_back(
-    weights: StagedWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    weights: StagedWeights, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def act(room: Room) -> None:
         room.dies_at[1] = 1
@@ -127,6 +127,8 @@ def test_the_others_have_the_weights_before_a_dead_one_is_back(
         assert room.engine.deaths == 1
 
     play(lambda: Room(3, monkeypatch, tmp_path), act)
+    said = [message for message in caplog.messages if "starting it again" in message or "is back after" in message]
+    assert ["is back" in message for message in said] == [False, True]
 
 
 def test_a_server_that_comes_back_during_a_publication_ends_with_its_weights(

@@ -55,6 +55,26 @@ def test_a_sandbox_that_was_never_used_costs_no_lease() -> None:
     assert asyncio.run(run()) == 0
 
 
+@pytest.mark.usefixtures("require_bubblewrap")
+def test_commands_count_while_they_run_also_when_they_fail() -> None:
+    async def run() -> list[int]:
+        counts = []
+        async with SandboxPool(provider="local", size=1) as pool:
+            sandbox = LazySandbox(pool, SandboxSpec())
+            command = asyncio.create_task(sandbox.exec(["sleep", "60"]))
+            await asyncio.sleep(0)
+            counts.append(sandbox.commands)
+            command.cancel()
+            await asyncio.gather(command, return_exceptions=True)
+            counts.append(sandbox.commands)
+            await sandbox.close()
+            with pytest.raises(SandboxDied):
+                await sandbox.exec(["true"])
+            return [*counts, sandbox.commands]
+
+    assert asyncio.run(run()) == [1, 0, 0]
+
+
 PROTOCOL = sorted(name for name in vars(Sandbox) if not name.startswith("_"))
 
 

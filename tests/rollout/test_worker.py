@@ -216,6 +216,7 @@ def test_a_cancelled_episode_cancels_its_request_and_frees_its_sandbox() -> None
         assert server.open_connections == 1
         [status] = worker.status()
         assert (status.episode_id, status.turn, status.waits_for) == (episode.episode_id, 0, "the model")
+        assert worker.states() == {"model": 1}
         worker.cancel([episode.episode_id])
         await eventually(lambda: not worker.status())
         await eventually(lambda: pool.stats().leased == 0)
@@ -230,6 +231,7 @@ def test_a_cancelled_episode_ends_also_where_its_environment_catches_the_cancell
         [episode] = episodes("CatchesAll-v0")
         worker.submit([episode])
         await eventually(lambda: [s for s in worker.status() if s.waits_for == "the environment's step"])
+        assert worker.states() == {"environment": 1}
         await asyncio.sleep(0)
         worker.cancel([episode.episode_id])
         await eventually(lambda: not worker.status())

@@ -66,6 +66,18 @@ def test_a_consumer_gets_a_row_as_soon_as_the_columns_it_needs_are_there() -> No
     run(main())
 
 
+def test_rows_without_a_column_are_counted_until_they_have_it_or_are_gone() -> None:
+    stream = TrajectoryStream([Consumer("scorer")])
+    for name in ("a", "b", "c"):
+        stream.put(name, "g", None, {})
+    assert stream.without("score") == 3
+    (row,) = asyncio.run(stream.next_batch("scorer"))
+    stream.write("scorer", row, {"score": 1.0})
+    assert stream.without("score") == 2
+    stream.drop_group("g", "stale")
+    assert stream.without("score") == 0
+
+
 def test_a_column_is_written_once_and_a_row_put_once() -> None:
     stream = TrajectoryStream()
     put(stream, "a", reward=1.0)

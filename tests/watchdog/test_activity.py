@@ -159,3 +159,15 @@ def test_without_a_watchdog_nothing_is_needed() -> None:
             activity.moved()
 
     asyncio.run(work())
+
+
+def test_what_goes_on_is_listed_once_it_has_lasted() -> None:
+    activities = Activities()
+    begins(activities, "server 0", "it starts again")
+    run(activities, 5)
+    begins(activities)
+    run(activities, 2)
+    assert activities.lines() == ["server 0: it starts again since 7 s", "the learner: micro-batch since 2 s"]
+    assert activities.lines(3.0) == ["server 0: it starts again since 7 s"]
+    assert activities.is_doing("the learner")
+    assert not activities.is_doing("server 1")
