@@ -169,7 +169,8 @@ class SandboxDatasetEnv(DatasetEnv, SandboxToolEnv):
         return bool(result.ok and result.stdout_text.split() == wanted.split())
 
     async def _runs_without_error(self, tests: str, timeout_s: float) -> float:
-        """The random word after the tests shows that they were reached: a program may end the process with status 0."""
+        """The random word after the tests tells them from a program that ends the process with status 0; one that looks
+        for the word can cheat, since it shares the process with the tests (docs/data.md)."""
         word = secrets.token_hex(16)
         source = _HARNESS.format(program=PROGRAM, tests=tests, word=word)
         result = await self.sandbox.exec(("python3", "-I", "-c", source), timeout=timeout_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import io
 import os
 from array import array
 from collections.abc import Iterator
@@ -50,7 +51,9 @@ class Rows:
         if (size := os.fstat(file.fileno()).st_size) > SAID_BYTES:
             say(f"reading {name} ({size >> 20:,} MiB)", error=True)
         checksums, number, place = array("I"), 1, 0
-        while lines := file.readlines(BLOCK_BYTES):
+        while block := file.read(BLOCK_BYTES):
+            # A line goes on after the block; of one that is too long no more is read than it takes to see that.
+            lines = io.BytesIO(block + file.readline(MAX_ROW_BYTES + 1)).readlines()
             if number == 1:
                 self._require_lines(lines[0])
                 text = lines[0].removeprefix(codecs.BOM_UTF8)  # as Windows begins a file
@@ -76,8 +79,8 @@ class Rows:
 
     def _require_short(self, sizes: np.ndarray[Any, np.dtype[np.int64]], number: int) -> None:
         for index in np.flatnonzero(sizes > MAX_ROW_BYTES)[:1]:
-            size = f"{sizes[index] / 2**20:.1f} MiB; a row has at most {MAX_ROW_BYTES / 2**20:g} MiB"
-            raise ConfigError(f"{self._name}, {self._unit} {number + index}: the row has {size}")
+            most = f"{MAX_ROW_BYTES / 2**20:g} MiB, the most that a row may have"
+            raise ConfigError(f"{self._name}, {self._unit} {number + index}: the row has more than {most}")
 
     def __len__(self) -> int:
         return len(self._starts)

@@ -71,13 +71,13 @@ class RecordedTurn:
             name: np.frombuffer(base64.b64decode(record[name], validate=True), kind)
             for name, kind in (("token_ids", "<i4"), ("logprobs", "<f4"))
         }
-        versions = np.repeat(*np.asarray(record["versions"], np.int32).reshape(-1, 2).T)
-        if not len(versions) == len(arrays["token_ids"]) == len(arrays["logprobs"]) > 0:
+        versions, counts = np.asarray(record["versions"], np.int32).reshape(-1, 2).T
+        if not counts.sum(dtype=np.int64) == len(arrays["token_ids"]) == len(arrays["logprobs"]) > 0:
             raise ValueError("its arrays differ in length, or are empty")
         generation = Generation(
             arrays["token_ids"].astype(np.int32),
             arrays["logprobs"].astype(np.float32),
-            versions,
+            np.repeat(versions, counts),
             record["finish_reason"],
             record["server"],
             record["elapsed_s"],

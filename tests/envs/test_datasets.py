@@ -383,7 +383,7 @@ BAD_ROWS: dict[str, tuple[list[Any], str]] = {
     ),
     "empty file": ([], "my.jsonl: there is no row in it"),
     "blank lines": (["", "  "], "my.jsonl: there is no row in it"),
-    "huge row": ([{"prompt": "a" * 10_000_000}], "line 1: the row has 9.5 MiB; a row has at most 1 MiB"),
+    "huge row": ([{"prompt": "a" * 10_000_000}], "line 1: the row has more than 1 MiB, the most that a row may have"),
     "duplicate ids": ([{**row, "id": 7} for row in questions(3)], "line 2: id 7 is also that of"),
     "no text": ([{"prompt": 5}], "'prompt' is 5, not a text"),
     "images": (
