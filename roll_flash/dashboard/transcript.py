@@ -24,6 +24,8 @@ MAX_TOKENS = 20_000
 def episode_page(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Return what the page of an episode shows, without what its row in the table has."""
     samples = [record, *(record.get("branches") or [])]
+    info = dict(record.get("info") or {})
+    commands = info.pop("sandbox_commands", None)
     return {
         "message": record.get("message"),
         "failed_turn": record.get("failed_turn"),
@@ -33,10 +35,10 @@ def episode_page(record: Mapping[str, Any], tokenizer: Tokenizer | None) -> dict
         "prompt_tokens": record.get("prompt_tokens"),
         "completion_tokens": record.get("completion_tokens"),
         "samples": [_sample(sample, tokenizer) for sample in samples],
-        "info": _cut(_as_text(record.get("info") or {})),
-        "rewards": (record.get("info") or {}).get("rewards"),
-        "tools": (record.get("info") or {}).get("tools"),
-        "commands": (record.get("info") or {}).get("sandbox_commands"),
+        "info": _cut(_as_text(info)),
+        "rewards": info.get("rewards"),
+        "tools": info.get("tools"),
+        "commands": commands,
     }
 
 

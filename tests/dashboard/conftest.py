@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -49,11 +49,17 @@ def page(browser: Browser) -> Iterator[Page]:
     page = context.new_page()
     problems: list[str] = []
     page.on("pageerror", lambda error: problems.append(f"error: {error}"))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on("console", lambda message: _note_error(problems, message))
     page.on("request", lambda request: _note_host(problems, request.url))
     yield page
     context.close()
     assert not problems
+
+
+def _note_error(problems: list[str], message: ConsoleMessage) -> None:
+    is_refusal = "/api/" in message.location["url"]  # which the page shows
+    if message.type == "error" and not is_refusal:
+        problems.append(message.text)
 
 
 def _note_host(problems: list[str], url: str) -> None:

@@ -135,7 +135,7 @@ def test_commands_in_the_sandbox_are_shown_with_their_output(
     commands = [{"command": "ls -la", "exit_code": 2, "seconds": 0.25, "output": "no such folder"}]
     run.step([trajectory("commands", "g00000008", ["ls"], info={"sandbox_commands": commands})])
     show(page, dashboard, "episode", id="commands")
-    page.get_by_text("ls -la").click()
+    page.get_by_text("ls -la", exact=True).click()
     expect(page.locator("section", has=page.get_by_role("heading", name="Commands in the sandbox"))).to_contain_text(
         "no such folder"
     )

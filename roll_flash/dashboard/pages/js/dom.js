@@ -34,6 +34,7 @@ export function link(parameters, ...children) {
 
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number") return plain(value); // an environment may put anything into its info
   const size = Math.abs(value);
   if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en");
   if (size >= 1000) return Math.round(value).toLocaleString("en");
@@ -46,7 +47,7 @@ export function share(value) {
 }
 
 export function seconds(value) {
-  if (value === null || value === undefined || Number.isNaN(value)) return "–";
+  if (typeof value !== "number" || Number.isNaN(value)) return "–";
   if (value < 1) return `${(1000 * value).toFixed(value < 0.01 ? 1 : 0)} ms`;
   if (value < 120) return `${value.toFixed(value < 10 ? 2 : 1)} s`;
   if (value < 7200) return `${Math.round(value / 60)} min`;

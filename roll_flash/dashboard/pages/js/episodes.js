@@ -89,8 +89,8 @@ class Rows {
     this.run = run;
     this.page = page;
     this.found = found;
-    this.space = h("div", { class: "space", role: "rowgroup" });
-    this.element = h("div", { class: "scroll", tabindex: "0", role: "presentation" }, this.space);
+    this.space = h("div", { class: "space", role: "presentation" });
+    this.element = h("div", { class: "scroll", tabindex: "0", role: "rowgroup" }, this.space);
     this.element.addEventListener("scroll", () => this.draw());
     this.element.addEventListener("keydown", (event) => this.key(event));
     this.total = 0;
