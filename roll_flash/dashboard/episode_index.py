@@ -132,7 +132,7 @@ class EpisodeIndex:
     def _clear(self) -> None:
         self._files: dict[Path, _File] = {}
         self._order: list[Path] = []
-        self._columns = {name: array(code) for name, code in _KINDS.items()}
+        self._columns: dict[str, array[Any]] = {name: array(code) for name, code in _KINDS.items()}
         self._snapshot: dict[str, NDArray[Any]] = {}
         self.ids: list[str] = []
         self._rows: dict[str, int] = {}
@@ -243,7 +243,8 @@ class EpisodeIndex:
         columns = self.columns()
         with self._order[columns["file"][row]].open("rb") as file:
             file.seek(int(columns["offset"][row]))
-            return file.read(int(columns["length"][row]))
+            line: bytes = file.read(int(columns["length"][row]))
+        return line
 
     def file(self, number: int) -> Path:
         return self._order[number]

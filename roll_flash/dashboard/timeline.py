@@ -81,8 +81,8 @@ def _busy(work: list[dict[str, Any]], begin: float, end: float) -> dict[str, lis
     """Return, per kind of work, the fraction of each slice of time that it took."""
     found: dict[str, list[float]] = {}
     for kind in dict.fromkeys(span["kind"] for span in work):
-        spans = [(span["begin_s"], span["end_s"]) for span in work if span["kind"] == kind]
-        found[kind] = _running(*np.array(spans).T, begin, end)
+        spans = np.array([(span["begin_s"], span["end_s"]) for span in work if span["kind"] == kind])
+        found[kind] = _running(spans[:, 0], spans[:, 1], begin, end)
     return found
 
 
@@ -95,7 +95,8 @@ def _running(starts: NDArray[np.float64], ends: NDArray[np.float64], begin: floa
         ordered = np.sort(times)
         sums = np.append(0.0, np.cumsum(ordered))
         places = np.searchsorted(ordered, edges)
-        return places * edges - sums[places]
+        integral: NDArray[np.float64] = places * edges - sums[places]
+        return integral
 
     offset = begin  # smaller numbers lose fewer digits in sums
     starts, ends, edges = starts - offset, ends - offset, edges - offset
