@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 REFRESH_S = 1.0
 """Minimum seconds between two looks at the files."""
 BUFFER_BYTES = 1 << 20
+ROWS_AT_ONCE = 1000
 MESSAGE_CHARACTERS = 200
 _HEAD_END = b',"turns":['
 _MAX_HEAD_ENDS = 8
@@ -182,24 +183,30 @@ class EpisodeIndex:
         number = self._order.index(file.path)
         with file.path.open("rb", buffering=BUFFER_BYTES) as lines:
             lines.seek(file.read)
+            found: list[tuple[Head, tuple[float, ...]]] = []
             for line in lines:
                 if not line.endswith(b"\n"):  # is being written, or was cut by a kill
                     break
-                self._add(number, file.read, line)
+                head = head_of(line)
+                if head is None or head.kind not in ("trajectory", "failure"):
+                    self.damaged += 1
+                else:
+                    found.append((head, self._values(head, number, file.read, len(line))))
                 file.read += len(line)
                 self.read_bytes += len(line)
+                if len(found) == ROWS_AT_ONCE:
+                    self._add(found)
+                    found = []
+            self._add(found)
 
-    def _add(self, file: int, offset: int, line: bytes) -> None:
-        head = head_of(line)
-        if head is None or head.kind not in ("trajectory", "failure"):
-            self.damaged += 1
-            return
+    def _values(self, head: Head, file: int, offset: int, length: int) -> tuple[float, ...]:
+        """Return the values of an episode in the order of `_KINDS`."""
         failed = head.kind == "failure"
         names = self.names
-        values = (
+        return (
             file,
             offset,
-            len(line),
+            length,
             head.step,
             failed,
             _number(head.reward),
@@ -213,13 +220,16 @@ class EpisodeIndex:
             names["outcome"].number((head.cause if failed else head.end) or ""),
             names["worker"].number(head.worker or ""),
         )
+
+    def _add(self, found: list[tuple[Head, tuple[float, ...]]]) -> None:
         with self._lock:
-            for column, value in zip(self._columns.values(), values, strict=True):
-                column.append(value)
-            if failed:
-                self.messages[len(self.ids)] = (head.message or "")[:MESSAGE_CHARACTERS]
-            self._rows[head.episode_id] = len(self.ids)
-            self.ids.append(head.episode_id)
+            for column, values in zip(self._columns.values(), zip(*(row for _, row in found), strict=True), strict=False):
+                column.extend(array(column.typecode, values))
+            for row, (head, _) in enumerate(found, start=len(self.ids)):
+                self._rows[head.episode_id] = row
+                self.ids.append(head.episode_id)
+                if head.kind == "failure":
+                    self.messages[row] = (head.message or "")[:MESSAGE_CHARACTERS]
 
     def columns(self) -> dict[str, NDArray[Any]]:
         """Return the columns so far, each of shape [episodes]; not to be changed."""

@@ -25,14 +25,13 @@ export async function show(main, query, page) {
     episode.message ? h("p", { class: "notice warn" }, `turn ${episode.failed_turn}, attempt ${(episode.attempt ?? 0) + 1}: ${episode.message}`) : "",
     h("div", { class: "cards" }, cards(run, episode)),
     replicas(run, episode),
-    ...rewards(episode),
     h("section", { class: "panel" },
       h("div", { class: "toolbar" }, h("h2", {}, "Conversation"),
         h("fieldset", { class: "choice" }, h("legend", {}, "Colour of tokens"), COLOURS.filter(([name]) => name !== "advantage" || episode.advantage !== null).map(([name, title]) =>
           h("label", {}, h("input", { type: "radio", name: "colour", value: name, checked: name === by, onchange: () => choose(name) }), title))),
         legend, token),
       conversation),
-    ...tools(episode), ...commands(episode),
+    ...rewards(episode), ...tools(episode), ...commands(episode),
     folded("Info of the environment", pre(episode.info)),
     folded("Task", table(["key", "value"], [["environment", episode.env], ["seed", number(episode.seed)], ["arguments", h("code", {}, plain(episode.env_kwargs ?? {}))]], { label: "task" })));
   draw(by);

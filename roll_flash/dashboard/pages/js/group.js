@@ -1,7 +1,7 @@
 // The replicas of a task side by side, and where they first differ.
 
 import { get } from "./api.js";
-import { h, link, number, outcome } from "./dom.js";
+import { folded, h, link, number, outcome } from "./dom.js";
 import { fate } from "./episodes.js";
 
 const SHOWN = 4000;
@@ -18,7 +18,7 @@ export async function show(main, query, page) {
     h("div", { class: "heading" }, h("h1", {}, task.task), h("p", { class: "muted path" }, `${found.group} · ${task.env} · ${fate(task)}`)),
     h("p", { class: "notice" }, played.length < 2 ? "One replica has turns; there is nothing to compare yet."
       : fork ? `The replicas first differ in turn ${fork.turn + 1}, at character ${number(fork.character + 1)}.` : "All replicas wrote the same."),
-    ...prompt.map((message) => h("details", { class: "message" }, h("summary", {}, h("b", {}, message.role), " ", message.text.slice(0, 100)), h("pre", { tabindex: "0" }, message.text))),
+    folded(`Prompt: ${(prompt.at(-1)?.text ?? "").slice(0, 100)}`, ...prompt.map((message) => h("article", { class: "message" }, h("header", {}, h("b", {}, message.role)), h("pre", { tabindex: "0" }, message.text)))),
     h("div", { class: "columns", tabindex: "0", role: "region", "aria-label": "replicas" }, replicas.map((each, i) => column(run, each, i, fork))));
   return {};
 }
