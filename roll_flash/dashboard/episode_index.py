@@ -223,7 +223,9 @@ class EpisodeIndex:
 
     def _add(self, found: list[tuple[Head, tuple[float, ...]]]) -> None:
         with self._lock:
-            for column, values in zip(self._columns.values(), zip(*(row for _, row in found), strict=True), strict=False):
+            for column, values in zip(
+                self._columns.values(), zip(*(row for _, row in found), strict=True), strict=False
+            ):
                 column.extend(array(column.typecode, values))
             for row, (head, _) in enumerate(found, start=len(self.ids)):
                 self._rows[head.episode_id] = row

@@ -15,8 +15,10 @@ import yaml
 
 from roll_flash.dashboard.episode_index import EpisodeIndex
 from roll_flash.dashboard.fates import Fates
+from roll_flash.errors import RunError
 from roll_flash.evaluation.journal import EPISODES_FILE, PLAN_FILE, RESULTS_FILE
 from roll_flash.monitor.metrics import FILE_NAME, REWARD, SUCCESS
+from roll_flash.monitor.status import RunStatus, read_status
 from roll_flash.run.run_dir import SUMMARY, find_run, list_checkpoints
 
 CONFIG = "config.yaml"
@@ -51,12 +53,21 @@ class Source:
             return sorted((self.folder / "episodes").glob("step_*.jsonl"))
         return [path for path in [self.folder / EPISODES_FILE] if path.exists()]
 
+    def status(self) -> RunStatus | None:
+        """Return what the run says that it does now; None for an evaluation, and for a run of an older version."""
+        try:
+            return read_status(self.folder)
+        except RunError:
+            return None
+
     @property
     def state(self) -> str:
-        """`finished`, `running` or `stopped`: a process holds a running run's folder."""
+        """A state of `status`; without one `done` or `stopped`, or `running` where a process holds the folder."""
+        if (status := self.status()) is not None:
+            return status.state
         end = self.folder / (SUMMARY if self.is_run else RESULTS_FILE)
         if end.exists():
-            return "finished"
+            return "done"
         return "running" if _is_locked(self.folder / ".lock") else "stopped"
 
     def mark(self) -> str:

@@ -71,6 +71,7 @@ class Reports:
             "kind": "run" if source.is_run else "evaluation",
             "folder": str(source.folder),
             "state": source.state,
+            "status": source.status(),
             "config": config,
             "summary": source.summary(),
             "evaluations": [name for name in others if name != source.name],

@@ -252,8 +252,8 @@ class Worker:
             turns = EpisodeTurns(spec, self._send_turn)
             policy, deadlines = self._policy(spec, turns), self._settings.deadlines
             outcome = await run_episode(spec, open_env, policy, deadlines, running.progress, self._play_agent, turns)
-            if lease is not None and lease.recorded and isinstance(outcome, Trajectory):
-                outcome = replace(outcome, info={**outcome.info, "sandbox_commands": lease.recorded})
+            if (sandbox := running.sandbox) is not None and sandbox.recorded and isinstance(outcome, Trajectory):
+                outcome = replace(outcome, info={**outcome.info, "sandbox_commands": sandbox.recorded})
             outcome = picklable_outcome(outcome, spec)
             self._end(running, with_success(outcome, self._settings.success_above.get(spec.task.env_id)))
         finally:

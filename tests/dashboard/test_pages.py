@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from recorded_run import RecordedRun, trajectory
 from served import Dashboard, serving
 
 from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.monitor.status import new_status, write
 
 HOSTILE = '"><img src=x onerror="document.title=1"><script>document.title=2</script><style>*{display:none}</style>'
 VIEWS: dict[str, dict[str, Any]] = {
@@ -70,6 +72,21 @@ def test_a_run_that_goes_on_is_followed(page: Page, dashboard: Dashboard, run: R
     expect(page.locator("main")).to_contain_text("17 of 17")
     run.step()
     expect(page.locator("main")).to_contain_text("21 of 21")
+
+
+def test_the_overview_says_what_the_run_does_now(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
+    status = replace(
+        new_status("recorded", 20), state="running", waits_for="2 groups", episodes={"model": 3, "queued": 0}
+    )
+    write(run.folder, status)
+    show(page, dashboard, "overview")
+    now = page.locator("section", has=page.get_by_role("heading", name="Now"))
+    expect(now).to_contain_text("The step waits for 2 groups.")
+    expect(now).to_contain_text("model 3")
+    write(run.folder, replace(status, state="failed", error=HOSTILE))
+    run.step()
+    expect(now).to_contain_text(HOSTILE)
+    expect(page.locator("header .badge")).to_have_text("failed")
 
 
 def test_episodes_are_filtered_and_the_address_keeps_the_filter(page: Page, dashboard: Dashboard) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from roll_flash.dashboard.folders import Sources
 from roll_flash.dashboard.transcript import MAX_CHARACTERS
 from roll_flash.errors import ConfigError
 from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.monitor.status import News, new_status, write
 
 
 def error_of(answer: httpx.Response) -> str:
@@ -37,9 +39,21 @@ def test_runs_are_listed_with_their_state_and_new_ones_appear(run: RecordedRun) 
         other.close()
         (other.folder / "summary.json").write_text('{"steps": 1}')
         cards = {card["name"]: card for card in dashboard.get("runs")["runs"]}
-        assert cards["other"]["state"] == "finished"
+        assert cards["other"]["state"] == "done"
         assert cards["other"]["experiment"] == cards["recorded"]["experiment"], "they differ in name and seed only"
         assert dashboard.get("run", run="other")["summary"] == {"steps": 1}
+
+
+def test_a_run_says_itself_what_it_does(run: RecordedRun) -> None:
+    status = new_status("recorded", 20)
+    news = [News(time_s=BEGIN_S, text="server 0 is back")]
+    write(run.folder, replace(status, state="running", waits_for="2 groups", news=news, episodes={"model": 3}))
+    with serving(run.folder) as dashboard:
+        about = dashboard.get("run", run="recorded")
+        assert (about["state"], about["status"]["waits_for"]) == ("running", "2 groups")
+        write(run.folder, replace(status, state="failed", error="the disk is full"))
+        about = dashboard.get("run", run="recorded")
+        assert (about["state"], about["status"]["error"]) == ("failed", "the disk is full")
 
 
 def test_a_run_whose_process_is_gone_is_stopped(tmp_path: Path) -> None:

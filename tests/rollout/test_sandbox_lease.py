@@ -87,7 +87,7 @@ def test_the_first_commands_are_kept_for_the_log_with_short_outputs() -> None:
             for _ in range(MAX_COMMANDS):
                 await sandbox.exec("true")
             await sandbox.close()
-            return sandbox.commands
+            return sandbox.recorded
 
     commands = asyncio.run(run())
     assert len(commands) == MAX_COMMANDS

@@ -2,7 +2,7 @@
 // return `update()` (called when the run has written something) and `forExport()` (called before a page is saved).
 
 import { get } from "./api.js";
-import { badge, h, link } from "./dom.js";
+import { badge, h, link, STATES } from "./dom.js";
 import { exportPage } from "./export.js";
 import * as compare from "./compare.js";
 import * as episode from "./episode.js";
@@ -79,7 +79,7 @@ function drawTop(query, name, mark) {
   document.title = run ? `${run} · ${name} · ROLL Flash` : "ROLL Flash";
   document.getElementById("top").replaceChildren(
     h("a", { href: "?", class: "brand" }, h("img", { src: "/pages/icon.svg", alt: "", width: 20, height: 20 }), "ROLL Flash"),
-    run ? h("span", { class: "where" }, run, state ? badge(state, state === "running" ? "good live" : "") : null) : h("span", { class: "where" }),
+    run ? h("span", { class: "where" }, run, state ? badge(state, STATES[state]) : null) : h("span", { class: "where" }),
     run ? h("nav", { "aria-label": "Views of the run" }, tabs) : h("span", { class: "space" }),
     h("button", { type: "button", onclick: () => exportPage(shown?.view, page).catch(fail) }, "Save page"),
     h("button", { type: "button", onclick: changeTheme, "aria-label": "Colours: automatic, light or dark" }, theme()),

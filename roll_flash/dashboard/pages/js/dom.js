@@ -87,6 +87,9 @@ export function badge(text, kind = "") {
   return h("span", { class: `badge ${kind}` }, text);
 }
 
+// The look of a run's state (roll_flash/monitor/status.py).
+export const STATES = { running: "good live", starting: "live", silent: "warn", failed: "bad", died: "bad" };
+
 // The outcome of an episode, in a colour and a sign: colour alone does not tell.
 export function outcome(episode) {
   if (episode.failed) return badge(`! ${episode.outcome || "failed"}`, "warn");

@@ -2,7 +2,7 @@
 
 import { get } from "./api.js";
 import { Chart } from "./charts.js";
-import { badge, card, flat, folded, h, link, number, panel, plain, seconds, share, table } from "./dom.js";
+import { badge, card, clock, flat, folded, h, link, number, panel, plain, seconds, share, table } from "./dom.js";
 
 // Title, unit, lines as [metric, label, colour, dashed, metric of the lower and of the upper bound].
 export const CHARTS = [
@@ -23,12 +23,13 @@ export async function show(main, query, page) {
   const about = await get("run", { run }, page.signal);
   const cards = h("div", { class: "cards" });
   const grid = h("div", { class: "grid" });
+  const now = h("div", {}, doing(about));
   const charts = new Map();
   main.replaceChildren(
     h("div", { class: "heading" }, h("h1", {}, about.name), h("p", { class: "muted path" }, about.folder)),
     ...about.notices.map((notice) => h("p", { class: "notice" }, notice)),
     ...findings(about),
-    cards, grid);
+    cards, now, grid);
   if (about.kind === "run") main.append(chooser(run, query, page));
   main.append(...scores(about.summary), ...evaluations(about), config(about), ...summary(about));
 
@@ -36,6 +37,8 @@ export async function show(main, query, page) {
     const wanted = [...CHARTS, ...extra.map((name) => [name, "", [[name, name, 1]]])];
     const names = [...new Set(wanted.flatMap(([, , lines]) => lines.flatMap(([name, , , , low, high]) => [name, low, high])).filter(Boolean))];
     const [metrics, counts] = await Promise.all([get("metrics", { run, name: [...names, "time"] }, page.signal), get("counts", { run }, page.signal)]);
+    if (about.status) Object.assign(about, await get("run", { run }, page.signal));
+    now.replaceChildren(...doing(about));
     cards.replaceChildren(...figures(about, metrics, counts));
     if (!metrics.steps.length && about.kind === "run") grid.replaceChildren(h("p", { class: "notice" }, "No step is done yet. The charts appear with the first."));
     for (const [title, unit, lines] of wanted) drawChart(title, unit, lines, metrics);
@@ -74,7 +77,7 @@ function figures(about, metrics, counts) {
   const found = [];
   if (about.kind === "run") {
     found.push(
-      card("step", `${steps ?? 0}${total ? ` / ${total}` : ""}`, about.state === "running" && left ? `about ${seconds(left)} left` : about.state),
+      card("step", `${steps ?? 0}${total ? ` / ${total}` : ""}`, (about.state === "running" || about.state === "silent") && left ? `about ${seconds(left)} left` : about.state),
       card("reward", number(last("reward")), "last step"),
       card("success", share(last("success")), last("eval/success") === null ? "last step" : `held out ${share(last("eval/success"))}`),
       card("staleness", number(last("staleness_mean"), 2), `largest ${number(last("staleness_max"))}`),
@@ -85,6 +88,18 @@ function figures(about, metrics, counts) {
   found.push(card("episodes", number(counts.episodes), `${number(counts.failed)} failed (${share(failed)})${reading}`));
   if (counts.damaged) found.push(card("unreadable lines", number(counts.damaged), "damaged, or of a newer version"));
   return found;
+}
+
+// What a run says that it does now, and its newest lines.
+function doing({ status, state }) {
+  if (!status) return [];
+  const isOver = ["done", "stopped", "failed", "died"].includes(state);
+  const lines = isOver ? [] : [status.waits_for && `The step waits for ${status.waits_for}.`, ...status.now].filter(Boolean);
+  const episodes = isOver ? [] : Object.entries(status.episodes).filter(([, count]) => count).map(([name, count]) => badge(`${name} ${number(count)}`));
+  const news = status.news.slice(-8).reverse().map((line) => h("li", {}, h("span", { class: "muted" }, `${clock(line.time_s)} `), line.text));
+  if (!lines.length && !news.length && !status.error) return [];
+  return [panel("Now", status.error ? h("p", { class: "notice bad" }, status.error) : null, ...lines.map((line) => h("p", {}, line)),
+    episodes.length ? h("p", { class: "badges" }, "Episodes: ", episodes) : null, news.length ? h("ul", { class: "links" }, news) : null)];
 }
 
 function findings(about) {

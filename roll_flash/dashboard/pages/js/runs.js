@@ -1,7 +1,7 @@
 // All runs and evaluations, newest first; several can be compared.
 
 import { get } from "./api.js";
-import { address, ago, badge, h, link, number, sparkline } from "./dom.js";
+import { address, ago, badge, h, link, number, sparkline, STATES } from "./dom.js";
 
 export async function show(main, query, page) {
   const chosen = new Set();
@@ -26,7 +26,7 @@ export async function show(main, query, page) {
     return h("tr", {},
       h("td", { class: "tick" }, run.kind === "run" ? box : ""),
       h("td", {}, link({ run: run.name, view: "overview" }, run.name), h("div", { class: "muted small" }, [run.kind, run.model].filter(Boolean).join(" · "))),
-      h("td", {}, badge(run.state, run.state === "running" ? "good live" : "")),
+      h("td", {}, badge(run.state, STATES[run.state])),
       h("td", { class: "number" }, step),
       h("td", { class: "number" }, number(run.reward)),
       h("td", { class: "number wide-only" }, number(run.success)),
