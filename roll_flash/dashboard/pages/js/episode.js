@@ -29,8 +29,8 @@ export async function show(main, query, page) {
       h("div", { class: "toolbar" }, h("h2", {}, "Conversation"),
         h("fieldset", { class: "choice" }, h("legend", {}, "Colour of tokens"), COLOURS.filter(([name]) => name !== "advantage" || episode.advantage !== null).map(([name, title]) =>
           h("label", {}, h("input", { type: "radio", name: "colour", value: name, checked: name === by, onchange: () => choose(name) }), title))),
-        legend, token),
-      conversation),
+        legend),
+      token, conversation),
     ...rewards(episode), ...tools(episode), ...commands(episode),
     folded("Info of the environment", pre(episode.info)),
     folded("Task", table(["key", "value"], [["environment", episode.env], ["seed", number(episode.seed)], ["arguments", h("code", {}, plain(episode.env_kwargs ?? {}))]], { label: "task" })));

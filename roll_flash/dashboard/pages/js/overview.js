@@ -1,4 +1,4 @@
-// One run or evaluation: figures, charts, findings, evaluations, config, summary.
+// One run or evaluation: figures, what it does now, charts, evaluations, config, summary.
 
 import { get } from "./api.js";
 import { Chart } from "./charts.js";
@@ -28,7 +28,6 @@ export async function show(main, query, page) {
   main.replaceChildren(
     h("div", { class: "heading" }, h("h1", {}, about.name), h("p", { class: "muted path" }, about.folder)),
     ...about.notices.map((notice) => h("p", { class: "notice" }, notice)),
-    ...findings(about),
     cards, now, grid);
   if (about.kind === "run") main.append(chooser(run, query, page));
   main.append(...scores(about.summary), ...evaluations(about), config(about), ...summary(about));
@@ -100,13 +99,6 @@ function doing({ status, state }) {
   if (!lines.length && !news.length && !status.error) return [];
   return [panel("Now", status.error ? h("p", { class: "notice bad" }, status.error) : null, ...lines.map((line) => h("p", {}, line)),
     episodes.length ? h("p", { class: "badges" }, "Episodes: ", episodes) : null, news.length ? h("ul", { class: "links" }, news) : null)];
-}
-
-function findings(about) {
-  if (!about.findings) return [];
-  const kinds = { error: "bad", warning: "warn" };
-  const rows = about.findings.map((finding) => h("li", {}, badge(finding.severity, kinds[finding.severity] ?? ""), h("b", {}, finding.name), h("p", {}, finding.evidence), h("p", { class: "muted" }, finding.remedy)));
-  return [panel("Health", rows.length ? h("ul", { class: "findings" }, rows) : h("p", { class: "muted" }, "No rule has found a problem."))];
 }
 
 function chooser(run, query, page) {
