@@ -12,7 +12,7 @@ DOCS := .venv-docs
 PINS := $(filter-out $(ADAPTERS_PINS) requirements/agents.txt requirements/docs.txt,$(wildcard requirements/*))
 STAMP := $(VENV)/installed-$(SET)
 
-.PHONY: help setup engine image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks lint docs clean
+.PHONY: help setup engine browser image agents-image training-image model quickstart gpu-check test test-nightly test-adapters benchmarks lint docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -26,6 +26,9 @@ $(STAMP): $(PINS) pyproject.toml setup.py
 
 engine: setup ## make sure a Docker engine can be used (as root with apt: install and start one)
 	@$(BIN)/python docker/ensure_engine.py
+
+browser: setup ## make sure the dashboard's tests have Chromium (as root with apt: install it)
+	@$(BIN)/python docker/ensure_browser.py
 
 image: engine ## build the sandbox image
 	@$(BIN)/python docker/ensure_image.py
@@ -45,11 +48,11 @@ quickstart: image model ## set everything up, train, show the result
 gpu-check: setup ## try everything that uses a GPU, about ten minutes, and write a report (SET=gpu; docs/gpu.md)
 	@$(BIN)/python -m roll_flash gpu-check
 
-test: agents-image model ## set everything up, run the tests, those of the adapters too
+test: agents-image model browser ## set everything up, run the tests, those of the adapters too
 	@$(BIN)/python -m pytest -n 2
 	@$(MAKE) --no-print-directory test-adapters
 
-test-nightly: agents-image model ## run the tests that are too long for each change, and each benchmark briefly
+test-nightly: agents-image model browser ## run the tests that are too long for each change, and each benchmark briefly
 	@$(BIN)/python -m pytest -m nightly tests
 	@$(BIN)/python benchmarks/all.py --quick
 

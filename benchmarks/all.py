@@ -57,6 +57,7 @@ BENCHMARKS = [
     Benchmark("chaos", ("chaos.py",), full=("--faults", "300")),
     Benchmark("clients", ("clients.py",), writes=False),
     Benchmark("data_rows", ("data_rows.py",), writes=False),
+    Benchmark("dashboard", ("dashboard.py",), writes=False),
     Benchmark("gateway", ("gateway.py",), writes=False),
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),

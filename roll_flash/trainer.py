@@ -304,7 +304,8 @@ class Trainer:
             **rollout.metrics(),
         }
         self._system.metrics.log(version, metrics)
-        self._system.run_dir.log_timeline(record.timeline())
+        span = publication.span() if publication else None
+        self._system.run_dir.log_timeline({**record.timeline(), "publication": span})
         self._progress.step(version, metrics, record.staleness())
         if (decision := rollout.adapt(metrics)) is not None:
             self._system.run_dir.log_decision({"step": version, **asdict(decision)})

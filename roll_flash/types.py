@@ -111,6 +111,10 @@ class Turn:
     """Prompt tokens of this turn; None if the endpoint does not report them."""
     completion_tokens: int | None = None
     """Tokens the model generated; None if the endpoint does not report them."""
+    started_s: float | None = None
+    """Unix time at which the model was asked; None in logs of older versions."""
+    server: str = ""
+    """Server that answered; empty if it is not ours, or not known."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,6 +199,9 @@ class EpisodeFailure:
     prompt_tokens: int = 0
     """Prompt tokens of the turns before the failure, as far as known."""
     completion_tokens: int = 0
+    started_s: float | None = None
+    """Unix time, as `finished_s`; both None if its worker died."""
+    finished_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 from collections.abc import Generator, Iterator
 from functools import cache
@@ -79,6 +80,15 @@ def require_docker() -> None:
 @pytest.fixture
 def require_bubblewrap() -> None:
     require(check_bubblewrap())
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The program of a real browser."""
+    program = shutil.which("chromium")
+    found = program is not None
+    require(Check("chromium", found, program or "there is no such program", fix="run make browser, or install it"))
+    return str(program)
 
 
 @pytest.fixture(scope="session")

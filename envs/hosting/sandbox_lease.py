@@ -7,10 +7,13 @@ sandboxes serve many concurrent episodes, and an episode that never uses its san
 from __future__ import annotations
 
 import asyncio
+import shlex
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
+from roll_flash.chat.model_text import cut_middle
 from roll_flash.config.tree import SandboxConfig
 from roll_flash.sandboxes import ExecResult, Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, SandboxStats
 from roll_flash.sandboxes.client.commands import CommandStream
@@ -18,6 +21,11 @@ from roll_flash.sandboxes.client.forward import Forward
 from roll_flash.sandboxes.client.shell import Shell
 from roll_flash.sandboxes.files.trees import TreeReport
 from roll_flash.sandboxes.protocol import Isolation
+
+MAX_COMMANDS = 50
+"""Maximum commands of an episode that are recorded for readers of its log."""
+RECORDED_CHARACTERS = 2000
+"""Maximum characters recorded of a command, and of its output."""
 
 
 def default_spec(config: SandboxConfig) -> SandboxSpec:
@@ -53,6 +61,8 @@ class LazySandbox(Sandbox):
         self._close_reason: str | None = None
         self.commands = 0
         """Number of commands that run or wait for the lease."""
+        self.recorded: list[dict[str, Any]] = []
+        """The first commands of `exec`, for the episode log: `command`, `exit_code`, `seconds`, `output`."""
 
     @property
     def name(self) -> str:
@@ -91,7 +101,7 @@ class LazySandbox(Sandbox):
     ) -> ExecResult:
         with self._counted():
             leased = await self._lease()
-            return await leased.exec(
+            result = await leased.exec(
                 command,
                 timeout=timeout,
                 stdin=stdin,
@@ -101,6 +111,9 @@ class LazySandbox(Sandbox):
                 merge_stderr=merge_stderr,
                 grace=grace,
             )
+        if len(self.recorded) < MAX_COMMANDS:
+            self.recorded.append(_as_recorded(command, result))
+        return result
 
     @asynccontextmanager
     async def stream(
@@ -202,3 +215,14 @@ class LazySandbox(Sandbox):
             raise SandboxDied(f"the sandbox was given back ({self._close_reason})", self._close_reason)
         assert self._leased is not None
         return self._leased
+
+
+def _as_recorded(command: str | Sequence[str], result: ExecResult) -> dict[str, Any]:
+    text = command if isinstance(command, str) else shlex.join(command)
+    output = (result.stdout + result.stderr)[: 4 * RECORDED_CHARACTERS].decode(errors="replace")
+    return {
+        "command": cut_middle(text, RECORDED_CHARACTERS),
+        "exit_code": result.exit_code,
+        "seconds": result.duration_s,
+        "output": cut_middle(output, RECORDED_CHARACTERS),
+    }

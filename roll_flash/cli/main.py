@@ -22,6 +22,7 @@ from typer.main import get_command
 from roll_flash import __version__
 from roll_flash.cli import (
     checkpoints,
+    dash,
     environments,
     evaluate,
     export,
@@ -58,6 +59,7 @@ app.command("serve-gateway", epilog=example("serve-gateway --model runs/mine"))(
 app.command("plan", epilog=example("plan configs/quickstart.yaml --from runs/mine", EVERY_KEY))(plan.plan)
 app.command("status", epilog=example("status mine"))(status.status)
 app.command("watch", epilog=example("watch mine"))(status.watch)
+app.command("dash", epilog=example("dash runs/mine"))(dash.dash)
 app.command("plot", epilog=example("plot mine mine-seed1 -o seeds.svg --dark"))(plot.plot)
 app.command("scale", epilog=example("scale mine servers=2"))(scale.scale)
 app.command("verify", epilog=example("verify mine"))(verify.verify)

@@ -31,9 +31,10 @@ TURN_COLUMNS = tuple(field.name for field in fields(Turn))
 BRANCH_COLUMNS = tuple(field.name for field in fields(Branch) if field.name != "turns")
 
 
-def episode_record(outcome: Outcome) -> dict[str, Any]:
-    """Columns of one episode. Arrays stay numpy arrays of shape [T] until they are written."""
-    common = {"episode_id": outcome.episode_id, "group_id": outcome.group_id, **_task_columns(outcome.task)}
+def episode_record(outcome: Outcome, worker: str | None = None) -> dict[str, Any]:
+    """Columns of one episode, played by `worker`. Arrays stay numpy arrays of shape [T] until they are written."""
+    ids = {"episode_id": outcome.episode_id, "group_id": outcome.group_id, "worker": worker}
+    common = {**ids, **_task_columns(outcome.task)}
     if isinstance(outcome, EpisodeFailure):
         return {"kind": "failure", **common, **_failure_columns(outcome)}
     return {"kind": "trajectory", **common, **_trajectory_columns(outcome)}
@@ -90,8 +91,8 @@ def _failure_columns(failure: EpisodeFailure) -> dict[str, Any]:
         "message": failure.message,
         "failed_turn": failure.turn,
         "attempt": failure.attempt,
-        "started_s": None,
-        "finished_s": None,
+        "started_s": failure.started_s,
+        "finished_s": failure.finished_s,
         "prompt_length": None,
         "policy_tokens": 0,
         "prompt_tokens": failure.prompt_tokens,

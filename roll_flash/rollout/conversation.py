@@ -45,6 +45,7 @@ class Action:
     prompt_tokens: int | None = None
     """None (as `completion_tokens`) if the endpoint does not report it."""
     completion_tokens: int | None = None
+    server: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +146,8 @@ class TokenPolicy:
         text = self._conversation.add_generation(generation)
         end = start + len(generation.token_ids)
         span = (start, end) if self._conversation.sample == 0 else (0, 0)
-        return Action(text, *span, generation.finish_reason, generation.elapsed_s, start, end - start)
+        usage = start, end - start
+        return Action(text, *span, generation.finish_reason, generation.elapsed_s, *usage, generation.server)
 
     def observe(self, messages: Sequence[Message]) -> None:
         room = self._max_length - len(self._conversation.token_ids)

@@ -87,6 +87,7 @@ async def run_episode(
 ) -> Trajectory | EpisodeFailure:
     """Play `spec` and return its trajectory or failure. Raises only on cancellation, and DivergedError if its recorded
     turns cannot be played again. `turns`: those that `policy` has too."""
+    started_s = time.time()
     progress.ends_at = time.monotonic() + deadlines.episode_s
     cause: FailureCause
     try:
@@ -112,6 +113,8 @@ async def run_episode(
         spec.attempt,
         progress.prompt_tokens,
         progress.completion_tokens,
+        started_s,
+        time.time(),
     )
 
 
@@ -235,6 +238,7 @@ async def _play_turns(
         progress.require_running()
         progress.turn = len(turns)
         progress.now("the model")
+        started_s = time.time()
         try:
             action = await policy.act(deadlines.generate_s)
         except ContextFullError as error:
@@ -264,6 +268,8 @@ async def _play_turns(
                 step_s=time.monotonic() - started,
                 prompt_tokens=action.prompt_tokens,
                 completion_tokens=action.completion_tokens,
+                started_s=started_s,
+                server=action.server,
             )
         )
         is_over = step.terminated or step.truncated

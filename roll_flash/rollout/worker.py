@@ -252,6 +252,8 @@ class Worker:
             turns = EpisodeTurns(spec, self._send_turn)
             policy, deadlines = self._policy(spec, turns), self._settings.deadlines
             outcome = await run_episode(spec, open_env, policy, deadlines, running.progress, self._play_agent, turns)
+            if (sandbox := running.sandbox) is not None and sandbox.recorded and isinstance(outcome, Trajectory):
+                outcome = replace(outcome, info={**outcome.info, "sandbox_commands": sandbox.recorded})
             outcome = picklable_outcome(outcome, spec)
             self._end(running, with_success(outcome, self._settings.success_above.get(spec.task.env_id)))
         finally:
@@ -359,6 +361,7 @@ class WorkerActor:
         self._until_closed = ExitStack()
 
     async def start(self, name: str = "rollout worker") -> None:
+        self._name = name
         register_stacks(self._settings.run.rpartition("-")[0], name)
         if self._settings.folder is not None and self._settings.folder.is_dir():
             os.chdir(self._settings.folder)
@@ -391,7 +394,7 @@ class WorkerActor:
         self._failure.raise_error()
         outcomes = await self._worker.poll(timeout_s)
         turns = self._worker.take_turns()
-        ended, tokens, texts, lines = await asyncio.to_thread(hand_in, outcomes)
+        ended, tokens, texts, lines = await asyncio.to_thread(hand_in, outcomes, self._name)
         return (ended, turns), tokens, texts, lines
 
     async def status(self) -> list[EpisodeStatus]:

@@ -90,15 +90,15 @@ class TokenBlock:
 HandedIn = tuple[list[FinishedEpisode | EpisodeFailure], TokenBlock, list[bytes], list[bytes]]
 
 
-def hand_in(outcomes: Sequence[Trajectory | EpisodeFailure]) -> HandedIn:
-    """Return what a worker returns of episodes that ended, as four objects, of which the driver reads only the first.
+def hand_in(outcomes: Sequence[Trajectory | EpisodeFailure], worker: str | None = None) -> HandedIn:
+    """Return what `worker` returns of episodes that ended, as four objects, of which the driver reads only the first.
 
     They are: the outcomes, of trajectories without `data`; and of the trajectories among them, in this order, the
     arrays, the rest in pickled form, and the lines of the episode log.
     """
     whole = [outcome for outcome in outcomes if isinstance(outcome, Trajectory)]
     ended = [outcome if isinstance(outcome, EpisodeFailure) else _without_data(outcome) for outcome in outcomes]
-    lines = [encode(episode_record(each)).encode() for each in whole]
+    lines = [encode(episode_record(each, worker)).encode() for each in whole]
     return ended, TokenBlock.of(whole), [_text(each) for each in whole], lines
 
 

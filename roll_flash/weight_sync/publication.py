@@ -36,6 +36,12 @@ class Publication:
     """Size in bytes of the published tensors: all tensors of the model, or only the trained ones."""
     published_fraction: float = 1.0
     """`num_bytes` as a fraction of the size of the whole model."""
+    begin_s: float = 0.0
+    """Unix time."""
+
+    def span(self) -> dict[str, float]:
+        """When it began and ended, in Unix time, for the timeline."""
+        return {"version": self.version, "begin_s": self.begin_s, "end_s": self.begin_s + self.total_s}
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -124,7 +130,7 @@ class Publisher:
     async def _publish(
         self, weights: StagedWeights, probe: Probe, expected: Sequence[NDArray[np.float32]]
     ) -> Publication:
-        started = time.monotonic()
+        begin_s, started = time.time(), time.monotonic()
         try:
             then = f"the run ends once a step has waited {self._timeout_s:g} s for it (weights.publish_timeout_s)"
             with doing("the publication", "not all servers have the new weights", then=then):
@@ -141,7 +147,7 @@ class Publisher:
                 await self._learner.release_weights(weights)
         paused_s = max(update.paused_s for update in updates)
         published_fraction = weights.num_bytes / weights.model_bytes if weights.model_bytes else 1.0
-        return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, published_fraction)
+        return Publication(weights.version, parity, paused_s, total_s, weights.num_bytes, published_fraction, begin_s)
 
     async def _release_held(self) -> None:
         held, self._held = self._held, None

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -186,6 +187,21 @@ def test_a_blocking_environment_runs_in_a_thread_and_others_go_on() -> None:
             assert all(isinstance(outcome, Trajectory) for outcome in outcomes), outcomes
 
     asyncio.run(four())
+
+
+def test_the_log_says_when_each_turn_and_each_failure_began() -> None:
+    before_s = time.time()
+    outcome = play(Echo(turns=2), ScriptedPolicy("a", "b", delay_s=0.02))
+    assert isinstance(outcome, Trajectory)
+    first, second = (turn.started_s for turn in outcome.turns)
+    assert first is not None
+    assert second is not None
+    assert before_s <= outcome.started_s <= first < second <= outcome.finished_s
+    failure = play(Echo(fault="step raises"), ScriptedPolicy("a"))
+    assert isinstance(failure, EpisodeFailure)
+    assert failure.started_s is not None
+    assert failure.finished_s is not None
+    assert outcome.finished_s <= failure.started_s <= failure.finished_s <= time.time()
 
 
 def test_an_episode_ends_at_its_turn_limit() -> None:

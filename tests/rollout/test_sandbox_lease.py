@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import inspect
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from roll_flash.envs.hosting.sandbox_lease import LazySandbox
+from roll_flash.envs.hosting.sandbox_lease import MAX_COMMANDS, RECORDED_CHARACTERS, LazySandbox
 from roll_flash.sandboxes import Sandbox, SandboxDied, SandboxError, SandboxPool, SandboxSpec, SandboxSpecError
 from roll_flash.sandboxes.client.agent_sandbox import AgentSandbox
 
@@ -73,6 +74,27 @@ def test_commands_count_while_they_run_also_when_they_fail() -> None:
             return [*counts, sandbox.commands]
 
     assert asyncio.run(run()) == [1, 0, 0]
+
+
+@pytest.mark.usefixtures("require_bubblewrap")
+def test_the_first_commands_are_kept_for_the_log_with_short_outputs() -> None:
+    async def run() -> list[dict[str, Any]]:
+        async with SandboxPool(provider="local", size=1) as pool:
+            sandbox = LazySandbox(pool, SandboxSpec())
+            await sandbox.exec(["echo", "two words"])
+            await sandbox.exec("echo wrong >&2; exit 3")
+            await sandbox.exec("yes | head -c 100000")
+            for _ in range(MAX_COMMANDS):
+                await sandbox.exec("true")
+            await sandbox.close()
+            return sandbox.recorded
+
+    commands = asyncio.run(run())
+    assert len(commands) == MAX_COMMANDS
+    shown = [(each["command"], each["exit_code"], each["output"]) for each in commands[:2]]
+    assert shown == [("echo 'two words'", 0, "two words\n"), ("echo wrong >&2; exit 3", 3, "wrong\n")]
+    assert commands[0]["seconds"] > 0
+    assert 1000 < len(commands[2]["output"]) < 1.1 * RECORDED_CHARACTERS
 
 
 PROTOCOL = sorted(name for name in vars(Sandbox) if not name.startswith("_"))

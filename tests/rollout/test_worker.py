@@ -226,6 +226,16 @@ def test_a_cancelled_episode_cancels_its_request_and_frees_its_sandbox() -> None
     play(scenario, SilentServer(), sandbox=SandboxConfig(provider="local", pool_size=1))
 
 
+def test_the_log_names_the_server_of_each_turn() -> None:
+    async def scenario(worker: Worker, server: StandInServer) -> None:
+        worker.submit(episodes("Talking-v0"))
+        [outcome] = await outcomes(worker, 1)
+        assert isinstance(outcome, Trajectory)
+        assert {turn.server for turn in outcome.turns} == {server.endpoint}
+
+    play(scenario)
+
+
 def test_a_cancelled_episode_ends_also_where_its_environment_catches_the_cancellation() -> None:
     async def scenario(worker: Worker, server: StandInServer) -> None:
         [episode] = episodes("CatchesAll-v0")

@@ -64,6 +64,11 @@ def test_a_trajectory_comes_back_as_it_went(branches: int) -> None:
     assert len(text) < 3000, "arrays are not in it"
 
 
+def test_a_line_of_the_log_names_the_worker() -> None:
+    *_, [line] = hand_in([trajectory()], "worker 3")
+    assert json.loads(line)["worker"] == "worker 3"
+
+
 def test_experts_come_back_and_a_trajectory_without_them_is_marked() -> None:
     first, second = trajectory(1), trajectory(2)
     experts = np.arange(len(first.token_ids) * 6, dtype=np.int16).reshape(-1, 3, 2)

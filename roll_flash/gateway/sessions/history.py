@@ -235,4 +235,6 @@ def _turn(record: CallRecord, start: int, end: int, following: CallRecord | None
         step_s=max(0.0, following.started_s - record.finished_s) if following else 0.0,
         prompt_tokens=record.prompt_tokens,
         completion_tokens=record.completion_tokens,
+        started_s=record.started_s,
+        server=record.generation.server if record.generation else "",
     )

@@ -1,0 +1,112 @@
+"""What became of each group of a run: trained, with its advantages, or dropped; from the journal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from roll_flash.config.learner import LearnerConfig
+from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
+from roll_flash.monitor.episodes import DROPPED_FILE
+from roll_flash.run.journal import FORMAT, journal_files
+from roll_flash.types import FinishedEpisode, Task
+
+_TRAINED, _BEGIN = b'"event":"trained"', b'"event":"begin"'
+_HEAD_BYTES = 64
+"""The event is the first key of a line, after its checksum."""
+
+
+class Fates:
+    """Grows with the journal. `refresh` reads what is new; it begins again if a file shrank, as `--resume` does."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._clear()
+
+    def _clear(self) -> None:
+        self._read: dict[Path, int] = {}
+        self._trained: dict[str, int] = {}
+        self._dropped: dict[str, str] = {}
+        self._steps: dict[int, tuple[Path, int, int]] = {}
+        self.newer = 0
+        """Format of a journal that a newer version wrote; 0 if there is none."""
+
+    def refresh(self) -> None:
+        """Read what was written since the last call. Raises OSError."""
+        files = [*journal_files(self._folder / "journal").values(), self._folder / "episodes" / DROPPED_FILE]
+        sizes = {path: path.stat().st_size for path in files if path.exists()}
+        if any(sizes.get(path, -1) < read for path, read in self._read.items()):
+            self._clear()
+        for path, size in sizes.items():
+            if size > self._read.get(path, 0):
+                self._read_file(path)
+
+    def _read_file(self, path: Path) -> None:
+        with path.open("rb") as lines:
+            place = self._read.get(path, 0)
+            lines.seek(place)
+            for line in lines:
+                if not line.endswith(b"\n"):
+                    break
+                self._take(path, place, line)
+                place += len(line)
+        self._read[path] = place
+
+    def _take(self, path: Path, place: int, line: bytes) -> None:
+        is_dropped = path.name == DROPPED_FILE
+        if not (is_dropped or _TRAINED in line[:_HEAD_BYTES] or _BEGIN in line[:_HEAD_BYTES]):
+            return
+        try:
+            event = msgspec.json.decode(line)
+            if is_dropped:
+                self._dropped[event["group_id"]] = str(event["reason"])
+            elif event["event"] == "begin":
+                self.newer = event["format"] if event["format"] > FORMAT else self.newer
+            else:
+                self._steps[event["version"]] = path, place, len(line)
+                self._trained |= {group: event["version"] for batch in event["batches"] for group, _ in batch}
+        except (msgspec.DecodeError, RecursionError, KeyError, TypeError, ValueError):
+            return  # a damaged line; `roll-flash verify` finds it
+
+    def of_group(self, group_id: str) -> dict[str, Any]:
+        """Return `trained`: the step that trained a group, counted from 1; `dropped`: why none did."""
+        return {"trained": self._trained.get(group_id), "dropped": self._dropped.get(group_id)}
+
+    def advantages(self, group_id: str, config: Any) -> dict[str, float]:
+        """Return the advantage of each episode of a trained group, by its id, computed by the learner's own function
+        from the rewards in the journal. Empty if it was not trained, or if each turn has an advantage of its own."""
+        rules = _rules(config)
+        if (step := self._trained.get(group_id)) is None or rules is None:
+            return {}
+        path, offset, length = self._steps[step]
+        with path.open("rb") as file:
+            file.seek(offset)
+            batches = msgspec.json.decode(file.read(length))["batches"]
+        groups = [(name, members) for batch in batches for name, members in batch]
+        if not rules.needs_whole_batch:
+            groups = [group for group in groups if group[0] == group_id]
+        found = turn_advantages([[_finished(*member) for member in members] for _, members in groups], rules)
+        return {
+            episode: values[0]
+            for (name, members), advantages in zip(groups, found, strict=True)
+            for (episode, _), values in zip(members, advantages, strict=True)
+            if name == group_id
+        }
+
+
+def _rules(config: Any) -> AdvantageConfig | None:
+    given = config.get("learner", {}) if isinstance(config, Mapping) else {}
+    try:
+        rules = AdvantageConfig.of(LearnerConfig.model_validate(given))
+    except ValidationError:  # of another version
+        return None
+    return None if rules.advantage == "gigpo" else rules
+
+
+def _finished(episode_id: str, reward: float) -> FinishedEpisode:
+    """Return an episode that has only what an advantage depends on."""
+    return FinishedEpisode(episode_id, "", Task("", "", 0), reward, None, 0.0, 0.0, 0, (), 0)

@@ -1,0 +1,251 @@
+"""The dashboard's HTTP server, on 127.0.0.1 only: the front end in `pages/`, and what it asks for, as JSON."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import uvicorn
+import yaml
+from fastapi import FastAPI, Query, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.responses import FileResponse, PlainTextResponse, Response
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+from tokenizers import Tokenizer
+
+from roll_flash.dashboard.episode_search import Search, Selection, counts, row_for_table
+from roll_flash.dashboard.folders import Source, Sources
+from roll_flash.dashboard.guard import Guard
+from roll_flash.dashboard.timeline import timeline
+from roll_flash.dashboard.transcript import episode_page, load_tokenizer, message_text
+from roll_flash.errors import ConfigError, first_line
+
+PAGES = Path(__file__).parent / "pages"
+WAIT_S = 0.05
+"""Seconds that a request waits for the index to look at the files; a large run is indexed while pages are shown."""
+CLOSE_TIMEOUT_S = 2
+MAX_SEARCHES = 8
+"""Number of selections whose results are kept."""
+
+
+class NotFoundError(ConfigError):
+    """There is no such run, episode or group."""
+
+
+class Reports:
+    """What a browser may ask, as plain data. Raises NotFoundError, OSError, or ValueError for a damaged file."""
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._searches: dict[Selection, Search] = {}
+
+    def source(self, name: str) -> Source:
+        try:
+            return self._sources[name]
+        except KeyError:
+            raise NotFoundError(f"{name}: no run or evaluation of this name in {self._sources.roots}") from None
+
+    def runs(self) -> dict[str, Any]:
+        cards, errors = [], []
+        for source in self._sources.all().values():
+            try:
+                cards.append(source.card())
+            except (OSError, ValueError, yaml.YAMLError) as error:
+                errors.append(f"{source.folder}: {_reason(error)}")
+        return {"runs": cards, "errors": errors, "roots": self._sources.roots}
+
+    def about(self, run: str) -> dict[str, Any]:
+        source = self.source(run)
+        with source.lock:
+            source.fates.refresh()
+        config, newer = source.config(), source.fates.newer
+        notices = (
+            [f"written by a newer version (journal format {newer}): some of it may be missing here"] if newer else []
+        )
+        others = [each.name for each in self._sources.all().values() if each.folder.is_relative_to(source.folder)]
+        return {
+            "name": source.name,
+            "kind": "run" if source.is_run else "evaluation",
+            "folder": str(source.folder),
+            "state": source.state,
+            "status": source.status(),
+            "config": config,
+            "summary": source.summary(),
+            "evaluations": [name for name in others if name != source.name],
+            "notices": notices,
+        }
+
+    def counts(self, run: str) -> dict[str, Any]:
+        index = self.source(run).index
+        index.refresh(WAIT_S)
+        return counts(index)
+
+    def episodes(self, selection: Selection, offset: int, limit: int) -> dict[str, Any]:
+        source = self.source(selection.run)
+        source.index.refresh(WAIT_S)
+        search = self._searches.pop(selection, None)
+        if search is None or search.generation != source.index.generation:
+            search = Search(source.index, selection)
+        search.go_on()
+        self._searches[selection] = search
+        for old in list(self._searches)[:-MAX_SEARCHES]:
+            del self._searches[old]
+        with source.lock:
+            source.fates.refresh()
+        rows = [row_for_table(source.index, row) for row in search.rows(offset, limit)]
+        return {
+            "rows": [{**row, **source.fates.of_group(row["group"])} for row in rows],
+            "total": search.total,
+            "searched": search.searched,
+            "episodes": len(source.index.ids),
+            "is_complete": source.index.is_complete,
+            "error": source.index.error,
+        }
+
+    def episode(self, run: str, episode: str) -> dict[str, Any]:
+        source, row = self._find(run, episode)
+        path = source.tokenizer_file()
+        tokenizer: Tokenizer | None = None if path is None else load_tokenizer(path, path.stat().st_mtime_ns)
+        columns = row_for_table(source.index, row)
+        return {
+            **columns,
+            **self._fate(source, columns["group"], episode),
+            "replicas": [source.index.ids[each] for each in source.index.rows_of_group(columns["group"])],
+            **episode_page(source.index.record(row), tokenizer),
+        }
+
+    def _fate(self, source: Source, group: str, episode: str) -> dict[str, Any]:
+        with source.lock:
+            source.fates.refresh()
+        advantages = source.fates.advantages(group, source.config())
+        return {**source.fates.of_group(group), "advantage": advantages.get(episode)}
+
+    def message(self, run: str, episode: str, sample: int, message: int) -> str:
+        source, row = self._find(run, episode)
+        try:
+            return message_text(source.index.record(row), sample, message)
+        except IndexError:
+            raise NotFoundError(f"{episode}: has no such message") from None
+
+    def _find(self, run: str, episode: str) -> tuple[Source, int]:
+        source = self.source(run)
+        source.index.refresh(WAIT_S if source.index.row(episode) is not None else 60.0)
+        if (row := source.index.row(episode)) is None:
+            raise NotFoundError(f"{episode}: {source.name} has no episode of this id")
+        return source, row
+
+    def group(self, run: str, group: str) -> dict[str, Any]:
+        source = self.source(run)
+        source.index.refresh(WAIT_S)
+        names = [source.index.ids[row] for row in source.index.rows_of_group(group)]
+        if not names:
+            raise NotFoundError(f"{group}: {run} has no episode of this group yet")
+        return {"group": group, "episodes": [self.episode(run, name) for name in dict.fromkeys(names)]}
+
+    def timeline(self, run: str, begin_s: float | None, end_s: float | None) -> dict[str, Any]:
+        source = self.source(run)
+        source.index.refresh(WAIT_S)
+        return timeline(source.index, source.folder, begin_s, end_s) | {"is_complete": source.index.is_complete}
+
+
+def make_app(sources: Sources, token: str) -> ASGIApp:
+    """Return the application. Every request needs `token` (`guard.py`)."""
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    for kind in (ConfigError, OSError, ValueError, yaml.YAMLError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, _explain)
+    app.mount("/pages", StaticFiles(directory=PAGES))
+    _add_routes(app, Reports(sources))
+    return Guard(app, token)
+
+
+def _add_routes(app: FastAPI, reports: Reports) -> None:
+    # Not `async`: each runs in a thread, since it reads files.
+    @app.get("/")
+    def index() -> Response:
+        return FileResponse(PAGES / "index.html")
+
+    @app.get("/api/runs")
+    def runs() -> Response:
+        return _json(reports.runs())
+
+    @app.get("/api/run")
+    def about(run: str) -> Response:
+        return _json(reports.about(run))
+
+    @app.get("/api/mark")
+    def mark(run: str) -> Response:
+        return _json({"mark": reports.source(run).mark()})
+
+    @app.get("/api/metrics")
+    def metrics(run: str, name: Annotated[list[str] | None, Query()] = None) -> Response:
+        return _json(reports.source(run).metrics(name or []))
+
+    @app.get("/api/counts")
+    def counted(run: str) -> Response:
+        return _json(reports.counts(run))
+
+    @app.get("/api/episodes")
+    def episodes(request: Request, offset: int = 0, limit: int = 100) -> Response:
+        given = {name: value for name, value in request.query_params.items() if name not in ("offset", "limit")}
+        return _json(reports.episodes(Selection.model_validate(given), max(0, offset), max(0, limit)))
+
+    @app.get("/api/episode")
+    def episode(run: str, id: str) -> Response:
+        return _json(reports.episode(run, id))
+
+    @app.get("/api/message")
+    def message(run: str, id: str, sample: int, message: int) -> Response:
+        return PlainTextResponse(reports.message(run, id, sample, message))
+
+    @app.get("/api/group")
+    def group(run: str, group: str) -> Response:
+        return _json(reports.group(run, group))
+
+    @app.get("/api/timeline")
+    def shown(run: str, begin: float | None = None, end: float | None = None) -> Response:
+        return _json(reports.timeline(run, begin, end))
+
+
+def _json(data: Any) -> Response:
+    return Response(msgspec.json.encode(data, enc_hook=str), media_type="application/json")
+
+
+def _explain(_: Request, error: Exception) -> Response:
+    """Answer with one line; the page shows it."""
+    kinds = {NotFoundError: 404, OSError: 503, ConfigError: 422, ValueError: 422, RequestValidationError: 422}
+    status = next((status for kind, status in kinds.items() if isinstance(error, kind)), 500)
+    return Response(msgspec.json.encode({"error": _reason(error)}), status, media_type="application/json")
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    if isinstance(error, RequestValidationError) or hasattr(error, "errors"):
+        return "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors())
+    return first_line(error)
+
+
+def bind(port: int) -> socket.socket:
+    """Return a socket of this machine only; `port` 0 is any free one. Raises ConfigError if it is in use."""
+    bound = socket.socket()
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind(("127.0.0.1", port))
+        bound.listen()
+    except (OSError, OverflowError) as error:
+        bound.close()
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError(f"port {port}: {reason}; is another dashboard there? choose another with --port") from None
+    return bound
+
+
+def make_server(app: ASGIApp) -> uvicorn.Server:
+    """Return a server whose `run(sockets=[...])` answers until Ctrl-C or SIGTERM, or until `should_exit` is set."""
+    return uvicorn.Server(
+        uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSE_TIMEOUT_S
+        )
+    )

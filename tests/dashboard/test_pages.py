@@ -1,0 +1,322 @@
+"""Every page in a real browser: what it shows, live, by keyboard, in both themes, on a phone, and with hostile text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from playwright.sync_api import Browser, Page, expect
+from recorded_run import RecordedRun, trajectory
+from served import Dashboard, serving
+
+from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.monitor.status import new_status, write
+
+HOSTILE = '"><img src=x onerror="document.title=1"><script>document.title=2</script><style>*{display:none}</style>'
+VIEWS: dict[str, dict[str, Any]] = {
+    "runs": {},
+    "overview": {"run": "recorded"},
+    "episodes": {"run": "recorded", "view": "episodes"},
+    "episode": {"run": "recorded", "view": "episode", "id": "g00000001-r1"},
+    "group": {"run": "recorded", "view": "group", "group": "g00000001"},
+    "timeline": {"run": "recorded", "view": "timeline"},
+    "failures": {"run": "recorded", "view": "failures"},
+}
+
+
+@pytest.fixture
+def dashboard(run: RecordedRun) -> Iterator[Dashboard]:
+    run.fail("env_error", "the door is stuck")
+    with serving(run.folder.parent) as dashboard:
+        yield dashboard
+
+
+def show(page: Page, dashboard: Dashboard, view: str, **query: Any) -> None:
+    page.goto(dashboard.address(**{**VIEWS.get(view, {}), **query}))
+    expect(page.locator("main")).to_have_attribute("data-shown", view)
+
+
+def test_the_list_of_runs_leads_to_a_run(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "runs")
+    page.get_by_role("link", name="recorded").click()
+    expect(page.get_by_role("heading", name="recorded", exact=True)).to_be_visible()
+    assert page.url.endswith("?run=recorded&view=overview"), "the token is not in the address, the state is"
+    expect(page.locator(".card").first).to_contain_text("3 / 20")
+
+
+def test_charts_show_the_metrics_and_any_other_can_be_added(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "overview")
+    charts = page.locator("figure.chart")
+    expect(charts.filter(has_text="Reward and success").locator("canvas")).to_be_visible()
+    expect(charts.filter(has_text="Staleness").locator(".legend")).to_contain_text("largest 1")
+    page.get_by_label("Chart another metric").fill("step_s")
+    page.get_by_role("button", name="Add").click()
+    expect(page.locator("figure.chart", has=page.get_by_role("heading", name="step_s"))).to_be_visible()
+    assert "metric=step_s" in page.url
+    page.get_by_text("Config", exact=True).click()
+    expect(page.get_by_role("region", name="config")).to_contain_text("scheduler.async_ratio")
+
+
+def test_a_run_that_goes_on_is_followed(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
+    show(page, dashboard, "overview")
+    expect(page.locator(".badge.live")).to_have_text("running")
+    run.step()
+    expect(page.locator(".card").first).to_contain_text("4 / 20")
+    expect(page.locator(".card", has_text="episodes")).to_contain_text("17")
+    show(page, dashboard, "episodes")
+    expect(page.locator("main")).to_contain_text("17 of 17")
+    run.step()
+    expect(page.locator("main")).to_contain_text("21 of 21")
+
+
+def test_the_overview_says_what_the_run_does_now(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
+    status = replace(
+        new_status("recorded", 20), state="running", waits_for="2 groups", episodes={"model": 3, "queued": 0}
+    )
+    write(run.folder, status)
+    show(page, dashboard, "overview")
+    now = page.locator("section", has=page.get_by_role("heading", name="Now"))
+    expect(now).to_contain_text("The step waits for 2 groups.")
+    expect(now).to_contain_text("model 3")
+    write(run.folder, replace(status, state="failed", error=HOSTILE))
+    run.step()
+    expect(now).to_contain_text(HOSTILE)
+    expect(page.locator("header .badge")).to_have_text("failed")
+
+
+def test_episodes_are_filtered_and_the_address_keeps_the_filter(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "episodes")
+    expect(page.locator("main")).to_contain_text("13 of 13")
+    page.get_by_label("Text").fill("answer is 42")
+    expect(page.locator("main")).to_contain_text("6 of 13")
+    page.get_by_label("Step from").fill("2")
+    expect(page.locator("main")).to_contain_text("2 of 13")
+    page.reload()
+    expect(page.locator("main")).to_contain_text("2 of 13")
+    expect(page.get_by_label("Text")).to_have_value("answer is 42")
+    page.get_by_role("button", name="Clear").click()
+    expect(page.locator("main")).to_contain_text("13 of 13")
+    page.get_by_label("Outcome").select_option("failed")
+    expect(page.locator(".rows")).to_contain_text("env_error")
+    expect(page.locator("main")).to_contain_text("1 of 13")
+
+
+def test_a_long_table_has_only_the_rows_that_are_seen(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
+    run.step([trajectory(f"many-{n:04}", "g00000007", ["a" * (n % 50 + 1)], reward=n / 1000) for n in range(1000)])
+    show(page, dashboard, "episodes", sort="reward", descending="true")
+    expect(page.locator("main")).to_contain_text("1,013 of 1,013")
+    assert page.locator(".scroll .row").count() < 80
+    page.locator(".scroll").evaluate("box => { box.scrollTop = box.scrollHeight; }")
+    expect(page.locator(".scroll .row").last).to_contain_text("env_error")
+
+
+def test_the_table_can_be_used_without_a_mouse(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "episodes")
+    page.get_by_role("link", name="Skip to the content").focus()
+    page.locator(".scroll").focus()
+    for _ in range(3):
+        page.keyboard.press("ArrowDown")
+    focused = page.locator(".scroll a:focus")
+    expect(focused).to_have_attribute("data-row", "2")
+    page.keyboard.press("Enter")
+    expect(page.locator("main")).to_have_attribute("data-shown", "episode")
+    page.go_back()
+    expect(page.locator("main")).to_have_attribute("data-shown", "episodes")
+
+
+def test_an_episode_shows_its_tokens_in_colours_that_can_be_chosen(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "episode")
+    tokens = page.locator("pre.tokens")
+    expect(tokens).to_have_count(2)
+    expect(tokens.last).to_have_text("The answer is 42.")
+    assert {"bad0", "bad3"} <= set(tokens.last.locator("span").evaluate_all("all => all.map(one => one.className)"))
+    page.get_by_label("age", exact=True).check()
+    expect(tokens.last.locator("span").first).to_have_class("age1")
+    tokens.last.locator("span").first.hover()
+    expect(page.locator(".token-detail")).to_contain_text("version 0 · age 1")
+    assert "colour=age" in page.url
+    page.get_by_label("advantage").check()
+    expect(tokens.last.locator("span").first).to_have_class(re.compile("up"))
+    expect(page.get_by_role("region", name="rewards")).to_contain_text("format")
+    expect(page.get_by_role("region", name="tools")).to_contain_text("shell")
+
+
+def test_commands_in_the_sandbox_are_shown_with_their_output(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    commands = [{"command": "ls -la", "exit_code": 2, "seconds": 0.25, "output": "no such folder"}]
+    run.step([trajectory("commands", "g00000008", ["ls"], info={"sandbox_commands": commands})])
+    show(page, dashboard, "episode", id="commands")
+    page.get_by_text("ls -la", exact=True).click()
+    expect(page.locator("section", has=page.get_by_role("heading", name="Commands in the sandbox"))).to_contain_text(
+        "no such folder"
+    )
+    expect(page.get_by_text("exit 2")).to_be_visible()
+
+
+def test_a_group_shows_its_replicas_and_where_they_first_differ(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "group")
+    expect(page.locator("main")).to_contain_text("The replicas first differ in turn 2, at character 15.")
+    expect(page.locator(".replica")).to_have_count(4)
+    expect(page.locator("mark.fork")).to_have_count(4)
+
+
+def test_the_timeline_zooms_to_a_turn_by_keys_and_opens_an_episode(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "timeline")
+    expect(page.get_by_role("region", name="busy")).to_contain_text("accumulate")
+    expect(page.get_by_role("region", name="gaps")).to_contain_text("6.00 s")
+    canvas = page.locator(".canvas canvas")
+    canvas.focus()
+    for _ in range(4):
+        page.keyboard.press("+")
+    expect(page).to_have_url(re.compile(r"begin=[\d.]+&end=[\d.]+"))
+    address = page.url
+    page.reload()
+    expect(page.locator("main")).to_have_attribute("data-shown", "timeline")
+    assert page.url == address
+    page.get_by_role("button", name="All").click()
+    expect(page).not_to_have_url(re.compile("begin="))
+    page.get_by_role("region", name="stragglers").get_by_role("link").first.click()
+    expect(page.locator("main")).to_have_attribute("data-shown", "episode")
+
+
+def test_the_mouse_names_what_it_is_over_and_a_click_opens_it(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "timeline")
+    canvas = page.locator(".canvas canvas")
+    box = canvas.bounding_box()
+    assert box is not None
+    for y in range(int(box["height"]) - 8, 60, -8):
+        canvas.hover(position={"x": 170, "y": y})
+        if page.locator(".tip").is_visible() and "turn" in page.locator(".tip").inner_text():
+            break
+    expect(page.locator(".tip")).to_contain_text("turn 1 of g00000000-r")
+    canvas.click(position={"x": 170, "y": y})
+    expect(page.locator("main")).to_have_attribute("data-shown", "episode")
+
+
+def test_failures_lead_to_their_episodes(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "failures")
+    page.get_by_role("link", name="the door is stuck").click()
+    expect(page.locator(".notice.warn")).to_contain_text("turn 1, attempt 1: the door is stuck")
+
+
+def test_runs_are_compared_with_a_band_over_seeds_and_the_keys_that_differ(
+    page: Page, dashboard: Dashboard, run: RecordedRun
+) -> None:
+    for name, settings in (("seed-2", {"seed": 2}), ("hotter", {"rollout": {"temperature": 0.7}})):
+        other = RecordedRun(run.folder.parent, name, **settings)
+        other.step(reward=0.2)
+        other.close()
+    show(page, dashboard, "runs")
+    for name in ("recorded", "seed-2", "hotter"):
+        page.get_by_label(f"compare {name}").check()
+    page.get_by_role("button", name="Compare 3").click()
+    chart = page.locator("figure.chart", has_text="reward").first
+    expect(chart.locator(".legend")).to_contain_text("recorded and 1 other seed")
+    expect(chart.locator(".legend")).to_contain_text("hotter")
+    differences = page.get_by_role("region", name="differences")
+    expect(differences).to_contain_text("rollout.temperature")
+    expect(differences).not_to_contain_text("scheduler.async_ratio")
+
+
+def test_what_a_model_writes_never_becomes_markup(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
+    hostile = trajectory(
+        HOSTILE, HOSTILE, [HOSTILE, "</pre></main>" + HOSTILE], prompt=HOSTILE, observation=HOSTILE, end=HOSTILE,
+        info={
+            "rewards": {HOSTILE: HOSTILE}, "tools": {HOSTILE: {"calls": HOSTILE}},
+            "sandbox_commands": [{"command": HOSTILE, "output": HOSTILE, "exit_code": HOSTILE}],
+        },
+    )  # fmt: skip
+    run.step([hostile, trajectory("other", HOSTILE, ["fine"])], **{HOSTILE: 1.0})
+    run.fail(HOSTILE, HOSTILE, "failed-2")
+    file = JsonLinesFile(run.folder / "logs" / "timeline.jsonl")
+    file.write({"step": 9, "started_s": 1.76e9, "ended_s": 1.76e9 + 9, "learner": [[HOSTILE, 1.76e9, 1.76e9 + 5, 3]]})
+    file.close()
+    for query in (
+        {"view": "episode", "id": HOSTILE}, {"view": "group", "group": HOSTILE}, {"view": "episodes", "text": HOSTILE},
+        {"view": "failures"}, {"view": "timeline"}, {"view": "overview", "metric": HOSTILE}, {"view": HOSTILE},
+    ):  # fmt: skip
+        page.goto(dashboard.address(run="recorded", **query))
+        expect(page.locator("main")).to_have_attribute("data-shown", query["view"])
+        assert not page.locator("main img, main script, main style, header script").count()
+        assert "ROLL Flash" in page.title()
+    page.goto(dashboard.address(run="recorded", view="episode", id=HOSTILE))
+    expect(page.locator("pre", has_text="onerror").first).to_be_visible()
+    assert page.locator("pre.tokens").count() == 2
+
+
+def test_a_run_that_does_not_exist_and_a_server_that_ended_are_one_line(page: Page, run: RecordedRun) -> None:
+    with serving(run.folder) as dashboard:
+        page.goto(dashboard.address(run="none"))
+        expect(page.get_by_role("alert")).to_contain_text("none: no run or evaluation of this name")
+        show(page, dashboard, "overview")
+        expect(page.get_by_role("alert")).to_be_hidden()
+    expect(page.get_by_role("alert")).to_contain_text("the dashboard does not answer")
+
+
+def test_a_browser_that_goes_away_disturbs_nobody(browser: Browser, page: Page, dashboard: Dashboard) -> None:
+    other = browser.new_page()
+    other.goto(dashboard.address(run="recorded"), wait_until="commit")
+    other.close()
+    show(page, dashboard, "overview")
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_page_can_be_saved_as_one_file_that_needs_nothing_else(
+    page: Page, dashboard: Dashboard, tmp_path: Path, browser: Browser, view: str
+) -> None:
+    show(page, dashboard, view)
+    with page.expect_download() as download:
+        page.get_by_role("button", name="Save page").click()
+    path = tmp_path / "saved.html"
+    download.value.save_as(path)
+    text = path.read_text()
+    assert "<script" not in text
+    assert dashboard.token not in text
+    saved = browser.new_page()
+    requests: list[str] = []
+    saved.on("request", lambda request: requests.append(request.url))
+    saved.goto(path.as_uri())
+    assert saved.locator("h1").inner_text() == page.locator("h1").inner_text()
+    assert saved.locator("main").inner_text()
+    if view in ("overview", "timeline"):
+        assert saved.locator("main img").first.evaluate("image => image.naturalWidth") > 100
+    if view == "episodes":
+        assert saved.locator(".scroll .row").count() == 13
+    assert all(url.startswith(("file:", "data:")) for url in requests)
+    saved.close()
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_no_page_has_a_serious_problem_of_accessibility(
+    page: Page, dashboard: Dashboard, view: str, theme: Any
+) -> None:
+    page.emulate_media(color_scheme=theme)
+    show(page, dashboard, view)
+    found = Axe().run(page).response["violations"]
+    serious = [(each["id"], each["nodes"][0]["html"]) for each in found if each["impact"] in ("serious", "critical")]
+    assert not serious
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_page_fits_a_phone(page: Page, dashboard: Dashboard, view: str) -> None:
+    page.set_viewport_size({"width": 400, "height": 800})
+    show(page, dashboard, view)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+def test_the_theme_can_be_chosen_and_is_kept(page: Page, dashboard: Dashboard) -> None:
+    show(page, dashboard, "overview")
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(ground)
+    for _ in range(2):
+        page.get_by_role("button", name="Colours").click()
+    assert page.evaluate(ground) != light
+    page.reload()
+    assert page.evaluate(ground) != light

@@ -1,0 +1,255 @@
+"""What the pages are told: runs and their states, metrics, fates and advantages, transcripts, timeline, bad folders."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from recorded_run import BEGIN_S, RecordedRun, trajectory
+from served import serving
+
+from roll_flash.dashboard.folders import Sources
+from roll_flash.dashboard.transcript import MAX_CHARACTERS
+from roll_flash.errors import ConfigError
+from roll_flash.monitor.json_lines import JsonLinesFile
+from roll_flash.monitor.status import News, new_status, write
+
+
+def error_of(answer: httpx.Response) -> str:
+    assert answer.status_code >= 400
+    text: str = answer.json()["error"]
+    assert "\n" not in text
+    return text
+
+
+def test_runs_are_listed_with_their_state_and_new_ones_appear(run: RecordedRun) -> None:
+    runs = run.folder.parent
+    with serving(runs) as dashboard:
+        (card,) = dashboard.get("runs")["runs"]
+        assert (card["name"], card["state"], card["step"], card["steps"]) == ("recorded", "running", 3, 20)
+        assert card["recent"] == [0.5, 0.5, 0.5]
+        other = RecordedRun(runs, "other", seed=5)
+        other.step()
+        other.close()
+        (other.folder / "summary.json").write_text('{"steps": 1}')
+        cards = {card["name"]: card for card in dashboard.get("runs")["runs"]}
+        assert cards["other"]["state"] == "done"
+        assert cards["other"]["experiment"] == cards["recorded"]["experiment"], "they differ in name and seed only"
+        assert dashboard.get("run", run="other")["summary"] == {"steps": 1}
+
+
+def test_a_run_says_itself_what_it_does(run: RecordedRun) -> None:
+    status = new_status("recorded", 20)
+    news = [News(time_s=BEGIN_S, text="server 0 is back")]
+    write(run.folder, replace(status, state="running", waits_for="2 groups", news=news, episodes={"model": 3}))
+    with serving(run.folder) as dashboard:
+        about = dashboard.get("run", run="recorded")
+        assert (about["state"], about["status"]["waits_for"]) == ("running", "2 groups")
+        write(run.folder, replace(status, state="failed", error="the disk is full"))
+        about = dashboard.get("run", run="recorded")
+        assert (about["state"], about["status"]["error"]) == ("failed", "the disk is full")
+
+
+def test_a_run_whose_process_is_gone_is_stopped(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    run.step()
+    run.close()
+    with serving(run.folder) as dashboard:
+        assert dashboard.get("run", run="recorded")["state"] == "stopped"
+
+
+def test_metrics_are_columns_and_of_two_rows_of_a_step_the_last_value_counts(run: RecordedRun) -> None:
+    with serving(run.folder) as dashboard:
+        found = dashboard.get("metrics", run="recorded", name=["reward", "unknown", "checkpoint/waited_s"])
+        assert found["steps"] == [1, 2, 3]
+        assert found["columns"] == {"reward": [0.5] * 3, "unknown": [None] * 3, "checkpoint/waited_s": [None] * 3}
+        assert {"kl_k3", "idle/learner"} <= set(found["names"])
+        file = JsonLinesFile(run.folder / "metrics.jsonl")
+        file.write({"step": 3, "checkpoint/waited_s": 1.5, "reward": None})
+        file.write({"step": 4, "reward": 0.75})
+        file.close()
+        with (run.folder / "metrics.jsonl").open("ab") as half:
+            half.write(b'{"step": 5, "rew')
+        found = dashboard.get("metrics", run="recorded", name=["reward", "checkpoint/waited_s"])
+        assert found["columns"] == {"reward": [0.5, 0.5, 0.5, 0.75], "checkpoint/waited_s": [None, None, 1.5, None]}
+
+
+def test_an_episode_shows_each_turn_with_its_tokens_as_they_were_sampled(run: RecordedRun) -> None:
+    with serving(run.folder) as dashboard:
+        episode = dashboard.get("episode", run="recorded", id="g00000002-r1")
+    (sample,) = episode["samples"]
+    assert [message["turn"] for message in sample["messages"]] == [None, 0, None, 1]
+    assert "".join(sample["turns"][1]["tokens"]["texts"]) == sample["turns"][1]["action"] == "The answer is 42."
+    record = next(
+        json.loads(line)
+        for line in (run.folder / "episodes/step_000002.jsonl").open()
+        if '"g00000002-r1"' in line[:200]
+    )
+    turn = record["turns"][1]
+    assert sample["turns"][1]["tokens"]["logprobs"] == record["logprobs"][turn["start"] : turn["end"]]
+    assert set(sample["turns"][1]["tokens"]["versions"]) == {1}
+    assert episode["replicas"] == [f"g00000002-r{n}" for n in range(4)]
+    assert (episode["trained"], episode["rewards"]) == (3, {"correct": 1.0, "format": 0.5})
+
+
+@pytest.mark.parametrize(
+    ("learner", "expected"), [({}, 1.0), ({"advantage": "rloo"}, 2 / 3), ({"normalize_advantage": "none"}, 0.5)]
+)
+def test_advantages_are_those_of_the_learners_own_function(
+    tmp_path: Path, learner: dict[str, Any], expected: float
+) -> None:
+    run = RecordedRun(tmp_path / "runs", learner=learner)
+    run.step()
+    run.close()
+    with serving(run.folder) as dashboard:
+        shown = [dashboard.get("episode", run="recorded", id=f"g00000000-r{n}")["advantage"] for n in range(4)]
+    assert shown == pytest.approx([-expected, expected, -expected, expected], abs=1e-3)
+
+
+def test_an_episode_without_a_tokenizer_shows_numbers_and_a_dropped_group_its_reason(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    run.episodes.write(0, trajectory("lost", "g00000009", ["hm"]))
+    run.episodes.write_dropped(0, {"group_id": "g00000009", "reason": "stale"})
+    run.close()
+    with serving(run.folder) as dashboard:
+        episode = dashboard.get("episode", run="recorded", id="lost")
+    assert (episode["dropped"], episode["trained"], episode["advantage"]) == ("stale", None, None)
+    assert episode["samples"][0]["turns"][0]["tokens"]["texts"] is None
+
+
+def test_few_shot_answers_of_the_task_are_not_taken_for_turns(run: RecordedRun) -> None:
+    given = trajectory("shots", "g5", ["mine"])
+    example = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    run.step([trajectory("shots", "g5", ["mine"], messages=(*example, *given.messages))])
+    with serving(run.folder) as dashboard:
+        messages = dashboard.get("episode", run="recorded", id="shots")["samples"][0]["messages"]
+    assert [message["turn"] for message in messages] == [None, None, None, 0]
+
+
+def test_five_megabytes_of_an_observation_come_only_when_they_are_asked_for(run: RecordedRun) -> None:
+    run.step([trajectory("long", "g6", ["cat big", "done"], observation="o" * 5_000_000)])
+    with serving(run.folder) as dashboard, dashboard.client() as client:
+        answer = client.get("/api/episode", params={"run": "recorded", "id": "long"})
+        assert len(answer.content) < 200_000
+        message = answer.json()["samples"][0]["messages"][2]
+        assert (len(message["text"]), message["characters"]) == (MAX_CHARACTERS, 5_000_000)
+        whole = client.get("/api/message", params={"run": "recorded", "id": "long", "sample": 0, "message": 2})
+        assert whole.headers["content-type"].startswith("text/plain")
+        assert len(whole.text) == 5_000_000
+
+
+def test_the_timeline_shows_work_publications_episodes_and_single_turns(run: RecordedRun) -> None:
+    with serving(run.folder) as dashboard:
+        whole = dashboard.get("timeline", run="recorded")
+        part = dashboard.get("timeline", run="recorded", begin=BEGIN_S + 10, end=BEGIN_S + 14)
+    assert whole["whole"] == [BEGIN_S, BEGIN_S + 30]
+    assert [span["kind"] for span in whole["work"]].count("accumulate") == 3
+    assert whole["count"] == 12
+    assert np.mean(whole["busy"]["accumulate"]) == pytest.approx(0.3, abs=0.01)
+    assert sum(whole["running"]) * 30 / len(whole["running"]) == pytest.approx(12 * 3.5, rel=0.01)
+    assert [span["kind"] for span in part["work"]] == ["publication"]
+    assert part["count"] == 4
+    begin, answered, stepped, server = part["episodes"][0]["turns"][0]
+    assert (begin - BEGIN_S, answered - begin, stepped - answered, server) == pytest.approx(
+        (10.2, 1.0, 0.4, "server-0")
+    )
+
+
+def test_failures_are_counted_by_cause_environment_and_message(run: RecordedRun) -> None:
+    for number in range(3):
+        run.fail("env_error", f"door {number} is stuck", f"failed-{number}")
+    run.fail("env_timeout", "too slow", "failed-9")
+    with serving(run.folder) as dashboard:
+        counts = dashboard.get("counts", run="recorded")
+    assert (counts["episodes"], counts["failed"], counts["causes"]) == (16, 4, {"env_error": 3, "env_timeout": 1})
+    assert counts["messages"] == [
+        ["env_error", "door 2 is stuck", 3, "failed-2"],
+        ["env_timeout", "too slow", 1, "failed-9"],
+    ]
+
+
+def test_an_evaluation_opens_like_a_run(run: RecordedRun) -> None:
+    folder = run.folder / "eval" / "step_2"
+    folder.mkdir(parents=True)
+    (folder / "plan.json").write_text('{"tasks": 4}')
+    shutil.copy(run.folder / "episodes/step_000001.jsonl", folder / "episodes.jsonl")
+    (folder / "results.json").write_text('{"success": {"value": 0.5, "low": 0.2, "high": 0.8, "count": 4}}')
+    with serving(run.folder) as dashboard:
+        assert dashboard.get("run", run="recorded")["evaluations"] == ["recorded/step_2"]
+        assert dashboard.get("run", run="recorded/step_2")["summary"]["success"]["value"] == 0.5
+        assert dashboard.get("episodes", run="recorded/step_2")["total"] == 4
+        assert dashboard.get("metrics", run="recorded/step_2")["steps"] == []
+
+
+def test_an_empty_folder_is_no_run_and_its_names_are_suggested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with serving() as dashboard:
+        assert dashboard.get("runs") == {"runs": [], "errors": [], "roots": "runs"}
+    RecordedRun(tmp_path / "runs").close()
+    with pytest.raises(ConfigError, match=r"did you mean recorded\?"):
+        Sources(["recorde"])
+
+
+def test_a_run_that_has_only_begun_has_empty_pages(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "runs")
+    with serving(run.folder) as dashboard:
+        assert dashboard.get("timeline", run="recorded")["whole"] is None
+        assert dashboard.get("episodes", run="recorded")["total"] == 0
+        assert dashboard.get("counts", run="recorded")["steps"] is None
+        assert dashboard.get("metrics", run="recorded", name=["reward"])["columns"] == {"reward": []}
+    run.close()
+
+
+def test_what_cannot_be_shown_is_one_line(run: RecordedRun) -> None:
+    with serving(run.folder) as dashboard, dashboard.client() as client:
+        assert "no run or evaluation" in error_of(client.get("/api/run", params={"run": "none"}))
+        assert "no episode of this id" in error_of(client.get("/api/episode", params={"run": "recorded", "id": "x"}))
+        assert "no episode of this group" in error_of(
+            client.get("/api/group", params={"run": "recorded", "group": "x"})
+        )
+        assert "colour" in error_of(client.get("/api/episodes", params={"run": "recorded", "colour": "red"}))
+        assert "min_step" in error_of(client.get("/api/episodes", params={"run": "recorded", "min_step": "many"}))
+        (run.folder / "config.yaml").write_text("a: [1")
+        assert error_of(client.get("/api/run", params={"run": "recorded"}))
+        assert str(run.folder) in client.get("/api/runs").json()["errors"][0]
+
+
+def test_a_run_of_a_newer_version_is_shown_with_a_notice(run: RecordedRun) -> None:
+    path = next((run.folder / "journal").glob("after_step_*.jsonl"))
+    path.write_bytes(
+        b'{"crc32":"00000000","event":"begin","format":2}\n{"crc32":"00000000","event":"trained","steps":[]}\n'
+    )
+    with (run.folder / "config.yaml").open("a") as config:
+        config.write("quantum: true\n")
+    with serving(run.folder) as dashboard:
+        about = dashboard.get("run", run="recorded")
+        assert about["notices"] == ["written by a newer version (journal format 2): some of it may be missing here"]
+        assert about["config"]["quantum"] is True
+        assert dashboard.get("episode", run="recorded", id="g00000000-r1")["advantage"] is None
+
+
+def test_it_writes_nothing_into_a_run(run: RecordedRun) -> None:
+    def files() -> dict[str, tuple[int, int]]:
+        found = [path for path in run.folder.rglob("*") if path.is_file()]
+        return {str(path): (path.stat().st_size, path.stat().st_mtime_ns) for path in found}
+
+    before = files()
+    with serving(run.folder) as dashboard:
+        for path in ("run", "counts", "mark", "metrics", "episodes", "timeline"):
+            dashboard.get(path, run="recorded")
+        dashboard.get("group", run="recorded", group="g00000001")
+    assert files() == before
+
+
+def test_what_cannot_be_read_is_one_line_beside_the_rest(run: RecordedRun) -> None:
+    (run.folder / "episodes" / "step_000009.jsonl").mkdir()
+    with serving(run.folder) as dashboard:
+        counts = dashboard.get("counts", run="recorded")
+    assert counts["episodes"] == 12
+    assert counts["error"].endswith("step_000009.jsonl: Is a directory")
