@@ -28,6 +28,7 @@ from roll_flash.cli import (
     gateway,
     gpu_check,
     plan,
+    replay,
     sandbox,
     scale,
     train,
@@ -53,6 +54,7 @@ app.add_typer(sandbox.app, name="sandbox", help="List, remove and check sandboxe
 app.command("serve-gateway")(gateway.serve_gateway)
 app.command("plan", epilog=EVERY_KEY)(plan.plan)
 app.command("scale")(scale.scale)
+app.command("replay")(replay.replay)
 app.command("verify")(verify.verify)
 app.add_typer(checkpoints.app, name="checkpoints", help="List, verify and remove checkpoints of a run.")
 app.command("gpu-check")(gpu_check.gpu_check)
