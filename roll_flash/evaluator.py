@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
 from roll_flash.config.evaluation import EvalConfig
@@ -33,6 +34,8 @@ from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import Checked, check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
 from roll_flash.types import SamplingParams
+
+T = TypeVar("T")
 
 CHECK_TIMEOUT_S = 60.0
 """Long enough for an endpoint that loads its model on the first request."""
@@ -143,13 +146,22 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     plan = plan_evaluation(request)
     require_owned_by_user(plan.folder)
     if is_complete(plan.config, plan.folder, label=plan.label, about=plan.about):
-        return await _scored(plan, None, request.status), plan.folder
+        return await _scored(plan, None), plan.folder
+    work = partial(_scored, plan, status=request.status)
+    return await run_with_model(plan, work, api_key_env=request.api_key_env), plan.folder
+
+
+async def run_with_model(
+    plan: EvalPlan, work: Callable[[EpisodeRunner], Coroutine[Any, Any, T]], *, api_key_env: str | None
+) -> T:
+    """Check the plan, start what plays episodes with its model, and await `work` with it; logs go into the plan's
+    folder. Raises ConfigError before anything is started, else RollFlashError."""
     serves = plan.endpoint is None
     checked = await call_in_thread(lambda: check_parts(plan.config, trains=False, serves=serves))
     require_isolation(plan.config, await check_sandboxes(plan.config, checked.sandboxes))
     make_own_folder(plan.folder, "--out")
     if plan.endpoint is not None:
-        warning = await check_endpoint(plan.endpoint, plan.model, request.api_key_env, plan.config.eval)
+        warning = await check_endpoint(plan.endpoint, plan.model, api_key_env, plan.config.eval)
         if warning:
             say(f"roll-flash: {warning}", error=True)
     else:
@@ -159,10 +171,9 @@ async def run_evaluation(request: EvalRequest) -> tuple[EvalResult, Path]:
     with first_failure() as failure:
         async with Interrupts(_note) as interrupts:
             # In a thread: it imports Ray.
-            opening = await call_in_thread(lambda: _open_runner(plan, checked, request.api_key_env, failure))
+            opening = await call_in_thread(lambda: _open_runner(plan, checked, api_key_env, failure))
             async with opening as runner:
-                work = _scored(plan, runner, request.status)
-                return await interrupts.run_until_stopped(work, failure=failure), plan.folder
+                return await interrupts.run_until_stopped(work(runner), failure=failure)
 
 
 async def check_endpoint(
@@ -196,7 +207,7 @@ def _note(text: str) -> None:
     say(text, error=True)
 
 
-async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status | None) -> EvalResult:
+async def _scored(plan: EvalPlan, runner: EpisodeRunner | None, status: Status | None = None) -> EvalResult:
     return await evaluate_environments(
         runner,
         plan.config,

@@ -64,6 +64,9 @@ class Task:
     source: str = ""
     """Which part of a mixture or curriculum drew it: an index, or indices joined by `/`; only that part learns its
     score."""
+    prefix: str = ""
+    """Recorded turns with which each of its episodes begins, as context that is not trained (`Prefix.encode` in
+    `roll_flash.rollout.prefix`); empty: none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; `Task(**tree)` restores it."""
@@ -75,6 +78,7 @@ class Task:
             "max_turns": self.max_turns,
             "level": self.level,
             "source": self.source,
+            "prefix": self.prefix,
         }
 
 
@@ -96,7 +100,7 @@ class EpisodeSpec:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One model call and the environment step after it. Its tokens are the trajectory's `token_ids[start:end]`; 0:0 if
-    they are in a branch (`model.thinking: strip`)."""
+    they are not there (`model.thinking: strip`)."""
 
     start: int
     end: int
@@ -115,6 +119,8 @@ class Turn:
     """Unix time at which the model was asked; None in logs of older versions."""
     server: str = ""
     """Server that answered; empty if it is not ours, or not known."""
+    in_prefix: bool = False
+    """True if it was played from a recording (`Task.prefix`): no policy tokens, and no time of the model."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,8 +146,8 @@ class Branch:
 class Trajectory:
     """A finished episode, as token ids. All arrays have shape [T].
 
-    Invariants: `policy_mask` is true exactly on the spans of `turns`; `logprobs` (natural log, under the sampling
-    distribution at sampling time) and `versions` are meaningful there, and 0.0 and -1 elsewhere.
+    Invariants: `policy_mask` is true exactly on the spans of `turns` that are not `in_prefix`; `logprobs` (natural log,
+    under the sampling distribution at sampling time) and `versions` are meaningful there, and 0.0 and -1 elsewhere.
     """
 
     episode_id: str

@@ -54,6 +54,8 @@ def _checked(task: Task, rollout: RolloutConfig) -> Any:
         env = make_env(task.env_id, **task.kwargs).unwrapped
         if isinstance(env, Env):
             _check_timeouts(task.env_id, env, rollout)
+        if task.prefix and (reason := why_not_repeatable(env)):
+            raise ConfigError(f"{task.env_id}: {reason}")
         return env
     except ConfigError as error:
         raise ConfigError(f"envs: {error}") from None
@@ -78,6 +80,19 @@ def is_deterministic(env: Any) -> bool:
     return not getattr(env, "nondeterministic", getattr(env.spec, "nondeterministic", False))
 
 
+def why_not_repeatable(env: Any) -> str | None:
+    """Return why recorded turns of an environment cannot be played again; None if they can."""
+    if _runs_own_loop(env):
+        return "its agent has a loop of its own, so recorded turns cannot be played again"
+    if not is_deterministic(env):
+        return "it is registered as nondeterministic, so recorded turns cannot be played again"
+    return None
+
+
+def _runs_own_loop(env: Any) -> bool:
+    return getattr(env, "runs_own_loop", False) is True
+
+
 class AsyncEnvironment:
     """`reset`, `step` and `close` as coroutines, over an async or a blocking environment."""
 
@@ -97,7 +112,7 @@ class AsyncEnvironment:
     @property
     def runs_own_loop(self) -> bool:
         """True if its agent brings its own loop (`roll_flash.envs.agents.session_access`)."""
-        return getattr(self.unwrapped, "runs_own_loop", False) is True
+        return _runs_own_loop(self.unwrapped)
 
     @property
     def is_deterministic(self) -> bool:

@@ -47,20 +47,29 @@ class RenderedConversation:
 
     def add_generation(self, generation: Generation) -> str:
         """Append a sampled turn. Returns its text, as `ChatTemplate.text_of_turn`."""
+        sampled: list[int] = generation.token_ids.tolist()
+        text = self._template.text_of_turn(sampled)
+        start = len(self.token_ids)
+        self._add_turn(text, sampled)
+        self._generations.append((start, generation))
+        return text
+
+    def add_context(self, text: str, token_ids: Sequence[int] | None) -> None:
+        """As in `Conversation`. A sample of nothing but such turns is left out when the next prompt does not go on
+        where it ended."""
+        self._add_turn(text, self._template.tokens_of_turn(text) if token_ids is None else token_ids)
+
+    def _add_turn(self, text: str, token_ids: Sequence[int]) -> None:
         if not self._is_models_turn:
             raise ValueError("two turns of the model in a row: an observation must come between them")
         self._is_models_turn = False
-        sampled: list[int] = generation.token_ids.tolist()
-        self._generations.append((len(self.token_ids), generation))
-        self.token_ids = [*self.token_ids, *sampled]
-        text = self._template.text_of_turn(sampled)
+        self.token_ids = [*self.token_ids, *token_ids]
         thinking, said = split_thinking(text)
         self.messages.append({"role": "assistant", "content": text})
         self._shown.append(
             {"role": "assistant", "content": said.strip() if thinking else said}
             | ({"reasoning_content": thinking} if thinking else {})
         )
-        return text
 
     def add_observation(self, messages: Sequence[Message], room: int | None = None) -> None:
         """Append the environment's messages and render the prompt of the next turn. `room` as in `Conversation`."""
@@ -71,7 +80,7 @@ class RenderedConversation:
         self._shown.extend(messages)
         most = None if room is None else len(self.token_ids) + room
         prompt = self._template.prompt(self._shown, self._tools, most)
-        if prompt[: len(self.token_ids)] != self.token_ids:
+        if self._generations and prompt[: len(self.token_ids)] != self.token_ids:
             self._ended.append(arrays_of(self.token_ids, self._generations))
             self._generations = []
         self.token_ids = prompt

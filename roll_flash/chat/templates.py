@@ -83,15 +83,24 @@ class Conversation:
 
     def add_generation(self, generation: Generation) -> str:
         """Append a sampled turn. Returns its text, as `text_of_turn`."""
+        sampled: list[int] = generation.token_ids.tolist()
+        text = self._template.text_of_turn(sampled)
+        start = len(self.token_ids)
+        self._add_turn(text, sampled)
+        self._generations.append((start, generation))
+        return text
+
+    def add_context(self, text: str, token_ids: Sequence[int] | None) -> None:
+        """Append a turn that the model did not sample here: context, no policy tokens. `token_ids`: those that were
+        sampled, with this tokenizer; None: those of the text."""
+        self._add_turn(text, self._template.tokens_of_turn(text) if token_ids is None else token_ids)
+
+    def _add_turn(self, text: str, token_ids: Sequence[int]) -> None:
         if not self._is_models_turn:
             raise ValueError("two turns of the model in a row: an observation must come between them")
         self._is_models_turn = False
-        sampled: list[int] = generation.token_ids.tolist()
-        self._generations.append((len(self.token_ids), generation))
-        self.token_ids.extend(sampled)
-        text = self._template.text_of_turn(sampled)
+        self.token_ids.extend(token_ids)
         self.messages.append({"role": "assistant", "content": text})
-        return text
 
     def add_observation(self, messages: Sequence[Message], room: int | None = None) -> None:
         """Append the environment's messages and the header of the model's next turn; these are not policy tokens.
@@ -178,6 +187,10 @@ class ChatTemplate:
         turn has opened it: nobody else could tell an unfinished thought from an answer."""
         said = self._tokenizer.decode(sampled, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return self.opened_thinking + str(said)
+
+    def tokens_of_turn(self, text: str) -> list[int]:
+        """Return the tokens of a turn's text, without an end of turn."""
+        return self._tokenize(text.removeprefix(self.opened_thinking))
 
     def text_of_calls(self, calls: Sequence[Mapping[str, Any]], tools: Tools) -> str:
         """Return tool calls in OpenAI's format as the model writes them after its text. Raises ModelError for a

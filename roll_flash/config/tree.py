@@ -65,9 +65,9 @@ class ModelConfig(Section):
 class TaskSourceConfig(Section):
     entry_point: str
     """`file.py:NAME` or `module:NAME`: a class or a function that is called with the entry of `envs` and `kwargs`, and
-    gives a `roll_flash.TaskSource`."""
+    gives a `roll_flash.TaskSource`. `fork_points`: states within the episodes of another run."""
     kwargs: KeywordArguments = Field(default_factory=dict)
-    """Keyword arguments of the task source."""
+    """Keyword arguments of the task source; those of `fork_points` are `{run: NAME}`."""
 
 
 class EnvConfig(Section):
@@ -397,7 +397,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _different_environments(self) -> Config:
-        described = [(env.id, env.kwargs, env.data) for env in self.envs]
+        described = [(env.id, env.kwargs, env.data, env.task_source) for env in self.envs]
         if any(env in described[:index] for index, env in enumerate(described)):
             raise ValueError("envs: an environment is named twice with the same kwargs; give it more weight")
         return self

@@ -20,7 +20,8 @@ from roll_flash.chat.templates import Arrays, Tools, chat_template_of
 from roll_flash.engines.inference import InferenceClient
 from roll_flash.envs.tools.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
 from roll_flash.errors import RollFlashError
-from roll_flash.rollout.turns import EpisodeTurns
+from roll_flash.rollout.prefix import PrefixTurn
+from roll_flash.rollout.turns import EpisodeTurns, checksum_of_prompt
 from roll_flash.types import FinishReason, Message, SamplingParams
 
 if TYPE_CHECKING:
@@ -77,6 +78,10 @@ class Policy(Protocol):
 
     async def act(self, timeout_s: float) -> Action:
         """Return the model's next answer. Raises TimeoutError, InferenceError, or ContextFullError."""
+        ...
+
+    def repeat(self, turn: PrefixTurn) -> Action:
+        """Take a recorded turn as the next answer, as context: the model is not asked."""
         ...
 
     def observe(self, messages: Sequence[Message]) -> None: ...
@@ -149,6 +154,14 @@ class TokenPolicy:
         usage = start, end - start
         return Action(text, *span, generation.finish_reason, generation.elapsed_s, *usage, generation.server)
 
+    def repeat(self, turn: PrefixTurn) -> Action:
+        prompt = self._conversation.token_ids
+        start = len(prompt)
+        is_same = bool(turn.token_ids) and turn.prompt == checksum_of_prompt(prompt)
+        self._conversation.add_context(turn.action, turn.token_ids if is_same else None)
+        span = (start, len(self._conversation.token_ids)) if self._thinking == "keep" else (0, 0)
+        return _repeated(turn, *span)
+
     def observe(self, messages: Sequence[Message]) -> None:
         room = self._max_length - len(self._conversation.token_ids)
         self._conversation.add_observation(self._tools.results(messages), room)
@@ -173,6 +186,10 @@ def _up_to_last_word(arrays: Arrays) -> TokenArrays:
         int(written[0]) if len(written) else end,
         None if arrays.routed_experts is None else arrays.routed_experts[:end],
     )
+
+
+def _repeated(turn: PrefixTurn, start: int = 0, end: int = 0) -> Action:
+    return Action(turn.action, start, end, turn.finish_reason, 0.0, 0, 0)
 
 
 class ChatPolicy:
@@ -210,6 +227,13 @@ class ChatPolicy:
         )
         text = calls_as_text(reply.text, self._calls)
         return Action(text, 0, 0, reply.finish_reason, reply.elapsed_s, reply.prompt_tokens, reply.completion_tokens)
+
+    def repeat(self, turn: PrefixTurn) -> Action:
+        if self._declared:  # recorded calls are text, and endpoints pair results with calls of their own
+            self._declared, self._messages = None, self._described.opening(self._opening)
+        self._messages.append({"role": "assistant", "content": turn.action})
+        self._calls = ()
+        return _repeated(turn)
 
     async def _ask(self, timeout_s: float) -> ChatReply:
         from roll_flash.chat.openai_client import EndpointRefusedError

@@ -20,6 +20,7 @@ from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
 from roll_flash.rollout.conversation import ContextFullError, Policy
+from roll_flash.rollout.prefix import Prefix, PrefixError
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn
@@ -97,6 +98,8 @@ async def run_episode(
         raise
     except EpisodeFailed as failure:
         cause, message = failure.cause, str(failure)
+    except PrefixError as error:
+        cause, message = "env_error", str(error)
     except TimeoutError:
         cause = "episode_timeout"
         message = f"not finished after {deadlines.episode_s:g} s; it was waiting for {progress.waits_for}"
@@ -135,9 +138,14 @@ async def _play(
         env.allow(deadlines.step_s, deadlines.episode_s)
         if turns is not None and not env.is_deterministic:
             turns.stop()
+        prefix = Prefix.of(spec.task)
+        prefix.require_repeatable(env)
+        if prefix.turns and len(prefix.turns) >= spec.max_turns:
+            raise EpisodeFailed("env_error", f"recorded turns are all of the {spec.max_turns} that max_turns allows")
         progress.now("reset")
         async with environment_errors(deadlines.step_s, "reset"):
             messages, about = await env.reset(spec.task.seed)
+        prefix.check_opening(messages)
         tools, info = declared_tools(about)
         if env.runs_own_loop:
             trajectory = await _play_itself(spec, env, deadlines, progress, play_agent)
@@ -145,7 +153,7 @@ async def _play(
             raise EpisodeFailed("env_error", "reset returned an empty observation; say what the task is")
         else:
             await _tokenise_messages(lambda given: policy.begin(given, tools), messages)
-            trajectory = await _play_steps(spec, env, policy, deadlines, progress, turns, started_s)
+            trajectory = await _play_steps(spec, env, policy, deadlines, progress, prefix, turns, started_s)
         progress.now("close")
     finally:
         close_error = await _close(env, deadlines.step_s)
@@ -179,10 +187,11 @@ async def _play_steps(
     policy: Policy,
     deadlines: Deadlines,
     progress: Progress,
+    prefix: Prefix,
     recorded: EpisodeTurns | None,
     started_s: float,
 ) -> Trajectory:
-    turns, end, info = await _play_turns(spec, env, policy, deadlines, progress, recorded)
+    turns, end, info = await _play_turns(spec, env, policy, deadlines, progress, prefix, recorded)
     if recorded is not None and recorded.continued:
         info["continued_turns"] = recorded.continued
     if end in ("max_turns", "context_limit"):
@@ -230,6 +239,7 @@ async def _play_turns(
     policy: Policy,
     deadlines: Deadlines,
     progress: Progress,
+    prefix: Prefix,
     recorded: EpisodeTurns | None,
 ) -> tuple[list[Turn], EpisodeEnd, dict[str, Any]]:
     turns: list[Turn] = []
@@ -237,12 +247,13 @@ async def _play_turns(
     while len(turns) < spec.max_turns:
         progress.require_running()
         progress.turn = len(turns)
+        in_prefix = len(turns) < len(prefix.turns)
         progress.now("the model")
         started_s = time.time()
         try:
-            action = await policy.act(deadlines.generate_s)
+            action = policy.repeat(prefix.turns[len(turns)]) if in_prefix else await policy.act(deadlines.generate_s)
         except ContextFullError as error:
-            if not turns:
+            if len(turns) == len(prefix.turns):
                 raise EpisodeFailed("prompt_too_long", str(error)) from None
             return turns, "context_limit", info
         except TimeoutError:
@@ -270,10 +281,13 @@ async def _play_turns(
                 completion_tokens=action.completion_tokens,
                 started_s=started_s,
                 server=action.server,
+                in_prefix=in_prefix,
             )
         )
         is_over = step.terminated or step.truncated
-        if recorded is not None:
+        if in_prefix:
+            prefix.check_answer(len(turns) - 1, step)
+        elif recorded is not None:
             recorded.answered(step, is_last=is_over or len(turns) == spec.max_turns)
         if is_over:
             return turns, "terminated" if step.terminated else "truncated", info

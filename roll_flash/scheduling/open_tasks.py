@@ -14,6 +14,8 @@ from roll_flash.types import Task
 
 OWN_SOURCES = {"TaskFolder-v0": "roll_flash.envs.adapters.task_folders.source:FolderTasks"}
 """Environments whose tasks are not seeds, and their task sources."""
+NAMED_SOURCES = {"fork_points": "roll_flash.replay.fork_points:ForkPoints"}
+"""Task sources that `task_source.entry_point` gives by name."""
 ROWS_SOURCE = "roll_flash.envs.datasets.source:DatasetTasks"
 
 
@@ -71,6 +73,8 @@ def _next_tasks(source: TaskSource, count: int) -> list[Task]:
 def _open_level(env: EnvConfig, kwargs: Mapping[str, Any], held_out_from: int, model: ModelConfig | None) -> TaskSource:
     if env.task_source is not None:
         entry_point = env.task_source.entry_point
+        if (named := NAMED_SOURCES.get(entry_point)) is not None:
+            return _call(named, _at_level(env, kwargs), {**env.task_source.kwargs, "held_out_from": held_out_from})
         return UsersSource(_call(entry_point, _at_level(env, kwargs), env.task_source.kwargs), entry_point)
     if env.data is not None:
         return _call(ROWS_SOURCE, _at_level(env, kwargs), {"model": model})

@@ -135,11 +135,12 @@ def _newest_records(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def _episode(record: Mapping[str, Any]) -> RecordedEpisode:
-    turns = record["turns"]
+    """Turns from a recording (`Turn.in_prefix`) are part of the start: the model was not asked for them."""
+    turns = [turn for turn in record["turns"] if not turn.get("in_prefix")]
     played_s = sum(turn["generate_s"] + turn["step_s"] for turn in turns)
     startup_s = max(0.0, record["finished_s"] - record["started_s"] - played_s)
     now_s, found = record["started_s"] + startup_s, []
-    for turn, versions in zip(turns, _versions_of_turns(record), strict=True):
+    for turn, versions in zip(turns, _versions_of_turns(record, turns), strict=True):
         found.append(_turn(turn, versions, now_s))
         now_s += turn["generate_s"] + turn["step_s"]
     return RecordedEpisode(
@@ -153,7 +154,7 @@ def _episode(record: Mapping[str, Any]) -> RecordedEpisode:
     )
 
 
-def _versions_of_turns(record: Mapping[str, Any]) -> list[Sequence[int]]:
+def _versions_of_turns(record: Mapping[str, Any], turns: Sequence[Mapping[str, Any]]) -> list[Sequence[int]]:
     """Return for each turn the versions of its tokens; empty if they are unknown.
 
     Turns at 0:0 (`model.thinking: strip`) are in branches without turns of their own, in this order. Such a turn begins
@@ -162,7 +163,7 @@ def _versions_of_turns(record: Mapping[str, Any]) -> list[Sequence[int]]:
     later = [branch["versions"] for branch in record["branches"] if not branch["turns"]]
     found: list[Sequence[int]] = []
     place = read = 0  # the branch of the last turn that was found in one, and where it ended there
-    for turn in record["turns"]:
+    for turn in turns:
         start, end = int(turn["start"]), int(turn["end"])
         if end:
             found.append(record["versions"][start:end])
