@@ -47,6 +47,10 @@ class LearnerError(RollFlashError):
     """The learner could not complete a step."""
 
 
+class LearnerLostError(LearnerError):
+    """The learner has no processes: one of them died or did not answer, or they were never started, or are closed."""
+
+
 class ParityError(RollFlashError):
     """Server and learner compute different log-probabilities with the same weights."""
 

@@ -29,11 +29,12 @@ from roll_flash.evaluation.result import EvalResult
 from roll_flash.processes.background import FirstFailure, call_in_thread, first_failure
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
-from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user
+from roll_flash.run.run_dir import find_model, find_run, make_own_folder, require_owned_by_user, require_undamaged
 from roll_flash.run.trained_tasks import read_trained_tasks
 from roll_flash.start_checks import Checked, check_parts, check_sandboxes, require_isolation
 from roll_flash.terminal import say
 from roll_flash.types import SamplingParams
+from roll_flash.watchdog.watchdog import CLOSES_WITHIN_S, open_watchdog
 
 T = TypeVar("T")
 
@@ -95,6 +96,8 @@ class EvalPlan:
     about: Mapping[str, Any]
     trained: Collection[str] = ()
     """Hashes of the tasks that the model was trained on, if it comes from a run."""
+    from_run: bool = False
+    """The model is that of a run's checkpoint."""
 
     def label(self, env: EnvConfig) -> str:
         return f"{env.id} with {self.about['model']}"
@@ -157,6 +160,8 @@ async def run_with_model(
     """Check the plan, start what plays episodes with its model, and await `work` with it; logs go into the plan's
     folder. Raises ConfigError before anything is started, else RollFlashError."""
     serves = plan.endpoint is None
+    if plan.from_run:
+        await call_in_thread(lambda: require_undamaged(Path(plan.model)))
     checked = await call_in_thread(lambda: check_parts(plan.config, trains=False, serves=serves))
     require_isolation(plan.config, await check_sandboxes(plan.config, checked.sandboxes))
     make_own_folder(plan.folder, "--out")
@@ -169,11 +174,21 @@ async def run_with_model(
     for line in checked.fit.notes() if checked.fit else ():
         say(line, error=True)
     with first_failure() as failure:
-        async with Interrupts(_note) as interrupts:
+        watching = open_watchdog(
+            plan.config.name,
+            plan.folder / "logs",
+            _note,
+            held_at_most_s=plan.config.stall_timeout_s,
+            closes_within_s=CLOSES_WITHIN_S,
+        )
+        async with Interrupts(_note) as interrupts, watching as watchdog:
             # In a thread: it imports Ray.
             opening = await call_in_thread(lambda: _open_runner(plan, checked, api_key_env, failure))
             async with opening as runner:
-                return await interrupts.run_until_stopped(work(runner), failure=failure)
+                try:
+                    return await interrupts.run_until_stopped(work(runner), failure=failure)
+                finally:
+                    watchdog.close_begins()
 
 
 async def check_endpoint(
@@ -242,7 +257,7 @@ def plan_evaluation(request: EvalRequest) -> EvalPlan:
     about = {"model": model, **about}
     folder = Path(request.out).expanduser() if request.out else _default_folder(config, about)
     trained = read_trained_tasks(run_config.parent / "logs") if run_config is not None else ()
-    return EvalPlan(config, model, endpoint, folder, about, trained)
+    return EvalPlan(config, model, endpoint, folder, about, trained, from_run=run_config is not None)
 
 
 def _endpoint(request: EvalRequest) -> str | None:

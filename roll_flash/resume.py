@@ -1,4 +1,4 @@
-"""Resume a run: its newest checkpoint, then what the journal says was decided after it.
+"""Resume a run, or only its learner: the newest checkpoint, then what the journal says was decided after it.
 
 Steps that were trained after the checkpoint are repeated with their recorded micro-batches, so the weights are those of
 before (bit by bit on a CPU) and no episode is played again for them. Groups that were not trained keep the trajectories
@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from roll_flash.config.tree import Config
 from roll_flash.engines.learner import LearnerEngine, StepResult
-from roll_flash.errors import CheckpointError, LearnerError
+from roll_flash.errors import CheckpointError, LearnerError, LearnerLostError
 from roll_flash.monitor.episodes import find_trajectories, next_group_number
 from roll_flash.rollout.recovery import RecordedStep, Recovery
-from roll_flash.run.journal import cut_at, read_journal, set_aside
+from roll_flash.run.journal import Damage, cut_at, read_journal, set_aside
 from roll_flash.run.run_dir import Checkpoint, RunDir
 from roll_flash.scheduling.policy import policy_of
 from roll_flash.stream import finished_episode
-from roll_flash.types import FinishedEpisode, FinishedGroup
+from roll_flash.types import FinishedEpisode, FinishedGroup, Task
 
 Note = Callable[[str], None]
 COMPARED = ("loss", "grad_norm")
@@ -57,18 +57,15 @@ async def resume(
 ) -> Resumed:
     """Load the checkpoint into the learner and repeat the journal. What cannot be repeated is said, and trained again
     from new episodes."""
+    note(f"the learner loads the checkpoint of step {checkpoint.step}")
     await learner.load(checkpoint.state)
     recovery, trajectories = await asyncio.to_thread(_read, config, run_dir, checkpoint, note)
-    if recovery.steps:
-        first, last = recovery.steps[0].version, recovery.steps[-1].version
-        note(f"repeating steps {first} to {last} from the journal: they came after the newest checkpoint")
     try:
-        for step in recovery.steps:
-            async with asyncio.timeout(config.learner.step_timeout_s):
-                await _repeat(learner, step, trajectories, note)
-    except (LearnerError, TimeoutError) as error:
-        why = str(error) or "it took longer than learner.step_timeout_s"
-        note(f"steps after {checkpoint.step} cannot be repeated ({why}): they are trained from new episodes")
+        await _repeat_all(config, learner, recovery.steps, trajectories, note)
+    except LearnerLostError:
+        raise
+    except LearnerError as error:
+        note(f"steps after {checkpoint.step} cannot be repeated ({error}): they are trained from new episodes")
         await learner.abandon_step()
         await learner.load(checkpoint.state)
         await asyncio.to_thread(set_aside, run_dir.journal, checkpoint.step)
@@ -80,28 +77,76 @@ async def resume(
     return Resumed(checkpoint, recovery, {name: trajectories[name] for name in open_ids & trajectories.keys()})
 
 
+async def restore_learner(
+    config: Config, run_dir: RunDir, checkpoint: Checkpoint | None, learner: LearnerEngine, note: Note
+) -> None:
+    """Bring a learner that has started again to the newest step of a run that goes on: load the checkpoint and repeat
+    the steps after it; without one, all steps. Raises LearnerError if they cannot be repeated."""
+    if checkpoint is not None:
+        await learner.load(checkpoint.state)
+    recovery, damage = await asyncio.to_thread(_read_journal, config, run_dir, checkpoint)
+    if damage is not None:
+        raise LearnerError(damage.message)
+    trajectories = await asyncio.to_thread(_find, run_dir, _trained_tasks(recovery.steps), note)
+    await _repeat_all(config, learner, recovery.steps, trajectories, note)
+
+
 def _read(
     config: Config, run_dir: RunDir, checkpoint: Checkpoint, note: Note
 ) -> tuple[Recovery, dict[str, FinishedEpisode]]:
-    recovery, policy = read_state(checkpoint), policy_of(config)
-    events, damage = read_journal(run_dir.journal, checkpoint.step)
+    recovery, damage = _read_journal(config, run_dir, checkpoint)
     if damage is not None:
         note(f"{damage.message}: the journal is used up to there")
         cut_at(run_dir.journal, damage)
+    unfinished = {name: group.task for group in recovery.groups.values() for name in group.episodes}
+    return recovery, _find(run_dir, unfinished | _trained_tasks(recovery.steps), note)
+
+
+def _read_journal(config: Config, run_dir: RunDir, checkpoint: Checkpoint | None) -> tuple[Recovery, Damage | None]:
+    recovery = Recovery.beginning() if checkpoint is None else read_state(checkpoint)
+    step, policy = 0 if checkpoint is None else checkpoint.step, policy_of(config)
+    events, damage = read_journal(run_dir.journal, step)
     try:
         recovery.repeat(events, max_requeues=policy.max_requeues_per_group if policy.on_stale == "requeue" else None)
     except (KeyError, ValueError, TypeError) as error:
         raise CheckpointError(
             f"{run_dir.journal}: not readable as the journal of this run ({error!r}); move it away to resume from the "
-            f"checkpoint of step {checkpoint.step} alone"
+            f"checkpoint of step {step} alone"
         ) from None
-    tasks = {name: group.task for group in recovery.groups.values() for name in group.episodes}
-    for step in recovery.steps:
-        tasks |= {name: task for batch in step.batches for _, task, members in batch for name, _ in members}
+    return recovery, damage
+
+
+def _trained_tasks(steps: Sequence[RecordedStep]) -> dict[str, Task]:
+    """Return the tasks of the episodes of these steps, by episode id."""
+    batches = [batch for step in steps for batch in step.batches]
+    return {name: task for batch in batches for _, task, members in batch for name, _ in members}
+
+
+def _find(run_dir: RunDir, tasks: Mapping[str, Task], note: Note) -> dict[str, FinishedEpisode]:
     found = {name: finished_episode(each) for name, each in find_trajectories(run_dir.episodes, tasks).items()}
     if missing := len(tasks.keys() - found.keys()):
         note(f"{missing} of {len(tasks)} trajectories in the journal are not in {run_dir.episodes}, or damaged")
-    return recovery, found
+    return found
+
+
+async def _repeat_all(
+    config: Config,
+    learner: LearnerEngine,
+    steps: Sequence[RecordedStep],
+    trajectories: Mapping[str, FinishedEpisode],
+    note: Note,
+) -> None:
+    """Repeat steps from the journal. Raises LearnerError."""
+    if steps:
+        first, last = steps[0].version, steps[-1].version
+        note(f"repeating steps {first} to {last} from the journal: they came after the newest checkpoint")
+    limit_s = config.learner.step_timeout_s
+    for step in steps:
+        try:
+            async with asyncio.timeout(limit_s):
+                await _repeat(learner, step, trajectories, note)
+        except TimeoutError:
+            raise LearnerError(f"step {step.version} took longer than {limit_s:g} s (learner.step_timeout_s)") from None
 
 
 async def _repeat(

@@ -20,6 +20,7 @@ from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import has_experts
 from roll_flash.planner.machines.fit import Fit, fit_here
+from roll_flash.run.checkpoint_store import store_of
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.open_tasks import first_tasks_of_levels
 from roll_flash.stages.reward_stage import check_stages
@@ -64,6 +65,8 @@ def check_parts(config: Config, *, trains: bool = True, serves: bool = True) -> 
     specs = [env.sandbox_spec or default_spec(config.sandbox) for env in in_sandboxes]
     if trains:
         check_stages(config)
+        if (store := store_of(config)) is not None:
+            store.check()
         if config.warm_start is not None and folder is not None:
             check_demonstrations(config.warm_start, folder, config.model)
     if folder is not None:

@@ -17,7 +17,6 @@ from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
 from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
 from roll_flash.cluster.stacks_elsewhere import stacks_elsewhere
-from roll_flash.config.learner import WarmStartConfig
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
@@ -38,7 +37,7 @@ from roll_flash.processes.background import (
     gather_or_cancel,
 )
 from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
-from roll_flash.processes.ray_watch import watching_ray
+from roll_flash.processes.ray_watch import ANSWER_TIMEOUT_S, watching_ray
 from roll_flash.processes.supervise import sweep_semaphores
 from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout.elastic import ElasticParts
@@ -49,6 +48,7 @@ from roll_flash.rollout.live_figures import LiveFigures
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
+from roll_flash.run.checkpoint_store import CheckpointCopies, store_of
 from roll_flash.run.checkpoint_writer import CheckpointWriter
 from roll_flash.run.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.journal import Journal
@@ -89,6 +89,8 @@ class System:
     checkpoints: CheckpointWriter
     stages: RunningStages
     trained_tasks: TrainedTasks
+    before_first_step: Callable[[], Awaitable[None]]
+    """What a learner does before the first step of the run: the warm start, if the config has one."""
 
     async def evaluate(self) -> EvalResult:
         """Evaluate the held-out tasks of each environment with the newest weights, which the servers must already have.
@@ -261,14 +263,28 @@ async def _start_system(stack: AsyncExitStack, start: Start, learner: LearnerEng
     with doing("the start", "stages are not ready"):
         stages = await stack.enter_async_context(open_stages(config.stages, stream, run_dir.logs / "stages.jsonl"))
     publisher = await _open_publisher(stack, start, learner, engine, rollout)
-    checkpoints = _open_checkpoints(start, learner, rollout)
+    copies = await _open_copies(stack, start, progress.note)
+    checkpoints = _open_checkpoints(start, learner, rollout, copies)
     stack.push_async_callback(checkpoints.close)
     progress.note("comparing what servers and learner say about the same weights (usually 5-40 s)")
+    before_first_step = partial(_warm_start, start, learner, metrics, progress)
     with doing("the start", "servers and learner have not been compared", announced_s=AGREE_S):
-        await _agree_on_weights(start, learner, publisher, metrics, progress)
+        await _agree_on_weights(start, publisher, before_first_step)
     trained = stack.enter_context(closing(TrainedTasks(run_dir.logs)))
     return System(
-        config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages, trained
+        config,
+        run_dir,
+        engine,
+        learner,
+        fleet,
+        publisher,
+        rollout,
+        stream,
+        metrics,
+        checkpoints,
+        stages,
+        trained,
+        before_first_step,
     )
 
 
@@ -343,7 +359,9 @@ async def _start_ray(
     await asyncio.to_thread(sweep_folders)
     await asyncio.to_thread(sweep_semaphores)
     await stack.enter_async_context(local_ray(config.ray))
-    ray_is_alive = await stack.enter_async_context(watching_ray())
+    then = f"the run ends after {ANSWER_TIMEOUT_S:g} s"
+    waiting = partial(doing, what="no answer", then=then)
+    ray_is_alive = await stack.enter_async_context(watching_ray(waiting))
     gpus = await asyncio.to_thread(own_gpus, config.ray)
     if unused := await asyncio.to_thread(unused_gpus, config.ray):
         note(unused)
@@ -449,14 +467,14 @@ async def _open_publisher(
 
 
 async def _agree_on_weights(
-    start: Start, learner: LearnerEngine, publisher: Publisher, metrics: MetricsLog, progress: Progress
+    start: Start, publisher: Publisher, before_first_step: Callable[[], Awaitable[None]]
 ) -> None:
     """Ensure that learner and servers have the same weights and compute the same log-probabilities."""
     if start.checkpoint is None:
         await publisher.check()
         if start.config.warm_start is None:
             return
-        metrics.log(learner.version, await _warm_start(start, start.config.warm_start, learner, progress))
+        await before_first_step()
     await publisher.begin()
     await publisher.wait_published()
 
@@ -494,7 +512,20 @@ def worker_settings(config: Config, model: Any, model_folder: Path | None, needs
     )
 
 
-def _open_checkpoints(start: Start, learner: LearnerEngine, rollout: Rollout) -> CheckpointWriter:
+async def _open_copies(stack: AsyncExitStack, start: Start, note: Callable[[str], None]) -> CheckpointCopies | None:
+    """Begin to copy checkpoints, if the config says so; also the one to resume from, if it was not copied yet."""
+    if (store := store_of(start.config)) is None:
+        return None
+    copies = CheckpointCopies(store, start.config.checkpoint, note)
+    if start.checkpoint is not None and start.checkpoint.step not in await call_in_thread(store.steps):
+        await copies.add(start.checkpoint)
+    await stack.enter_async_context(background_task(copies.run(), "the copies of checkpoints"))
+    return copies
+
+
+def _open_checkpoints(
+    start: Start, learner: LearnerEngine, rollout: Rollout, copies: CheckpointCopies | None
+) -> CheckpointWriter:
     return CheckpointWriter(
         start.run_dir,
         learner,
@@ -503,12 +534,13 @@ def _open_checkpoints(start: Start, learner: LearnerEngine, rollout: Rollout) ->
         config=start.config.checkpoint,
         checkpoint_bytes=checkpoint_bytes(start.config, start.model_folder),
         timeout_s=start.config.learner.step_timeout_s,
+        copies=copies,
     )
 
 
-async def _warm_start(
-    start: Start, warm: WarmStartConfig, learner: LearnerEngine, progress: Progress
-) -> dict[str, float]:
+async def _warm_start(start: Start, learner: LearnerEngine, metrics: MetricsLog, progress: Progress) -> None:
+    if (warm := start.config.warm_start) is None:
+        return
     progress.note(f"warm start: {warm.steps} supervised steps of {warm.batch_size} samples")
     figures = await warm_start(
         learner,
@@ -521,7 +553,7 @@ async def _warm_start(
     progress.note(
         f"warm start: done, loss {figures['warm_start/first_loss']:.3f} -> {figures['warm_start/last_loss']:.3f}"
     )
-    return figures
+    metrics.log(learner.version, figures)
 
 
 def _open_rollout(

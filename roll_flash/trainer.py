@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any, TypeVar
 
 from roll_flash.config.tree import Config
@@ -19,11 +20,12 @@ from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.learner.open import open_learner
+from roll_flash.learner_restart import LearnerRestart
 from roll_flash.monitor.metrics import as_numbers
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord
-from roll_flash.processes.background import call_in_thread, first_failure
-from roll_flash.processes.deadlines import HungError, LearnedDeadline
+from roll_flash.processes.background import background_task, call_in_thread, first_failure
+from roll_flash.processes.deadlines import LearnedDeadline
 from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
@@ -37,13 +39,11 @@ from roll_flash.summary import summarize
 from roll_flash.system import Start, System, open_system
 from roll_flash.types import FinishedEpisode, FinishedGroup
 from roll_flash.watchdog.activity import doing
-from roll_flash.watchdog.watchdog import open_watchdog
+from roll_flash.watchdog.watchdog import CLOSES_WITHIN_S, open_watchdog
 from roll_flash.weight_sync.publication import Publication
 
 LEARNER_FLOOR_S = 300.0
 """Minimum timeout in seconds of the learner's work; otherwise ten times the slowest recent time for as many tokens."""
-CLOSES_WITHIN_S = 300.0
-"""Seconds in which a run must close, after a checkpoint that is still being written."""
 T = TypeVar("T")
 
 OnStep = Callable[[int, Mapping[str, float]], object]
@@ -88,7 +88,7 @@ async def _train(
                 start.run_dir.logs,
                 progress.note,
                 held_at_most_s=config.stall_timeout_s,
-                closes_within_s=config.learner.step_timeout_s + CLOSES_WITHIN_S,
+                closes_within_s=config.learner.step_timeout_s + CLOSES_WITHIN_S,  # after a checkpoint under way
             ) as watchdog,
             open_system(start, learner, progress, failure, watchdog) as system,
         ):
@@ -123,27 +123,39 @@ class Trainer:
             timeout_s=system.config.stall_timeout_s,
         )
         self._record: StepRecord | None = None
+        self._restart = LearnerRestart(system, progress.note)
+
+    @property
+    def _version(self) -> int:
+        """Newest version of the run: also while a learner that started again repeats steps."""
+        return self._system.rollout.scheduler.learner_version
 
     async def run(self) -> dict[str, Any]:
         system = self._system
-        began_at = system.learner.version
+        began_at = self._version
         before = await self._evaluate()
-        async with system.evaluations(self._progress.note) as evaluations, system.rollout:
-            while system.learner.version < self._config.steps and await self._step():
-                evaluations.after_step(system.learner.version)
+        watching = background_task(self._restart.watch(), "the watch over the learner")
+        async with system.evaluations(self._progress.note) as evaluations, system.rollout, watching:
+            while self._version < self._config.steps and await self._step():
+                evaluations.after_step(self._version)
         self._progress.note("training is done; writing the last checkpoint")
         await self._settle()
         await self._begin_checkpoint()
-        after = await self._evaluate() if system.learner.version > began_at else before
+        after = await self._evaluate() if self._version > began_at else before
         await self.checkpoint()
         await system.export_model()
+        with doing("the copy of the last checkpoint", "it is not written"):
+            await system.checkpoints.copied()
         self._progress.note("closing servers, workers and Ray (usually 5-30 s)")
         return summarize(system.run_dir.folder, before=before, after=after, books=system.rollout.books())
 
     async def checkpoint(self) -> None:
         """Wait for a complete checkpoint of the newest version."""
         self._progress.status("writing a checkpoint")
-        await self._begin_checkpoint()
+        await self._restart.run(self._write_checkpoint)
+
+    async def _write_checkpoint(self) -> None:
+        await self._begin_writing()
         with self._writing():
             await self._system.checkpoints.settled()
 
@@ -152,17 +164,19 @@ class Trainer:
         learner, was_asked = self._system.learner, isinstance(reason, KeyboardInterrupt)
         if not was_asked:
             self._progress.note(f"the run ends: {reason}")
-            if isinstance(reason, HungError):
-                self._progress.note("the learner cannot write a checkpoint; `--resume` goes on from the journal")
-            if learner.version == 0 or isinstance(reason, HungError):
-                return
+        if learner.lost.is_set():
+            self._progress.note("the learner cannot write a checkpoint; `--resume` goes on from the journal")
+            return
+        if learner.version == 0 and not was_asked:
+            return
         self._progress.note(f"writing a checkpoint of step {learner.version}, then closing (usually 10-40 s)")
         try:
             tokens = max(1, self._last_tokens)
-            await self._learner_does("micro-batch", learner.abandon_step(), self._micro_batch_s, tokens)
+            await self._within("micro-batch", learner.abandon_step(), self._micro_batch_s, tokens)
             cut_short = await self._count_what_was_cut_short()
             await self._system.checkpoints.ended()  # its failure may be the reason why the run ends
-            await self.checkpoint()
+            self._progress.status("writing a checkpoint")
+            await self._write_checkpoint()
             if cut_short is not None:
                 self._report(cut_short, None, {})
         except asyncio.CancelledError:
@@ -176,38 +190,68 @@ class Trainer:
     async def _step(self) -> bool:
         """Run one step. Return False if the task source has ended and nothing was left to train."""
         learner, rollout = self._system.learner, self._system.rollout
-        record = self._record = StepRecord(learner.version, rollout.idle_s())
+        record = StepRecord(self._version, rollout.idle_s())
+        self._record = self._restart.running_step = record
         has_groups = False
         source = self._loader.stream_step(rollout.groups_for_step(self._progress.status))
         async with aclosing(source) as micro_batches:
             async for micro_batch in micro_batches:
                 has_groups, groups = True, micro_batch.groups
                 self._last_tokens = _computed_tokens(groups)
-                with record.learner_works("accumulate", groups, self._tokens_to_compute(groups)):
-                    accumulating = learner.accumulate(groups)
-                    await self._learner_does("micro-batch", accumulating, self._micro_batch_s, self._last_tokens)
+                await self._learner_does(
+                    "micro-batch",
+                    partial(learner.accumulate, groups),
+                    self._micro_batch_s,
+                    self._last_tokens,
+                    during=partial(record.learner_works, "accumulate", groups, self._tokens_to_compute(groups)),
+                )
         if not has_groups:
             self._note_rollout()
             return False
-        with record.learner_works("update"):
-            tokens = _computed_tokens(record.groups)
-            result = await self._learner_does("step", learner.finish_step(), self._update_s, tokens)
+        result = await self._learner_does(
+            "step",
+            learner.finish_step,
+            self._update_s,
+            _computed_tokens(record.groups),
+            during=partial(record.learner_works, "update"),
+        )
         record.learner_metrics = result.metrics
         await self._count(record)
         publication = await self._settle()
-        with record.learner_works("stage"):
-            await self._learner_does("copy of the weights", self._system.publisher.begin(), self._staging_s)
+        await self._learner_does(
+            "copy of the weights",
+            self._system.publisher.begin,
+            self._staging_s,
+            during=partial(record.learner_works, "stage"),
+        )
         with doing("the report", "workers and servers have not answered"):
             usage = await self._system.usage_metrics()
         metrics = self._report(record, publication, usage)
         await self._call_on_step(result.version, metrics)
-        if self._schedule.is_due(result.version, time.monotonic()):
+        if self._schedule.is_due(result.version, time.monotonic()) or self._restart.lost_checkpoint:
+            self._restart.lost_checkpoint = False
             await self._begin_checkpoint()
         return True
 
-    async def _learner_does(self, what: str, work: Awaitable[T], limit: LearnedDeadline, size: float = 1.0) -> T:
-        """Await a call of the learner. Raises HungError if it takes far longer than ever before."""
-        then = f"the run ends after {limit.limit_s(size):.0f} s, and `--resume` goes on from the journal"
+    async def _learner_does(
+        self,
+        what: str,
+        call: Callable[[], Awaitable[T]],
+        limit: LearnedDeadline,
+        size: float = 1.0,
+        *,
+        during: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> T:
+        """Await a call of the learner; one that is lost, or takes far longer than ever before, is started again."""
+
+        async def timed() -> T:
+            with during():
+                return await self._within(what, call(), limit, size)
+
+        return await self._restart.run(timed)
+
+    async def _within(self, what: str, work: Awaitable[T], limit: LearnedDeadline, size: float) -> T:
+        then = f"it is started again after {limit.limit_s(size):.0f} s"
         with doing("the learner", what, size=size, then=then):
             return await limit.run(work, f"the learner's {what}", size)
 
@@ -240,6 +284,7 @@ class Trainer:
     async def _count(self, record: StepRecord) -> None:
         """Count the groups of a step as trained, once the learner has finished it."""
         record.is_counted = True
+        self._restart.step_ended()
         version = self._system.learner.version
         await self._system.rollout.version_advanced(version, record.micro_batches, record.learner_metrics)
         self._note_rollout()
@@ -253,6 +298,9 @@ class Trainer:
 
     async def _begin_checkpoint(self) -> None:
         """Wait until the state is copied (and the previous checkpoint written); steps continue during the writing."""
+        await self._restart.run(self._begin_writing)
+
+    async def _begin_writing(self) -> None:
         with self._writing():
             waited_s = await self._system.checkpoints.begin()
         if waited_s is not None:
@@ -264,12 +312,12 @@ class Trainer:
 
     async def _settle(self) -> Publication | None:
         """Wait until every server has the weights of the previous step."""
-        return await self._system.publisher.wait_published()
+        return await self._restart.run(self._system.publisher.wait_published)
 
     async def _evaluate(self) -> EvalResult | None:
         if not self._config.eval.before_and_after:
             return None
-        version = self._system.learner.version
+        version = self._version
         self._progress.note(f"evaluating {self._config.eval.tasks} tasks with the weights of step {version}")
         result = await self._system.evaluate()
         self._evaluated |= result.task_hashes
@@ -292,7 +340,7 @@ class Trainer:
     ) -> Mapping[str, Any]:
         """Log a step and print its line; return its metrics."""
         record.is_reported = True
-        rollout, version = self._system.rollout, self._system.learner.version
+        rollout, version = self._system.rollout, self._version
         metrics = {
             **record.metrics(rollout.idle_s()),
             **record.learner_metrics,

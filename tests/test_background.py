@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
@@ -564,3 +565,33 @@ def test_the_death_of_ray_is_noticed_and_named_as_the_cause_of_what_else_fails(m
     for fails_too in (False, True):
         with pytest.raises(RayDiedError, match="Ray's raylet is gone"):
             asyncio.run(run(fails_too))
+
+
+def test_a_ray_that_accepts_connections_but_does_not_answer_is_waited_for_by_name_and_then_dead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a process that is stopped by SIGSTOP: the kernel still accepts."""
+    monkeypatch.setattr(ray_watch, "EVERY_S", 0.01)
+    monkeypatch.setattr(ray_watch, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(ray_watch, "CONNECT_TIMEOUT_S", 0.3)
+    waited: list[str] = []
+
+    @contextmanager
+    def waiting(name: str) -> Iterator[None]:
+        waited.append(name)
+        yield
+        waited.remove(name)
+
+    async def run() -> None:
+        stopped = socket.create_server(("127.0.0.1", 0))
+        process = RayProcess("Ray's raylet", "127.0.0.1", stopped.getsockname()[1])
+        monkeypatch.setattr(ray_watch, "ray_processes", lambda: [process])
+        with stopped, first_failure() as failure:
+            async with asyncio.timeout(30), watching_ray(waiting) as is_alive:
+                await failure.happened.wait()
+                assert not await is_alive()
+            failure.raise_error()
+
+    with pytest.raises(RayDiedError, match=r"accepts connections at .* but has not answered for 0\.3 s: it is stopped"):
+        asyncio.run(run())
+    assert waited == ["Ray's raylet"]

@@ -10,6 +10,7 @@ import pytest
 from roll_flash.cli.main import main
 from roll_flash.config.tree import load_config
 from roll_flash.monitor.json_lines import with_checksum
+from roll_flash.run import run_dir as run_dir_module
 from roll_flash.run.run_dir import RunDir, list_checkpoints
 
 
@@ -96,10 +97,33 @@ def test_rm_keeps_the_newest_whole_one_and_removes_damaged_ones(run: Path, capsy
     assert steps_of(run) == [2]
 
 
+def test_a_damaged_model_is_neither_exported_nor_evaluated_and_damage_elsewhere_does_not_matter(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        RunDir.create(load_config(run / "config.yaml"), resume=True) as run_dir,
+        run_dir.writing_checkpoint(4) as folder,
+    ):
+        (folder / "trainer.json").write_text("{}")
+        (folder / "hf").mkdir()
+        (folder / "hf/config.json").write_text("{}" * 1000)
+    change_a_byte(run, 4)
+    monkeypatch.setattr(run_dir_module, "LARGE_BYTES", 1000)
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert "hf: reading 0.0 GiB to compare them with their checksums" in capsys.readouterr().err
+    (run / "checkpoints/step_4/hf/config.json").write_text("[]" * 1000)
+    for command in (["export", str(run), str(tmp_path / "out2")], ["eval", "--model", f"{run}@4"]):
+        assert main(command) == 1
+        assert "step_4: damaged (hf/config.json has other bytes than were written)" in capsys.readouterr().err
+    assert not (tmp_path / "out2").exists()
+
+
 def test_rm_leaves_a_running_run_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with RunDir.create(load_config(run / "config.yaml"), resume=True):
         assert main(["checkpoints", "rm", str(run), "1"]) == 2
-    assert "the run is in use by process" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "the run is in use by process" in said
+    assert said.endswith("; wait until it has ended, or stop it with Ctrl-C\n")
     assert steps_of(run) == [1, 2, 3]
 
 

@@ -99,7 +99,8 @@ def test_help_lists_what_exists() -> None:
     done = roll_flash("--help")
     assert done.returncode == 0
     listed = [line.split()[0] for line in done.stdout.partition("Commands:\n")[2].splitlines()]
-    described = "init train eval eval-diff serve-gateway plan status watch dash plot scale replay verify gpu-check export doctor"
+    watching = "status watch dash plot scale replay verify"
+    described = f"init train eval eval-diff serve-gateway plan {watching} gpu-check export doctor"
     assert listed == [*described.split(), "envs", "sandbox", "checkpoints"]
     assert done.stdout.isascii()  # no boxes in pipes
 

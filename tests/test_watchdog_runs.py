@@ -20,16 +20,15 @@ WAIT_S = 400
 
 
 class Run:
-    """A run whose environment holds up its worker as long as `self.block` is there."""
+    """A run or an evaluation whose environment holds up its worker as long as `self.block` is there."""
 
-    def __init__(self, runs: Path) -> None:
+    def __init__(self, runs: Path, *words: str) -> None:
         self.block = runs / "block"
         self.said: list[str] = []
-        arguments = ["train", "configs/ci.yaml", "name=stands", f"runs={runs}", *QUICK, "steps=4000"]
+        arguments = ["configs/ci.yaml", "name=stands", f"runs={runs}", *QUICK]
         arguments += ["envs.0.id=tests.stuck:HeldUp-v0", f"envs.0.kwargs={{file: {self.block}}}"]
-        self.process: subprocess.Popen[str] = start(*arguments)
+        self.process: subprocess.Popen[str] = start(words[0], *arguments, *words[1:])
         threading.Thread(target=self._read, daemon=True).start()
-        wait_for_step(runs / "stands", 1, self.process)
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -67,7 +66,8 @@ def _command(pid: int) -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Iterator[Run]:
-    started = Run(tmp_path)
+    started = Run(tmp_path, "train", "steps=4000")
+    wait_for_step(tmp_path / "stands", 1, started.process)
     yield started
     started.end()
 
@@ -112,6 +112,8 @@ def test_a_stopped_process_is_named_whichever_part_it_is_and_the_run_goes_on_wit
         ("rank 0", "ray::LearnerRank", ("the learner", "the publication", "the checkpoint")),
         ("server 0", "inference.transformers.server", ("server 0", "the publication")),
         ("rollout worker 0", "ray::WorkerActor", ("rollout worker 0",)),
+        ("raylet", "raylet/raylet ", ("Ray's raylet on this node",)),
+        ("gcs_server", "gcs/gcs_server ", ("Ray's control store (GCS)",)),
     ):
         pid, before = run.pid(command), len(run.said)
         os.kill(pid, signal.SIGSTOP)
@@ -124,6 +126,22 @@ def test_a_stopped_process_is_named_whichever_part_it_is_and_the_run_goes_on_wit
         run.line(f"{line.removeprefix('watchdog: ').partition(' stands still')[0]} goes on", before)
     run.end()
     assert run.process.returncode == 130, run.said
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+def test_an_evaluation_is_watched_too(tmp_path: Path) -> None:
+    (tmp_path / "block").touch()
+    run = Run(tmp_path, "eval", "--out", str(tmp_path / "scores"))
+    try:
+        line = run.line("rollout worker 0 stands still")
+        assert "stuck.py" in report(line)
+        assert str(tmp_path / "scores" / "logs") in line
+        run.block.unlink()
+        run.line("rollout worker 0 goes on")
+        assert run.process.wait(WAIT_S) == 0, run.said
+    finally:
+        run.end()
 
 
 def next_standstill(run: Run, parts: tuple[str, ...], before: int) -> str:

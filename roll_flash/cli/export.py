@@ -37,7 +37,7 @@ def export(
 
 def _write(run: str, folder: str | None, adapter: bool, stack: ExitStack) -> tuple[Checkpoint, Path]:
     """Return the checkpoint and the folder with what is exported: its own, if it is only to be uploaded."""
-    from roll_flash.run.run_dir import export_checkpoint, find_model
+    from roll_flash.run.run_dir import export_checkpoint, find_model, require_undamaged
 
     if adapter:
         from roll_flash.learner.ranks.adapter_export import export_adapter
@@ -47,6 +47,7 @@ def _write(run: str, folder: str | None, adapter: bool, stack: ExitStack) -> tup
     if folder is not None:
         return export_checkpoint(run, folder)
     checkpoint = find_model(run)
+    require_undamaged(checkpoint.hf)
     return checkpoint, checkpoint.hf
 
 

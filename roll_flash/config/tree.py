@@ -319,6 +319,10 @@ class CheckpointConfig(Section):
     keep_every: NonNegativeInt = 0
     """Also keep checkpoints whose step is a multiple of this; 0: none. Set `every` to a divisor of it, so that these
     steps have one."""
+    copy_to: str | None = None
+    """Folder at any URL that fsspec knows, such as `s3://bucket/runs`; `s3` needs `pip install s3fs`, `gs` gcsfs. Each
+    checkpoint that is complete on the disk is copied to NAME/step_N there in the background, read back and compared;
+    `keep` and `keep_every` hold there too. `roll-flash checkpoints get` brings it back."""
 
 
 class MonitorConfig(Section):

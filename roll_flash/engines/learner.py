@@ -29,7 +29,8 @@ class StepResult:
 class LearnerEngine(Protocol):
     """A step calls `accumulate` (any number of times, as groups become ready) and then `finish_step`.
 
-    Its gradient is that of the masked mean over all policy tokens of the step, independent of how they were split.
+    Its gradient is that of the masked mean over all policy tokens of the step, independent of how they were split. A
+    call raises LearnerLostError if a process of the learner dies in it.
     """
 
     @property
@@ -45,7 +46,21 @@ class LearnerEngine(Protocol):
         ...
 
     async def start(self) -> None:
-        """Start all ranks and load the model. Raises LearnerError or ModelError."""
+        """Start all ranks and load the model. Raises LearnerError or ModelError.
+
+        Starts a learner that is lost or closed again, at the same places, with the model's own weights and version 0;
+        `load` follows.
+        """
+        ...
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set when a process of the learner has died, also while it has nothing to do, and when it is closed: every
+        call raises LearnerLostError then. `start` clears it."""
+        ...
+
+    def raise_if_lost(self) -> None:
+        """Raise LearnerLostError, with the reason, if the learner is `lost`."""
         ...
 
     async def accumulate(self, groups: Sequence[FinishedGroup]) -> None:

@@ -44,12 +44,12 @@ class StepRecord:
 
     @contextmanager
     def learner_works(self, work: LearnerWork, groups: Sequence[FinishedGroup] = (), tokens: int = 0) -> Iterator[None]:
-        """Time a call of the learner, which computes `tokens`."""
-        if groups:
-            self.micro_batches.append(list(groups))
+        """Time a call of the learner, which computes `tokens`. One that fails does not count."""
         started = time.monotonic()
         yield
         ended = time.monotonic()
+        if groups:
+            self.micro_batches.append(list(groups))
         self._learner_s += ended - started
         self._spans.append((work, self._unix_s + started, self._unix_s + ended, tokens))
 

@@ -72,11 +72,14 @@ def first_failure() -> Iterator[FirstFailure]:
             _WATCHED[loop] = before
 
 
-def start_background(work: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
+def start_background(
+    work: Coroutine[Any, Any, T], name: str, *, awaited: tuple[type[Exception], ...] = ()
+) -> asyncio.Task[T]:
     """Start `work` as a background task. Its error is reported at once to the `first_failure` of this event loop, or
-    logged if there is none. The caller must cancel the task in the end."""
+    logged if there is none; not those of the types `awaited`, which the caller gets when it awaits the task and can
+    mend. The caller must cancel the task in the end."""
     task = asyncio.create_task(work, name=name)
-    task.add_done_callback(_report)
+    task.add_done_callback(functools.partial(_report, awaited=awaited))
     return task
 
 
@@ -141,8 +144,8 @@ def error_of(task: asyncio.Task[Any]) -> BaseException | None:
     return None if task.cancelling() else RunError(f"{task.get_name()} was cancelled by what it waited for")
 
 
-def _report(task: asyncio.Task[Any]) -> None:
-    if (error := error_of(task)) is None:
+def _report(task: asyncio.Task[Any], *, awaited: tuple[type[Exception], ...]) -> None:
+    if (error := error_of(task)) is None or isinstance(error, awaited):
         return
     failure = _WATCHED.get(task.get_loop())
     if failure is not None:

@@ -40,8 +40,8 @@ class RecordedStep:
 class Recovery:
     """State of the rollout when the run stopped."""
 
-    mark: str
-    """Of the event in the journal that stands for the checkpoint."""
+    mark: str | None
+    """Of the event in the journal that stands for the checkpoint; None: the whole journal counts."""
     version: int
     next_group: int
     groups: dict[str, RestoredGroup]
@@ -76,10 +76,16 @@ class Recovery:
         found.known_tasks = {group.group_id: group.task for group in groups}
         return found
 
+    @classmethod
+    def beginning(cls) -> Recovery:
+        """Begin without a checkpoint, where the run began."""
+        return cls(None, version=0, next_group=0, groups={}, requeued=[], async_ratio=None, tasks={})
+
     def repeat(self, events: Sequence[Event], *, max_requeues: int | None) -> None:
         """Apply what the journal has after the checkpoint. `max_requeues`: how often the task of a stale group is
         played again; None: never."""
-        before = [place for place, event in enumerate(events) if event.get("mark") == self.mark]
+        marked = [place for place, event in enumerate(events) if event.get("mark") == self.mark]
+        before = [-1] if self.mark is None else marked
         self.is_marked = bool(before)
         for event in events[before[-1] + 1 :] if before else ():
             match event["event"]:

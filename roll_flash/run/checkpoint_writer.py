@@ -15,8 +15,9 @@ from typing import Any
 
 from roll_flash.config.tree import CheckpointConfig
 from roll_flash.engines.learner import LearnerEngine
-from roll_flash.errors import CheckpointError
-from roll_flash.processes.background import in_thread, start_background
+from roll_flash.errors import CheckpointError, LearnerLostError
+from roll_flash.processes.background import error_of, in_thread, start_background
+from roll_flash.run.checkpoint_store import CheckpointCopies
 from roll_flash.run.run_dir import RunDir
 
 
@@ -41,7 +42,8 @@ class CheckpointSchedule:
 
 
 class CheckpointWriter:
-    """`begin` between steps, `settled` before the run ends. A checkpoint that cannot be written ends the run."""
+    """`begin` between steps, `settled` before the run ends. A checkpoint that cannot be written ends the run, unless
+    that is because the learner is lost (LearnerLostError)."""
 
     def __init__(
         self,
@@ -53,8 +55,10 @@ class CheckpointWriter:
         config: CheckpointConfig,
         checkpoint_bytes: int,
         timeout_s: float,
+        copies: CheckpointCopies | None = None,
     ) -> None:
-        """`config` says which checkpoints to keep. `episodes_written` waits for those that the state names."""
+        """`config` says which checkpoints to keep. `episodes_written` waits for those that the state names. `copies`
+        gets each checkpoint that is complete."""
         self._run_dir = run_dir
         self._learner = learner
         self._rollout_state = rollout_state
@@ -62,6 +66,7 @@ class CheckpointWriter:
         self._config = config
         self._checkpoint_bytes = checkpoint_bytes
         self._timeout_s = timeout_s
+        self._copies = copies
         self._task: asyncio.Task[None] | None = None
         self._written_s: float | None = None
 
@@ -79,7 +84,9 @@ class CheckpointWriter:
             return None
         self._run_dir.require_space(self._checkpoint_bytes)
         copied = asyncio.Event()
-        self._task = start_background(self._write(version, copied), f"the checkpoint of step {version}")
+        self._task = start_background(
+            self._write(version, copied), f"the checkpoint of step {version}", awaited=(LearnerLostError,)
+        )
         self._task.add_done_callback(lambda _: copied.set())
         # Not cancelled with its caller: Ctrl-C would begin the same checkpoint again.
         await copied.wait()
@@ -101,14 +108,24 @@ class CheckpointWriter:
         task, self._task = self._task, None
         task.result()
 
-    async def ended(self) -> None:
-        """Wait for the running checkpoint, if any, and ignore its error, which was already reported."""
-        if self._task is not None and (await asyncio.wait([self._task], timeout=self._timeout_s))[0]:
+    async def ended(self) -> bool:
+        """Wait for the running checkpoint, if any, and ignore its error, which was already reported or is known. Return
+        false if it failed."""
+        if (task := self._task) is None:
+            return True
+        if (await asyncio.wait([task], timeout=self._timeout_s))[0]:
             self._task = None
+        return self._task is None and error_of(task) is None
 
     def metrics(self) -> dict[str, float]:
-        """Seconds to write the newest complete checkpoint."""
-        return {} if self._written_s is None else {"checkpoint/written_s": self._written_s}
+        """Seconds to write the newest complete checkpoint, and how far it is copied."""
+        written = {} if self._written_s is None else {"checkpoint/written_s": self._written_s}
+        return written | (self._copies.metrics() if self._copies is not None else {})
+
+    async def copied(self) -> None:
+        """Wait until the newest checkpoint is copied, or could not be once more."""
+        if self._copies is not None:
+            await self._copies.settled(self._timeout_s)
 
     def give_up(self) -> None:
         """Cancel the running checkpoint; its partial files are removed."""
@@ -138,5 +155,7 @@ class CheckpointWriter:
                 for task in writing:
                     task.cancel()
                 await asyncio.gather(*writing, return_exceptions=True)
+        if self._copies is not None and (newest := self._run_dir.latest_checkpoint()) is not None:
+            await self._copies.add(newest)
         await asyncio.to_thread(self._run_dir.prune_checkpoints, self._config.keep, self._config.keep_every)
         self._written_s = time.monotonic() - started

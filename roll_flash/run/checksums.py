@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from io import BufferedIOBase, RawIOBase
 from pathlib import Path
 from zlib import crc32
 
@@ -28,25 +29,38 @@ def write_checksums(folder: Path) -> None:
     (folder / CHECKSUMS).write_text(json.dumps({"format": _FORMAT, "files": files}, indent=1))
 
 
+def parse_checksums(content: bytes) -> dict[str, tuple[int, str]]:
+    """Return size and checksum of each file, by its path in the folder. Raises ValueError with what is wrong."""
+    try:
+        files = json.loads(content)["files"]
+        found = {str(name): (int(file["bytes"]), str(file["crc32"])) for name, file in files.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        raise ValueError("cannot be read") from None
+    if outside := next((name for name in found if not _is_below(name)), None):
+        raise ValueError(f"names {outside[:80]!r}, which is no file of it")
+    return found
+
+
 def has_checksums(folder: Path) -> bool:
     """Return False for a checkpoint of a version that wrote none."""
     return (folder / CHECKSUMS).exists()
 
 
-def find_damage(folder: Path, *, sizes_only: bool = False) -> str | None:
+def find_damage(folder: Path, *, part: str = "", sizes_only: bool = False) -> str | None:
     """Describe the first file that is not as it was written; None if all are, or if there are no checksums.
 
-    Reads every file from the disk, not from memory that the system keeps of it. `sizes_only` reads none.
+    Reads every file, or those of the folder `part`, from the disk, not from memory that the system keeps of it.
+    `sizes_only` reads none.
     """
     if not has_checksums(folder):
         return None
     try:
-        content = json.loads((folder / CHECKSUMS).read_text())
-        expected = {name: (int(file["bytes"]), str(file["crc32"])) for name, file in content["files"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError):
+        listed = parse_checksums((folder / CHECKSUMS).read_bytes())
+    except OSError:
         return f"{CHECKSUMS} cannot be read"
-    if outside := next((name for name in expected if not _is_below(name)), None):
-        return f"{CHECKSUMS} names {outside[:80]!r}, which is no file of it"
+    except ValueError as error:
+        return f"{CHECKSUMS} {error}"
+    expected = {name: found for name, found in listed.items() if name.startswith(f"{part}/" if part else "")}
     for name, (size, _) in expected.items():
         path = folder / name
         if not path.is_file():
@@ -75,11 +89,16 @@ def _checksums(paths: Sequence[Path], *, from_disk: bool) -> list[tuple[int, str
 
 
 def _checksum(path: Path, *, from_disk: bool) -> tuple[int, str]:
-    """Size in bytes and CRC-32 (eight hexadecimal digits) of a file."""
-    checksum, size, buffer = 0, 0, bytearray(_BLOCK_BYTES)
-    with path.open("rb", buffering=0) as file, memoryview(buffer) as view:
+    with path.open("rb", buffering=0) as file:
         if from_disk:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        return checksum_of(file)
+
+
+def checksum_of(file: RawIOBase | BufferedIOBase) -> tuple[int, str]:
+    """Return size in bytes and CRC-32 (eight hexadecimal digits) of what is left of a file."""
+    checksum, size, buffer = 0, 0, bytearray(_BLOCK_BYTES)
+    with memoryview(buffer) as view:
         while count := file.readinto(buffer):
             checksum, size = crc32(view[:count], checksum), size + count
     return size, f"{checksum:08x}"

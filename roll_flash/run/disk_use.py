@@ -35,9 +35,12 @@ def check_disk(config: Config, model_folder: Path, *, existing: int = 0) -> str:
             f"complete: {_gib(missing * each)} are needed on this disk but only {_gib(free)} are free; "
             "free some or set `runs` to a folder on another disk"
         )
+    more, when = (
+        (2, "two more while they are written and copied") if policy.copy_to else (1, "one more while it is written")
+    )
     return (
-        f"checkpoints take about {_gib(each)} each; up to {kept} kept, and one more while it is written: "
-        f"{_gib((kept + 1) * each)}; {_gib(free)} are free on this disk"
+        f"checkpoints take about {_gib(each)} each; up to {kept} kept, and {when}: "
+        f"{_gib((kept + more) * each)}; {_gib(free)} are free on this disk"
     )
 
 

@@ -34,12 +34,16 @@ from roll_flash.terminal import say
 
 FOLDERS = ("episodes", "journal", "checkpoints", "logs", "eval", "plots")
 COMPLETE = "COMPLETE"
+COPYING = ".copying"
+"""End of the names of folders with links to checkpoints that are being copied elsewhere."""
 TIMELINE = "timeline.jsonl"
 SUMMARY = "summary.json"
 """Written at the end of a run."""
 PRIVATE = 0o700
 """Folder mode: only the user may read a run's folder, with its model and task texts and logs."""
 MIN_FREE_BYTES = 1 << 30
+LARGE_BYTES = 1 << 30
+"""What is larger takes seconds to read, and that is said."""
 _STEP = re.compile(r"step_(\d+)")
 
 
@@ -222,8 +226,9 @@ class RunDir:
 
     def _repair_checkpoints(self) -> None:
         """Clean up after a process that was killed while it wrote or replaced a checkpoint."""
-        for path in self.checkpoints_folder.glob("step_*.partial"):
-            shutil.rmtree(path)
+        for ending in (".partial", COPYING):
+            for path in self.checkpoints_folder.glob(f"step_*{ending}"):
+                shutil.rmtree(path)
         for path in self.checkpoints_folder.glob("step_*.old"):
             if path.with_suffix("").exists():
                 shutil.rmtree(path)
@@ -239,7 +244,7 @@ class RunDir:
         for checkpoint in reversed(list_checkpoints(self.folder)):
             if not has_checksums(checkpoint.folder):
                 say(f"{checkpoint.folder}: has no checksums (of an older version), so it is not checked", error=True)
-            if not (damage := find_damage(checkpoint.folder)):
+            if not (damage := _read_back(checkpoint.folder)):
                 break
             damaged.append((checkpoint, damage))
         else:
@@ -348,11 +353,19 @@ def newest_whole(run_folder: Path) -> Checkpoint | None:
     return next((checkpoint for checkpoint in found if not find_damage(checkpoint.folder)), None)
 
 
+@contextmanager
+def locked_run(folder: Path) -> Iterator[None]:
+    """Hold the folder of a run that does not run; it is made if it is not there. Raises ConfigError if it runs."""
+    require_owned_by_user(folder)
+    folder.mkdir(PRIVATE, parents=True, exist_ok=True)
+    with closing(_lock(folder, "wait until it has ended, or stop it with Ctrl-C")):
+        yield
+
+
 def remove_checkpoints(run_folder: Path, steps: Collection[int]) -> None:
     """Remove checkpoints of a run that does not run. Raises ConfigError, and removes none, if it runs, or for a step
     without a checkpoint or with the newest whole one."""
-    require_owned_by_user(run_folder)
-    with RunDir(run_folder, _lock(run_folder)):
+    with locked_run(run_folder):
         found = {checkpoint.step: checkpoint for checkpoint in list_checkpoints(run_folder)}
         if missing := [step for step in steps if step not in found]:
             have = ", ".join(map(str, found)) or "none"
@@ -404,6 +417,21 @@ def find_model(reference: str) -> Checkpoint:
     return checkpoint
 
 
+def require_undamaged(folder: Path) -> None:
+    """Compare a folder of a checkpoint, its `hf` or `state`, with the checksums. Raises CheckpointError."""
+    if damage := _read_back(folder.parent, folder.name):
+        raise CheckpointError(f"{folder.parent}: damaged ({damage}); take another step, or put back a copy")
+
+
+def _read_back(checkpoint: Path, part: str = "") -> str | None:
+    """Read a checkpoint, or one folder of it, as `find_damage` does, and say so first if that takes long."""
+    folder = checkpoint / part
+    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    if size >= LARGE_BYTES:
+        say(f"{folder}: reading {size / 2**30:.1f} GiB to compare them with their checksums", error=True)
+    return find_damage(checkpoint, part=part)
+
+
 def _make_new(folder: Path) -> None:
     try:
         folder.mkdir(PRIVATE, parents=True)
@@ -442,7 +470,7 @@ def _never_began(folder: Path) -> bool:
     return (folder / "config.yaml").is_file() and not any(played)
 
 
-def _lock(folder: Path) -> IO[str]:
+def _lock(folder: Path, advice: str = "wait for it, stop it, or choose name=OTHER") -> IO[str]:
     path = folder / ".lock"
     if path.is_symlink():
         raise ConfigError(f"{path}: is a link, which none of ours is; remove it")
@@ -453,9 +481,7 @@ def _lock(folder: Path) -> IO[str]:
         file.seek(0)
         holder = file.read().strip() or "unknown"
         file.close()
-        raise ConfigError(
-            f"{folder}: the run is in use by process {holder}; wait for it, stop it, or choose name=OTHER"
-        ) from None
+        raise ConfigError(f"{folder}: the run is in use by process {holder}; {advice}") from None
     file.truncate(0)
     file.write(str(os.getpid()))
     file.flush()
@@ -484,9 +510,11 @@ def require_new(target: str) -> Path:
 def export_checkpoint(reference: str, target: str) -> tuple[Checkpoint, Path]:
     """Copy the Hugging Face folder of `RUN[@step]` to `target`, which appears only when complete.
 
-    Raises ConfigError for an unknown run or a non-empty folder, CheckpointError for a checkpoint without a model.
+    Raises ConfigError for an unknown run or a non-empty folder, CheckpointError for a checkpoint without a model or
+    with a damaged one.
     """
     checkpoint, folder = find_model(reference), require_new(target)
+    require_undamaged(checkpoint.hf)
     try:
         _copy_folder(checkpoint.hf, folder, shutil.copy2)
     except OSError as error:

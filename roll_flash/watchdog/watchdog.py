@@ -28,6 +28,8 @@ from roll_flash.watchdog.stacks import Process, processes_of, stacks_of
 EVERY_S = 1.0
 STATE_WITHIN_S = 5.0
 """Most seconds for the state of the run and the stacks of other nodes, each."""
+CLOSES_WITHIN_S = 300.0
+"""Seconds in which a run must close."""
 KEPT_FILES = 20
 FILES = "stalled-{}.txt"
 CLOSING = "closing"

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from roll_flash.config.tree import WeightsConfig
 from roll_flash.engines.inference import InferenceEngine, InFlight, StagedWeights
 from roll_flash.engines.learner import LearnerEngine
-from roll_flash.errors import RunError
+from roll_flash.errors import InferenceError, LearnerLostError, RunError
 from roll_flash.processes.background import start_background
 from roll_flash.watchdog.activity import doing
 from roll_flash.weight_sync.parity import Parity, Probe, check, compare
@@ -58,7 +58,7 @@ class Publication:
 class Publisher:
     """Publishes one version at a time; `on_published` gets each version that all servers have loaded.
 
-    A failed publication ends the run.
+    A failed publication ends the run, unless it failed because the learner is lost (LearnerLostError).
     """
 
     def __init__(
@@ -83,6 +83,8 @@ class Publisher:
         self._held: StagedWeights | None = None
         """Published weights on a GPU of the learner, for servers that come back, until the next are staged."""
         self._task: asyncio.Task[Publication] | None = None
+        self.newest: int | None = None
+        """The newest version of which a publication was begun."""
 
     async def begin(self) -> None:
         """Copy the learner's current weights and start their publication; the learner may train on immediately.
@@ -98,8 +100,11 @@ class Publisher:
         await self._release_held()
         weights = await self._learner.stage_weights()
         self._task = start_background(
-            self._publish(weights, probe, expected), f"the publication of step {weights.version}"
+            self._publish(weights, probe, expected),
+            f"the publication of step {weights.version}",
+            awaited=(LearnerLostError,),
         )
+        self.newest = weights.version
 
     async def wait_published(self) -> Publication | None:
         """Wait for the running publication, if any. Raises ParityError, InferenceError or RunError if it failed."""
@@ -121,6 +126,15 @@ class Publisher:
         self._checked = True
         return await self._compare(self._probe, expected)
 
+    async def forget(self) -> None:
+        """End the running publication and forget published weights on GPUs: the learner that had them is lost."""
+        if self._task is not None:
+            await asyncio.wait([self._task], timeout=self._timeout_s)
+            await self.close()
+        if self._held is not None:
+            self._held = None
+            await self._engine.forget_weights_on_devices()
+
     async def close(self) -> None:
         if self._task is not None:
             self._task.cancel()
@@ -139,6 +153,10 @@ class Publisher:
                 parity = await self._compare(probe, expected)
             self._on_published(weights.version)
             total_s = time.monotonic() - started
+        except InferenceError:
+            if weights.update_info is not None:  # the weights below are released in any case
+                await self._learner.release_weights(weights)  # raises if the servers failed because the learner is lost
+            raise
         finally:
             if weights.update_info is not None:
                 self._held = weights

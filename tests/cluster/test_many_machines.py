@@ -205,6 +205,24 @@ def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_ba
 
 
 @pytest.mark.nightly
+def test_a_rank_whose_machine_has_no_power_costs_no_step_and_the_learner_goes_on_with_the_others() -> None:
+    with machines("head", "two") as (head, two):
+        head.join_ray(cpus=3, resources='{"ranks": 1, "servers": 1, "envs": 1}')
+        two.join_ray(head, resources='{"ranks": 1}')
+        settings = {"learner.ranks": 2, "learner.threads": 1, "steps": 1000, "checkpoint.every": 2}
+        run = head.start(*train(head, **settings))
+        wait_for(lambda: steps(head) >= 3, run, "third step")
+        two.power_off()
+        before = steps(head)
+        wait_for(lambda: steps(head) >= before + 3, run, "three steps with one rank")
+        output = end(run, head)
+        assert "; starting the learner again, from the checkpoint of step " in output, output
+        assert "the learner has 1 of 2 ranks: rank 1 needs" in output, output
+        made = [row["step"] for row in rows(head) if STEP_S in row]
+        assert made == list(range(1, steps(head) + 1))
+
+
+@pytest.mark.nightly
 def test_a_firewall_between_driver_and_server_is_one_line_with_the_remedy() -> None:
     with machines("head", "far") as (head, far):
         head.join_ray(cpus=2, resources='{"ranks": 1, "envs": 1}')

@@ -304,8 +304,9 @@ def test_an_evaluation_of_a_run_knows_what_it_was_trained_on(monkeypatch: pytest
         yield NamedTasks(lambda spec: True)
 
     monkeypatch.setattr("roll_flash.evaluator._open_runner", open_runner)
-    run = finished_run(3).run_folder
-    shutil.copytree(resolve_model("tiny"), run / "checkpoints" / "step_3" / "hf", dirs_exist_ok=True)
+    run = finished_run().run_folder
+    with RunDir.create(load_config(TREE), resume=True) as run_dir, run_dir.writing_checkpoint(3) as folder:
+        shutil.copytree(resolve_model("tiny"), folder / "hf")
     request = EvalRequest(model="maze", env="TextFrozenLake-v0", tasks=2)
     before, _ = asyncio.run(run_evaluation(replace(request, out="before")))
     with closing(JsonLinesFile(run / "logs" / TRAINED_TASKS)) as tasks:

@@ -225,9 +225,9 @@ def test_a_rank_killed_while_it_writes_is_a_clear_error_and_leaves_no_half_check
             await run.writer.begin()
             os.kill(int(weights.path.split("/")[2]), signal.SIGSTOP)  # before it could say that all is written
             os.kill(int(weights.path.split("/")[2]), signal.SIGKILL)
-            with pytest.raises(LearnerError, match="a rank died"):
+            with pytest.raises(LearnerError, match="learner rank 0 died"):
                 await run.writer.settled()
-            assert isinstance(run.failure.error, LearnerError)
+            assert run.failure.error is None, "who waits for it can start the learner again"
             assert run.files() == []
         finally:
             await run.writer.close()

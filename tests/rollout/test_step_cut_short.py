@@ -29,6 +29,7 @@ class Learner:
     def __init__(self, hangs: bool) -> None:
         self.version = 0
         self.reached = asyncio.Event()
+        self.lost = asyncio.Event()
         self._hangs = hangs
         self._has_stepped = False
 

@@ -14,7 +14,7 @@ from roll_flash.config.tree import load_config
 from roll_flash.errors import CheckpointError, ConfigError, first_line
 from roll_flash.learner.ranks.checkpoint import SafePlanner, SafeReader, new_folder
 from roll_flash.models.adapter import write_adapter
-from roll_flash.run.run_dir import Checkpoint, find_checkpoint, require_new
+from roll_flash.run.run_dir import Checkpoint, find_checkpoint, require_new, require_undamaged
 
 _PREFIX, _A, _B = "model.model.", ".lora_a", ".lora_b"
 """Names in a checkpoint: the state of the learner's module, whose `model` is that of transformers."""
@@ -32,6 +32,7 @@ def export_adapter(reference: str, target: str) -> tuple[Checkpoint, Path]:
         raise ConfigError(
             f"{reference}: the run trained all weights (learner.lora.rank=0); export it without --adapter"
         )
+    require_undamaged(checkpoint.state)
     factors = _factors(checkpoint.state)
     base = Path(config.model.path).expanduser()
     name = str(base.resolve()) if base.exists() else config.model.path

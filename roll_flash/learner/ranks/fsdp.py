@@ -3,12 +3,13 @@
 The driver knows metadata alone and plans; ranks fetch the arrays of their share and pack them. Invariants: every rank
 runs the same number of passes; the gradient of a step is that of the mean over all its policy tokens, independent of
 their split over groups, rows and ranks; every call has a timeout; after a failure of any rank all ranks are killed and
-every further call raises the reason.
+every further call raises the reason, until `start` starts them again.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,8 +24,16 @@ from ray.actor import ActorHandle
 from roll_flash.config.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
-from roll_flash.engines.places import Places
-from roll_flash.errors import CheckpointError, ConfigError, LearnerError, RollFlashError, first_line
+from roll_flash.engines.places import Places, unless_lost
+from roll_flash.errors import (
+    CheckpointError,
+    ConfigError,
+    LearnerError,
+    LearnerLostError,
+    PlacementError,
+    RollFlashError,
+    first_line,
+)
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import (
     PlannedTrajectory,
@@ -43,10 +52,16 @@ from roll_flash.learner.ranks.rank import Forms, LearnerRank, UpdateRecord, rank
 from roll_flash.learner.ranks.step_totals import StepTotals
 from roll_flash.learner.weights.channel import NcclChannel
 from roll_flash.learner.weights.device import merge_handles
+from roll_flash.processes.background import start_background
+from roll_flash.processes.deadlines import LearnedDeadline
 from roll_flash.stream import finished_group
 from roll_flash.types import FinishedGroup, Group, Trajectory
 
 _CLOSE_TIMEOUT_S = 20.0
+_START_FLOOR_S = 60.0
+"""Minimum timeout in seconds of each call of a start; else ten times the longest start, at most `start_timeout_s`."""
+_WATCH_EVERY_S = 1.0
+_LOG = logging.getLogger(__name__)
 
 
 class FsdpLearner:
@@ -76,13 +91,22 @@ class FsdpLearner:
         self._run = run
         self._transfer: WeightTransfer = transfer
         self._max_length = max_length
+        self._wanted_ranks = config.ranks
+        """Ranks of the config; there are fewer after a restart without room for all."""
         self._places: Places | None = None
         self._ranks: list[ActorHandle[Any]] = []
+        self._parts: list[str] = []
+        """Name of the place of each rank."""
+        self._watches: list[asyncio.Task[None]] = []
+        self._start_deadline = LearnedDeadline(floor_s=_START_FLOOR_S, max_s=config.start_timeout_s)
+        self._checked_s = 0.0
+        """What `check_model` took, if `start` comes next."""
         self._node_folders: NodeFolders | None = None
         self._forms: Forms = {}
         self._left_busy = False
         """True if a rank may still run a call that was cancelled."""
         self._failure: str | None = "the learner has not been started"
+        self._lost = asyncio.Event()
         self._fingerprint = ""
         self._row_tokens = config.micro_batch_tokens
         """Maximum tokens of a packed row, by which trajectories are shared out."""
@@ -109,38 +133,104 @@ class FsdpLearner:
         assert self._node_folders is not None, "start() comes first"
         return self._node_folders
 
+    @property
+    def lost(self) -> asyncio.Event:
+        return self._lost
+
     async def check_model(self, places: Places | None = None) -> None:
         """See `LearnerEngine`: start only the first rank. No process keeps running after an error.
 
         Without `places` ranks reserve no CPU and Ray chooses their nodes.
         """
+        began_s = time.monotonic()
         self._failure = None
         self._places = places
-        self._ranks = [await self._new_rank(0)]
+        self._parts = ["rank 0"]
+        self._ranks = [self._new_rank(0, await self._reserved(0))]
         self._forms = await self._on_rank(0, "check_model", timeout_s=self._config.start_timeout_s)
+        self._checked_s = time.monotonic() - began_s
 
     async def start(self) -> None:
-        """See `LearnerEngine`. No process keeps running after an error."""
-        if not self._ranks:
-            await self.check_model()
-        config = self._config
-        self._ranks += [await self._new_rank(rank) for rank in range(1, config.ranks)]
-        node_ids = await self._on_all("node_id", timeout_s=config.start_timeout_s)
-        self._node_folders = NodeFolders(node_ids, ray.get_runtime_context().get_node_id())
-        addresses = await self._on_all("node_address", timeout_s=config.start_timeout_s)
-        host = addresses[0] if len(set(addresses)) > 1 else None
-        address = await self._on_rank(0, "open_store", host, timeout_s=config.start_timeout_s)
-        fingerprints = await self._on_all("start", address, self._forms, timeout_s=config.start_timeout_s)
-        self._fingerprint = fingerprints[0]
-        if not all(await self._on_all("shares_prefixes", timeout_s=config.start_timeout_s)):
-            self._row_tokens = 1  # one row per sequence
+        """See `LearnerEngine`. No process keeps running after an error.
 
-    async def _new_rank(self, rank: int) -> ActorHandle[Any]:
-        config = self._config
-        if self._places is not None:
-            reserved = dict((await self._places.place(f"rank {rank}")).options)
+        When it starts again, a rank whose node is lost gets a place on another one. If no node has room for it, there
+        are fewer ranks from then on, until the next start.
+        """
+        began_s = time.monotonic()
+        if self._fingerprint:
+            await self._begin_again()
         else:
-            reserved = {"num_cpus": 0, "num_gpus": _gpus_without_places(config)}
+            if not self._ranks:
+                await self.check_model()
+            further = range(1, self._config.ranks)
+            self._ranks += [self._new_rank(rank, await self._reserved(rank)) for rank in further]
+            self._parts += [f"rank {rank}" for rank in further]
+        limit_s = self._start_deadline.limit_s()
+        homes: list[Any] = [
+            unless_lost(rank.node_id.remote(), self._places, part)
+            for rank, part in zip(self._ranks, self._parts, strict=True)
+        ]
+        node_ids = await self._gather(homes, "node_id", limit_s)
+        self._node_folders = NodeFolders(node_ids, ray.get_runtime_context().get_node_id())
+        addresses = await self._on_all("node_address", timeout_s=limit_s)
+        host = addresses[0] if len(set(addresses)) > 1 else None
+        address = await self._on_rank(0, "open_store", host, timeout_s=limit_s)
+        fingerprints = await self._on_all("start", address, self._forms, timeout_s=limit_s)
+        self._fingerprint = fingerprints[0]
+        if not all(await self._on_all("shares_prefixes", timeout_s=limit_s)):
+            self._row_tokens = 1  # one row per sequence
+        self._watches = [
+            start_background(self._watch(rank, self._ranks), f"the watch over {part} of the learner")
+            for rank, part in zip(self._ranks, self._parts, strict=True)
+        ]
+        self._start_deadline.record(self._checked_s + time.monotonic() - began_s)
+        self._checked_s = 0.0
+
+    async def _begin_again(self) -> None:
+        """Create the ranks of a learner that had been started before, at version 0."""
+        await self.close()
+        self._lost.clear()
+        self._failure, self._left_busy = None, False
+        self._version, self._skipped_in_a_row = 0, 0
+        self._begin_step()
+        places: dict[str, dict[str, Any]] = {}
+        without: PlacementError | None = None
+        for rank in range(self._wanted_ranks):
+            try:
+                places[f"rank {rank}"] = await self._reserved(rank)
+            except PlacementError as error:
+                without = error
+        if without is not None and not places:
+            self._kill(str(without))
+            self._check_usable()
+        if len(places) < self._wanted_ranks:
+            _LOG.warning("the learner has %d of %d ranks: %s", len(places), self._wanted_ranks, without)
+        size = self._config.shard_size
+        keeps_size = size is not None and len(places) % size == 0
+        self._config = self._config.model_copy(
+            update={"ranks": len(places), "shard_size": size if keeps_size else None}
+        )
+        self._parts = list(places)
+        self._ranks = [self._new_rank(rank, reserved) for rank, reserved in enumerate(places.values())]
+
+    async def _watch(self, rank: ActorHandle[Any], ranks: list[ActorHandle[Any]]) -> None:
+        """Notice the death of a rank of which nothing is asked: a call that waits in its queue fails at once."""
+        try:
+            while True:
+                await rank.node_id.remote()
+                await asyncio.sleep(_WATCH_EVERY_S)
+        except ray.exceptions.RayError as error:
+            if ranks is self._ranks:
+                self._kill(self._death(error))
+
+    async def _reserved(self, rank: int) -> dict[str, Any]:
+        """Return the options of a rank's actor. Raises PlacementError if no node has room for it."""
+        if self._places is None:
+            return {"num_cpus": 0, "num_gpus": _gpus_without_places(self._config)}
+        return dict((await self._places.place(f"rank {rank}")).options)
+
+    def _new_rank(self, rank: int, reserved: dict[str, Any]) -> ActorHandle[Any]:
+        config = self._config
         actor = rank_actor(LearnerRank, self._transfer).options(
             **reserved,
             max_restarts=0,
@@ -407,6 +497,7 @@ class FsdpLearner:
 
     async def _gather(self, calls: list[Any], method: str, timeout_s: float) -> list[Any]:
         """Return the results of all ranks, or raise one error; after a failure all remaining ranks are killed."""
+        ranks = self._ranks
         try:
             async with asyncio.timeout(timeout_s):  # asyncio.wait_for may lose a cancellation before Python 3.12
                 results = list(await asyncio.gather(*calls))
@@ -416,27 +507,45 @@ class FsdpLearner:
             self._left_busy = True
             raise
         except TimeoutError:
-            self._kill(f"{method} took longer than {timeout_s:g} s; a rank hangs, or the time-out is too short")
+            why = f"{method} took longer than {timeout_s:g} s; a rank hangs, or the time-out is too short"
         except ray.exceptions.RayTaskError as error:
             cause = error.cause
             if isinstance(cause, RollFlashError):
                 if method in ("check_model", "start"):
                     self._kill(str(cause))
                 raise cause from None
-            self._kill(f"{method} failed on a rank: {type(cause).__name__}: {first_line(cause)}")
+            why = f"{method} failed on a rank: {type(cause).__name__}: {first_line(cause)}"
         except ray.exceptions.RayError as error:
-            self._kill(f"a rank died during {method}: {first_line(error)}")
-        raise LearnerError(str(self._failure))
+            why = self._death(error, method)
+        except PlacementError as error:
+            why = str(error)
+        if ranks is self._ranks:  # else they were killed meanwhile, and perhaps others started
+            self._kill(why)
+        raise LearnerLostError(self._failure or why)
+
+    def _death(self, error: ray.exceptions.RayError, method: str = "") -> str:
+        """Say which rank died."""
+        dead = getattr(error, "actor_id", None)
+        names = (f"learner rank {n}" for n, rank in enumerate(self._ranks) if rank._actor_id.hex() == dead)
+        during = f" during {method}" if method else ""
+        return f"{next(names, 'a learner rank')} died{during} ({first_line(error)})"
+
+    def raise_if_lost(self) -> None:
+        if self._failure is not None:
+            raise LearnerLostError(self._failure)
 
     def _check_usable(self) -> None:
         if self._failure is not None:
-            raise LearnerError(f"the learner cannot be used: {self._failure}")
+            raise LearnerLostError(f"the learner cannot be used: {self._failure}")
 
     def _kill(self, reason: str) -> None:
-        self._failure = reason
+        self._failure = self._failure or reason
+        for task in self._watches:
+            task.cancel()
         for rank in self._ranks:
             ray.kill(rank)
-        self._ranks = []
+        self._ranks, self._watches = [], []
+        self._lost.set()
 
 
 def _gpus_without_places(config: LearnerConfig) -> int:

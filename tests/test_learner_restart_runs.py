@@ -1,0 +1,82 @@
+"""Ranks of the learner of a real run are killed: it starts again in place, and comes to the same weights."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_training_runs import QUICK, RUN_TIMEOUT_S, run, start, step_rows, wait_for_step
+
+from roll_flash.processes.supervise import descendants
+from roll_flash.run.run_dir import list_checkpoints
+from roll_flash.run.verify import verify_run
+
+
+def pids(process: subprocess.Popen[str], *commands: str) -> set[int]:
+    """Processes of the run whose command line contains one of these."""
+    found = set()
+    for pid in descendants(process.pid):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if any(command in line for command in commands):
+            found.add(pid)
+    return found
+
+
+def newest_step(folder: Path) -> int:
+    return max(int(row["step"]) for row in step_rows(folder))
+
+
+def weights(folder: Path, step: int) -> bytes:
+    (found,) = [each for each in list_checkpoints(folder) if each.step == step]
+    return (found.hf / "model.safetensors").read_bytes()
+
+
+@pytest.mark.ray
+@pytest.mark.docker
+def test_a_killed_rank_costs_no_step_no_episode_and_no_bit_of_the_weights(tmp_path: Path) -> None:
+    folder = tmp_path / "dies"
+    arguments = ["train", "configs/ci.yaml", "name=dies", *QUICK]
+    arguments += ["checkpoint.every=4", "checkpoint.every_minutes=0", "checkpoint.keep=1000", "learner.ranks=2"]
+    process = start(*arguments, f"runs={tmp_path}", "steps=100000")
+    try:
+        wait_for_step(folder, 2, process)
+        others = pids(process, "ray::WorkerActor", "transformers.server", "raylet/raylet ", "gcs_server")
+        assert len(others) >= 4
+        for _ in range(2):
+            ranks = pids(process, "ray::LearnerRank")
+            assert len(ranks) == 2
+            os.kill(max(ranks), signal.SIGKILL)
+            killed_at = time.monotonic()
+            wait_for_step(folder, newest_step(folder) + 3, process)
+            print(f"three steps after {time.monotonic() - killed_at:.1f} s")
+            assert not ranks & pids(process, "ray::LearnerRank")
+        assert others <= pids(process, "ray::WorkerActor", "transformers.server", "raylet/raylet ", "gcs_server")
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=RUN_TIMEOUT_S)
+    finally:
+        process.kill()
+    print(output)
+    assert process.returncode == 130, output
+    assert output.count("; starting the learner again, from the checkpoint of step ") == 2, output
+    assert output.count("the learner is back at step ") == 2, output
+    assert "with another result" not in output
+    assert not [finding for finding in verify_run(folder) if not finding.ok]
+    last = newest_step(folder)
+    assert [row["step"] for row in step_rows(folder)] == list(range(1, last + 1))
+
+    again = tmp_path / "again" / "dies"  # a learner that never died: all steps, from the journal alone
+    shutil.copytree(folder, again)
+    for checkpoint in list_checkpoints(again)[1:]:
+        shutil.rmtree(checkpoint.folder)
+    code, output = run(*arguments, f"runs={again.parent}", f"steps={last}", "--resume")
+    assert code == 0, output
+    assert f"to {last} from the journal" in output
+    assert weights(again, last) == weights(folder, last)
