@@ -22,6 +22,7 @@ from typer.main import get_command
 from roll_flash import __version__
 from roll_flash.cli import (
     checkpoints,
+    diagnose,
     environments,
     evaluate,
     export,
@@ -54,6 +55,7 @@ app.command("serve-gateway")(gateway.serve_gateway)
 app.command("plan", epilog=EVERY_KEY)(plan.plan)
 app.command("scale")(scale.scale)
 app.command("verify")(verify.verify)
+app.command("diagnose")(diagnose.diagnose)
 app.add_typer(checkpoints.app, name="checkpoints", help="List, verify and remove checkpoints of a run.")
 app.command("gpu-check")(gpu_check.gpu_check)
 app.command("export")(export.export)

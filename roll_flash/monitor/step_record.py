@@ -12,12 +12,15 @@ import numpy as np
 from roll_flash.monitor.metrics import (
     LEARNER_IDLE,
     REWARD,
+    REWARD_MAX,
+    REWARD_MIN,
     SERVERS_IDLE,
     STALENESS_MAX,
     STALENESS_MEAN,
     STEP_S,
     SUCCESS,
     TOKENS_PER_S,
+    WITHOUT_SIGNAL,
 )
 from roll_flash.types import FinishedEpisode, FinishedGroup
 
@@ -80,8 +83,10 @@ class StepRecord:
         spread = [np.std([t.reward for t in group.trajectories]) for group in self.groups]
         metrics = {
             REWARD: float(np.mean(rewards)),
+            REWARD_MIN: min(rewards),
+            REWARD_MAX: max(rewards),
             "reward_std_in_group": float(np.mean(spread)),
-            "groups_without_signal": float(np.mean([value == 0 for value in spread])),
+            WITHOUT_SIGNAL: float(np.mean([value == 0 for value in spread])),
             STALENESS_MEAN: float(np.average(ages, weights=weights)),
             STALENESS_MAX: float(ages.max()),
             TOKENS_PER_S: tokens / step_s,
