@@ -9,7 +9,7 @@ import numpy as np
 
 from roll_flash.diagnosis.findings import Evidence, Finding
 from roll_flash.diagnosis.run_view import RunView, Steps
-from roll_flash.monitor.metrics import REWARD, REWARD_MAX, REWARD_MIN, SUCCESS, WITHOUT_SIGNAL
+from roll_flash.monitor.metrics import REWARD, REWARD_MAX, REWARD_MIN, REWARD_STD_IN_GROUP, SUCCESS
 from roll_flash.scheduling.async_ratio import MIN_SAMPLE_SIZE
 
 STEPS_WITHOUT_SIGNAL = 5
@@ -33,6 +33,8 @@ MIN_LENGTH = 4.0
 """Answers of fewer tokens cannot collapse."""
 ENTROPY_SHARE = 0.1
 """Share of its first value to which entropy must have fallen; sharper policies are usual, ten times is not."""
+LITTLE_SIGNAL = 0.5
+"""Share of policy tokens in groups whose replicas earn different rewards."""
 LARGE_KL = 0.1
 """Divergence per version, in nats per token: ten times the trust region of usual updates (0.01)."""
 LARGE_KL_STEPS = 3
@@ -47,7 +49,7 @@ def no_reward_variance(view: RunView) -> Finding | None:
     """All replicas of a task earn the same, step after step, so that every advantage is zero."""
     steps = view.recent
     low, high = steps[REWARD_MIN], steps[REWARD_MAX]
-    without = steps[WITHOUT_SIGNAL] == 1 if view.settings.compares_replicas else low == high
+    without = steps[REWARD_STD_IN_GROUP] == 0 if view.settings.compares_replicas else low == high
     number = _trailing(without.tolist())
     if number < STEPS_WITHOUT_SIGNAL:
         return None
@@ -66,7 +68,7 @@ def no_reward_variance(view: RunView) -> Finding | None:
             "Look at the transcripts in episodes/; then give easier tasks, rewards for parts of the way, "
             "demonstrations (warm_start), or room for longer answers (rollout.max_new_tokens)"
         )
-    evidence = Evidence("share of groups whose replicas all earn the same", 1.0, first, last)
+    evidence = Evidence("standard deviation of rewards in a group", chosen.mean(REWARD_STD_IN_GROUP), first, last)
     return Finding(
         "no-reward-variance",
         "error",
@@ -198,14 +200,14 @@ def entropy_collapse(view: RunView) -> Finding | None:
         return None
     before, after = ends
     share = after.mean("entropy") / before.mean("entropy") if before.mean("entropy") > 0 else math.nan
-    if not (share < ENTROPY_SHARE and after.mean(WITHOUT_SIGNAL) >= 0.5) or after.mean(SUCCESS) >= SOLVED:
+    signal = after.mean("computed_policy_tokens") / after.mean("policy_tokens")
+    if not (share < ENTROPY_SHARE and signal < LITTLE_SIGNAL) or after.mean(SUCCESS) >= SOLVED:
         return None
     return Finding(
         "entropy-collapse",
         "error",
-        f"entropy fell to {share:.1%} of what it was, and {after.mean(WITHOUT_SIGNAL):.0%} of the groups have no "
-        "signal",
-        (*_both(before, after, "entropy"), Evidence("groups without signal", after.mean(WITHOUT_SIGNAL), *after.span)),
+        f"entropy fell to {share:.1%} of what it was, and {signal:.0%} of the tokens have a signal",
+        (*_both(before, after, "entropy"), Evidence("tokens with a signal", signal, *after.span)),
         "Go on from a checkpoint before it, with a lower learner.learning_rate, learner.entropy_bonus, a higher "
         "learner.loss.clip_high or learner.kl.coefficient",
     )

@@ -14,13 +14,13 @@ from roll_flash.monitor.metrics import (
     REWARD,
     REWARD_MAX,
     REWARD_MIN,
+    REWARD_STD_IN_GROUP,
     SERVERS_IDLE,
     STALENESS_MAX,
     STALENESS_MEAN,
     STEP_S,
     SUCCESS,
     TOKENS_PER_S,
-    WITHOUT_SIGNAL,
 )
 from roll_flash.types import FinishedEpisode, FinishedGroup
 
@@ -80,13 +80,14 @@ class StepRecord:
         tokens = sum(trajectory.tokens for trajectory in trajectories)
         rewards = [t.reward for t in trajectories]
         successes = [t.success for t in trajectories if t.success is not None]
-        spread = [np.std([t.reward for t in group.trajectories]) for group in self.groups]
+        in_groups = [[trajectory.reward for trajectory in group.trajectories] for group in self.groups]
+        spread = [np.std(found) if min(found) < max(found) else 0.0 for found in in_groups]
         metrics = {
             REWARD: float(np.mean(rewards)),
             REWARD_MIN: min(rewards),
             REWARD_MAX: max(rewards),
-            "reward_std_in_group": float(np.mean(spread)),
-            WITHOUT_SIGNAL: float(np.mean([value == 0 for value in spread])),
+            REWARD_STD_IN_GROUP: float(np.mean(spread)),
+            "groups_without_signal": float(sum(value == 0 for value in spread)),
             STALENESS_MEAN: float(np.average(ages, weights=weights)),
             STALENESS_MAX: float(ages.max()),
             TOKENS_PER_S: tokens / step_s,

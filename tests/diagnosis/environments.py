@@ -12,7 +12,7 @@ from typing import Any
 from roll_flash.envs import Env, SandboxEnv, register_env
 from roll_flash.envs.base import StepResult
 
-MARKS = ".,;:!?"
+MARKS = ".,;:!?-+*/=~"
 STOP = list(MARKS)
 """For `rollout.stop`."""
 ENOUGH = 0.5

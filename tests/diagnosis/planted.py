@@ -3,8 +3,8 @@
     python -m tests.diagnosis.planted            # make all runs again and record them (minutes)
     python -m tests.diagnosis.planted NAME...    # only these
 
-Each run is a `roll-flash train` with all real parts: Ray, servers, sandboxes, learner. A recorded run is its folder
-without tokens, checkpoints and logs, compressed.
+Each run trains with the project's own parts in one process (`one_process.py`). A recorded run is its folder without
+tokens, checkpoints and logs, compressed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -23,20 +22,20 @@ from typing import Any
 
 import yaml
 
+from roll_flash.config.tree import load_config
 from tests.diagnosis.environments import STOP
 
 ROOT = Path(__file__).parents[2]
 RECORDED = Path(__file__).parent / "recorded"
-RUN_TIMEOUT_S = 900
-RUN_IN_CHILD = "--run"
 
 BASE: Mapping[str, Any] = {
-    "steps": 20,
+    "steps": 16,
     "model": {"path": "tiny", "max_length": 256},
     "inference": {"engine": "transformers"},
-    "scheduler": {"groups_per_step": 4, "group_size": 6},
-    "rollout": {"max_concurrent": 24, "max_new_tokens": 40, "stop": STOP, "retries": 0},
-    "learner": {"learning_rate": 1e-3},
+    "scheduler": {"groups_per_step": 3, "group_size": 4},
+    "rollout": {"max_concurrent": 12, "max_new_tokens": 24, "stop": STOP, "retries": 0},
+    "learner": {"learning_rate": 1e-3, "warmup_steps": 5},
+    "checkpoint": {"every_minutes": 0},
     "eval": {"before_and_after": False},
     "monitor": {"tensorboard": False},
 }
@@ -65,7 +64,7 @@ class Planted:
 ONE_CHARACTER = ("rollout.max_new_tokens=1", "rollout.stop=[]")
 SOUND = (
     Planted("sound-letters", (), [env()]),
-    Planted("sound-sandbox", (), [env(SANDBOX, turns=2)], ["sandbox.provider=local", "steps=16"]),
+    Planted("sound-sandbox", (), [env(SANDBOX, turns=2)], ["sandbox.provider=local"]),
     Planted(
         "sound-mixture",
         (),
@@ -73,7 +72,7 @@ SOUND = (
             {**env(turns=2, weight=2), "kwargs": {"turns": 2}, "levels": [{"shortest": 2}, {"shortest": 4}]},
             env(seconds=0.02),
         ],
-        ["scheduler.async_ratio=2", "scheduler.on_stale=requeue", "scheduler.group_size=4"],
+        ["scheduler.async_ratio=2", "scheduler.on_stale=requeue"],
     ),
     Planted(
         "sound-synchronous",
@@ -83,19 +82,21 @@ SOUND = (
     ),
 )
 FAULTY = (
-    Planted("reward-for-nothing", ("reward-without-success",), [env(pays_for_nothing=True)], ["steps=30"]),
+    Planted(
+        "reward-for-nothing", ("reward-without-success", "same-answer-wins"), [env(pays_for_nothing=True)], ["steps=24"]
+    ),
     Planted(
         "learner-temperature",
         ("mismatch-temperature",),
         [env()],
-        ["rollout.temperature=0.6", "steps=8"],
+        ["rollout.temperature=0.6", "steps=8", "learner.warmup_steps=0"],
         learner_temperature=1.0,
     ),
     Planted(
         "stale-cache",
         ("mismatch-stale-cache",),
         [{**env(), "train_seeds": [0, 8]}],
-        ["learner.learning_rate=3e-3"],
+        ["steps=8", "learner.warmup_steps=0"],
         server_fault="stale cache",
     ),
     Planted("broken-level", ("level-always-fails",), [env(), env(impossible=True)]),
@@ -105,9 +106,14 @@ FAULTY = (
         [env(SANDBOX, turns=2, hangs=True)],
         ["sandbox.provider=local", "rollout.step_timeout_s=5", "steps=6", "scheduler.max_failures_in_a_row=1000"],
     ),
-    Planted("clipped-lengths", ("clipped-answers",), [env()], ["rollout.max_new_tokens=8", "steps=8"]),
+    Planted("clipped-lengths", ("clipped-answers",), [env()], ["rollout.max_new_tokens=4", "steps=8"]),
     Planted("lying-tool", ("inconsistent-answers",), [env(LOOKUP, turns=2, lies=0.3)], ONE_CHARACTER),
-    Planted("learning-rate-30", ("policy-moves-too-fast",), [env()], ["learner.learning_rate=3e-2"]),
+    Planted(
+        "learning-rate-30",
+        ("policy-moves-too-fast",),
+        [env()],
+        ["learner.learning_rate=3e-2", "learner.warmup_steps=0"],
+    ),
 )
 OTHERS = (
     Planted("no-variance", ("no-reward-variance",), [env("tests.counting:Counting-v0", turns=2)], ["steps=6"]),
@@ -144,7 +150,6 @@ OTHERS = (
         [env()],
         ["rollout.temperature=0.1", "rollout.max_new_tokens=220", "steps=4", "rollout.stop=[]"],
     ),
-    Planted("trick", ("same-answer-wins",), [env(pays_for_nothing=True, tells_success=False)], ["steps=30"]),
     Planted(
         "jackpots",
         ("gradient-spikes",),
@@ -162,31 +167,16 @@ ALL = (*SOUND, *FAULTY, *OTHERS)
 
 
 def make(planted: Planted, runs: Path) -> Path:
-    """Train it in a process of its own; return the folder of the run. It may end early with an error."""
-    command = [sys.executable, "-m", "tests.diagnosis.planted", RUN_IN_CHILD, planted.name, str(runs)]
-    done = subprocess.run(
-        command, cwd=ROOT, timeout=RUN_TIMEOUT_S, capture_output=True, text=True, stdin=subprocess.DEVNULL, check=False
-    )
-    if not (runs / planted.name / "metrics.jsonl").is_file():
-        raise RuntimeError(f"{planted.name} has trained no step:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
-    return runs / planted.name
-
-
-def _run_here(planted: Planted, runs: Path) -> None:
-    from roll_flash import trainer
-    from roll_flash.config.tree import load_config
-    from roll_flash.inference.transformers import launcher
-    from tests.diagnosis.faulty_server import faulty_launcher
+    """Train it; return the folder of the run."""
+    from tests.diagnosis.faults import fault_in_server
+    from tests.diagnosis.one_process import train_in_one_process
 
     tree = {**BASE, "name": planted.name, "runs": str(runs), "envs": list(planted.envs)}
     config = load_config(tree, tuple(planted.words))
-    if planted.server_fault:
-        launcher.transformers_launcher = faulty_launcher(planted.server_fault)
-    if planted.learner_temperature is not None:
-        rollout = config.rollout.model_copy(update={"temperature": planted.learner_temperature})
-        wrong, opened = config.model_copy(update={"rollout": rollout}), trainer.open_learner
-        trainer.open_learner = lambda _, model_folder: opened(wrong, model_folder=model_folder)
-    trainer.train(config)
+    uses_sandboxes = any(each["id"] == SANDBOX for each in planted.envs)
+    with fault_in_server(planted.server_fault):
+        train_in_one_process(config, uses_sandboxes=uses_sandboxes, learner_temperature=planted.learner_temperature)
+    return config.run_folder
 
 
 def record(folder: Path, archive: Path) -> None:
@@ -240,9 +230,6 @@ def unpack(name: str, folder: Path) -> Path:
 
 def main(arguments: Sequence[str]) -> None:
     by_name = {planted.name: planted for planted in ALL}
-    if arguments[:1] == [RUN_IN_CHILD]:
-        _run_here(by_name[arguments[1]], Path(arguments[2]))
-        return
     os.nice(10)
     with tempfile.TemporaryDirectory(dir=ROOT.parent) as runs:
         for name in arguments or by_name:

@@ -17,9 +17,9 @@ def run_folder(folder: Path, rows: list[dict[str, Any]]) -> Path:
     return folder
 
 
-def row(step: int, *rewards: float, without: float) -> dict[str, Any]:
+def row(step: int, *rewards: float, spread: float) -> dict[str, Any]:
     low, high = min(rewards), max(rewards)
-    return {"step": step, "step_s": 1.0, "reward_min": low, "reward_max": high, "groups_without_signal": without}
+    return {"step": step, "step_s": 1.0, "reward_min": low, "reward_max": high, "reward_std_in_group": spread}
 
 
 def told(live: LiveDiagnosis, rows: list[dict[str, Any]]) -> dict[int, list[str]]:
@@ -28,7 +28,7 @@ def told(live: LiveDiagnosis, rows: list[dict[str, Any]]) -> dict[int, list[str]
 
 
 def test_five_steps_without_signal_are_told_once_with_their_first_step_and_what_to_do(tmp_path: Path) -> None:
-    rows = [row(1, 0, 1, without=0.5), *(row(step, 0, 0, without=1.0) for step in range(2, 40))]
+    rows = [row(1, 0, 1, spread=0.5), *(row(step, 0, 0, spread=0.0) for step in range(2, 40))]
     found = told(LiveDiagnosis(run_folder(tmp_path, [])), rows)
     assert list(found) == [6]
     [line] = found[6]
@@ -38,7 +38,7 @@ def test_five_steps_without_signal_are_told_once_with_their_first_step_and_what_
 
 
 def test_a_resumed_run_counts_the_steps_before_and_says_nothing_again(tmp_path: Path) -> None:
-    rows = [row(step, 0, 0, without=1.0) for step in range(1, 11)]
+    rows = [row(step, 0, 0, spread=0.0) for step in range(1, 11)]
     assert list(told(LiveDiagnosis(run_folder(tmp_path, rows[:3])), rows[3:])) == [5]
     assert told(LiveDiagnosis(run_folder(tmp_path, rows[:6])), rows[6:]) == {}
 
@@ -55,7 +55,7 @@ def test_a_level_that_always_fails_is_told_from_the_groups_of_the_steps(tmp_path
     found = {}
     for step in range(1, 30):
         groups = [group(step, "easy", True), group(step, "hard", False)]
-        if lines := [finding.line for finding in live.step(step, row(step, 0, 1, without=0.0), groups)]:
+        if lines := [finding.line for finding in live.step(step, row(step, 0, 1, spread=0.5), groups)]:
             found[step] = lines
     assert list(found) == [12]
     assert "'Maze-v0[level=hard]': none of 48 episodes succeeded" in found[12][0]
@@ -63,7 +63,7 @@ def test_a_level_that_always_fails_is_told_from_the_groups_of_the_steps(tmp_path
 
 def test_it_keeps_only_the_ends_of_a_long_run(tmp_path: Path) -> None:
     live = LiveDiagnosis(run_folder(tmp_path, []))
-    for step in range(1, 1000):
-        live.step(step, row(step, 0, 1, without=0.0), ())
+    for step in range(1, 200):
+        live.step(step, row(step, 0, 1, spread=0.5), ())
     assert len(live.view.recent) == RECENT_STEPS
     assert live.view.start.span == (1, 10)

@@ -15,4 +15,4 @@ from tests.diagnosis.planted import FAULTY, SOUND, Planted, make
 @pytest.mark.parametrize("planted", [*FAULTY, *SOUND], ids=lambda planted: planted.name)
 def test_a_new_run_with_a_planted_fault_is_told_from_a_sound_one(planted: Planted, tmp_path: Path) -> None:
     found = [finding.name for finding in diagnose(make(planted, tmp_path))]
-    assert found[:1] == list(planted.expected)
+    assert found[:1] == list(planted.expected[:1])

@@ -16,7 +16,9 @@ def names(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("planted", FAULTY, ids=lambda planted: planted.name)
 def test_the_fault_of_a_run_is_named_first(planted: Planted, tmp_path: Path) -> None:
-    assert names(unpack(planted.name, tmp_path))[:1] == list(planted.expected)
+    found = names(unpack(planted.name, tmp_path))
+    assert found[0] == planted.expected[0]
+    assert set(planted.expected) <= set(found)
 
 
 @pytest.mark.parametrize("planted", SOUND, ids=lambda planted: planted.name)
