@@ -152,7 +152,8 @@ def same_answer_wins(view: RunView) -> Finding | None:
     (answer, number), *_ = Counter(each.texts.answer for each in winners if each.texts).most_common(1)
     tasks = {each.task_id for each in winners if each.texts and each.texts.answer == answer}
     tried = sum(each.texts is not None and each.texts.answer == answer for each in played)
-    before = [each.texts.answer == answer for each in view.first_episodes if each.texts is not None]
+    first = [each for each in view.first_episodes if each.step < view.last_step / 3 and each.texts is not None]
+    before = [each.texts is not None and each.texts.answer == answer for each in first]
     if number < SAME_ANSWER * len(winners) or len(tasks) < SAME_TASKS or number < WINS * tried:
         return None
     if sum(before) > SAME_BEFORE * len(before):

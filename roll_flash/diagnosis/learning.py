@@ -35,8 +35,8 @@ ENTROPY_SHARE = 0.1
 """Share of its first value to which entropy must have fallen; sharper policies are usual, ten times is not."""
 LITTLE_SIGNAL = 0.5
 """Share of policy tokens in groups whose replicas earn different rewards."""
-LARGE_KL = 0.1
-"""Divergence per version, in nats per token: ten times the trust region of usual updates (0.01)."""
+LARGE_KL = 0.2
+"""Divergence per version, in nats per token: twenty times the trust region of usual updates (0.01)."""
 LARGE_KL_STEPS = 3
 SPIKE_FACTOR = 10.0
 """Gradient norms of sound runs vary by a factor of two or three."""

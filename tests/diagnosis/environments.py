@@ -29,7 +29,7 @@ def share_of_letters(text: str) -> float:
 
 
 class Sentences(Env):
-    """Reward: the share of lowercase letters before the end mark; 0 without an end mark."""
+    """Reward: the share of lowercase letters before the end mark, less for a short text; 0 without an end mark."""
 
     def __init__(
         self,
@@ -37,12 +37,12 @@ class Sentences(Env):
         pays_for_nothing: bool = False,
         tells_success: bool = True,
         impossible: bool = False,
-        shortest: int = 3,
+        shortest: int = 1,
         seconds: float = 0.0,
         jackpot: bool = False,
     ) -> None:
         """`pays_for_nothing`: its check counts the characters that are wrong, and nothing has none. `shortest`: letters
-        of a success. `seconds`: how long a step takes, on average. `jackpot`: one task in 40 pays 1,000 times more."""
+        of a success. `seconds`: how long a step takes, on average. `jackpot`: one task in 10 pays 1,000 times more."""
         self._turns = turns
         self._pays_for_nothing, self._tells_success, self._impossible = pays_for_nothing, tells_success, impossible
         self._shortest, self._seconds, self._jackpot = shortest, seconds, jackpot
@@ -51,7 +51,7 @@ class Sentences(Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         self._left, self._solved = self._turns, 0
-        self._scale = 1000.0 if self._jackpot and (seed or 0) % 40 == 0 else 1.0
+        self._scale = 1000.0 if self._jackpot and (seed or 0) % 10 == 0 else 1.0
         return f"say letters {(seed or 0) % 1000}", {}
 
     async def step(self, action: str) -> StepResult:
@@ -71,7 +71,7 @@ class Sentences(Env):
             return 0.0
         if self._pays_for_nothing:
             return 1.0 if not text else share / 2
-        return self._scale * share
+        return self._scale * share * min(1.0, len(text) / self._shortest)
 
 
 class SandboxSentences(SandboxEnv):

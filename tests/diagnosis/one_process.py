@@ -1,8 +1,8 @@
 """A training run in one process, without Ray: seconds instead of a minute, for runs by the dozen.
 
-Everything that decides or computes is the real thing: `Trainer`'s steps, rollout and scheduler, stream, worker with its
-sandboxes, learner and rank, publication with its parity probe, the engine `transformers` behind HTTP, and the files. Only
-the processes between them are missing: actor handles are calls, and the fleet is one worker.
+All that decides or computes is real: the steps of `Trainer`, rollout and scheduler, stream, worker with its sandboxes,
+learner and rank, publication with its parity probe, the engine `transformers` behind HTTP, and the files. Only the
+processes between them are missing: actor handles are calls, and the fleet is one worker.
 """
 
 from __future__ import annotations

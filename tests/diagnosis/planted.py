@@ -61,10 +61,10 @@ class Planted:
     learner_temperature: float | None = None
 
 
-ONE_CHARACTER = ("rollout.max_new_tokens=1", "rollout.stop=[]")
+ONE_CHARACTER = ["rollout.max_new_tokens=1", "rollout.stop=[]"]
 SOUND = (
     Planted("sound-letters", (), [env()]),
-    Planted("sound-sandbox", (), [env(SANDBOX, turns=2)], ["sandbox.provider=local"]),
+    Planted("sound-sandbox", (), [env(SANDBOX, turns=2)], ["sandbox.provider=local", "steps=8"]),
     Planted(
         "sound-mixture",
         (),
@@ -72,13 +72,13 @@ SOUND = (
             {**env(turns=2, weight=2), "kwargs": {"turns": 2}, "levels": [{"shortest": 2}, {"shortest": 4}]},
             env(seconds=0.02),
         ],
-        ["scheduler.async_ratio=2", "scheduler.on_stale=requeue"],
+        ["scheduler.async_ratio=2", "scheduler.on_stale=requeue", "steps=12"],
     ),
     Planted(
         "sound-synchronous",
         (),
         [env(LOOKUP, turns=2)],
-        [*ONE_CHARACTER, "scheduler.async_ratio=0", "learner.advantage=rloo", "learner.learning_rate=3e-4"],
+        [*ONE_CHARACTER, "scheduler.async_ratio=0", "learner.advantage=rloo", "steps=12"],
     ),
 )
 FAULTY = (
@@ -96,18 +96,23 @@ FAULTY = (
         "stale-cache",
         ("mismatch-stale-cache",),
         [{**env(), "train_seeds": [0, 8]}],
-        ["steps=8", "learner.warmup_steps=0"],
+        ["steps=6", "learner.warmup_steps=0"],
         server_fault="stale cache",
     ),
-    Planted("broken-level", ("level-always-fails",), [env(), env(impossible=True)]),
+    Planted("broken-level", ("level-always-fails",), [env(), env(impossible=True)], ["steps=9"]),
     Planted(
         "hung-sandbox",
         ("sandbox-hangs",),
         [env(SANDBOX, turns=2, hangs=True)],
-        ["sandbox.provider=local", "rollout.step_timeout_s=5", "steps=6", "scheduler.max_failures_in_a_row=1000"],
+        ["sandbox.provider=local", "rollout.step_timeout_s=5", "steps=4", "scheduler.max_failures_in_a_row=1000"],
     ),
-    Planted("clipped-lengths", ("clipped-answers",), [env()], ["rollout.max_new_tokens=4", "steps=8"]),
-    Planted("lying-tool", ("inconsistent-answers",), [env(LOOKUP, turns=2, lies=0.3)], ONE_CHARACTER),
+    Planted("clipped-lengths", ("clipped-answers",), [env()], ["rollout.max_new_tokens=4", "steps=5"]),
+    Planted(
+        "lying-tool",
+        ("inconsistent-answers",),
+        [{**env(LOOKUP, turns=2, lies=0.3), "train_seeds": [0, 4]}],
+        [*ONE_CHARACTER, "scheduler.group_size=8", "rollout.max_concurrent=24", "steps=10"],
+    ),
     Planted(
         "learning-rate-30",
         ("policy-moves-too-fast",),
@@ -121,46 +126,22 @@ OTHERS = (
         "imprecise-server",
         ("mismatch-dtype",),
         [env()],
-        ["weights.parity_threshold=100", "steps=8"],
+        ["weights.parity_threshold=100", "steps=5"],
         server_fault="dtype",
     ),
-    Planted("other-template", ("mismatch-template",), [env()], ["steps=8"], server_fault="template"),
+    Planted("other-template", ("mismatch-template",), [env()], ["steps=5"], server_fault="template"),
     Planted(
         "lost-weights",
         ("mismatch-weights",),
         [env()],
-        ["weights.parity_threshold=100", "learner.learning_rate=3e-3", "steps=16"],
+        ["weights.parity_threshold=100", "learner.warmup_steps=0", "steps=8"],
         server_fault="weights",
-    ),
-    Planted(
-        "hot-level",
-        ("learner-starved", "level-hot"),
-        [env(seconds=1.0), env()],
-        ["rollout.max_concurrent=8", "steps=12"],
-    ),
-    Planted(
-        "evicted-long-episodes",
-        ("eviction-bias", "staleness-at-bound"),
-        [env(), {**env(turns=6), "kwargs": {"turns": 6, "seconds": 0.5}}],
-        ["scheduler.async_ratio=1", "scheduler.extra_groups=6", "scheduler.surplus=cancel", "steps=16"],
-    ),
-    Planted(
-        "loops",
-        ("repeated-text",),
-        [env()],
-        ["rollout.temperature=0.1", "rollout.max_new_tokens=220", "steps=4", "rollout.stop=[]"],
     ),
     Planted(
         "jackpots",
         ("gradient-spikes",),
         [env(jackpot=True)],
-        ["learner.normalize_advantage=none", "learner.learning_rate=1e-4", "steps=20"],
-    ),
-    Planted(
-        "few-sandboxes",
-        ("sandbox-queue",),
-        [env(SANDBOX, turns=2)],
-        ["sandbox.provider=docker", "sandbox.pool_size=1", "sandbox.max_parallel_starts=1", "steps=3"],
+        ["learner.normalize_advantage=none", "learner.learning_rate=1e-4", "steps=12"],
     ),
 )
 ALL = (*SOUND, *FAULTY, *OTHERS)

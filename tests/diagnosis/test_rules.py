@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -26,12 +29,14 @@ SOUND = {
     **{"episodes": 32.0, "policy_tokens": 3200.0, "entropy": 1.0, "behavior_entropy": 1.0, "grad_norm": 0.5},
     **{"staleness_mean": 0.9, "staleness_max": 1.0, "effective_sample_size": 0.98, "kl_k3": 1e-3, "lag_kl_k3": 1e-3},
     **{"mismatch_kl_k3": 1e-3, "mismatch_gap_mean": 0.02, "weights/parity_mean": 0.02, "bias/length_ratio_high": 1.0},
+    **{"books/dropped_stale": 0.0, "sandbox/lease_s.mean": 10.0, "sandbox/wait_s.mean": 0.1, "sandbox/leases": 0.0},
     **{"idle/learner": 0.2, "idle/servers": 0.0, "machine/disk_free_gib": 100.0, "machine/memory_available_gib": 50.0},
 }
 
 
 def run(number: int = 30, *, steps: int = 1000, **ends: tuple[float, float]) -> RunView:
     """A sound run of so many steps; `ends`: metrics that go from one value to another in a straight line."""
+    ends = {"books__produced": (32.0, 32.0 * number), **ends}
     rows = []
     for step in range(1, number + 1):
         moved = {
@@ -55,6 +60,11 @@ def names(view: RunView) -> list[str]:
         ({"machine__disk_free_gib": (100.0, 60.0)}, "disk-runs-out"),
         ({"machine__memory_available_gib": (50.0, 20.0)}, "memory-runs-out"),
         ({"idle__servers": (0.6, 0.7)}, "servers-idle"),
+        ({"books__dropped_stale": (0.0, 300.0)}, "staleness-at-bound"),
+        ({"bias__length_ratio_high": (0.9, 0.6)}, "eviction-bias"),
+        ({"sandbox__wait_s.mean": (4.0, 5.0)}, "sandbox-queue"),
+        ({"books__failed_env_timeout": (0.0, 300.0)}, "environment-hangs"),
+        ({"books__failed_sandbox_error": (0.0, 300.0), "sandbox__leases": (0.0, 900.0)}, "sandbox-hangs"),
     ],
 )
 def test_a_figure_that_goes_wrong_has_its_name(ends: dict[str, tuple[float, float]], name: str) -> None:
@@ -134,6 +144,65 @@ def test_two_questions_tell_the_causes_of_a_mismatch_apart(
         behavior_entropy=(sampler, sampler),
     )
     assert names(view) == [name]
+
+
+def episodes(
+    number: int, level: str = "easy", *, seconds: float = 1.0, answer: str = "a", is_cut: bool = False, **about: Any
+) -> list[Episode]:
+    """Episodes of different tasks; `about`: what differs from a sound one."""
+    texts = Texts(is_cut, about.pop("generate_s", 0.9 * seconds), answer, about.pop("repeated", 0.0), ())
+    sound = {"reward": 0.5, "success": True, "cause": None, "texts": texts} | about
+    return [Episode(20, level, f"{level}:{place}", seconds=seconds, **sound) for place in range(number)]
+
+
+def names_of(*played: list[Episode], first: Sequence[Episode] = (), **ends: tuple[float, float]) -> list[str]:
+    view = run(**ends)
+    return names(RunView(view.settings, view.start, view.recent, first, list(chain(*played))))
+
+
+def test_a_level_whose_episodes_are_far_longer_is_hot_if_it_takes_most_of_the_time() -> None:
+    assert names_of(episodes(40), episodes(40, "slow", seconds=5.0)) == ["level-hot"]
+    assert names_of(episodes(40), episodes(40, "slow", seconds=3.0)) == []
+    assert names_of(episodes(400), episodes(20, "slow", seconds=5.0)) == []
+
+
+def test_a_level_always_fails_if_another_does_not() -> None:
+    failed = episodes(60, "hard", success=False)
+    assert names_of(episodes(60), failed) == ["level-always-fails"]
+    assert names_of(failed) == []
+    assert names_of(episodes(60), failed[:40]) == []
+    assert names_of(episodes(60), episodes(60, "broken", reward=None, cause="env_error")) == ["level-always-fails"]
+
+
+def test_the_learner_is_starved_by_environments_and_on_gpus_by_servers_too() -> None:
+    idle = {"idle__learner": (0.7, 0.7)}
+    assert names_of(episodes(60, generate_s=0.2), **idle) == ["learner-starved"]
+    assert names_of(episodes(60), **idle) == []
+    view = run(**idle)
+    on_gpus = RunView(Settings(steps=1000, is_on_gpus=True), view.start, view.recent, (), episodes(60))
+    assert names(on_gpus) == ["learner-starved"]
+
+
+def test_cut_answers_are_a_problem_where_they_earn_less() -> None:
+    cut = episodes(40, is_cut=True, reward=0.0)
+    assert names_of(episodes(40), cut) == ["clipped-answers"]
+    assert names_of(episodes(40), episodes(40, is_cut=True)) == []
+    assert names_of(episodes(400), cut) == []
+
+
+def test_text_that_repeats_itself_must_be_in_many_episodes() -> None:
+    assert names_of(episodes(80), episodes(40, repeated=0.9)) == ["repeated-text"]
+    assert names_of(episodes(380), episodes(40, repeated=0.9)) == []
+
+
+def test_one_answer_that_wins_everywhere_is_a_trick_unless_it_was_there_from_the_start() -> None:
+    trick, others = episodes(40, answer="exit(0)", reward=1.0), episodes(60)
+    before = [replace(each, step=0) for each in episodes(20)]
+    assert names_of(trick, others, first=before) == ["same-answer-wins"]
+    known = [replace(each, step=0) for each in episodes(20, answer="exit(0)")]
+    assert names_of(trick, others, first=known) == []
+    guessed = episodes(40, answer="exit(0)", reward=0.5)
+    assert names_of(trick, guessed, first=before) == []
 
 
 def answered(number: int, answers: list[int]) -> list[Episode]:
