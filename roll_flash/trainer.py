@@ -111,7 +111,7 @@ class Trainer:
         self._last_tokens = 0
         """Tokens of the last micro-batch, counted by `_computed_tokens`."""
         learner = system.config.learner
-        self._diagnosis = LiveDiagnosis(system.run_dir.folder)
+        self._diagnosis = LiveDiagnosis(system.config.model_dump(mode="json"))
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
         self._loader = LearnerLoader(
@@ -125,6 +125,7 @@ class Trainer:
     async def run(self) -> dict[str, Any]:
         system = self._system
         began_at = system.learner.version
+        self._diagnosis.go_on(system.run_dir.folder)
         before = await self._evaluate()
         async with system.evaluations(self._progress.note) as evaluations, system.rollout:
             while system.learner.version < self._config.steps and await self._step():

@@ -5,11 +5,21 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from roll_flash.diagnosis.findings import Finding
 from roll_flash.diagnosis.reading import read_run
 from roll_flash.diagnosis.rules import find
-from roll_flash.diagnosis.run_view import FIRST_STEPS, RECENT_EPISODES, RECENT_STEPS, Episode, Row, RunView, Steps
+from roll_flash.diagnosis.run_view import (
+    FIRST_STEPS,
+    RECENT_EPISODES,
+    RECENT_STEPS,
+    Episode,
+    Row,
+    RunView,
+    Settings,
+    Steps,
+)
 from roll_flash.diagnosis.summaries import of_groups
 from roll_flash.types import FinishedGroup
 
@@ -17,13 +27,20 @@ from roll_flash.types import FinishedGroup
 class LiveDiagnosis:
     """Call `step` once after each step. It reads no texts; rules that need them come with the summary."""
 
-    def __init__(self, run_folder: Path) -> None:
-        """A run that is resumed goes on with the steps in its folder; what they show already is not said again."""
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        """`config`: as config.yaml has it."""
+        self._settings = Settings.of(config)
+        self._start: list[Row] = []
+        self._recent: deque[Row] = deque(maxlen=RECENT_STEPS)
+        self._episodes: deque[Episode] = deque(maxlen=RECENT_EPISODES)
+        self._said: set[str] = set()
+
+    def go_on(self, run_folder: Path) -> None:
+        """Go on with the steps of a run that is resumed; what they show already is not said again. Raises RunError."""
         before = read_run(run_folder)
-        self._settings = before.settings
-        self._start: list[Row] = before.start.rows
-        self._recent: deque[Row] = deque(before.recent.rows, maxlen=RECENT_STEPS)
-        self._episodes: deque[Episode] = deque(before.episodes, maxlen=RECENT_EPISODES)
+        self._start = before.start.rows
+        self._recent.extend(before.recent.rows)
+        self._episodes.extend(before.episodes)
         self._said = {finding.name for finding in find(before)}
 
     @property
