@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import string
 from typing import Any
 
 from roll_flash.envs import Env, SandboxEnv, register_env
@@ -37,12 +38,13 @@ class Sentences(Env):
         pays_for_nothing: bool = False,
         tells_success: bool = True,
         impossible: bool = False,
-        shortest: int = 1,
+        shortest: int = 0,
         seconds: float = 0.0,
         jackpot: bool = False,
     ) -> None:
         """`pays_for_nothing`: its check counts the characters that are wrong, and nothing has none. `shortest`: letters
-        of a success. `seconds`: how long a step takes, on average. `jackpot`: one task in 10 pays 1,000 times more."""
+        of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average. `jackpot`: one
+        task in 10 pays 1,000 times more."""
         self._turns = turns
         self._pays_for_nothing, self._tells_success, self._impossible = pays_for_nothing, tells_success, impossible
         self._shortest, self._seconds, self._jackpot = shortest, seconds, jackpot
@@ -51,8 +53,9 @@ class Sentences(Env):
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         self._left, self._solved = self._turns, 0
+        self._wanted = self._shortest or 1 + (seed or 0) % 3
         self._scale = 1000.0 if self._jackpot and (seed or 0) % 10 == 0 else 1.0
-        return f"say letters {(seed or 0) % 1000}", {}
+        return f"say {self._wanted} letters {(seed or 0) % 1000}", {}
 
     async def step(self, action: str) -> StepResult:
         if self._seconds:
@@ -60,7 +63,7 @@ class Sentences(Env):
         self._left -= 1
         text, has_mark = split(action)
         share = share_of_letters(text)
-        is_right = has_mark and len(text) >= self._shortest and share >= ENOUGH and not self._impossible
+        is_right = has_mark and len(text) >= self._wanted and share >= ENOUGH and not self._impossible
         self._solved += is_right
         done = self._left == 0
         told = {"success": self._solved == self._turns} if done and self._tells_success else {}
@@ -71,7 +74,7 @@ class Sentences(Env):
             return 0.0
         if self._pays_for_nothing:
             return 1.0 if not text else share / 2
-        return self._scale * share * min(1.0, len(text) / self._shortest)
+        return self._scale * share * min(1.0, len(text) / self._wanted)
 
 
 class SandboxSentences(SandboxEnv):
@@ -101,8 +104,8 @@ class SandboxSentences(SandboxEnv):
 
 
 class Lookup(Env):
-    """Two turns of one character each. A tool says what it is; letters earn a half each. With `lies`, it says the
-    opposite now and then."""
+    """Two turns of one character each, which must be a letter of one half of the alphabet. A tool says if it is; each
+    earns a half. With `lies`, the tool says the opposite now and then."""
 
     def __init__(self, lies: float = 0.0) -> None:
         self._lies = lies
@@ -110,16 +113,17 @@ class Lookup(Env):
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
-        self._left, self._letters = 2, 0
-        return f"look up a letter {(seed or 0) % 1000}", {}
+        self._left, self._found = 2, 0
+        self._letters = string.ascii_lowercase[13:] if (seed or 0) % 2 else string.ascii_lowercase[:13]
+        return f"look up a letter {self._letters[0]}-{self._letters[-1]} {(seed or 0) % 1000}", {}
 
     async def step(self, action: str) -> StepResult:
-        is_letter = share_of_letters(action) == 1
+        is_letter = len(action) == 1 and action in self._letters
         said = is_letter != (random.SystemRandom().random() < self._lies)
         self._left -= 1
-        self._letters += is_letter
+        self._found += is_letter
         done = self._left == 0
-        told = {"success": self._letters == 2} if done else {}
+        told = {"success": self._found == 2} if done else {}
         return "a letter" if said else "not a letter", is_letter / 2, done, False, told
 
 
