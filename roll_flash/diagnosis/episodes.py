@@ -38,7 +38,10 @@ MAJORITY = 2
 
 
 def level_always_fails(view: RunView) -> Finding | None:
-    """An environment or level has no success, or no trajectory, while others have some."""
+    """An environment or level has no success and always the same reward, or no trajectory, while others succeed.
+
+    A level without success whose rewards differ is hard, but teaches something.
+    """
     levels = _by_level(view.episodes)
     for level, members in levels.items():
         broken = [each for each in members if each.reward is None]
@@ -48,7 +51,8 @@ def level_always_fails(view: RunView) -> Finding | None:
     rates = {level: _success_rate(members) for level, members in scored.items() if members}
     for level, rate in rates.items():
         best = max((other for name, other in rates.items() if name != level), default=0.0)
-        if rate == 0 and best >= OTHERS_SUCCESS and len(scored[level]) >= LEVEL_EPISODES:
+        is_mute = len({each.reward for each in scored[level]}) == 1
+        if rate == 0 and is_mute and best >= OTHERS_SUCCESS and len(scored[level]) >= LEVEL_EPISODES:
             what = f"none of {len(scored[level])} episodes succeeded, while another level has {best:.0%}"
             return _failing(level, scored[level], what, scored[level])
     return None

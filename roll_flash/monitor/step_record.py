@@ -81,7 +81,7 @@ class StepRecord:
         rewards = [t.reward for t in trajectories]
         successes = [t.success for t in trajectories if t.success is not None]
         in_groups = [[trajectory.reward for trajectory in group.trajectories] for group in self.groups]
-        spread = [np.std(found) if min(found) < max(found) else 0.0 for found in in_groups]
+        spread = [float(np.std(found)) if min(found) < max(found) else 0.0 for found in in_groups]
         metrics = {
             REWARD: float(np.mean(rewards)),
             REWARD_MIN: min(rewards),

@@ -69,7 +69,7 @@ SOUND = (
         "sound-mixture",
         (),
         [
-            {**env(turns=2, weight=2), "kwargs": {"turns": 2}, "levels": [{"shortest": 2}, {"shortest": 4}]},
+            {**env(weight=2), "levels": [{"shortest": 1}, {"shortest": 3}]},
             env(seconds=0.02),
         ],
         ["scheduler.async_ratio=2", "scheduler.on_stale=requeue", "steps=12"],

@@ -171,6 +171,7 @@ def test_a_level_always_fails_if_another_does_not() -> None:
     assert names_of(episodes(60), failed) == ["level-always-fails"]
     assert names_of(failed) == []
     assert names_of(episodes(60), failed[:40]) == []
+    assert names_of(episodes(60), failed, [replace(failed[0], reward=0.7)]) == [], "hard, but not without signal"
     assert names_of(episodes(60), episodes(60, "broken", reward=None, cause="env_error")) == ["level-always-fails"]
 
 
