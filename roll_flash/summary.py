@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.config.tree import load_config
+from roll_flash.diagnosis import diagnose
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.monitor.metrics import NOT_FINITE, STEP_S, TOKENS_PER_S, read_metrics
 from roll_flash.monitor.plot import plot_run
@@ -53,6 +54,7 @@ def summarize(
         "plot": str(plot_run(run_folder)) if rows else None,
         "model_folder": str(model) if (model / "config.json").is_file() else None,
         "notes": [*_of_evaluations(after), *_not_finite(rows)],
+        "findings": [finding.as_dict() for finding in diagnose(run_folder)],
     }
     (run_folder / SUMMARY).write_text(json.dumps(summary, indent=2, default=str))
     return summary
@@ -108,6 +110,7 @@ def closing_text(summary: Mapping[str, Any]) -> str:
         ("plot", summary["plot"] or "none"),
         ("model", summary["model_folder"] or "none exported"),
         *(("note", note) for note in summary["notes"]),
+        *((each["severity"], f"{each['name']}: {each['summary']}") for each in summary["findings"]),
     ]
     width = max(len(name) for name, _ in rows)
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)

@@ -16,11 +16,13 @@ from functools import partial
 from typing import Any, TypeVar
 
 from roll_flash.config.tree import Config
+from roll_flash.diagnosis import LiveDiagnosis
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import RunError
 from roll_flash.evaluation.result import EvalResult
 from roll_flash.learner.open import open_learner
 from roll_flash.learner_restart import LearnerRestart
+from roll_flash.monitor.machine import machine_metrics
 from roll_flash.monitor.metrics import as_numbers
 from roll_flash.monitor.progress import Progress
 from roll_flash.monitor.step_record import StepRecord
@@ -32,7 +34,6 @@ from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.run.checkpoint_writer import CheckpointSchedule
 from roll_flash.run.run_dir import RunDir, check_run_folder
 from roll_flash.scheduling.policy import has_signal
-from roll_flash.scheduling.signal_watch import SignalWatch
 from roll_flash.start_checks import check_parts, check_sandboxes
 from roll_flash.stream import LearnerLoader
 from roll_flash.summary import summarize
@@ -113,7 +114,7 @@ class Trainer:
         self._last_tokens = 0
         """Tokens of the last micro-batch, counted by `_computed_tokens`."""
         learner = system.config.learner
-        self._signal = SignalWatch(within_groups=learner.advantage != "reinforce++")
+        self._diagnosis = LiveDiagnosis(system.config.model_dump(mode="json"))
         has_one = system.run_dir.latest_checkpoint() is not None
         self._schedule = CheckpointSchedule(system.config.checkpoint, has_one=has_one, now_s=time.monotonic())
         self._loader = LearnerLoader(
@@ -133,6 +134,7 @@ class Trainer:
     async def run(self) -> dict[str, Any]:
         system = self._system
         began_at = self._version
+        self._diagnosis.go_on(system.run_dir.folder)
         before = await self._evaluate()
         watching = background_task(self._restart.watch(), "the watch over the learner")
         async with system.evaluations(self._progress.note) as evaluations, system.rollout, watching:
@@ -289,8 +291,6 @@ class Trainer:
         await self._system.rollout.version_advanced(version, record.micro_batches, record.learner_metrics)
         self._note_rollout()
         self._note_trained(version, record.trajectories)
-        if notice := self._signal.step(version, record.groups):
-            self._progress.note(notice)
 
     def _note_rollout(self) -> None:
         for notice in self._system.rollout.take_notices():
@@ -350,11 +350,14 @@ class Trainer:
             **usage,
             **self._system.checkpoints.metrics(),
             **rollout.metrics(),
+            **machine_metrics(self._system.run_dir.folder),
         }
         self._system.metrics.log(version, metrics)
         span = publication.span() if publication else None
         self._system.run_dir.log_timeline({**record.timeline(), "publication": span})
         self._progress.step(version, metrics, record.staleness())
+        for finding in self._diagnosis.step(version, metrics, record.groups):
+            self._progress.note(finding.line)
         if (decision := rollout.adapt(metrics)) is not None:
             self._system.run_dir.log_decision({"step": version, **asdict(decision)})
             if decision.changed:

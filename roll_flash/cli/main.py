@@ -23,6 +23,7 @@ from roll_flash import __version__
 from roll_flash.cli import (
     checkpoints,
     dash,
+    diagnose,
     environments,
     evaluate,
     export,
@@ -63,6 +64,7 @@ app.command("watch", epilog=example("watch mine"))(status.watch)
 app.command("dash", epilog=example("dash runs/mine"))(dash.dash)
 app.command("plot", epilog=example("plot mine mine-seed1 -o seeds.svg --dark"))(plot.plot)
 app.command("scale", epilog=example("scale mine servers=2"))(scale.scale)
+app.command("diagnose", epilog=example("diagnose mine"))(diagnose.diagnose)
 app.command("replay", epilog=example("replay mine g00000001-r0 --at-turn 1 --fork 4"))(replay.replay)
 app.command("verify", epilog=example("verify mine"))(verify.verify)
 app.add_typer(checkpoints.app, name="checkpoints", help="List, verify and remove checkpoints of a run.")

@@ -56,6 +56,8 @@ TABLE: dict[str, list[Metric]] = {
         Metric("reward", "reward", "mean reward of the trained episodes, after all stages"),
         Metric("success", SHARE, "episodes that succeeded, of those that say so"),
         Metric("rewards/{name}", "reward", "mean of one of several rewards, before they are added up"),
+        Metric("reward_min", "reward", "lowest reward of a trained episode"),
+        Metric("reward_max", "reward", "highest reward of a trained episode"),
         Metric("reward_std_in_group", "reward", "standard deviation of the rewards within a group, mean over groups"),
         Metric("groups_without_signal", COUNT, "groups whose replicas all have the same advantage: nothing is learned"),
         Metric("episodes", COUNT, "trained episodes"),
@@ -98,6 +100,9 @@ TABLE: dict[str, list[Metric]] = {
         Metric("loss", "", "loss of the step; its size means little in policy-gradient training"),
         Metric("grad_norm", "", "norm of the gradient before clipping; the largest of several optimizer steps"),
         Metric("learning_rate", "", "learning rate of the step"),
+        Metric(
+            "behavior_entropy", NATS, "estimate of the sampler's entropy: mean of -log-probability of sampled tokens"
+        ),
         Metric("entropy", NATS, "mean entropy of the policy at the sampled tokens"),
         Metric("kl_reference", NATS, "mean KL estimate to the reference model (`learner.kl`)"),
         Metric("router_aux_loss", "", "load-balancing loss of the experts, per token"),
@@ -246,6 +251,10 @@ TABLE: dict[str, list[Metric]] = {
         Metric("warm_start/first_loss", NATS, "loss per token of the first supervised step"),
         Metric("warm_start/last_loss", NATS, "of the last one"),
         Metric("metrics/not_finite", COUNT, "values of this line that were NaN or infinite"),
+    ],
+    "The machine of the driver": [
+        Metric("machine/disk_free_gib", "GiB", "free space of the disk of the run folder"),
+        Metric("machine/memory_available_gib", "GiB", "memory that can be used without swapping"),
     ],
 }
 

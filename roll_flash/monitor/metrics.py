@@ -14,6 +14,10 @@ from typing import Any
 from roll_flash.monitor.json_lines import JsonLinesFile, encode, read_lines
 
 REWARD = "reward"
+REWARD_MIN, REWARD_MAX = "reward_min", "reward_max"
+"""Smallest and largest reward of a step."""
+REWARD_STD_IN_GROUP = "reward_std_in_group"
+"""Mean over the groups of a step; 0 if in each of them all replicas earned the same."""
 SUCCESS = "success"
 STALENESS_MEAN = "staleness_mean"
 STALENESS_MAX = "staleness_max"

@@ -13,6 +13,9 @@ import numpy as np
 from roll_flash.monitor.metrics import (
     LEARNER_IDLE,
     REWARD,
+    REWARD_MAX,
+    REWARD_MIN,
+    REWARD_STD_IN_GROUP,
     SERVERS_IDLE,
     STALENESS_MAX,
     STALENESS_MEAN,
@@ -86,10 +89,13 @@ class StepRecord:
         tokens = sum(trajectory.tokens for trajectory in trajectories)
         rewards = [t.reward for t in trajectories]
         successes = [t.success for t in trajectories if t.success is not None]
-        spread = [np.std([t.reward for t in group.trajectories]) for group in self.groups]
+        in_groups = [[trajectory.reward for trajectory in group.trajectories] for group in self.groups]
+        spread = [float(np.std(found)) if min(found) < max(found) else 0.0 for found in in_groups]
         metrics = {
             REWARD: float(np.mean(rewards)),
-            "reward_std_in_group": float(np.mean(spread)),
+            REWARD_MIN: min(rewards),
+            REWARD_MAX: max(rewards),
+            REWARD_STD_IN_GROUP: float(np.mean(spread)),
             STALENESS_MEAN: float(np.average(ages, weights=weights)),
             STALENESS_MAX: float(ages.max()),
             TOKENS_PER_S: tokens / step_s,

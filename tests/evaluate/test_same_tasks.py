@@ -107,7 +107,7 @@ def test_the_summary_of_a_run_says_that_it_was_evaluated_on_training_tasks(tmp_p
     before, after = evaluated(runner, set()), evaluated(runner, trained_on(runner, range(6), tmp_path))
     summary = {"name": "rows", "steps": 1, "total_steps": 1, "seconds": 1.0, "tokens": 1, "tokens_per_s": 1.0}
     summary |= {"before": before.to_dict(), "after": after.to_dict(), "books": check_counts({}), "notes": after.notes}
-    summary |= {"run_folder": "runs/rows", "plot": None, "model_folder": None, "disk": {}}
+    summary |= {"run_folder": "runs/rows", "plot": None, "model_folder": None, "disk": {}, "findings": []}
     text = closing_text(summary)
     assert "held-out success" not in text
     assert "6 of 6 distinct tasks were trained on" in text

@@ -38,11 +38,16 @@ class _Handle:
 
 
 def in_process(
-    model: Path, use: Callable[[FsdpLearner], Awaitable[Result]], *, async_ratio: float = 10, **settings: Any
+    model: Path,
+    use: Callable[[FsdpLearner], Awaitable[Result]],
+    *,
+    async_ratio: float = 10,
+    temperature: float = 1.0,
+    **settings: Any,
 ) -> Result:
     """What `use` returns, given a started learner of one rank with `settings` of its config."""
     config = LearnerConfig(**{"learning_rate": 1e-3} | settings)
-    rank = LearnerRank(model, config, rank=0, seed=0, temperature=1.0, run="test")
+    rank = LearnerRank(model, config, rank=0, seed=0, temperature=temperature, run="test")
     learner = FsdpLearner(model, config, async_ratio=async_ratio)
     threads = torch.get_num_threads()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,7 +123,9 @@ async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Ro
             rollout=run,
             publisher=Servers(learner, fleet, run, hang=where == "publication"),
             stream=stream,
-            run_dir=SimpleNamespace(latest_checkpoint=lambda: None, log_timeline=kept.timeline.append),
+            run_dir=SimpleNamespace(
+                folder=Path.cwd(), latest_checkpoint=lambda: None, log_timeline=kept.timeline.append
+            ),
             metrics=kept,
             trained_tasks=kept,
             checkpoints=kept,

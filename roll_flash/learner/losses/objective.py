@@ -201,6 +201,7 @@ def off_policy_metrics(
 ) -> dict[str, float]:
     """Measure the divergence between sampler and learner over a step's policy tokens; shapes [tokens], natural log.
 
+    `behavior_entropy` = mean(-log mu) estimates the entropy of the sampler, `entropy` is that of the learner.
     `kl_k1` = mean(log mu - log pi), `kl_k3` = mean(rho - 1 - log rho), both estimates of KL(mu || pi)
     (J. Schulman, "Approximating KL divergence", 2020). `effective_sample_size` = (sum rho)^2 / (n sum rho^2), Kish.
     """
@@ -218,6 +219,7 @@ def off_policy_metrics(
         **{f"rho_p{percent:02d}": float(np.percentile(rho, percent)) for percent in (1, 10, 50, 90, 99)},
         "logprob_gap_max": float(np.abs(difference).max()),
         "entropy": float(entropies.mean()),
+        "behavior_entropy": -float(behavior_logprobs.mean(dtype=np.float64)),
     }
 
 

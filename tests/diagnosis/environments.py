@@ -1,0 +1,132 @@
+"""Environments of the planted runs. The tiny model has one token per character and no idea, but learns to say letters.
+
+`Sentences-v0` and `SandboxSentences-v0` pay for lowercase letters before an end mark; `Lookup-v0` has a tool.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import string
+from typing import Any
+
+from roll_flash.envs import Env, SandboxEnv, register_env
+from roll_flash.envs.base import StepResult
+
+MARKS = ".,;:!?-+*/=~"
+STOP = list(MARKS)
+"""For `rollout.stop`."""
+ENOUGH = 0.5
+"""Share of letters that is a success."""
+
+
+def split(action: str) -> tuple[str, bool]:
+    """Return the text before its end mark, and whether it has one."""
+    return action.rstrip(MARKS), action.endswith(tuple(MARKS))
+
+
+def share_of_letters(text: str) -> float:
+    return sum(letter.islower() and letter.isascii() for letter in text) / max(1, len(text))
+
+
+class Sentences(Env):
+    """Reward: the share of lowercase letters before the end mark, less for a short text; 0 without an end mark."""
+
+    def __init__(
+        self,
+        turns: int = 1,
+        pays_for_nothing: bool = False,
+        tells_success: bool = True,
+        impossible: bool = False,
+        shortest: int = 0,
+        seconds: float = 0.0,
+        jackpot: bool = False,
+    ) -> None:
+        """`pays_for_nothing`: its check counts the characters that are wrong, and nothing has none. `shortest`: letters
+        of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average. `jackpot`: one
+        task in 10 pays 1,000 times more."""
+        self._turns = turns
+        self._pays_for_nothing, self._tells_success, self._impossible = pays_for_nothing, tells_success, impossible
+        self._shortest, self._seconds, self._jackpot = shortest, seconds, jackpot
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        self._left, self._solved = self._turns, 0
+        self._wanted = self._shortest or 1 + (seed or 0) % 3
+        self._scale = 1000.0 if self._jackpot and (seed or 0) % 10 == 0 else 1.0
+        return f"say {self._wanted} letters {(seed or 0) % 1000}", {}
+
+    async def step(self, action: str) -> StepResult:
+        if self._seconds:
+            await asyncio.sleep(random.SystemRandom().expovariate(1 / self._seconds))
+        self._left -= 1
+        text, has_mark = split(action)
+        share = share_of_letters(text)
+        is_right = has_mark and len(text) >= self._wanted and share >= ENOUGH and not self._impossible
+        self._solved += is_right
+        done = self._left == 0
+        told = {"success": self._solved == self._turns} if done and self._tells_success else {}
+        return f"{len(text)} characters", self._pay(text, has_mark, share) / self._turns, done, False, told
+
+    def _pay(self, text: str, has_mark: bool, share: float) -> float:
+        if self._impossible or not has_mark:
+            return 0.0
+        if self._pays_for_nothing:
+            return 1.0 if not text else share / 2
+        return self._scale * share * min(1.0, len(text) / self._wanted)
+
+
+class SandboxSentences(SandboxEnv):
+    """Two turns; a command in the sandbox counts the letters. With `hangs`, it never ends for one task in four."""
+
+    def __init__(self, hangs: bool = False) -> None:
+        self._hangs = hangs
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        self._left, self._solved = 2, 0
+        self._command = "tr -cd 'a-z' < said | wc -c"
+        if self._hangs and (seed or 0) % 4 == 0:
+            self._command = f"{self._command}; sleep 3600"
+        return f"say letters {(seed or 0) % 1000}", {}
+
+    async def step(self, action: str) -> StepResult:
+        text, has_mark = split(action)
+        await self.sandbox.write("said", text.encode())
+        result = await self.sandbox.exec(self._command, timeout=3600)
+        share = int(result.stdout) / max(1, len(text)) if has_mark else 0.0
+        self._left -= 1
+        self._solved += has_mark and share >= ENOUGH
+        done = self._left == 0
+        return f"{int(result.stdout)} letters", share / 2, done, False, {"success": self._solved == 2} if done else {}
+
+
+class Lookup(Env):
+    """Two turns of one character each, which must be a letter of one half of the alphabet. A tool says if it is; each
+    earns a half. With `lies`, the tool says the opposite now and then."""
+
+    def __init__(self, lies: float = 0.0) -> None:
+        self._lies = lies
+
+    async def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[str, dict[str, Any]]:
+        self._left, self._found = 2, 0
+        self._letters = string.ascii_lowercase[13:] if (seed or 0) % 2 else string.ascii_lowercase[:13]
+        return f"look up a letter {self._letters[0]}-{self._letters[-1]} {(seed or 0) % 1000}", {}
+
+    async def step(self, action: str) -> StepResult:
+        is_letter = len(action) == 1 and action in self._letters
+        said = is_letter != (random.SystemRandom().random() < self._lies)
+        self._left -= 1
+        self._found += is_letter
+        done = self._left == 0
+        told = {"success": self._found == 2} if done else {}
+        return "a letter" if said else "not a letter", is_letter / 2, done, False, told
+
+
+register_env("Sentences-v0", Sentences)
+register_env("SandboxSentences-v0", SandboxSentences)
+register_env("Lookup-v0", Lookup)

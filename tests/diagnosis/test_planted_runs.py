@@ -1,0 +1,18 @@
+"""The planted runs made anew: the fault is there in the machinery of today, and is named; sound runs are sound."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from roll_flash.diagnosis import diagnose
+from tests.diagnosis.planted import FAULTY, SOUND, Planted, make
+
+
+@pytest.mark.nightly
+@pytest.mark.ray
+@pytest.mark.parametrize("planted", [*FAULTY, *SOUND], ids=lambda planted: planted.name)
+def test_a_new_run_with_a_planted_fault_is_told_from_a_sound_one(planted: Planted, tmp_path: Path) -> None:
+    found = [finding.name for finding in diagnose(make(planted, tmp_path))]
+    assert found[:1] == list(planted.expected[:1])
