@@ -100,9 +100,7 @@ TABLE: dict[str, list[Metric]] = {
         Metric("loss", "", "loss of the step; its size means little in policy-gradient training"),
         Metric("grad_norm", "", "norm of the gradient before clipping; the largest of several optimizer steps"),
         Metric("learning_rate", "", "learning rate of the step"),
-        Metric(
-            "behavior_entropy", NATS, "estimate of the sampler's entropy: mean of -log-probability of sampled tokens"
-        ),
+        Metric("behavior_entropy", NATS, "entropy of the sampler: mean of minus the log-probability of its tokens"),
         Metric("entropy", NATS, "mean entropy of the policy at the sampled tokens"),
         Metric("kl_reference", NATS, "mean KL estimate to the reference model (`learner.kl`)"),
         Metric("router_aux_loss", "", "load-balancing loss of the experts, per token"),
