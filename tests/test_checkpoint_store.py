@@ -87,8 +87,11 @@ fsspec.register_implementation("faulty", FaultyFileSystem, clobber=True)
 
 def test_a_copy_comes_back_as_it_was(config: Config, run: RunDir, tmp_path: Path) -> None:
     copies = put(config, run, 1, 3)
+    MemoryFileSystem().pipe_file(f"{copies.url.removeprefix('memory:/')}/step_3/of_another_run", b"")
+    put(config, run, 3)
     assert copies.steps() == [1, 3]
     copies.get(3, tmp_path / "back")
+    assert not (tmp_path / "back/of_another_run").exists()
     for path in (run.folder / "checkpoints/step_3").rglob("*"):
         if path.is_file():
             assert (tmp_path / "back" / path.relative_to(run.folder / "checkpoints/step_3")).read_bytes() == (

@@ -86,8 +86,10 @@ class CheckpointStore:
             return int(self._fs.du(self._at(f"step_{step}")))
 
     def put(self, folder: Path, step: int, config: Path) -> None:
-        """Copy a complete checkpoint and the config of its run, and compare what has arrived."""
+        """Copy a complete checkpoint and the config of its run, in the place of an older copy; compare what arrived."""
         name = f"step_{step}"
+        if step in self._folders():
+            self.remove([step])
         with self._errors("write", name):
             self._fs.makedirs(self._root, exist_ok=True)
             self._fs.put_file(str(config), self._at(CONFIG))
