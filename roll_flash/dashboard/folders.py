@@ -6,7 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,7 @@ class Source:
     def config(self) -> Any:
         """Return the config as plain data; for an evaluation its plan. Keys of other versions are kept."""
         path = self.folder / (CONFIG if self.is_run else PLAN_FILE)
-        return yaml.load(path.read_text(), yaml.CSafeLoader) if path.exists() else {}
+        return _read_yaml(path, path.stat().st_mtime_ns) if path.exists() else {}
 
     def summary(self) -> Any:
         """Return what a run or an evaluation wrote at its end; None before."""
@@ -166,6 +166,12 @@ def experiment(config: Mapping[str, Any]) -> str:
     """Return a text that is equal for runs which differ only in their name and seed."""
     kept = {name: value for name, value in config.items() if name not in NOT_OF_THE_EXPERIMENT}
     return hashlib.sha256(msgspec.json.encode(kept, order="deterministic")).hexdigest()[:12]
+
+
+@lru_cache(maxsize=256)
+def _read_yaml(path: Path, modified_ns: int) -> Any:
+    """Read a file, once as long as it does not change: it takes milliseconds, and an answer may need it ten times."""
+    return yaml.load(path.read_text(), yaml.CSafeLoader)
 
 
 def _root(word: str) -> Path:
