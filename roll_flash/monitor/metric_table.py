@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -276,4 +277,4 @@ def _sections() -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    print(page(), end="")
+    sys.stdout.write(page())
