@@ -44,7 +44,7 @@ def _usage(command: Any, path: str) -> str:
 def _argument(param: Any) -> str:
     shown = param.metavar or param.name.upper()
     shown += " ..." if param.nargs == -1 and not shown.endswith("...") else ""
-    return shown if param.required else f"[{shown}]"
+    return shown if param.required or shown.startswith("[") else f"[{shown}]"
 
 
 def _table(command: Any) -> Iterator[str]:
