@@ -36,25 +36,21 @@ class Sentences(Env):
         self,
         turns: int = 1,
         pays_for_nothing: bool = False,
-        tells_success: bool = True,
         impossible: bool = False,
         shortest: int = 0,
         seconds: float = 0.0,
-        jackpot: bool = False,
     ) -> None:
         """`pays_for_nothing`: its check counts the characters that are wrong, and nothing has none. `shortest`: letters
-        of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average. `jackpot`: one
-        task in 10 pays 1,000 times more."""
+        of a success; 0: one to three, as the task says. `seconds`: how long a step takes, on average."""
         self._turns = turns
-        self._pays_for_nothing, self._tells_success, self._impossible = pays_for_nothing, tells_success, impossible
-        self._shortest, self._seconds, self._jackpot = shortest, seconds, jackpot
+        self._pays_for_nothing, self._impossible = pays_for_nothing, impossible
+        self._shortest, self._seconds = shortest, seconds
 
     async def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[str, dict[str, Any]]:
         self._left, self._solved = self._turns, 0
         self._wanted = self._shortest or 1 + (seed or 0) % 3
-        self._scale = 1000.0 if self._jackpot and (seed or 0) % 10 == 0 else 1.0
         return f"say {self._wanted} letters {(seed or 0) % 1000}", {}
 
     async def step(self, action: str) -> StepResult:
@@ -66,7 +62,7 @@ class Sentences(Env):
         is_right = has_mark and len(text) >= self._wanted and share >= ENOUGH and not self._impossible
         self._solved += is_right
         done = self._left == 0
-        told = {"success": self._solved == self._turns} if done and self._tells_success else {}
+        told = {"success": self._solved == self._turns} if done else {}
         return f"{len(text)} characters", self._pay(text, has_mark, share) / self._turns, done, False, told
 
     def _pay(self, text: str, has_mark: bool, share: float) -> float:
@@ -74,7 +70,7 @@ class Sentences(Env):
             return 0.0
         if self._pays_for_nothing:
             return 1.0 if not text else share / 2
-        return self._scale * share * min(1.0, len(text) / self._wanted)
+        return share * min(1.0, len(text) / self._wanted)
 
 
 class SandboxSentences(SandboxEnv):

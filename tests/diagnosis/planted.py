@@ -16,6 +16,7 @@ import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ class Planted:
     """Findings that it must have, the first of them first; empty: it must have none at all."""
     envs: Sequence[Mapping[str, Any]]
     words: Sequence[str] = ()
-    server_fault: str = ""
+    has_stale_cache: bool = False
     learner_temperature: float | None = None
 
 
@@ -97,7 +98,7 @@ FAULTY = (
         ("mismatch-stale-cache",),
         [{**env(), "train_seeds": [0, 8]}],
         ["steps=6", "learner.warmup_steps=0"],
-        server_fault="stale cache",
+        has_stale_cache=True,
     ),
     Planted("broken-level", ("level-always-fails",), [env(), env(impossible=True)], ["steps=9"]),
     Planted(
@@ -120,42 +121,18 @@ FAULTY = (
         ["learner.learning_rate=3e-2", "learner.warmup_steps=0"],
     ),
 )
-OTHERS = (
-    Planted("no-variance", ("no-reward-variance",), [env("tests.counting:Counting-v0", turns=2)], ["steps=6"]),
-    Planted(
-        "imprecise-server",
-        ("mismatch-dtype",),
-        [env()],
-        ["weights.parity_threshold=100", "steps=5"],
-        server_fault="dtype",
-    ),
-    Planted("other-template", ("mismatch-template",), [env()], ["steps=5"], server_fault="template"),
-    Planted(
-        "lost-weights",
-        ("mismatch-weights",),
-        [env()],
-        ["weights.parity_threshold=100", "learner.warmup_steps=0", "steps=8"],
-        server_fault="weights",
-    ),
-    Planted(
-        "jackpots",
-        ("gradient-spikes",),
-        [env(jackpot=True)],
-        ["learner.normalize_advantage=none", "learner.learning_rate=1e-4", "steps=12"],
-    ),
-)
-ALL = (*SOUND, *FAULTY, *OTHERS)
+ALL = (*SOUND, *FAULTY)
 
 
 def make(planted: Planted, runs: Path) -> Path:
     """Train it; return the folder of the run."""
-    from tests.diagnosis.faults import fault_in_server
+    from tests.diagnosis.faults import stale_prefix_cache
     from tests.diagnosis.one_process import train_in_one_process
 
     tree = {**BASE, "name": planted.name, "runs": str(runs), "envs": list(planted.envs)}
     config = load_config(tree, tuple(planted.words))
     uses_sandboxes = any(each["id"] == SANDBOX for each in planted.envs)
-    with fault_in_server(planted.server_fault):
+    with stale_prefix_cache() if planted.has_stale_cache else nullcontext():
         train_in_one_process(config, uses_sandboxes=uses_sandboxes, learner_temperature=planted.learner_temperature)
     return config.run_folder
 
