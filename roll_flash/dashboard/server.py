@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,8 @@ from roll_flash.dashboard.folders import Source, Sources
 from roll_flash.dashboard.guard import Guard
 from roll_flash.dashboard.timeline import timeline
 from roll_flash.dashboard.transcript import episode_page, load_tokenizer, message_text
-from roll_flash.errors import ConfigError, first_line
+from roll_flash.diagnosis import Finding, diagnose
+from roll_flash.errors import ConfigError, RollFlashError, first_line
 
 PAGES = Path(__file__).parent / "pages"
 WAIT_S = 0.05
@@ -41,6 +43,8 @@ class Reports:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._searches: dict[Selection, Search] = {}
+        self._findings: dict[str, tuple[str, list[Finding]]] = {}
+        self._diagnosing = threading.Lock()
 
     def source(self, name: str) -> Source:
         try:
@@ -77,6 +81,18 @@ class Reports:
             "evaluations": [name for name in others if name != source.name],
             "notices": notices,
         }
+
+    def findings(self, run: str) -> dict[str, Any]:
+        """Diagnose a run, again only if it has written something: it reads up to a GiB of episodes."""
+        source = self.source(run)
+        if not source.is_run:
+            return {"findings": []}
+        with self._diagnosing:
+            mark, known = source.mark(), self._findings.get(run)
+            if known is None or known[0] != mark:
+                known = self._findings[run] = mark, diagnose(source.folder)
+        found = [{**finding.as_dict(), "evidence": list(map(str, finding.evidence))} for finding in known[1]]
+        return {"findings": found}
 
     def counts(self, run: str) -> dict[str, Any]:
         index = self.source(run).index
@@ -154,7 +170,7 @@ class Reports:
 def make_app(sources: Sources, token: str) -> ASGIApp:
     """Return the application. Every request needs `token` (`guard.py`)."""
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    for kind in (ConfigError, OSError, ValueError, yaml.YAMLError, RequestValidationError, Exception):
+    for kind in (RollFlashError, OSError, ValueError, yaml.YAMLError, RequestValidationError, Exception):
         app.add_exception_handler(kind, _explain)
     app.mount("/pages", StaticFiles(directory=PAGES))
     _add_routes(app, Reports(sources))
@@ -174,6 +190,10 @@ def _add_routes(app: FastAPI, reports: Reports) -> None:
     @app.get("/api/run")
     def about(run: str) -> Response:
         return _json(reports.about(run))
+
+    @app.get("/api/findings")
+    def findings(run: str) -> Response:
+        return _json(reports.findings(run))
 
     @app.get("/api/mark")
     def mark(run: str) -> Response:
@@ -215,7 +235,7 @@ def _json(data: Any) -> Response:
 
 def _explain(_: Request, error: Exception) -> Response:
     """Answer with one line; the page shows it."""
-    kinds = {NotFoundError: 404, OSError: 503, ConfigError: 422, ValueError: 422, RequestValidationError: 422}
+    kinds = {NotFoundError: 404, OSError: 503, RollFlashError: 422, ValueError: 422, RequestValidationError: 422}
     status = next((status for kind, status in kinds.items() if isinstance(error, kind)), 500)
     return Response(msgspec.json.encode({"error": _reason(error)}), status, media_type="application/json")
 

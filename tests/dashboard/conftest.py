@@ -29,8 +29,9 @@ def run(tmp_path: Path) -> Iterator[RecordedRun]:
     recorded.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser(chromium: str) -> Iterator[Browser]:
+    """For one file of tests: as long as Playwright runs, no test of this process can call `asyncio.run`."""
     sandbox = [] if os.geteuid() else ["--no-sandbox"]  # root has none
     expect.set_options(timeout=PATIENCE_MS)
     with sync_playwright() as playwright:

@@ -14,6 +14,7 @@ from playwright.sync_api import Browser, Page, expect
 from recorded_run import RecordedRun, trajectory
 from served import Dashboard, serving
 
+from roll_flash.diagnosis import diagnose
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.status import new_status, write
 
@@ -87,6 +88,20 @@ def test_the_overview_says_what_the_run_does_now(page: Page, dashboard: Dashboar
     run.step()
     expect(now).to_contain_text(HOSTILE)
     expect(page.locator("header .badge")).to_have_text("failed")
+
+
+def test_the_overview_names_what_is_wrong_with_the_run(page: Page, dashboard: Dashboard, run: RecordedRun) -> None:
+    health = page.locator("section", has=page.get_by_role("heading", name="Health"))
+    show(page, dashboard, "overview")
+    expect(health).to_contain_text("No rule of `roll-flash diagnose` finds a problem.")
+    for step in range(20):
+        same = [trajectory(f"same-{step}-{n}", f"g1{step:07d}", ["no"], reward=0.0) for n in range(4)]
+        run.step(same, **dict.fromkeys(("reward_min", "reward_max", "reward_std_in_group"), 0.0))
+    names = [finding.name for finding in diagnose(run.folder)]
+    assert "no-reward-variance" in names
+    show(page, dashboard, "overview")
+    for name in names:
+        expect(health).to_contain_text(name)
 
 
 def test_episodes_are_filtered_and_the_address_keeps_the_filter(page: Page, dashboard: Dashboard) -> None:

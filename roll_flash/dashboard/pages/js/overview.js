@@ -24,11 +24,12 @@ export async function show(main, query, page) {
   const cards = h("div", { class: "cards" });
   const grid = h("div", { class: "grid" });
   const now = h("div", {}, doing(about));
+  const health = h("div", {});
   const charts = new Map();
   main.replaceChildren(
     h("div", { class: "heading" }, h("h1", {}, about.name), h("p", { class: "muted path" }, about.folder)),
     ...about.notices.map((notice) => h("p", { class: "notice" }, notice)),
-    cards, now, grid);
+    cards, health, now, grid);
   if (about.kind === "run") main.append(chooser(run, query, page));
   main.append(...scores(about.summary), ...evaluations(about), config(about), ...summary(about));
 
@@ -63,7 +64,16 @@ export async function show(main, query, page) {
   }
 
   await update();
+  if (about.kind === "run") get("findings", { run }, page.signal).then(({ findings }) => health.replaceChildren(judged(findings)), page.fail);
   return { update };
+}
+
+// What the rules of `roll-flash diagnose` say; it comes after the rest, as it reads many episodes.
+function judged(findings) {
+  const kinds = { error: "bad", warning: "warn" };
+  const rows = findings.map((finding) => h("li", {}, h("p", {}, badge(finding.severity, kinds[finding.severity]), " ", h("b", {}, finding.name), `: ${finding.summary}`),
+    h("p", { class: "muted" }, finding.evidence.join("; ")), h("p", {}, `Do: ${finding.remedy}`), h("p", { class: "muted" }, `See ${finding.docs}`)));
+  return panel("Health", rows.length ? h("ul", { class: "findings" }, rows) : h("p", { class: "muted" }, "No rule of `roll-flash diagnose` finds a problem."));
 }
 
 function figures(about, metrics, counts) {
