@@ -56,7 +56,7 @@ def test_lines_that_are_being_written_are_left_out(tmp_path: Path) -> None:
 
 
 def test_every_prefix_of_a_recorded_run_can_be_read(tmp_path: Path) -> None:
-    folder = unpack("sound-letters", tmp_path)
+    folder = unpack("sound-sandbox", tmp_path)
     whole = (folder / "metrics.jsonl").read_bytes()
     for size in range(0, len(whole), len(whole) // 50):
         (folder / "metrics.jsonl").write_bytes(whole[:size])
@@ -96,7 +96,7 @@ def test_a_config_that_is_none_is_one_line(tmp_path: Path, content: str) -> None
 
 
 def test_nothing_is_written_into_the_folder(tmp_path: Path) -> None:
-    folder = unpack("hung-sandbox", tmp_path)
+    folder = unpack("clipped-lengths", tmp_path)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
     diagnose(folder)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
