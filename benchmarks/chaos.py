@@ -1,22 +1,25 @@
-"""Faults in every part of a run, at random moments, and what must hold after each of them.
+"""Faults in every part of a run, at chosen moments, and what must hold after each of them.
 
-    python benchmarks/chaos.py [--faults 40] [--seed 0] [--only PART:FAULT ...] [--vllm] [--quick] [--json]
+    python benchmarks/chaos.py [--faults 300] [--seed 0] [--minutes M] [--vllm] [--json]
+    python benchmarks/chaos.py --quick [--json]
+    python benchmarks/chaos.py --case PART:FAULT:MOMENT:SEED ... [--vllm] [--json]
 
-A run of the tiny model with sandboxes, kept alive (`roll-flash train --keep-alive`), is hit again and again: a fault is
-drawn from FAULTS with the seed, at a random moment of a step, of a start or of a checkpoint. A fault is over when the
-run has trained a step after it; then `roll-flash verify` must find nothing wrong. At the end the run is stopped with
-Ctrl-C and resumed for one more step: its books must balance, and nothing may be left on the machine. The first thing
-that does not hold ends the campaign with its seed and the number of the fault. `--quick` is one short fault of each
-kind in QUICK and writes nothing; else results go to `benchmarks/results/chaos.{json,md}`.
+A run of the tiny model with sandboxes, kept alive (`roll-flash train --keep-alive`), is hit again and again. The faults
+are drawn with the seed (`tests/chaos/faults.py`); `tests/chaos/campaign.py` says what must hold after each. Each one is
+appended to `benchmarks/results/chaos.jsonl` when it is over, with its machine and commit. A campaign that is
+interrupted (Ctrl-C, `--minutes`, `kill -9`) goes on where it was when the same command is given again, so that several
+sittings add up to one result, in `benchmarks/results/chaos.{json,md}`.
+
+The first thing that does not hold ends the sitting with the case in one line; it is also recorded, and added to
+`tests/chaos/regressions.txt`. `--case` repeats cases, `--quick` runs those of `tests/chaos/quick.txt` and the
+regressions; both write nothing. As root on Linux the run has a disk, a network and a Docker engine of its own (but for
+`--quick`). Without them, faults of these are left out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import random
-import resource
 import signal
 import statistics
 import subprocess
@@ -24,320 +27,110 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from machine import machine
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT)]
 
-from leaks import Session  # noqa: E402
-
-from roll_flash.monitor.metrics import STEP_S, read_metrics  # noqa: E402
-from roll_flash.run.verify import verify_run  # noqa: E402
-from roll_flash.sandboxes import list_sandboxes  # noqa: E402
+from tests.chaos.campaign import BrokenError, Campaign, Outcome  # noqa: E402
+from tests.chaos.faults import Case, draw_cases, is_possible, read_cases  # noqa: E402
+from tests.chaos.surroundings import Surroundings, separate_from_the_machine  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results"
-START_S, RECOVERY_S, STOP_S = 400.0, 400.0, 120.0
-"""Maximum time in seconds of a start, of a recovery, and of an end."""
-POLL_S = 0.1
-LONGEST_STOP_S, LONGEST_QUICK_STOP_S = 20.0, 3.0
-"""Maximum duration in seconds of a SIGSTOP that passes by itself."""
-PARTS = {
-    "driver": ("-m roll_flash train",),
-    "worker": ("ray::WorkerActor",),
-    "learner": ("ray::LearnerRank",),
-    "server": ("vllm.entrypoints.openai.api_server", "roll_flash.inference.transformers.server"),
-    "host of a server": ("ray::ServerHost",),
-    "raylet": ("raylet/raylet ",),
-    "control store": ("gcs/gcs_server ",),
-    "guard of sandboxes": ("roll_flash/sandboxes/docker/watchdog.py",),
-}
-"""What the command lines of a part's processes contain."""
-KILL, TERM, STOP, NO_FILES, PAUSE, FULL = "kill -9", "SIGTERM", "SIGSTOP", "no file descriptors", "pause", "full"
-FAULTS = [
-    *((part, KILL) for part in PARTS),
-    *((part, STOP) for part in PARTS),
-    *((part, TERM) for part in PARTS if part != "driver"),  # of a driver it means: stop
-    *((part, NO_FILES) for part in ("driver", "worker", "learner", "server")),
-    ("sandbox", KILL),
-    ("sandbox", PAUSE),
-    ("disk", FULL),
-]
-QUICK = [
-    *((part, fault) for part, fault in FAULTS if part in ("worker", "server", "sandbox", "guard of sandboxes")),
-    *((part, fault) for part in ("learner", "driver") for fault in (STOP, NO_FILES, KILL)),
-    ("disk", FULL),
-]
+RECORD = RESULTS / "chaos.jsonl"
+QUICK, REGRESSIONS = (ROOT / "tests" / "chaos" / name for name in ("quick.txt", "regressions.txt"))
+LONGEST_S, LONGEST_QUICK_S = 60.0, 2.0
+"""Maximum duration in seconds of a fault that passes by itself."""
+LAPS = ("waited_s", "lasted_s", "recovered_s", "checked_s")
+TINY, VLLM = "the engine for tiny models", "vLLM"
 
 
-class BrokenError(Exception):
-    """Something did not hold."""
+@dataclass
+class Sitting:
+    """Cases for one run of the tiny model. `record` gets each line of the result, as it is known."""
 
+    cases: Callable[[Surroundings], Sequence[Case]]
+    vllm: bool
+    is_quick: bool
+    record: Callable[[dict[str, Any]], None] = lambda line: None
+    until: float = float("inf")
+    """Time of `time.monotonic` at which no new fault is begun."""
 
-@dataclass(frozen=True)
-class Outcome:
-    """A fault and what came of it. `recovered_s`: from its end to the end of the next step."""
+    def run(self) -> dict[str, Any]:
+        """Return outcomes and books. Raises BrokenError with the case."""
+        is_separate = separate_from_the_machine()
+        with tempfile.TemporaryDirectory(prefix="c", ignore_cleanup_errors=True) as name:
+            folder = Path(name)
+            surroundings = Surroundings(folder, is_separate=is_separate, own_engine=not self.is_quick)
+            try:
+                return self._hit(folder, surroundings)
+            finally:
+                surroundings.close()
 
-    number: int
-    part: str
-    fault: str
-    waited_s: float
-    """Time from the end of a step to the fault."""
-    lasted_s: float
-    recovered_s: float
-    restarts: int
-    """How often the run was started again."""
-
-
-class Campaign:
-    """One run, kept alive. Raises BrokenError for what does not hold."""
-
-    def __init__(self, runs: Path, seed: int, *, vllm: bool, longest_stop_s: float) -> None:
-        self.folder = runs / "chaos"
-        self._runs = runs
-        self._draw = random.Random(seed)
-        self._longest_stop_s = longest_stop_s
-        self._log = runs / "output.txt"
-        self._environment = dict(os.environ)
-        self._session = Session.begin(self._environment)
-        self._arguments = [
-            "configs/ci.yaml",
-            "name=chaos",
-            f"runs={runs}",
-            "envs.0.max_turns=3",
-            "eval.before_and_after=false",
-            "checkpoint.every_minutes=1",
-            "rollout.heartbeat_timeout_s=10",
-            *([] if vllm else ["inference.engine=transformers"]),
-        ]
-        self._parent: subprocess.Popen[bytes] | None = None
-
-    def start(self) -> None:
-        self._parent = self._command("train", *self._arguments, "steps=100000", "--keep-alive")
-        self._wait("the first step", START_S, lambda: self.steps() > 0)
-
-    def steps(self) -> int:
-        return max((int(row["step"]) for row in read_metrics(self.folder) if STEP_S in row), default=0)
-
-    def strike(self, number: int, part: str, fault: str) -> Outcome:
-        """Let a step end, strike some time later, and wait until another step was trained."""
-        before = self.steps()
-        self._wait("a step", RECOVERY_S, lambda: self.steps() > before)
-        waited = self._draw.uniform(0.0, 3.0)
-        time.sleep(waited)
-        starts = self._starts()
-        began = time.monotonic()
-        self._inject(part, fault)
-        over = time.monotonic()
-        after = self.steps()
-        self._wait(f"a step after {fault} of {part}", RECOVERY_S, lambda: self.steps() > after)
-        recovered = time.monotonic() - over
-        self._verify()
-        return Outcome(number, part, fault, waited, over - began, recovered, self._starts() - starts)
-
-    def end(self) -> dict[str, Any]:
-        """Stop the run, resume it for a step, and return its summary."""
-        assert self._parent is not None
-        self._parent.send_signal(signal.SIGINT)
-        code = self._end_of(self._parent)
-        if code != 130:
-            raise BrokenError(f"Ctrl-C ended the run with exit code {code}; its last words:\n{self._last_words()}")
-        last = self._command("train", *self._arguments, f"steps={self.steps() + 1}", "--resume")
-        if (code := self._end_of(last, START_S)) != 0:
-            raise BrokenError(f"the last step ended with exit code {code}:\n{self._last_words()}")
-        self._verify()
-        if leaks := self._session.leaks():
-            raise BrokenError("left behind: " + "; ".join(leaks))
-        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text())
-        books = summary["books"]
-        dropped = sum(count for name, count in books.items() if name.startswith("dropped_"))
-        if books["produced"] != books["trained"] + dropped + books["waiting"]:
-            raise BrokenError(f"the books do not balance: {books}")
-        return summary
-
-    def close(self) -> None:
-        if self._parent is not None and self._parent.poll() is None:
-            self._parent.kill()  # its run ends with it
-            self._parent.wait()
-
-    def _command(self, *words: str) -> subprocess.Popen[bytes]:
-        with self._log.open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "roll_flash", *words],
-                cwd=ROOT,
-                env=self._environment,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
-
-    def _end_of(self, process: subprocess.Popen[bytes], timeout_s: float = STOP_S) -> int:
+    def _hit(self, folder: Path, surroundings: Surroundings) -> dict[str, Any]:
+        longest_s = LONGEST_QUICK_S if self.is_quick else LONGEST_S
+        campaign = Campaign(folder, surroundings, vllm=self.vllm, longest_s=longest_s)
+        outcomes: list[Outcome] = []
+        at = "the start"
         try:
-            return process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise BrokenError(f"no end within {timeout_s:g} s:\n{self._last_words()}") from None
-
-    def _wait(self, what: str, timeout_s: float, condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not condition():
-            if self._parent is not None and self._parent.poll() is not None:
-                raise BrokenError(f"the run ended before {what}:\n{self._last_words()}")
-            if time.monotonic() > deadline:
-                raise BrokenError(f"no {what} within {timeout_s:g} s:\n{self._last_words()}")
-            time.sleep(POLL_S)
-
-    def _verify(self) -> None:
-        if wrong := [finding for finding in verify_run(self.folder) if not finding.ok]:
-            raise BrokenError("; ".join(f"{finding.check}: {finding.detail}" for finding in wrong))
-
-    def _starts(self) -> int:
-        return self._log.read_text().count("starting it again in")
-
-    def _last_words(self) -> str:
-        return "\n".join(self._log.read_text().splitlines()[-12:])
-
-    def _inject(self, part: str, fault: str) -> None:
-        if part == "disk":
-            return fill(self._runs, self._draw.uniform(0.5, 3.0))
-        if part == "sandbox":
-            return self._hit_sandbox(fault)
-        found = self._processes(part)
-        if not found:  # it is being started again
-            return None
-        pid = self._draw.choice(found)
-        with suppress(ProcessLookupError):
-            if fault in (KILL, TERM):
-                os.kill(pid, signal.SIGKILL if fault == KILL else signal.SIGTERM)
-            elif fault == STOP:
-                os.kill(pid, signal.SIGSTOP)
-                time.sleep(self._draw.uniform(0.5, self._longest_stop_s))
-                os.kill(pid, signal.SIGCONT)
-            elif fault == NO_FILES:
-                with no_more_files(pid):
-                    time.sleep(self._draw.uniform(0.5, 5.0))
-        return None
-
-    def _processes(self, part: str) -> list[int]:
-        return [pid for pid, command in self._own_processes() if any(text in command for text in PARTS[part])]
-
-    def _own_processes(self) -> Iterator[tuple[int, str]]:
-        assert self._parent is not None
-        for path in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):
-                if self._session.marker.encode() in (path / "environ").read_bytes():
-                    command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                    if int(path.name) != self._parent.pid:
-                        yield int(path.name), command
-
-    def _hit_sandbox(self, fault: str) -> None:
-        drivers = set(self._processes("worker"))
-        names = [one.name for one in list_sandboxes() if one.kind == "container" and owner_pid(one.owner) in drivers]
-        if not names:
-            return
-        name = self._draw.choice(names)
-        if fault == KILL:
-            docker("kill", name)
-        else:
-            docker("pause", name)
-            time.sleep(self._draw.uniform(0.5, 5.0))
-            docker("unpause", name)
-
-
-def owner_pid(owner: str) -> int | None:
-    from roll_flash.sandboxes.owner import Owner
-
-    try:
-        return Owner.parse(owner).pid
-    except ValueError:
-        return None
-
-
-def docker(*words: str) -> None:
-    subprocess.run(["docker", *words], check=False, capture_output=True, timeout=60)  # it may have ended meanwhile
-
-
-@contextmanager
-def no_more_files(pid: int) -> Iterator[None]:
-    """A process can open nothing: no file, no socket."""
-    _, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
-    soft, _ = resource.prlimit(pid, resource.RLIMIT_NOFILE, (1, hard))
-    try:
-        yield
-    finally:
-        with suppress(ProcessLookupError):
-            resource.prlimit(pid, resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def fill(folder: Path, seconds: float) -> None:
-    """Leave no byte on the disk of a folder for a while."""
-    path = folder / "filler"
-    try:
-        with suppress(OSError), path.open("wb", buffering=0) as file:
-            while True:
-                file.write(bytes(1 << 20))
-        time.sleep(seconds)
-    finally:
-        path.unlink(missing_ok=True)
-
-
-@contextmanager
-def small_disk(folder: Path, mib: int) -> Iterator[bool]:
-    """A disk of its own at `folder`; yield false where it cannot be mounted, which only root can."""
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={mib}m", "chaos", str(folder)], check=False, capture_output=True
-    )
-    try:
-        yield done.returncode == 0
-    finally:
-        if done.returncode == 0:
-            subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
-def plan(
-    kinds: list[tuple[str, str]], count: int, seed: int, only: list[str], *, has_disk: bool
-) -> list[tuple[str, str]]:
-    """Draw the faults: each kind once before any comes again."""
-    kinds = [(part, fault) for part, fault in kinds if part != "disk" or has_disk]
-    kinds = [(part, fault) for part, fault in kinds if not only or f"{part}:{fault}" in only]
-    draw = random.Random(seed)
-    found: list[tuple[str, str]] = []
-    while len(found) < count:
-        draw.shuffle(kinds)
-        found += kinds
-    return found[:count]
-
-
-def run(count: int | None, seed: int, only: list[str], *, vllm: bool) -> dict[str, Any]:
-    """Run a campaign of `count` faults, None for that of `--quick`; return its outcomes and its run's books. Raises
-    BrokenError with its seed."""
-    outcomes: list[Outcome] = []
-    with tempfile.TemporaryDirectory() as folder, small_disk(Path(folder), 1200) as has_disk:
-        kinds, longest_stop_s = (QUICK, LONGEST_QUICK_STOP_S) if count is None else (FAULTS, LONGEST_STOP_S)
-        campaign = Campaign(Path(folder), seed, vllm=vllm, longest_stop_s=longest_stop_s)
-        fault = ("", "")
-        try:
+            began = time.monotonic()
             campaign.start()
-            faults = plan(kinds, count or len(only or kinds), seed, only, has_disk=has_disk)
-            for number, fault in enumerate(faults):
-                outcomes.append(campaign.strike(number, *fault))
-                print(json.dumps(asdict(outcomes[-1])), file=sys.stderr, flush=True)
-            fault = ("", "")
-            summary = campaign.end()
+            start_s = time.monotonic() - began
+            for case in self.cases(surroundings):
+                if time.monotonic() > self.until:
+                    break
+                at = str(case)
+                outcomes.append(campaign.strike(case))
+                self.record(asdict(outcomes[-1]))
+            at = "the end"
+            began = time.monotonic()
+            books = campaign.end(goes_on=not self.is_quick or not any(one.restarts for one in outcomes))
+            self.record({"start_s": start_s, "end_s": time.monotonic() - began, "books": books})
         except BrokenError as error:
-            at = f"fault {len(outcomes)} ({fault[0]}: {fault[1]})" if fault[0] else "the end"
-            raise BrokenError(f"seed {seed}, {at}: {error}") from None
+            self.record({"broken": str(error), "at": at})
+            raise BrokenError(f"{at}: {error}") from None
         finally:
             campaign.close()
-    return {"outcomes": [asdict(outcome) for outcome in outcomes], "books": summary["books"], "seed": seed}
+        return {"outcomes": [asdict(one) for one in outcomes], "books": books}
 
 
-def rows(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def recorder(header: dict[str, Any]) -> Callable[[dict[str, Any]], None]:
+    """Return a function that appends a line to the record, and adds a case that broke the run to the regressions."""
+
+    def record(line: dict[str, Any]) -> None:
+        print(json.dumps(line), file=sys.stderr, flush=True)
+        RESULTS.mkdir(exist_ok=True)
+        with RECORD.open("a") as file:
+            file.write(json.dumps({**header, **line}) + "\n")
+        if "broken" in line and line["at"].count(":") == 3 and line["at"] not in REGRESSIONS.read_text():
+            with REGRESSIONS.open("a") as file:
+                file.write(f"{line['at']}\n")
+
+    return record
+
+
+def read_record(seed: int, engine: str) -> list[dict[str, Any]]:
+    lines = map(json.loads, RECORD.read_text().splitlines()) if RECORD.exists() else ()
+    return [line for line in lines if (line["seed_of_campaign"], line["engine"]) == (seed, engine)]
+
+
+def commit() -> str:
+    """Return the commit of this checkout, with a mark if the product differs from it."""
+
+    def git(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+
+    changed = git("diff", "--quiet", "HEAD", "--", "roll_flash", "envs", "sandboxes").returncode
+    return (git("rev-parse", "--short", "HEAD").stdout.strip() or "unknown") + ("-changed" if changed else "")
+
+
+def rows(outcomes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one row per kind of fault: how many, how often the run was started again, and how long it took."""
     kinds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for outcome in outcomes:
@@ -355,50 +148,115 @@ def rows(outcomes: list[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def table(result: dict[str, Any]) -> str:
+def summary(lines: Sequence[dict[str, Any]], seed: int, engine: str) -> dict[str, Any]:
+    """Return the result of all sittings."""
+    outcomes = [line for line in lines if "part" in line]
+    sittings: dict[str, dict[str, Any]] = {}
+    for line in lines:
+        sitting = sittings.setdefault(
+            line["sitting"], {"commit": line["commit"], "machine": line["machine"], "faults": 0, "end": "interrupted"}
+        )
+        sitting["faults"] += "part" in line
+        if "books" in line:
+            sitting |= {"end": "books balance, nothing left", "start_s": line["start_s"], "books": line["books"]}
+        if "broken" in line:
+            sitting |= {"end": f"broken at {line['at']}", "broken": line["broken"]}
+    moments: dict[str, int] = defaultdict(int)
+    for outcome in outcomes:
+        moments[outcome["moment"]] += 1
+    return {
+        "benchmark": "chaos",
+        "machine": outcomes[-1]["machine"] if outcomes else machine(),
+        "seed": seed,
+        "engine": engine,
+        "faults": len(outcomes),
+        "rows": rows(outcomes),
+        "moments": dict(moments),
+        "mean_s": {lap: round(statistics.fmean(one[lap] for one in outcomes), 1) for lap in LAPS} if outcomes else {},
+        "sittings": [{"began": began, **sitting} for began, sitting in sittings.items()],
+    }
+
+
+def table(found: Sequence[dict[str, Any]]) -> str:
     head = "| part | fault | faults | starts of the run | s to the next step, median | max |\n|---|---|---|---|---|---|"
     names = ("part", "fault", "faults", "restarts", "median_s", "max_s")
-    lines = [f"| {' | '.join(str(one[name]) for name in names)} |" for one in result["rows"]]
+    lines = [f"| {' | '.join(str(one[name]) for name in names)} |" for one in found]
     return "\n".join([head, *lines])
 
 
 def save(result: dict[str, Any]) -> None:
-    RESULTS.mkdir(exist_ok=True)
     (RESULTS / "chaos.json").write_text(json.dumps(result, indent=2) + "\n")
-    total = sum(row["faults"] for row in result["rows"])
-    text = (
-        f"# Faults\n\n`python benchmarks/chaos.py --faults {total} --seed {result['seed']}` on {result['machine']}: "
-        f"{total} faults in one run of the tiny model ({result['engine']}, Docker sandboxes). After each one "
-        "`roll-flash verify` found nothing wrong; at the end the books balanced and nothing was left behind.\n\n"
+    sittings = [
+        f"| {one['began']} | {one['commit']} | {one['machine']} | {one['faults']} | {one['end']} |"
+        for one in result["sittings"]
+    ]
+    mean = result["mean_s"]
+    total_s = sum(mean.values())
+    where = f"until the moment {mean['waited_s']:g}, the fault {mean['lasted_s']:g}, to the next step "
+    where += f"{mean['recovered_s']:g}, checks {mean['checked_s']:g}"
+    text = [
+        "# Faults",
+        f"`python benchmarks/chaos.py --seed {result['seed']}`: {result['faults']} faults in runs of the tiny model "
+        f"({result['engine']}, Docker sandboxes). A fault is counted when the run has trained a step after it and "
+        "`roll-flash verify` has found nothing wrong. `benchmarks/results/chaos.jsonl` has each of them.",
+        table(result["rows"]),
+        "Moments: " + ", ".join(f"{name} {count}" for name, count in sorted(result["moments"].items())) + ".",
+        f"A fault takes {total_s:.0f} s on average: {where}.",
+        "| sitting | commit | machine | faults | end |\n|---|---|---|---|---|\n" + "\n".join(sittings),
+    ]
+    (RESULTS / "chaos.md").write_text("\n\n".join(text) + "\n")
+
+
+def carry_on(seed: int, faults: int, *, vllm: bool, minutes: float) -> dict[str, Any]:
+    """Run what is left of a campaign, and return the result of all its sittings. Raises BrokenError."""
+    engine = VLLM if vllm else TINY
+    done = sum("part" in line for line in read_record(seed, engine))
+    began = datetime.now(UTC).isoformat(timespec="seconds")
+    header = {"sitting": began, "commit": commit(), "machine": machine(), "engine": engine, "seed_of_campaign": seed}
+    sitting = Sitting(
+        cases=lambda place: draw_cases(seed, faults, place.has)[done:],
+        vllm=vllm,
+        is_quick=False,
+        record=recorder(header),
+        until=time.monotonic() + 60 * minutes,
     )
-    (RESULTS / "chaos.md").write_text(f"{text}{table(result)}\n")
+    try:
+        if done < faults:
+            sitting.run()
+    finally:
+        result = summary(read_record(seed, engine), seed, engine)
+        if result["faults"]:
+            save(result)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, default=40)
+    parser.add_argument("--faults", type=int, default=300)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", nargs="+", default=[], metavar="PART:FAULT")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no fault after so long")
+    parser.add_argument("--case", nargs="+", default=[], type=Case.parse, metavar="PART:FAULT:MOMENT:SEED")
     parser.add_argument("--vllm", action="store_true", help="vLLM in the place of the engine for tiny models")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    faults = None if arguments.quick else arguments.faults
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends the run, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts background jobs without it
     try:
-        found = run(faults, arguments.seed, arguments.only, vllm=arguments.vllm)
+        if arguments.quick or arguments.case:
+            cases = arguments.case or [*read_cases(QUICK), *read_cases(REGRESSIONS)]
+            found = Sitting(
+                lambda place: [case for case in cases if is_possible(case.part, place.has)],
+                arguments.vllm,
+                arguments.quick,
+                record=lambda line: print(json.dumps(line), file=sys.stderr, flush=True),
+            ).run()
+            result = {"benchmark": "chaos", "machine": machine(), "rows": rows(found["outcomes"]), **found}
+        else:
+            result = carry_on(arguments.seed, arguments.faults, vllm=arguments.vllm, minutes=arguments.minutes)
     except BrokenError as error:
         sys.exit(f"BROKEN: {error}")
-    result = {
-        "benchmark": "chaos",
-        "machine": machine(),
-        "seed": arguments.seed,
-        "engine": "vLLM" if arguments.vllm else "the engine for tiny models",
-        "rows": rows(found["outcomes"]),
-        "books": found["books"],
-    }
-    if not arguments.quick:
-        save(result)
-    print(json.dumps(result) if arguments.json else f"{result['machine']}\n{table(result)}")
+    print(json.dumps(result) if arguments.json else f"{result['machine']}\n{table(result['rows'])}")
 
 
 if __name__ == "__main__":

@@ -357,7 +357,7 @@ async def _start_ray(
     """Start or join Ray, reserve a place for each part and prepare other nodes; remove temporary files that
     killed processes left behind. Without `fit`, the result of `fit_here`, memory is checked when nodes are known."""
     await asyncio.to_thread(sweep_folders)
-    await asyncio.to_thread(sweep_semaphores)
+    stack.callback(sweep_semaphores)  # when all servers have ended, also those whose guard and host were killed
     await stack.enter_async_context(local_ray(config.ray))
     then = f"the run ends after {ANSWER_TIMEOUT_S:g} s"
     waiting = partial(doing, what="no answer", then=then)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from roll_flash.processes.supervise import guard_of_semaphore
 from roll_flash.sandboxes import SandboxError, list_sandboxes
 from roll_flash.sandboxes.owner import Owner
 
@@ -148,13 +149,14 @@ def _unused_shm_files() -> set[str]:
                 used.update(re.findall(r"^/dev/shm/(\S+)", os.readlink(descriptor)))
             except OSError:
                 continue  # closed since it was listed
-    return {name for name in files - used if not _guard_lives(name)}
+    return {name for name in files - used if not _has_a_guard(name)}
 
 
-def _guard_lives(name: str) -> bool:
-    """Semaphores that carry a guard's process id are removed by that guard when its server ends."""
-    found = re.match(r"sem\.mp-roll-flash-(\d+)-", name)
-    return bool(found) and Path(f"/proc/{found[1]}").exists()
+def _has_a_guard(name: str) -> bool:
+    """Semaphores that are named after a guard are removed by it when its server ends; one in another process namespace
+    cannot be seen from here."""
+    guard = guard_of_semaphore(name)
+    return guard is not None and (guard == 0 or Path(f"/proc/{guard}").exists())
 
 
 def run(command: list[str], environment: Mapping[str, str] = os.environ) -> int:

@@ -4,7 +4,9 @@
 of a pipe from us and adopts every orphan below it (PR_SET_CHILD_SUBREAPER). When the pipe closes for any reason
 (`stop`, an exit, `kill -9`), it terminates all descendants, also those in other sessions, and removes the scratch
 folder and their files in /dev/shm (Python's own cleanup misses semaphores of a terminated process). If the guard itself
-is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group and removes its semaphores.
+is killed, the command dies with it (PR_SET_PDEATHSIG), and `stop` kills its process group. If we are killed too, the
+processes that have called `end_with_guard` end, and the next start or stop of any command, or the end of the run,
+removes their semaphores.
 
 This file also runs as the guard, so it imports only the standard library.
 """
@@ -23,6 +25,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -37,7 +40,8 @@ POLL_S = 0.05
 SHARED_MEMORY_EVERY_S = 10.0
 OLD_SEMAPHORE_S = 900.0
 GUARD_VARIABLE = "ROLL_FLASH_GUARD"
-"""Environment variable with the process id of the guard, for `claim_semaphores`."""
+"""Environment variable with the process id of the guard, for `claim_semaphores` and `end_with_guard`."""
+GUARD_EVERY_S = 1.0
 
 
 class GuardedProcess:
@@ -47,6 +51,7 @@ class GuardedProcess:
         self, command: Sequence[str], *, env: Mapping[str, str], log: Path, scratch: Path | None = None
     ) -> None:
         """Run `command` with stdout and stderr appended to `log`. `scratch` is removed after all processes ended."""
+        sweep_semaphores()
         guard = [sys.executable, "-m", "roll_flash.processes.supervise"]
         if scratch is not None:
             guard += ["--scratch", str(scratch)]
@@ -81,11 +86,18 @@ class GuardedProcess:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait(GUARD_MARGIN_S)
+        self._end_group()
+        sweep_semaphores()
+
+    def _end_group(self) -> None:
+        """End what a killed guard has left: processes that have called `end_with_guard` end by themselves, and then the
+        resource tracker of Python removes their shared memory."""
+        deadline = time.monotonic() + GUARD_EVERY_S + TRACKER_GRACE_S
         with contextlib.suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(self._process.pid, 0)
+                time.sleep(POLL_S)
             os.killpg(self._process.pid, signal.SIGKILL)
-        for path in glob.glob(f"/dev/shm/sem.{_semaphore_prefix(self._process.pid)}-*"):  # of a guard that was killed
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
 
 
 def claim_semaphores() -> None:
@@ -95,28 +107,50 @@ def claim_semaphores() -> None:
     """
     guard = os.environ.get(GUARD_VARIABLE)
     if guard:
-        multiprocessing.current_process()._config["semprefix"] = f"/{_semaphore_prefix(int(guard))}"  # type: ignore[attr-defined]
+        multiprocessing.current_process()._config["semprefix"] = f"/{semaphore_prefix(int(guard))}"  # type: ignore[attr-defined]
 
 
-def _semaphore_prefix(guard: int) -> str:
-    return f"mp-roll-flash-{guard}"
+def end_with_guard() -> None:
+    """Let this process be killed when its guard, if it has one, is: only the command itself dies with it otherwise, and
+    if we were killed too, nobody would end the processes below the command."""
+    guard = os.environ.get(GUARD_VARIABLE)
+    if guard:
+        threading.Thread(target=_die_after, args=(guard,), name="end with the guard", daemon=True).start()
+
+
+def _die_after(guard: str) -> None:
+    while (stat := _stat(guard)) and stat[0] not in "ZX":
+        time.sleep(GUARD_EVERY_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def semaphore_prefix(guard: int) -> str:
+    """Return the beginning of the names of a guard's semaphores. Process namespaces may share /dev/shm."""
+    return f"mp-roll-flash-{guard}-{_process_namespace()}"
 
 
 def guard_of_semaphore(name: str) -> int | None:
-    """Return the process id of the guard that a file in /dev/shm is named after; None for all other files."""
-    match = re.match(r"sem\.mp-roll-flash-(\d+)-", name)
-    return int(match[1]) if match else None
+    """Return the process id of the guard that a file in /dev/shm is named after, 0 if that is in another process
+    namespace and cannot be seen from here; None for all other files."""
+    match = re.match(r"sem\.mp-roll-flash-(\d+)-(\d+)-", name)
+    if match is None:
+        return None
+    return int(match[1]) if int(match[2]) == _process_namespace() else 0
 
 
 def sweep_semaphores() -> None:
-    """Remove old semaphores whose guard no longer lives: it was killed, and the process that made them with it. Young
-    ones may belong to a server that starts in another PID namespace, whose guard cannot be seen from here."""
+    """Remove semaphores whose guard no longer lives: it was killed, and the process that made them with it. Those of
+    another process namespace are removed only if they are old."""
     for path in glob.glob("/dev/shm/sem.mp-roll-flash-*"):
         guard = guard_of_semaphore(os.path.basename(path))
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # removed meanwhile, or another user's
             is_old = time.time() - os.stat(path).st_mtime > OLD_SEMAPHORE_S
-            if guard is not None and is_old and not os.path.exists(f"/proc/{guard}"):
+            if (guard == 0 and is_old) or (guard and not os.path.exists(f"/proc/{guard}")):
                 os.unlink(path)
+
+
+def _process_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -175,7 +209,7 @@ class _SharedMemory:
 
     def remove(self) -> None:
         """Remove the files that no other process uses."""
-        semaphores = glob.glob(f"/dev/shm/sem.{_semaphore_prefix(os.getpid())}-*")
+        semaphores = glob.glob(f"/dev/shm/sem.{semaphore_prefix(os.getpid())}-*")
         left = {path for path in (*self._paths, *semaphores) if os.path.exists(path)}
         if not left:
             return

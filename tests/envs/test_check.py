@@ -23,6 +23,7 @@ from roll_flash.envs.check import leftovers as left_behind
 from roll_flash.envs.check.checks import EnvReport, check_environment
 from roll_flash.envs.registration import SHIPPED, register_env
 from roll_flash.errors import ConfigError
+from roll_flash.processes.supervise import semaphore_prefix
 
 
 @pytest.fixture(autouse=True)
@@ -322,6 +323,6 @@ def test_what_cannot_be_made_is_an_error_of_usage() -> None:
 def test_semaphores_of_another_run_on_this_machine_are_not_blamed_on_the_environment(tmp_path: Path) -> None:
     before = left_behind.Snapshot.take(tmp_path)
     for guard in (1, os.getpid()):
-        (left_behind.SHARED_MEMORY / f"sem.mp-roll-flash-{guard}-abc").write_bytes(b"x")
+        (left_behind.SHARED_MEMORY / f"sem.{semaphore_prefix(guard)}-abc").write_bytes(b"x")
     (found,) = left_behind.Snapshot.take(tmp_path).since(before)
-    assert found.endswith(f"sem.mp-roll-flash-{os.getpid()}-abc")
+    assert found.endswith(f"sem.{semaphore_prefix(os.getpid())}-abc")

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.process import ServerProcess
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.ports import MIN_PORT
-from roll_flash.processes.supervise import GuardedProcess, sweep_semaphores
+from roll_flash.processes.supervise import GuardedProcess, semaphore_prefix, sweep_semaphores
 
 TREE = """
 import os, signal, subprocess, sys, time
@@ -121,36 +122,69 @@ def test_a_command_dies_with_its_guard(tmp_path: Path) -> None:
     process.stop()
 
 
-def test_the_semaphores_of_a_killed_guard_are_removed_with_its_command(tmp_path: Path) -> None:
-    makes_one = (
-        "import time, multiprocessing as m; from roll_flash.processes.supervise import claim_semaphores; "
-        "claim_semaphores(); lock = m.get_context('spawn').Lock(); print('up', flush=True); time.sleep(600)"
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["guard", "guard and command"])
+def test_what_a_killed_guard_left_in_shared_memory_is_removed(kill: Callable[[int, int], None], tmp_path: Path) -> None:
+    makes_both = (
+        "import time, multiprocessing as m; from multiprocessing.shared_memory import SharedMemory; "
+        "from roll_flash.processes.supervise import claim_semaphores; claim_semaphores(); "
+        "lock = m.get_context('spawn').Lock(); memory = SharedMemory(create=True, size=4096); "
+        "print(memory.name, flush=True); time.sleep(600)"
     )
-    process = GuardedProcess([sys.executable, "-c", makes_one], env=os.environ, log=tmp_path / "log")
+    log = tmp_path / "log"
+    process = GuardedProcess([sys.executable, "-c", makes_both], env=os.environ, log=log)
+    assert wait_until(log.read_text, 20)
+    pattern, memory = f"sem.{semaphore_prefix(process.pid)}-*", Path("/dev/shm") / log.read_text().strip()
+    try:
+        assert list(Path("/dev/shm").glob(pattern))
+        kill(process.pid, signal.SIGKILL)
+        process.stop()
+        assert not list(Path("/dev/shm").glob(pattern))
+        assert kill is os.killpg or not memory.exists()  # Python's tracker, which removes it, is in the group
+    finally:
+        memory.unlink(missing_ok=True)
+
+
+def test_processes_below_a_command_end_when_its_guard_and_its_owner_are_killed(tmp_path: Path) -> None:
+    below = (
+        "import time; from roll_flash.processes.supervise import claim_semaphores, end_with_guard; "
+        "import multiprocessing as m; claim_semaphores(); end_with_guard(); "
+        "lock = m.get_context('spawn').Lock(); print('up', flush=True); time.sleep(600)"
+    )
+    command = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {below!r}])"
+    marker = f"TEST_{uuid.uuid4().hex}"
+    owner = subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path), command],
+        stdout=subprocess.PIPE,
+        env={**os.environ, marker: "1", "SPT_NOENV": "1"},
+    )
+    assert owner.stdout is not None
+    guard = int(owner.stdout.readline())
     assert wait_until(lambda: "up" in (tmp_path / "log").read_text(), 20)
-    pattern = f"sem.mp-roll-flash-{process.pid}-*"
-    assert list(Path("/dev/shm").glob(pattern))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.stop()
-    assert not list(Path("/dev/shm").glob(pattern))
+    for pid in (guard, owner.pid):
+        os.kill(pid, signal.SIGKILL)
+    owner.wait()
+    assert wait_until(lambda: not marked(marker), 15)
+    sweep_semaphores()
+    assert not list(Path("/dev/shm").glob(f"sem.{semaphore_prefix(guard)}-*"))
 
 
-def test_old_semaphores_of_guards_that_are_gone_are_swept(tmp_path: Path) -> None:
+def test_semaphores_of_guards_that_are_gone_are_swept_and_others_kept() -> None:
+    """Guards of another process namespace cannot be seen: what is named after them is removed when it is old."""
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
-    old, young, living = (
-        Path(f"/dev/shm/sem.mp-roll-flash-{pid}-{name}")
-        for pid, name in ((gone.pid, "old"), (gone.pid, "young"), (os.getpid(), "old"))
+    ours, elsewhere = f"sem.{semaphore_prefix(gone.pid)}", f"sem.mp-roll-flash-{os.getpid()}-1"
+    left, living, old, young = (
+        Path("/dev/shm") / name
+        for name in (f"{ours}-left", f"sem.{semaphore_prefix(os.getpid())}-x", f"{elsewhere}-old", f"{elsewhere}-young")
     )
     try:
-        for path in (old, young, living):
+        for path in (left, living, old, young):
             path.touch()
-        for path in (old, living):
-            os.utime(path, (0, 0))
+        os.utime(old, (0, 0))
         sweep_semaphores()
-        assert [path.exists() for path in (old, young, living)] == [False, True, True]
+        assert [path.exists() for path in (left, living, old, young)] == [False, True, False, True]
     finally:
-        for path in (old, young, living):
+        for path in (left, living, old, young):
             path.unlink(missing_ok=True)
 
 

@@ -32,11 +32,11 @@ def why_no_second_engine() -> str | None:
 
 
 class SecondEngine:
-    def __init__(self) -> None:
+    def __init__(self, disk_mb: int = DISK_MB) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="roll-flash-engine-"))
         self._log = (self._folder / "log").open("ab")
         (self._folder / "data").mkdir()
-        mount = f"mount -t tmpfs -o size={DISK_MB}m tmpfs {self._folder}/data && echo mounted && exec sleep infinity"
+        mount = f"mount -t tmpfs -o size={disk_mb}m tmpfs {self._folder}/data && echo mounted && exec sleep infinity"
         self._namespaces = subprocess.Popen(
             ["unshare", "--net", "--mount", "sh", "-c", mount], stdout=subprocess.PIPE, stderr=self._log
         )
@@ -83,6 +83,11 @@ class SecondEngine:
 
     def stop(self) -> None:
         self._end_daemon(signal.SIGTERM)
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Send a signal to the daemon."""
+        assert self._daemon is not None
+        self._daemon.send_signal(number)  # nsenter has become it
 
     def _end_daemon(self, how: signal.Signals) -> None:
         if self._daemon is not None:

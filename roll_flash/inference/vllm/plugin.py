@@ -1,9 +1,9 @@
 """Plug-in for vLLM's processes: registers a weight-transfer engine that reads a safetensors file in shared memory.
 
 vLLM calls `register` in each of its processes (entry point group `vllm.general_plugins`). It registers the engine,
-names semaphores so that our guard can clean them up, and installs patches: weight versions in every streamed piece,
-experts packed and copied weights refreshed at every load, numbers of MIG slices, rotary positions of latent attention
-on CPU. The engine itself is `roll_flash.weight_sync.shared_memory`.
+names semaphores so that our guard can clean them up, ends the process when the guard is killed, and installs patches:
+weight versions in every streamed piece, experts packed and copied weights refreshed at every load, numbers of MIG
+slices, rotary positions of latent attention on CPU. The engine itself is `roll_flash.weight_sync.shared_memory`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from roll_flash.inference.vllm.patches import (
     patch_rotary_positions,
     patch_streamed_versions,
 )
-from roll_flash.processes.supervise import claim_semaphores
+from roll_flash.processes.supervise import claim_semaphores, end_with_guard
 from roll_flash.watchdog.stacks import register_stacks
 
 BACKEND = "shm"
@@ -26,6 +26,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     claim_semaphores()
+    end_with_guard()
     register_stacks()
     patch_streamed_versions()
     patch_expert_reload()
