@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_play
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from recorded_run import RecordedRun
+from written_run import RecordedRun
 
 PATIENCE_MS = 60_000.0
 """Other work on this machine may make a page slow."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from recorded_run import RecordedRun
+from written_run import RecordedRun
 
 from roll_flash.cli.main import main
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_run import RecordedRun, trajectory
+from written_run import RecordedRun, trajectory
 
 from roll_flash.dashboard import episode_index
 from roll_flash.dashboard.episode_index import EpisodeIndex, head_of

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Browser, Page, expect
-from recorded_run import RecordedRun, trajectory
 from served import Dashboard, serving
+from written_run import RecordedRun, trajectory
 
 from roll_flash.diagnosis import diagnose
 from roll_flash.monitor.json_lines import JsonLinesFile

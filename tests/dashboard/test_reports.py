@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from recorded_run import BEGIN_S, RecordedRun, trajectory
 from served import serving
+from written_run import BEGIN_S, RecordedRun, trajectory
 
 from roll_flash.dashboard.folders import Sources
 from roll_flash.dashboard.transcript import MAX_CHARACTERS

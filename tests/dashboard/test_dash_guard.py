@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from recorded_run import RecordedRun
 from served import Dashboard, serving
+from written_run import RecordedRun
 
 from roll_flash.dashboard.server import bind
 from roll_flash.errors import ConfigError
