@@ -414,9 +414,7 @@ def test_a_model_that_cannot_be_trained_is_refused_before_servers_and_workers_st
     code, output = run(*arguments, "envs.0.id=tests.counting:Counting-v0")
     assert code == 2, output
     last = output.strip().splitlines()[-1]
-    assert (
-        last
-        == f"roll-flash: {model}: CTRLLMHeadModel is not a decoder-only language model with an output head (see docs/models.md)"
-    )
+    refused = "CTRLLMHeadModel is not a decoder-only language model with an output head (see docs/models.md)"
+    assert last == f"roll-flash: {model}: {refused}"
     assert "whether model is computed exactly" in output, "what is waited for is said"
     assert list((tmp_path / "refused" / "logs").iterdir()) == [], "no server was started"
