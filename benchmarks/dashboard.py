@@ -220,12 +220,13 @@ def measure(folder: Path, episodes: int) -> dict[str, Any]:
         cpu_s = _cpu_s(process) - began_cpu_s
         figures: dict[str, Any] = {"episodes_per_s": episodes / index_s, "episodes_per_cpu_s": episodes / cpu_s}
         for name, path, query in _requests(episodes):
-            took = []
+            took, cpu_s = [], _cpu_s(process)
             for _ in range(REPEATS):
                 began = time.monotonic()
                 client.get(base + path, params={"run": "large", **query}).raise_for_status()
                 took.append(1000 * (time.monotonic() - began))
             figures[f"{name}_ms"] = _figure(took)
+            figures[f"{name}_cpu_ms"] = 1000 * (_cpu_s(process) - cpu_s) / REPEATS
             peak = max(peak, process.memory_info().rss)
         figures |= _search(client, base, episodes)
         figures["memory_mb"] = max(peak, process.memory_info().rss) / 2**20
