@@ -83,8 +83,9 @@ class _Log:
     def __init__(self, folder: Path) -> None:
         self._files = sorted(folder.glob("step_*.jsonl"))
         self._left = MAX_READ
-        self._damaged = 0
-        self._long = 0
+        self._damaged: set[tuple[Path, int]] = set()
+        self._long: set[tuple[Path, int]] = set()
+        """File and number of the line: a short run is read from both ends."""
 
     def read(self) -> tuple[list[Episode], list[Episode]]:
         """Return the first FIRST_EPISODES and the last RECENT_EPISODES; in a short run some are both."""
@@ -99,31 +100,33 @@ class _Log:
     def notes(self) -> tuple[str, ...]:
         lines = []
         if self._damaged:
-            lines.append(f"{self._damaged} damaged lines of episodes/ were left out (or of another version)")
+            lines.append(f"{len(self._damaged)} damaged lines of episodes/ were left out (or of another version)")
         if self._long:
-            lines.append(f"{self._long} episodes of more than {MAX_LINE >> 20} MiB were left out")
+            lines.append(f"{len(self._long)} episodes of more than {MAX_LINE >> 20} MiB were left out")
         if self._left <= 0:
             lines.append(f"only {MAX_READ >> 30} GiB of episodes/ were read")
         return tuple(lines)
 
     def _episodes(self, path: Path) -> Iterator[Episode]:
-        for line in self._lines(path):
+        for number, line in self._lines(path):
             try:
                 record = _DECODER.decode(line)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                self._damaged += 1
+                self._damaged.add((path, number))
                 continue
             yield of_line(record)
 
-    def _lines(self, path: Path) -> Iterator[bytes]:
-        """Yield whole lines; the last one may be half written."""
+    def _lines(self, path: Path) -> Iterator[tuple[int, bytes]]:
+        """Yield whole lines with their numbers; the last one may be half written."""
+        number = 0
         with path.open("rb") as file:
             while self._left > 0 and (line := file.readline(MAX_LINE)):
                 self._left -= len(line)
+                number += 1
                 if line.endswith(b"\n"):
-                    yield line
+                    yield number, line
                 elif len(line) == MAX_LINE:
-                    self._long += 1
+                    self._long.add((path, number))
                     _skip_line(iter(lambda: file.readline(MAX_LINE), b""))
 
 
