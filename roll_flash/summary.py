@@ -110,7 +110,7 @@ def closing_text(summary: Mapping[str, Any]) -> str:
         ("plot", summary["plot"] or "none"),
         ("model", summary["model_folder"] or "none exported"),
         *(("note", note) for note in summary["notes"]),
-        *((each["severity"], f"{each['name']}: {each['summary']}") for each in summary["findings"]),
+        *((each["severity"], f"{each['name']}: {each['summary']}") for each in summary.get("findings", ())),
     ]
     width = max(len(name) for name, _ in rows)
     body = "\n".join(f"  {name:<{width}}  {text}" for name, text in rows)

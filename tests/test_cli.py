@@ -240,7 +240,7 @@ def test_a_word_cannot_control_the_terminal(capsys: pytest.CaptureFixture[str]) 
     ("typed", "offered"),
     [
         ("roll-flash tr", ["train"]),
-        ("roll-flash envs ", ["list", "check", "new"]),
+        ("roll-flash envs ", ["list", "check", "demonstrate"]),
         ("roll-flash eval --en", ["--env", "--endpoint"]),
     ],
 )

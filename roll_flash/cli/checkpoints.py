@@ -72,7 +72,7 @@ def rm(run: RunOrUrl, steps: Annotated[list[int], argument("STEP...", "Steps of 
     return 0
 
 
-@app.command()
+@app.command(epilog=example("checkpoints get s3://bucket/copies/mine"))
 def get(
     url: Annotated[str, argument("URL", "Of the copies of a run: `checkpoint.copy_to` with the run's name.")],
     step: Annotated[int | None, argument("STEP", "Of which checkpoint; the newest by default.")] = None,
