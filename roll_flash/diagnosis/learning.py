@@ -114,7 +114,7 @@ def length_change(view: RunView) -> Finding | None:
     ends = _ends(view)
     if ends is None:
         return None
-    lengths = [steps.mean("policy_tokens") / steps.mean("episodes") for steps in ends]
+    lengths = [steps.mean("policy_tokens") / max(1.0, steps.mean("episodes")) for steps in ends]
     if not (min(lengths) > 0 and max(lengths) >= MIN_LENGTH) or _rose(*ends, REWARD):
         return None
     factor = lengths[1] / lengths[0]
