@@ -131,7 +131,7 @@ async def cut_short(where: str, on_step: OnStep | None = None) -> tuple[Kept, Ro
             checkpoints=kept,
             usage_metrics=usage,
         )
-        said = SimpleNamespace(note=lambda text: None, status=lambda text: None, step=lambda step, metrics: None)
+        said = SimpleNamespace(note=lambda text: None, status=lambda text: None, step=lambda *_: None)
         trainer = Trainer(system, said, on_step)  # type: ignore[arg-type]
 
         async def steps() -> None:
