@@ -46,8 +46,11 @@ def test_its_commands_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     """With the tiny model, as far as training goes without servers."""
     lines = [line.split() for each in re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL) for line in each.splitlines()]
     commands = [words[1:] for words in lines if words[0] == "roll-flash"]
-    assert [words[0] for words in commands] == ["train", "train", "envs", "train"]
+    assert [words[0] for words in commands] == ["train", "train", "envs", "train", "envs"]
     assert [words for words in lines if words[0] != "roll-flash"] == [["python", "make_sums.py"]], "the fixture ran it"
+    demonstrate = commands.pop()
+    assert main(demonstrate) == 0
+    assert "lake.jsonl: 200 demonstrations" in capsys.readouterr().out
     for words in commands:
         parse(words)
         limited = [*words, "model.path=tiny"]
