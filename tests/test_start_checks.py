@@ -307,7 +307,7 @@ class TestMoreGpusThanThereAre:
 
     def test_is_one_line_of_a_dry_run(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([*commands(tmp_path, *self.WORDS)[0], "--dry-run"]) in (1, 2)
-        assert capsys.readouterr().err.strip() == f"roll-flash: {self.SAYS}"
+        assert capsys.readouterr().err.strip() == f"roll-flash: {self.SAYS} (see docs/scaling.md)"
 
     def test_ends_a_start_before_anything_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
         resources = {"CPU": 16.0, "GPU": 2.0}

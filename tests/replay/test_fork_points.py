@@ -17,7 +17,7 @@ from roll_flash.scheduling.open_tasks import first_tasks, open_tasks
 from roll_flash.scheduling.tasks import TaskSource
 from roll_flash.types import EpisodeFailure, Task, Trajectory
 
-ECHO = "replay_envs:Echo-v0"
+ECHO = "tests.replay.replay_envs:Echo-v0"
 MIXED = {"g00000001-r0": ["one", "two", "three"], "g00000001-r1": ["1", "2", "3"]}
 EVEN = {"g00000002-r0": ["a", "b", "c"], "g00000002-r1": ["d", "e", "f"]}
 
@@ -110,7 +110,7 @@ def test_it_is_mixed_with_the_environment_itself(tmp_path: Path) -> None:
 
 
 def test_an_environment_whose_turns_cannot_be_repeated_is_refused_at_the_start(tmp_path: Path) -> None:
-    chance = "replay_envs:ChanceEcho-v0"
+    chance = "tests.replay.replay_envs:ChanceEcho-v0"
     config = config_of(run_of(tmp_path, MIXED, chance), id=chance)
     with pytest.raises(ConfigError, match="ChanceEcho-v0: it is registered as nondeterministic"):
         check_environments(first_tasks(config), RolloutConfig())
@@ -119,7 +119,7 @@ def test_an_environment_whose_turns_cannot_be_repeated_is_refused_at_the_start(t
 def test_wrong_arguments_and_runs_without_states_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="task_source: nowhere: no run of this name"):
         open_tasks(config_of(Path("nowhere")))
-    with pytest.raises(ConfigError, match=r"no fork points: no group of replay_envs:Echo-v0 with different rewards"):
+    with pytest.raises(ConfigError, match=r"no fork points: no group of .*:Echo-v0 with different rewards"):
         open_tasks(config_of(run_of(tmp_path, EVEN)))
     source = {"entry_point": "fork_points", "kwargs": {"rnu": "x"}}
     with pytest.raises(ConfigError, match="unexpected keyword argument 'rnu'"):

@@ -24,7 +24,7 @@ from roll_flash.monitor.episodes import read_episodes
 from roll_flash.types import EpisodeFailure, Task, Trajectory
 
 ROOT = Path(__file__).parents[2]
-ECHO = "replay_envs:Echo-v0"
+ECHO = "tests.replay.replay_envs:Echo-v0"
 REPAIR = "PythonRepair-v0"
 MATH = "ShellMath-v0"
 WAIT_S = 400.0
