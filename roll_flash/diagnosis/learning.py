@@ -154,7 +154,7 @@ def policy_moves_too_fast(view: RunView) -> Finding | None:
 
 
 def gradient_spikes(view: RunView) -> Finding | None:
-    """Several recent gradients are ten times as large as the usual one, or were not finite and skipped."""
+    """Several recent gradients are ten times as large as the usual one."""
     steps = view.recent.last(SPIKE_STEPS)
     norms = steps["grad_norm"]
     known = norms[np.isfinite(norms) & (norms > 0)]

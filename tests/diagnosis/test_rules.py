@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from roll_flash.diagnosis import find
-from roll_flash.diagnosis.learning import MIN_STEPS
+from roll_flash.diagnosis.learning import MIN_STEPS, SPIKES
 from roll_flash.diagnosis.run_view import Episode, RunView, Settings, Steps, Texts
 from roll_flash.diagnosis.throughput import FORECAST_STEPS
 
@@ -70,6 +70,14 @@ def names(view: RunView) -> list[str]:
 def test_a_figure_that_goes_wrong_has_its_name(ends: dict[str, tuple[float, float]], name: str) -> None:
     assert names(run()) == []
     assert names(run(**ends)) == [name]
+
+
+@pytest.mark.parametrize(("spikes", "expected"), [(SPIKES, ["gradient-spikes"]), (SPIKES - 1, [])])
+def test_gradients_that_spike_again_and_again_are_named_and_a_rare_one_is_not(spikes: int, expected: list[str]) -> None:
+    view = run()
+    for row in view.recent.rows[-2 * spikes :: 2]:
+        row["grad_norm"] = 20 * SOUND["grad_norm"]
+    assert names(view) == expected
 
 
 def test_entropy_collapses_only_where_there_is_no_signal_and_no_success() -> None:
