@@ -27,7 +27,7 @@ from roll_flash.config.tree import Config, RayConfig, load_config
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter
-from roll_flash.processes.local_ray import local_ray
+from roll_flash.processes.ray.local_ray import local_ray
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.scheduling.tasks import SeedTasks

@@ -32,7 +32,7 @@ from roll_flash.cluster.plan import make_plan  # noqa: E402
 from roll_flash.cluster.reservation import Reservation  # noqa: E402
 from roll_flash.config.tree import RayConfig, load_config  # noqa: E402
 from roll_flash.engines.inference import StagedWeights  # noqa: E402
-from roll_flash.processes.local_ray import local_ray  # noqa: E402
+from roll_flash.processes.ray.local_ray import local_ray  # noqa: E402
 from roll_flash.rollout.fleet import POLL_S  # noqa: E402
 from roll_flash.weight_sync.mirrors import Mirrors  # noqa: E402
 from tests.cluster.machines import machines, why_not  # noqa: E402

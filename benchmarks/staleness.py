@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roll_flash.config.learner import LossConfig
+from roll_flash.config.sections.learner import LossConfig
 from roll_flash.learner.losses.advantages import grpo
 from roll_flash.learner.losses.policy import policy_loss
 from roll_flash.learner.model.policy_model import PolicyModel, load_policy_model

@@ -47,15 +47,15 @@ import ray
 from machine import machine
 from stream_plots import draw
 
-from roll_flash.config.learner import LearnerConfig
-from roll_flash.config.stages import StageConfig
+from roll_flash.config.sections.learner import LearnerConfig
+from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import RayConfig, load_config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import PlannedTrajectory, prepare_groups, row_parts, share_out
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.garbage import rare_collections
-from roll_flash.processes.local_ray import local_ray
+from roll_flash.processes.ray.local_ray import local_ray
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
 from roll_flash.scheduling.tasks import SeedTasks

@@ -33,14 +33,14 @@ import numpy as np
 import torch
 from machine import machine
 
-from roll_flash.config.learner import LearnerConfig, LoraConfig
+from roll_flash.config.sections.learner import LearnerConfig, LoraConfig
 from roll_flash.config.tree import InferenceConfig, RayConfig, WeightsConfig
 from roll_flash.inference.client.token_client import open_client
 from roll_flash.inference.open import open_engine
 from roll_flash.inference.servers.engine import ServerEngine
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
-from roll_flash.processes.local_ray import local_ray
+from roll_flash.processes.ray.local_ray import local_ray
 from roll_flash.types import Group, SamplingParams, Task, Trajectory
 from roll_flash.weight_sync.parity import FLOAT32_THRESHOLD, load_probe
 from roll_flash.weight_sync.publication import Publisher

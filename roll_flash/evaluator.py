@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from roll_flash.chat.openai_client import OpenAIChatClient, api_key_from
-from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.files import read_yaml
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluation.evaluation import (

@@ -20,7 +20,7 @@ from roll_flash.models.folder import check_chat_template, check_model_folder
 from roll_flash.models.prepare import resolve_model
 from roll_flash.models.shape import has_experts
 from roll_flash.planner.machines.fit import Fit, fit_here
-from roll_flash.run.checkpoint_store import store_of
+from roll_flash.run.checkpoints.store import store_of
 from roll_flash.sandboxes import SandboxSpec, SandboxUnavailable
 from roll_flash.scheduling.open_tasks import first_tasks_of_levels
 from roll_flash.stages.reward_stage import check_stages

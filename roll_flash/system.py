@@ -16,7 +16,6 @@ from roll_flash.cluster.plan import Plan, make_plan
 from roll_flash.cluster.plan_checks import check_weight_transfer, sandbox_load
 from roll_flash.cluster.preparation import NodePreparation
 from roll_flash.cluster.reservation import Reservation
-from roll_flash.cluster.stacks_elsewhere import stacks_elsewhere
 from roll_flash.config.tree import Config
 from roll_flash.engines.inference import ClientSpec, InferenceEngine
 from roll_flash.engines.learner import LearnerEngine
@@ -36,21 +35,21 @@ from roll_flash.processes.background import (
     cancel_on_failure,
     gather_or_cancel,
 )
-from roll_flash.processes.local_ray import local_ray, own_gpus, unused_gpus
-from roll_flash.processes.ray_watch import ANSWER_TIMEOUT_S, watching_ray
+from roll_flash.processes.ray.local_ray import local_ray, own_gpus, unused_gpus
+from roll_flash.processes.ray.watch import ANSWER_TIMEOUT_S, watching_ray
 from roll_flash.processes.supervise import sweep_semaphores
 from roll_flash.resume import Resumed, read_state, resume
 from roll_flash.rollout.elastic import ElasticParts
-from roll_flash.rollout.episode import Deadlines
 from roll_flash.rollout.episode_log import EpisodeFiles
+from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.live_figures import LiveFigures
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnFile, read_turns
 from roll_flash.rollout.worker import ChatEndpoint, WorkerSettings
-from roll_flash.run.checkpoint_store import CheckpointCopies, store_of
-from roll_flash.run.checkpoint_writer import CheckpointWriter
-from roll_flash.run.disk_use import check_disk, checkpoint_bytes
+from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
+from roll_flash.run.checkpoints.store import CheckpointCopies, store_of
+from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.journal import Journal
 from roll_flash.run.run_dir import Checkpoint, RunDir, link_folder
 from roll_flash.run.trained_tasks import TrainedTasks
@@ -62,6 +61,7 @@ from roll_flash.start_checks import Checked
 from roll_flash.stream import TrajectoryStream
 from roll_flash.terminal import say
 from roll_flash.watchdog.activity import Activities, doing
+from roll_flash.watchdog.stacks_elsewhere import stacks_elsewhere
 from roll_flash.watchdog.watchdog import Watchdog
 from roll_flash.weight_sync.parity import load_probe, parity_threshold
 from roll_flash.weight_sync.publication import Publisher

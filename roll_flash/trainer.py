@@ -31,7 +31,7 @@ from roll_flash.processes.deadlines import LearnedDeadline
 from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.interrupt import Interrupts, run_to_end
 from roll_flash.processes.terminal_logs import make_logs_printable
-from roll_flash.run.checkpoint_writer import CheckpointSchedule
+from roll_flash.run.checkpoints.writer import CheckpointSchedule
 from roll_flash.run.run_dir import RunDir, check_run_folder
 from roll_flash.scheduling.policy import has_signal
 from roll_flash.start_checks import check_parts, check_sandboxes

@@ -66,7 +66,7 @@ class Task:
     score."""
     prefix: str = ""
     """Recorded turns with which each of its episodes begins, as context that is not trained (`Prefix.encode` in
-    `roll_flash.rollout.prefix`); empty: none."""
+    `roll_flash.rollout.episodes.prefix`); empty: none."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data for JSON; `Task(**tree)` restores it."""

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from roll_flash.cli.main import main
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError
-from roll_flash.run.checkpoint_store import CheckpointCopies, CheckpointStore, store_of
+from roll_flash.run.checkpoints.store import CheckpointCopies, CheckpointStore, store_of
 from roll_flash.run.run_dir import Checkpoint, RunDir, list_checkpoints
 
 WEIGHTS = bytes(range(256)) * 5000
@@ -178,7 +178,7 @@ def test_checkpoints_are_copied_beside_the_run_and_removed_by_the_same_policy(co
 def test_a_copy_that_fails_is_said_counted_and_made_later_also_when_the_run_has_removed_the_checkpoint(
     run: RunDir, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("roll_flash.run.checkpoint_store.FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr("roll_flash.run.checkpoints.store.FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(FaultyFileSystem, "fault", "refuses")
     faulty = CheckpointStore(f"faulty://{uuid.uuid4().hex}/mine")
     said: list[str] = []

@@ -13,9 +13,10 @@ from fake_nvml import GIB, FakeGpu, FakeNvml, NVMLError, in_slices, install
 from roll_flash import doctor
 from roll_flash.config.tree import RayConfig
 from roll_flash.processes import gpus as gpus_module
-from roll_flash.processes import local_ray, nvml
+from roll_flash.processes import nvml
 from roll_flash.processes.gpus import CPU_BUILDS, environment_of, visible_gpus
 from roll_flash.processes.nvml import Driver, read_driver
+from roll_flash.processes.ray import local_ray
 
 
 @pytest.fixture(autouse=True)

@@ -23,7 +23,7 @@ from roll_flash.monitor.episodes import EpisodesWriter, read_episodes
 from roll_flash.monitor.progress import Progress
 from roll_flash.resume import resume
 from roll_flash.run import scale_request
-from roll_flash.run.disk_use import check_disk, checkpoint_bytes
+from roll_flash.run.checkpoints.disk_use import check_disk, checkpoint_bytes
 from roll_flash.run.run_dir import (
     Checkpoint,
     RunDir,

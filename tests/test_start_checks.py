@@ -31,7 +31,7 @@ from roll_flash.inference.vllm import server as vllm_server
 from roll_flash.models.prepare import resolve_model
 from roll_flash.planner.machines import cpu_check, fit
 from roll_flash.planner.machines.memory import GIB
-from roll_flash.processes import local_ray
+from roll_flash.processes.ray import local_ray
 from roll_flash.run.run_dir import RunDir
 from roll_flash.sandboxes import SandboxError, SandboxImageMissing
 from roll_flash.start_checks import check_parts, check_sandboxes

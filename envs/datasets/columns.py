@@ -10,10 +10,10 @@ from itertools import pairwise
 from typing import Any
 
 from roll_flash.chat.templates import Tools
-from roll_flash.config.data import RewardConfig
+from roll_flash.config.sections.data import RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
 from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, is_empty, reads_answer
-from roll_flash.envs.datasets.waiting import call_in_time
+from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.errors import ConfigError
 from roll_flash.types import Message
 

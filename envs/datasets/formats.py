@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config.data import DataConfig
+from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.user_code import load_object
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.datasets.rows import MAX_ROW_BYTES, SAVE_AS, Rows

@@ -9,7 +9,7 @@ import numpy as np
 
 from roll_flash.chat.templates import chat_template_of
 from roll_flash.chat.tokenizer import load_checked_tokenizer
-from roll_flash.config.data import DataConfig
+from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.tree import ModelConfig
 from roll_flash.models.prepare import resolve_model
 from roll_flash.terminal import say

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from roll_flash.chat.model_text import decimal_number
-from roll_flash.config.data import RewardConfig
+from roll_flash.config.sections.data import RewardConfig
 from roll_flash.config.user_code import load_function
 from roll_flash.envs.adapters.optional_package import import_optional
 from roll_flash.envs.rewards.scoring_process import ScoringEndedError, score_in_subprocess

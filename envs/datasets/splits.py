@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from roll_flash.config.data import DataConfig
+from roll_flash.config.sections.data import DataConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig, ModelConfig
 from roll_flash.envs.datasets.columns import AnswerCheck, environment_of, prompt_of, task_arguments
 from roll_flash.envs.datasets.formats import is_python, open_rows

@@ -15,7 +15,7 @@ from uuid import UUID
 import msgspec
 import numpy as np
 
-from roll_flash.envs.datasets.waiting import call_in_time
+from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.errors import ConfigError
 
 MAX_DEPTH = 64

@@ -9,7 +9,7 @@ from typing import Any
 
 from roll_flash.envs.datasets.env import DatasetEnv
 from roll_flash.envs.datasets.rewards import IN_SANDBOX
-from roll_flash.envs.datasets.waiting import call_in_time
+from roll_flash.envs.hosting.waiting import call_in_time
 from roll_flash.envs.rewards.functions import REWARD_TIMEOUT_S
 from roll_flash.errors import ConfigError, EnvError, first_line
 

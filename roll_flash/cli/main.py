@@ -20,26 +20,9 @@ import typer
 from typer.main import get_command
 
 from roll_flash import __version__
-from roll_flash.cli import (
-    checkpoints,
-    dash,
-    diagnose,
-    environments,
-    evaluate,
-    export,
-    gateway,
-    gpu_check,
-    init,
-    plan,
-    plot,
-    replay,
-    sandbox,
-    scale,
-    status,
-    train,
-    verify,
-)
+from roll_flash.cli import environments, evaluate, gateway, gpu_check, init, plan, sandbox, train
 from roll_flash.cli.options import Json, example, option, show
+from roll_flash.cli.run_folder import checkpoints, dash, diagnose, export, plot, replay, scale, status, verify
 from roll_flash.errors import RollFlashError
 from roll_flash.processes.terminal_logs import make_logs_printable
 from roll_flash.terminal import one_line, progress_bars_on_terminals_only, say

@@ -17,8 +17,6 @@ import yaml
 from pydantic import AfterValidator, Field, FiniteFloat, ValidationError, model_validator
 
 from roll_flash.config.addresses import MAX_PORT, ClusterAddress
-from roll_flash.config.data import Data, Rewards, distinct_names, require_known_columns
-from roll_flash.config.evaluation import EvalConfig
 from roll_flash.config.fields import (
     KeywordArguments,
     LocalPath,
@@ -30,11 +28,13 @@ from roll_flash.config.fields import (
     Section,
 )
 from roll_flash.config.files import apply_override, read_yaml
-from roll_flash.config.learner import LearnerConfig, WarmStartConfig
 from roll_flash.config.mistakes import explain_all
 from roll_flash.config.moved import moved_text
-from roll_flash.config.scheduler import SchedulerConfig
-from roll_flash.config.stages import Stages
+from roll_flash.config.sections.data import Data, Rewards, distinct_names, require_known_columns
+from roll_flash.config.sections.evaluation import EvalConfig
+from roll_flash.config.sections.learner import LearnerConfig, WarmStartConfig
+from roll_flash.config.sections.scheduler import SchedulerConfig
+from roll_flash.config.sections.stages import Stages
 from roll_flash.errors import ConfigError
 
 STALL_MARGIN_S = 60.0

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from pydantic import ValidationError
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.learner.losses.token_advantages import AdvantageConfig, turn_advantages
 from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.run.journal import FORMAT, journal_files

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.evaluation.budget import Budget
 from roll_flash.types import EpisodeFailure, EpisodeSpec, FailureCause, Trajectory
 

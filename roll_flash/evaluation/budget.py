@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 
 MILLION = 1e6
 TASK_TOKENS = 500

@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError
 from roll_flash.scheduling.open_tasks import open_source

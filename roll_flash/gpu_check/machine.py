@@ -23,8 +23,8 @@ from roll_flash.models.tiny import vocabulary, write_tokenizer
 from roll_flash.planner.machines.hardware import load_hardware
 from roll_flash.planner.machines.memory_check import check_gpu_memory
 from roll_flash.processes.gpus import visible_gpus
-from roll_flash.processes.local_ray import own_gpus, own_resources
 from roll_flash.processes.nvml import read_driver
+from roll_flash.processes.ray.local_ray import own_gpus, own_resources
 
 GIB = 2**30
 DOCTOR = ("python", "packages", "torch", "vllm", "ray", "gpu", "memory", "disk", "/dev/shm", *GPU_CHECKS)

@@ -16,8 +16,8 @@ from roll_flash.chat.model_text import THINK_CLOSE, THINK_OPEN
 from roll_flash.chat.rendered_conversation import open_conversation
 from roll_flash.chat.templates import Tools, chat_template_of
 from roll_flash.chat.tokenizer import load_tokenizer
-from roll_flash.config.data import DataConfig
-from roll_flash.config.learner import WarmStartConfig
+from roll_flash.config.sections.data import DataConfig
+from roll_flash.config.sections.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig
 from roll_flash.engines.inference import Generation
 from roll_flash.envs.datasets.columns import demonstration_of

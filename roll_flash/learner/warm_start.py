@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from roll_flash.config.learner import WarmStartConfig
+from roll_flash.config.sections.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import ConfigError

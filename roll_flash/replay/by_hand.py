@@ -8,7 +8,7 @@ import sys
 from roll_flash.envs.hosting.environments import AsyncEnvironment
 from roll_flash.processes.background import call_in_thread
 from roll_flash.replay.transcript import indented, show_answer
-from roll_flash.rollout.episode import environment_errors
+from roll_flash.rollout.episodes.episode import environment_errors
 from roll_flash.sandboxes import ExecResult, Sandbox, SandboxDied
 from roll_flash.terminal import say
 

@@ -21,7 +21,7 @@ import msgspec
 from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError, RunError
 from roll_flash.monitor.json_lines import is_intact
-from roll_flash.rollout.prefix import Prefix
+from roll_flash.rollout.episodes.prefix import Prefix
 from roll_flash.run.run_dir import find_run
 from roll_flash.scheduling.tasks import FIRST_HELD_OUT_SEED, SeedTasks, ShuffledTasks
 from roll_flash.types import Task

@@ -27,8 +27,8 @@ from roll_flash.processes.background import DaemonThreads
 from roll_flash.replay.by_hand import Lines, play_turns, use_shell
 from roll_flash.replay.recorded import REPLAYS, find_episode
 from roll_flash.replay.transcript import ending, show_action, show_answer, show_opening, show_turns
-from roll_flash.rollout.episode import EpisodeFailed, environment_errors
-from roll_flash.rollout.prefix import Prefix, PrefixError, excerpt
+from roll_flash.rollout.episodes.episode import EpisodeFailed, environment_errors
+from roll_flash.rollout.episodes.prefix import Prefix, PrefixError, excerpt
 from roll_flash.rollout.rollout import training_sampling
 from roll_flash.run.run_dir import find_run, require_owned_by_user
 from roll_flash.sandboxes import Sandbox, SandboxError

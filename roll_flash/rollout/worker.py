@@ -29,9 +29,9 @@ from roll_flash.monitor.json_lines import plain
 from roll_flash.processes.background import first_failure
 from roll_flash.processes.garbage import rare_collections
 from roll_flash.processes.terminal_logs import make_logs_printable
-from roll_flash.rollout.conversation import ChatPolicy, Policy, TokenPolicy
-from roll_flash.rollout.environment_threads import EnvironmentThreads
-from roll_flash.rollout.episode import Deadlines, Progress, run_episode, with_success
+from roll_flash.rollout.episodes.conversation import ChatPolicy, Policy, TokenPolicy
+from roll_flash.rollout.episodes.environment_threads import EnvironmentThreads
+from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode, with_success
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns, SentTurn
 from roll_flash.sandboxes import Sandbox, SandboxPool
 from roll_flash.sandboxes.pool.stats import PoolStats
@@ -41,7 +41,7 @@ from roll_flash.watchdog.loop_watch import LoopWatch
 from roll_flash.watchdog.stacks import register_stacks
 
 if TYPE_CHECKING:
-    from roll_flash.rollout.agent_episode import AgentEpisodes
+    from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
 
 logger = logging.getLogger(__name__)
 
@@ -277,7 +277,7 @@ class Worker:
         """Create the gateway at the first environment that plays itself: most runs need no HTTP server."""
         from roll_flash.gateway.endpoint_backend import EndpointBackend
         from roll_flash.gateway.token_backend import TokenBackend
-        from roll_flash.rollout.agent_episode import MODEL_NAME, AgentEpisodes
+        from roll_flash.rollout.episodes.agent_episode import MODEL_NAME, AgentEpisodes
 
         if self._chat_client is not None:
             return AgentEpisodes(EndpointBackend(self._chat_client))

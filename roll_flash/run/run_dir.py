@@ -24,7 +24,7 @@ from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.monitor.metrics import keep_steps_until
 from roll_flash.processes.gpus import is_cpu_installation
-from roll_flash.run.checksums import find_damage, has_checksums, write_checksums
+from roll_flash.run.checkpoints.checksums import find_damage, has_checksums, write_checksums
 from roll_flash.run.config_changes import check_same_run
 from roll_flash.run.files import free_name, sync, sync_tree
 from roll_flash.run.journal import set_aside

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from roll_flash.chat.judge import Judge
-from roll_flash.config.stages import StageConfig
+from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import Config
 from roll_flash.config.user_code import load_module
 from roll_flash.errors import ConfigError, ModelError, RollFlashError

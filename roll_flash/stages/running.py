@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from roll_flash.config.stages import StageConfig
+from roll_flash.config.sections.stages import StageConfig
 from roll_flash.errors import RunError
 from roll_flash.monitor.json_lines import JsonLinesFile
 from roll_flash.processes.background import call_in_thread, call_sync_or_async, error_of, start_background

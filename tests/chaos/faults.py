@@ -32,7 +32,7 @@ PARTS = {
     "guard and host of a server": (SERVER_GUARD, HOST),
     "raylet": ("raylet/raylet ",),
     "control store": ("gcs/gcs_server ",),
-    "guard of Ray": ("roll_flash.processes.ray_guard",),
+    "guard of Ray": ("roll_flash.processes.ray.guard",),
     "guard of sandboxes": ("roll_flash/sandboxes/docker/watchdog.py",),
 }
 """What the command lines of a part's processes contain."""

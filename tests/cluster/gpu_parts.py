@@ -26,8 +26,8 @@ from roll_flash.inference.servers.control import Launcher
 from roll_flash.inference.servers.remote import RemoteServer
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.models.prepare import resolve_model
-from roll_flash.processes import local_ray
 from roll_flash.processes.gpus import assigned_gpus, environment_of
+from roll_flash.processes.ray import local_ray
 from tests.cluster.test_plan import TREE
 
 GPUS = ("4", "MIG-1", "6", "7")

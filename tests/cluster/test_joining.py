@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from roll_flash.processes.joining import CHECK_LIMIT_S
+from roll_flash.processes.ray.joining import CHECK_LIMIT_S
 from tests.cluster.machines import Machine, machines, why_not
 
 pytestmark = [pytest.mark.ray]
@@ -20,7 +20,7 @@ import asyncio, sys, time
 import ray
 from roll_flash.config.tree import RayConfig
 from roll_flash.errors import RollFlashError
-from roll_flash.processes.local_ray import local_ray
+from roll_flash.processes.ray.local_ray import local_ray
 
 async def join():
     async with local_ray(RayConfig(address=sys.argv[1])):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import ray
 
-from roll_flash.cluster import stacks_elsewhere as module
-from roll_flash.cluster.stacks_elsewhere import _stacks_on, stacks_elsewhere
+from roll_flash.watchdog import stacks_elsewhere as module
 from roll_flash.watchdog.stacks import register_stacks
+from roll_flash.watchdog.stacks_elsewhere import _stacks_on, stacks_elsewhere
 
 
 @pytest.mark.ray

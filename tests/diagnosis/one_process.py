@@ -31,7 +31,7 @@ from roll_flash.processes.keys import bearer, new_key
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.turns import TurnBook
 from roll_flash.rollout.worker import Worker
-from roll_flash.run.checkpoint_writer import CheckpointWriter
+from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.run_dir import RunDir
 from roll_flash.run.trained_tasks import TrainedTasks
 from roll_flash.scheduling.open_tasks import open_tasks

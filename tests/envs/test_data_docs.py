@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from roll_flash.cli.main import main
-from roll_flash.config.data import RewardConfig
+from roll_flash.config.sections.data import RewardConfig
 from roll_flash.envs.datasets.rewards import IN_SANDBOX, READY
 from tests.command_line import parse
 

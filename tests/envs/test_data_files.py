@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_flash.config.data import DataConfig
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.data import DataConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
-from roll_flash.envs.datasets import columns, formats, trial, waiting
+from roll_flash.envs.datasets import columns, formats, trial
 from roll_flash.envs.datasets.formats import open_rows
 from roll_flash.envs.datasets.rows import Rows
 from roll_flash.envs.datasets.source import DatasetTasks
 from roll_flash.envs.datasets.spooled import as_json, spooled
+from roll_flash.envs.hosting import waiting
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.tasks import held_out_tasks
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
 from roll_flash.chat.templates import chat_template_of
-from roll_flash.config.data import DataConfig, RewardConfig
+from roll_flash.config.sections.data import DataConfig, RewardConfig
 from roll_flash.config.tree import EnvConfig, ModelConfig, load_config
 from roll_flash.envs.datasets import env as dataset_env
 from roll_flash.envs.datasets import formats, prompt_lengths

@@ -16,8 +16,8 @@ from roll_flash.envs.registration import make_env
 from roll_flash.errors import ConfigError, EnvError
 from roll_flash.gateway.endpoint_backend import EndpointBackend
 from roll_flash.processes.background import DaemonThreads
-from roll_flash.rollout.agent_episode import AgentEpisodes
-from roll_flash.rollout.episode import Deadlines, Progress
+from roll_flash.rollout.episodes.agent_episode import AgentEpisodes
+from roll_flash.rollout.episodes.episode import Deadlines, Progress
 from roll_flash.types import EpisodeSpec, Message, SamplingParams, Task, Trajectory
 
 pytestmark = pytest.mark.adapters

@@ -22,7 +22,7 @@ from roll_flash.envs.tools.prompt import TOOL_SCHEMAS
 from roll_flash.envs.tools.tool_chat import ToolChat, declared_tools
 from roll_flash.errors import ConfigError
 from roll_flash.models.prepare import resolve_model
-from roll_flash.rollout.conversation import ChatPolicy, TokenPolicy
+from roll_flash.rollout.episodes.conversation import ChatPolicy, TokenPolicy
 from roll_flash.types import Message, SamplingParams
 
 PLAIN = (

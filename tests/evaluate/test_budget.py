@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from scripted_runner import ScriptedRunner, trajectory_of
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
 from roll_flash.evaluation.attempts import RETRIED_CAUSES, Attempts
 from roll_flash.evaluation.budget import Budget

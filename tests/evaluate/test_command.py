@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import Config, EnvConfig, load_config
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluation.journal import transcript_name

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 from test_openai_client import COMPLETION, Script, serving
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.evaluator import check_endpoint
 

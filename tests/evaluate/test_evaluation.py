@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scripted_runner import Script, ScriptedRunner
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.evaluation import evaluate, evaluate_environments, is_complete

@@ -18,8 +18,8 @@ from roll_flash.chat.openai_client import MAX_ANSWER_BYTES, ChatReply, OpenAICha
 from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.errors import ConfigError, InferenceError
 from roll_flash.monitor.episodes import episode_record
-from roll_flash.rollout.conversation import ChatPolicy, ContextFullError
-from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.episodes.conversation import ChatPolicy, ContextFullError
+from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]

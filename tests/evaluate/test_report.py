@@ -14,7 +14,7 @@ import pytest
 from scripted_runner import ScriptedRunner, trajectory_of
 
 from roll_flash.cli.main import main
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
 from roll_flash.errors import ConfigError
 from roll_flash.evaluation.comparison import compare_folders, estimate_difference

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from scripted_runner import ScriptedRunner
 
-from roll_flash.config.evaluation import EvalConfig
+from roll_flash.config.sections.evaluation import EvalConfig
 from roll_flash.config.tree import EnvConfig
 from roll_flash.evaluation.evaluation import evaluate
 from roll_flash.evaluation.result import EvalResult

@@ -21,7 +21,7 @@ from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.packing.sequences import check_staleness
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import episode_record
-from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, Worker, WorkerSettings
 from roll_flash.scheduling.tasks import make_task
 from roll_flash.stream import finished_episode, finished_group

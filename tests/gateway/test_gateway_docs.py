@@ -12,7 +12,7 @@ import pytest
 
 from roll_flash.engines.inference import ClientSpec
 from roll_flash.models.prepare import resolve_model
-from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.worker import Worker, WorkerSettings
 from roll_flash.scheduling.tasks import make_task
 from roll_flash.serving import GatewayRequest, open_gateway

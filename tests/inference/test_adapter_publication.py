@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from roll_flash.config.learner import LoraConfig
+from roll_flash.config.sections.learner import LoraConfig
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.learner.model import lora
 from roll_flash.learner.weights.staged import WeightStage, whole_tensors

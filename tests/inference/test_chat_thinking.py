@@ -27,7 +27,7 @@ from roll_flash.gateway.sessions.session import Session, SessionSettings
 from roll_flash.gateway.token_backend import TokenBackend
 from roll_flash.inference.client.token_client import open_client
 from roll_flash.models.tiny import vocabulary, write_tokenizer
-from roll_flash.rollout.conversation import TokenArrays, TokenPolicy
+from roll_flash.rollout.episodes.conversation import TokenArrays, TokenPolicy
 from roll_flash.types import Message, SamplingParams
 from tests.inference.conftest import MAX_MODEL_LEN, Served
 

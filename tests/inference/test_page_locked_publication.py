@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from roll_flash.config.learner import LoraConfig
+from roll_flash.config.sections.learner import LoraConfig
 from roll_flash.learner.model import lora
 from roll_flash.learner.weights import staged
 from roll_flash.learner.weights.staged import WeightStage, stored_tensors

@@ -24,7 +24,7 @@ from roll_flash.inference.client.partial_turn import PartialTurn
 from roll_flash.inference.client.token_client import open_client
 from roll_flash.inference.client.token_protocol import Piece, decode_piece, encode_experts
 from roll_flash.inference.open import open_engine, why_no_replay
-from roll_flash.rollout.conversation import TokenPolicy
+from roll_flash.rollout.episodes.conversation import TokenPolicy
 from roll_flash.types import SamplingParams
 
 PROMPT = [9, 8, 7]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.learner.ranks.node_folders import NodeFolders
 from roll_flash.learner.ranks.rank import LearnerRank

@@ -17,13 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.config.tree import CheckpointConfig, load_config
 from roll_flash.errors import CheckpointError, LearnerError
 from roll_flash.learner.ranks.fsdp import FsdpLearner
 from roll_flash.learner.ranks.rank import LearnerRank
 from roll_flash.processes.background import FirstFailure, first_failure
-from roll_flash.run.checkpoint_writer import CheckpointWriter
+from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.run_dir import RunDir, list_checkpoints
 from roll_flash.stream import TrajectoryStream
 from roll_flash.trainer import Trainer

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.model_check.architectures import write_model
-from roll_flash.config.learner import LoraConfig
+from roll_flash.config.sections.learner import LoraConfig
 from roll_flash.config.tree import load_config
 from roll_flash.engines.inference import StagedWeights
 from roll_flash.errors import ConfigError, InferenceError, LearnerError

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.learner import StepResult
 from roll_flash.errors import CheckpointError, LearnerError, ModelError
 from roll_flash.learner.model.policy_model import load_policy_model

@@ -12,7 +12,7 @@ import torch.multiprocessing as mp
 from pydantic import ValidationError
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.config.tree import Config
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.model.policy_model import ExactSettings

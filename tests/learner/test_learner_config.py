@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 import pytest
 
-from roll_flash.config.learner import LOSS_PARAMETERS, LearnerConfig, LossConfig
+from roll_flash.config.sections.learner import LOSS_PARAMETERS, LearnerConfig, LossConfig
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError
 from roll_flash.learner.losses.policy import LOSSES

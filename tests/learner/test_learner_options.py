@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from transformers import AutoModelForCausalLM
 
 from benchmarks.model_check.architectures import write_model
-from roll_flash.config.learner import LearnerConfig, LoraConfig
+from roll_flash.config.sections.learner import LearnerConfig, LoraConfig
 from roll_flash.errors import ConfigError, LearnerError, ModelError
 from roll_flash.learner.losses.token_advantages import AdvantageConfig
 from roll_flash.learner.model import compiled_layers, lora

@@ -14,7 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from benchmarks.model_check.architectures import write_model
 from benchmarks.model_check.check import one_thread
 from benchmarks.model_check.comparison import branching_texts
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.errors import ModelError
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.objective import Objective

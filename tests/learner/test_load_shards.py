@@ -30,7 +30,7 @@ from transformers import (
 
 from benchmarks.load import load_as_rank
 from benchmarks.model_check.architectures import write_model
-from roll_flash.config.learner import LoraConfig
+from roll_flash.config.sections.learner import LoraConfig
 from roll_flash.errors import ModelError
 from roll_flash.learner.model import lora
 from roll_flash.learner.model.policy_model import (

@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.errors import ConfigError
 from roll_flash.learner.ranks import device as device_module
 from roll_flash.learner.ranks.device import rank_device, reserved_gpus

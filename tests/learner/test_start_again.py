@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.places import Place
 from roll_flash.errors import LearnerLostError, PlacementError
 from roll_flash.learner.ranks.fsdp import FsdpLearner

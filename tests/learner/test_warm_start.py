@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from roll_flash.chat.rendered_conversation import Thinking
-from roll_flash.config.learner import WarmStartConfig
+from roll_flash.config.sections.learner import WarmStartConfig
 from roll_flash.config.tree import ModelConfig, load_config
 from roll_flash.errors import ConfigError
 from roll_flash.learner.demonstrations import check_demonstrations, open_demonstrations

@@ -15,7 +15,7 @@ from benchmarks.model_check.architectures import VOCABULARY, write_model
 from roll_flash.cluster.nodes import Node
 from roll_flash.cluster.parts import run_parts
 from roll_flash.cluster.plan import make_plan
-from roll_flash.config.learner import LearnerConfig, LoraConfig
+from roll_flash.config.sections.learner import LearnerConfig, LoraConfig
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ModelError, PlacementError
 from roll_flash.learner.model import lora

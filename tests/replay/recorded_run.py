@@ -19,8 +19,8 @@ from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.episodes import EpisodesWriter, Outcome, episode_record
 from roll_flash.monitor.json_lines import encode
 from roll_flash.processes.background import DaemonThreads
-from roll_flash.rollout.conversation import TokenPolicy
-from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.episodes.conversation import TokenPolicy
+from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.turns import EpisodeTurns, SentTurn
 from roll_flash.run.run_dir import RunDir
 from roll_flash.sandboxes import SandboxPool, SandboxSpec

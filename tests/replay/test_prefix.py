@@ -16,8 +16,8 @@ from replay_envs import Echo
 from roll_flash.chat.openai_client import ChatReply
 from roll_flash.envs import register_env
 from roll_flash.planner.measured.recording import _episode
-from roll_flash.rollout.conversation import ChatPolicy
-from roll_flash.rollout.prefix import Prefix
+from roll_flash.rollout.episodes.conversation import ChatPolicy
+from roll_flash.rollout.episodes.prefix import Prefix
 from roll_flash.stream import finished_episode
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory
 from tests.inference.test_chat_thinking import thinking_tokenizer

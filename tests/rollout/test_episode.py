@@ -28,9 +28,9 @@ from roll_flash.envs.hosting.environments import (
 )
 from roll_flash.errors import ConfigError, InferenceError, ModelError
 from roll_flash.processes.background import call_in_thread
-from roll_flash.rollout.conversation import Action, ContextFullError, TokenArrays
-from roll_flash.rollout.environment_threads import EnvironmentThreads
-from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.episodes.conversation import Action, ContextFullError, TokenArrays
+from roll_flash.rollout.episodes.environment_threads import EnvironmentThreads
+from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import EpisodeFailure, EpisodeSpec, Message, SamplingParams, Task, Trajectory
 

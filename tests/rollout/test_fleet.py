@@ -24,7 +24,7 @@ from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import first_failure
 from roll_flash.processes.deadlines import RecentCount
 from roll_flash.rollout import fleet as fleet_module
-from roll_flash.rollout.episode import Deadlines
+from roll_flash.rollout.episodes.episode import Deadlines
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.rollout import Rollout
 from roll_flash.rollout.worker import ChatEndpoint, Outcome, WorkerSettings

@@ -29,7 +29,7 @@ from roll_flash.monitor.episodes import EpisodesWriter
 from roll_flash.processes.background import FirstFailure, background_task, first_failure
 from roll_flash.rollout import episode_log
 from roll_flash.rollout.rollout import Rollout
-from roll_flash.run.checkpoint_writer import CheckpointWriter
+from roll_flash.run.checkpoints.writer import CheckpointWriter
 from roll_flash.run.journal import Journal, read_journal
 from roll_flash.run.run_dir import RunDir, list_checkpoints
 from roll_flash.run.verify import verify_run

@@ -15,8 +15,8 @@ from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.learner.packing.sequences import PlannedTrajectory
 from roll_flash.models.prepare import resolve_model
 from roll_flash.processes.background import DaemonThreads
-from roll_flash.rollout.conversation import ContextFullError, TokenPolicy
-from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.episodes.conversation import ContextFullError, TokenPolicy
+from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
 from roll_flash.stream.blocks import TokenArrays as StoredArrays
 from roll_flash.stream.episodes import finished_episode
 from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Task, Trajectory

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from scheduler_world import failure, trajectory
 
-from roll_flash.config.scheduler import SchedulerConfig
+from roll_flash.config.sections.scheduler import SchedulerConfig
 from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
 from roll_flash.rollout import episode_log

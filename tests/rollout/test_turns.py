@@ -23,8 +23,8 @@ from roll_flash.envs.hosting.environments import EnvironmentMaker
 from roll_flash.models.prepare import resolve_model
 from roll_flash.monitor.json_lines import encode, with_checksum
 from roll_flash.processes.background import DaemonThreads
-from roll_flash.rollout.conversation import TokenPolicy
-from roll_flash.rollout.episode import Deadlines, Progress, run_episode
+from roll_flash.rollout.episodes.conversation import TokenPolicy
+from roll_flash.rollout.episodes.episode import Deadlines, Progress, run_episode
 from roll_flash.rollout.fleet import WorkerFleet
 from roll_flash.rollout.recovery import Recovery, RestoredGroup
 from roll_flash.rollout.rollout import Rollout

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from roll_flash.config.stages import StageConfig
+from roll_flash.config.sections.stages import StageConfig
 from roll_flash.config.tree import load_config
 from roll_flash.errors import ConfigError, ModelError, RunError, StreamError
 from roll_flash.monitor.json_lines import read_lines

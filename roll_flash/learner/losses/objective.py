@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.learner.losses.correction import MAX_ABS_LOG_RATIO
 from roll_flash.learner.losses.load_balancing import load_balancing_loss
 from roll_flash.learner.losses.policy import policy_loss, weighted_sum

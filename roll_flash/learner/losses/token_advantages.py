@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.learner.losses.advantages import ADVANTAGES, gigpo, scale_by_batch
 from roll_flash.types import FinishedEpisode
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from roll_flash.config.learner import LoraConfig
+from roll_flash.config.sections.learner import LoraConfig
 from roll_flash.errors import ModelError
 
 

@@ -21,7 +21,7 @@ import ray.exceptions
 from numpy.typing import NDArray
 from ray.actor import ActorHandle
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.engines.learner import StepResult
 from roll_flash.engines.places import Places, unless_lost

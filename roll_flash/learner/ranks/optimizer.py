@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 
 
 def open_optimizer(policy: nn.Module, config: LearnerConfig) -> torch.optim.Optimizer:

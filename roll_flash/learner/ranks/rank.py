@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, PreTrainedModel
 
-from roll_flash.config.learner import OFFLOAD_ON_CPU, LearnerConfig
+from roll_flash.config.sections.learner import OFFLOAD_ON_CPU, LearnerConfig
 from roll_flash.engines.inference import StagedWeights, WeightTransfer
 from roll_flash.errors import ConfigError, LearnerError, StreamError
 from roll_flash.learner.losses.objective import SINGLE_TOKEN, Objective, RowRecord

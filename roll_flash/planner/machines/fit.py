@@ -14,7 +14,7 @@ from roll_flash.config.tree import Config
 from roll_flash.inference.open import computes_on_gpus
 from roll_flash.planner.machines.cpu_check import check_cpu
 from roll_flash.planner.machines.memory_check import NOT_CHECKED, check_gpu_memory
-from roll_flash.processes.local_ray import OBJECT_STORE_BYTES, own_gpus, own_resources
+from roll_flash.processes.ray.local_ray import OBJECT_STORE_BYTES, own_gpus, own_resources
 
 KNOWN = frozenset({"CPU", "GPU", "memory"})
 """Resources of this machine that are known before Ray starts."""

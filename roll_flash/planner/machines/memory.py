@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from roll_flash.cluster.parts import part_name
-from roll_flash.config.learner import LearnerConfig
+from roll_flash.config.sections.learner import LearnerConfig
 from roll_flash.config.tree import Config
 from roll_flash.models.shape import ModelShape
 

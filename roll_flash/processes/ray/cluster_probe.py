@@ -1,4 +1,4 @@
-"""Ask a Ray cluster whether a driver may join it: `python -m roll_flash.processes.cluster_probe ADDRESS HOST:PORT`.
+"""Ask a Ray cluster whether a driver may join it: `python -m roll_flash.processes.ray.cluster_probe ADDRESS HOST:PORT`.
 
 ADDRESS is the user's `ray.address`, HOST:PORT what it stands for. Prints one line of JSON: `problem` and `remedy`, both
 empty if a driver here may join. It is a process of its own, because Ray's client may hang for 40 seconds or end its

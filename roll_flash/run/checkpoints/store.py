@@ -21,7 +21,7 @@ import yaml
 from roll_flash.config.tree import CheckpointConfig, Config, load_config
 from roll_flash.errors import CheckpointError, ConfigError, first_line
 from roll_flash.processes.background import call_in_thread
-from roll_flash.run.checksums import CHECKSUMS, checksum_of, find_damage, parse_checksums
+from roll_flash.run.checkpoints.checksums import CHECKSUMS, checksum_of, find_damage, parse_checksums
 from roll_flash.run.run_dir import COMPLETE, COPYING, Checkpoint, link_folder, locked_run
 
 CONFIG, PROBE = "config.yaml", ".probe"

@@ -19,10 +19,10 @@ from roll_flash.config.tree import RayConfig
 from roll_flash.errors import RunError
 from roll_flash.processes.background import in_thread
 from roll_flash.processes.gpus import CPU_BUILDS, is_cpu_installation, visible_gpus
-from roll_flash.processes.joining import join_cluster
 from roll_flash.processes.keys import new_key
 from roll_flash.processes.nvml import read_driver
-from roll_flash.processes.ray_guard import RayGuard
+from roll_flash.processes.ray.guard import RayGuard
+from roll_flash.processes.ray.joining import join_cluster
 from roll_flash.sandboxes.scratch import make_short_folder
 
 OBJECT_STORE_BYTES = 256 << 20

@@ -1,4 +1,4 @@
-"""Clean up after a local Ray whose driver was killed: `python -m roll_flash.processes.ray_guard FOLDER`.
+"""Clean up after a local Ray whose driver was killed: `python -m roll_flash.processes.ray.guard FOLDER`.
 
 Most Ray processes die with their driver; its agents notice only after minutes. The guard reads a pipe from the driver:
 `done` means that the driver has shut Ray down; end of file without it means that the driver died, and the guard then
@@ -31,7 +31,7 @@ class RayGuard:
 
     def __init__(self, folder: Path) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "roll_flash.processes.ray_guard", str(folder)],
+            [sys.executable, "-m", "roll_flash.processes.ray.guard", str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # Ctrl-C is only for the driver

@@ -17,7 +17,7 @@ from roll_flash.config.tree import CheckpointConfig
 from roll_flash.engines.learner import LearnerEngine
 from roll_flash.errors import CheckpointError, LearnerLostError
 from roll_flash.processes.background import error_of, in_thread, start_background
-from roll_flash.run.checkpoint_store import CheckpointCopies
+from roll_flash.run.checkpoints.store import CheckpointCopies
 from roll_flash.run.run_dir import RunDir
 
 

@@ -19,8 +19,8 @@ from roll_flash.envs.hosting.environments import AsyncEnvironment, BadRewardErro
 from roll_flash.envs.tools.tool_chat import declared_tools
 from roll_flash.errors import InferenceError, ModelError
 from roll_flash.processes.background import ends_this_task
-from roll_flash.rollout.conversation import ContextFullError, Policy
-from roll_flash.rollout.prefix import Prefix, PrefixError
+from roll_flash.rollout.episodes.conversation import ContextFullError, Policy
+from roll_flash.rollout.episodes.prefix import Prefix, PrefixError
 from roll_flash.rollout.turns import DivergedError, EpisodeTurns
 from roll_flash.sandboxes import SandboxError
 from roll_flash.types import Branch, EpisodeEnd, EpisodeFailure, EpisodeSpec, FailureCause, Message, Trajectory, Turn

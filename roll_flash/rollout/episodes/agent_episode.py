@@ -16,7 +16,7 @@ from roll_flash.gateway.backend import Backend
 from roll_flash.gateway.server import GatewayServer
 from roll_flash.gateway.sessions.finished_episode import finished_episode
 from roll_flash.gateway.sessions.session import Session, SessionSettings
-from roll_flash.rollout.episode import Deadlines, EpisodeFailed, Progress, environment_errors
+from roll_flash.rollout.episodes.episode import Deadlines, EpisodeFailed, Progress, environment_errors
 from roll_flash.types import EpisodeSpec, Trajectory
 
 MODEL_NAME = "policy"

@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from roll_flash.config.addresses import AUTO, split_address
 from roll_flash.errors import RunError
 from roll_flash.processes.background import DaemonThreads
-from roll_flash.processes.cluster_probe import ANSWER_S, other_ports
+from roll_flash.processes.ray.cluster_probe import ANSWER_S, other_ports
 
 T = TypeVar("T")
 
@@ -114,7 +114,7 @@ def _where_to_look(host: str, numeric: str) -> str:
 
 def _ask(address: str, where: str, cannot: str, limit_s: float) -> None:
     """Ask the cluster, in a process of its own. Raises RunError with its answer."""
-    command = [sys.executable, "-m", "roll_flash.processes.cluster_probe", address, where]
+    command = [sys.executable, "-m", "roll_flash.processes.ray.cluster_probe", address, where]
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:

@@ -11,7 +11,7 @@ from roll_flash.cli.options import Json, argument, example, runs_like, show
 from roll_flash.terminal import say
 
 if TYPE_CHECKING:
-    from roll_flash.run.checkpoint_store import CheckpointStore
+    from roll_flash.run.checkpoints.store import CheckpointStore
     from roll_flash.run.run_dir import Checkpoint
 
 app = typer.Typer()
@@ -21,7 +21,7 @@ RunOrUrl = Annotated[str, argument("RUN", "A run's name or folder, or the URL of
 @app.command(epilog=example("checkpoints ls mine"))
 def ls(run: RunOrUrl, as_json: Json = False) -> int:
     """List checkpoints; files are compared by their sizes only, and those of copies not at all."""
-    from roll_flash.run.checkpoint_store import CheckpointStore, is_url
+    from roll_flash.run.checkpoints.store import CheckpointStore, is_url
     from roll_flash.run.run_dir import find_run, list_checkpoints
 
     if is_url(run):
@@ -40,7 +40,7 @@ def verify(
     as_json: Json = False,
 ) -> int:
     """Read checkpoints from the disk, or copies from their store, and compare their files with the checksums."""
-    from roll_flash.run.checkpoint_store import CheckpointStore, is_url
+    from roll_flash.run.checkpoints.store import CheckpointStore, is_url
     from roll_flash.run.run_dir import find_checkpoint, find_run, list_checkpoints
 
     if is_url(run):
@@ -58,7 +58,7 @@ def verify(
 @app.command(epilog=example("checkpoints rm mine 10 20"))
 def rm(run: RunOrUrl, steps: Annotated[list[int], argument("STEP...", "Steps of the checkpoints to remove.")]) -> int:
     """Remove checkpoints of a run that has ended, but never the newest whole one; or any copies."""
-    from roll_flash.run.checkpoint_store import CheckpointStore, is_url
+    from roll_flash.run.checkpoints.store import CheckpointStore, is_url
     from roll_flash.run.run_dir import find_run, remove_checkpoints
 
     place: object = run
@@ -78,7 +78,7 @@ def get(
     step: Annotated[int | None, argument("STEP", "Of which checkpoint; the newest by default.")] = None,
 ) -> int:
     """Copy a checkpoint back into a run folder here, for `train --resume`, `eval` or `export`."""
-    from roll_flash.run.checkpoint_store import CheckpointStore, fetch_checkpoint
+    from roll_flash.run.checkpoints.store import CheckpointStore, fetch_checkpoint
 
     checkpoint = fetch_checkpoint(CheckpointStore(url), step)
     config = checkpoint.folder.parents[1] / "config.yaml"
@@ -98,7 +98,7 @@ def _row_of_copy(store: CheckpointStore, step: int, *, reads: bool) -> dict[str,
 
 
 def _row(checkpoint: Checkpoint, *, sizes_only: bool) -> dict[str, Any]:
-    from roll_flash.run.checksums import find_damage, has_checksums
+    from roll_flash.run.checkpoints.checksums import find_damage, has_checksums
     from roll_flash.run.run_dir import COMPLETE
 
     written = datetime.fromtimestamp((checkpoint.folder / COMPLETE).stat().st_mtime).astimezone()

@@ -20,7 +20,7 @@ from roll_flash.chat.templates import Arrays, Tools, chat_template_of
 from roll_flash.engines.inference import InferenceClient
 from roll_flash.envs.tools.tool_chat import ToolChat, ToolsShown, calls_as_text, results_of_calls
 from roll_flash.errors import RollFlashError
-from roll_flash.rollout.prefix import PrefixTurn
+from roll_flash.rollout.episodes.prefix import PrefixTurn
 from roll_flash.rollout.turns import EpisodeTurns, checksum_of_prompt
 from roll_flash.types import FinishReason, Message, SamplingParams
 
