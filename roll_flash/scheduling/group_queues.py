@@ -141,3 +141,5 @@ class DroppedGroup:
     reason: DropReason
     tokens_lost: int
     """Number of policy tokens in the trajectories dropped with the group."""
+    stopped_s: tuple[float, ...] = ()
+    """How long each of its running episodes had lasted when it was stopped with the group, in seconds."""

@@ -496,35 +496,39 @@ class Scheduler:
             self._ready.remove(group)
         else:
             self._begun.remove(group)
-        self._leave(group)
+        stopped_s = self._leave(group)
         self.dropped_groups[reason] += 1
         self.trajectories[f"dropped_{reason}"] += len(group.trajectories)
         self.bias.dropped(group)
         tokens = sum(trajectory.policy_tokens for trajectory in group.trajectories)
-        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, tokens))
+        self._dropped.append(DroppedGroup(group.group_id, group.task, reason, tokens, stopped_s))
         if reason == "stale" and self._policy.on_stale == "requeue":
             self._requeued.requeue(group)
         if self._batches is not None:
             self._batches.remove(group)
             self._end_in_batch(group)
 
-    def _leave(self, group: OpenGroup) -> None:
-        """Remove a group that is taken or dropped, and stop its queued and running episodes."""
+    def _leave(self, group: OpenGroup) -> tuple[float, ...]:
+        """Remove a group that is taken or dropped, and stop its queued and running episodes. Return how long the
+        running ones had lasted."""
         del self._groups[group.group_id]
         group.is_complete = True
         self._unqueue(group)
-        self._stop(group)
+        stopped_s = self._stop(group)
         if isinstance(self._ready, SubmissionOrder):
             self._ready.mark_left(group.number)
+        return stopped_s
 
     def _unqueue(self, group: OpenGroup) -> None:
         self._queued -= len(group.queued)
         group.queued.clear()
 
-    def _stop(self, group: OpenGroup) -> None:
+    def _stop(self, group: OpenGroup) -> tuple[float, ...]:
+        lasted_s = tuple(self.now_s - group.started_s.pop(episode_id) for episode_id in group.running)
         for episode_id in group.running:
             del self._running[episode_id]
             self._cancelled.append(episode_id)
-            self.cancelled_episodes += 1
-            group.unfinished_s.append(self.now_s - group.started_s.pop(episode_id))
+        self.cancelled_episodes += len(lasted_s)
+        group.unfinished_s += lasted_s
         group.running.clear()
+        return lasted_s

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from roll_flash.config.tree import Config
+from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.planner.measured.calibration import Calibration
 from roll_flash.planner.prediction import simulation_settings
 from roll_flash.planner.simulation.load import EpisodePlan
@@ -28,8 +29,11 @@ def write_run(folder: Path, config: Config, truth: Calibration, *, steps: int, b
     (folder / "config.yaml").write_text(config.to_yaml())
     timeline = result.timeline
     assert timeline is not None
-    spans = [span for span in timeline.episodes.values() if span.ended_s and span.fate in ("trained", "unsettled")]
+    ended = [span for span in timeline.episodes.values() if span.ended_s]
+    spans = [span for span in ended if span.fate in ("trained", "dropped", "unsettled")]
     write_lines(folder / "episodes/step_000000.jsonl", [_record(span, truth) for span in spans])
+    stopped_s = [span.ended_s - span.started_s for span in ended if span.fate == "cancelled"]
+    write_lines(folder / "episodes" / DROPPED_FILE, [{"stopped_s": stopped_s}])  # without redundancy each was stale
     write_lines(folder / "metrics.jsonl", _rows(config, truth, result))
     write_lines(folder / "logs" / TIMELINE, _timeline(config, truth, result))
 

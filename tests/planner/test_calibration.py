@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from simulated_run import write_run
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, RunError
+from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.planner.measured.calibration import Calibration, Speeds, calibrate
-from roll_flash.planner.measured.episodes import MeasuredLoad, within_group_correlation
+from roll_flash.planner.measured.episodes import MeasuredLoad, with_stopped, within_group_correlation
 from roll_flash.planner.measured.recording import merged, overlap_share, read_recording, require_same_work
 from roll_flash.planner.measured.replay import calibrated
 from roll_flash.planner.measured.turn_times import fit_line
@@ -101,6 +103,29 @@ def test_other_settings_than_the_measured_one_are_predicted_within_ten_per_cent(
         predicted = predict(config, found, repeats=4)["step_s"]
         assert predicted.value == pytest.approx(sum(real) / len(real), rel=0.1), sections
         assert predicted.low < predicted.value < predicted.high
+
+
+def test_episodes_that_were_stopped_count_as_slow_ones(tmp_path: Path) -> None:
+    """3 % of the episodes take eight times as long. With `async_ratio` 1 nearly all of them are stopped before their
+    end, so that what has ended tells nothing of them; a run that waits for each of them has to."""
+    plans = list(load().episodes)
+    slow = [replace(plan, turns=tuple((n, 8 * s) for n, s in plan.turns)) for plan in plans[100:112]]
+    truth = Calibration("made", SPEEDS, MeasuredLoad((*plans, *slow), 0.0))
+    run = run_of(tmp_path, truth, steps=30)
+    waits = config_of(scheduler={"groups_per_step": 8, "group_size": 6, "async_ratio": 0}, steps=20)
+    real = [simulate(waits, truth, steps=20, seed=seed).step_s for seed in range(100, 108)]
+    predicted = predict(waits, calibrated(run)[0])["step_s"].value
+    (run / "episodes" / DROPPED_FILE).unlink()
+    blind = predict(waits, calibrated(run)[0])["step_s"].value
+    assert blind < 0.8 * fmean(real)
+    assert abs(predicted - fmean(real)) < 0.5 * abs(blind - fmean(real))
+
+
+def test_a_stopped_episode_is_spread_over_the_longer_ones() -> None:
+    assert with_stopped([3.0, 1.0, 2.0], []) == pytest.approx([1 / 3] * 3)
+    assert with_stopped([4.0, 1.0, 3.0], [2.0]) == pytest.approx([3 / 8, 1 / 4, 3 / 8])
+    assert with_stopped([2.0, 1.0], [5.0, 6.0]) == pytest.approx([3 / 4, 1 / 4]), "nothing longer is known"
+    assert with_stopped([], [1.0]) == []
 
 
 def test_cores_that_servers_and_learner_share_are_found_with_what_else_uses_them(tmp_path: Path) -> None:

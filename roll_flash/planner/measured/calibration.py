@@ -98,7 +98,14 @@ def calibrate(recording: Recording) -> Calibration:
     slowed = 1 / (1 + turns.slowdown)
     usual_turn = turns.token_s + turns.sequence_s * _usual_batch(recording)
     leased_s, at_reset = _lease(recording)
-    load = measured_load(recording.episodes, recording.failures, usual_turn, lease_s=leased_s, leased_at_reset=at_reset)
+    load = measured_load(
+        recording.episodes,
+        recording.failures,
+        usual_turn,
+        stopped_s=recording.stopped_s,
+        lease_s=leased_s,
+        leased_at_reset=at_reset,
+    )
     speeds = _with_background(_speeds(recording, turns, slowed, cores), recording, slowed)
     return Calibration(
         source=f"measured in {recording.folder}: {len(recording.episodes)} episodes, {len(recording.steps)} steps",
@@ -244,11 +251,12 @@ def _scoring(recording: Recording) -> tuple[StageSpec, ...]:
 
 def _notes(recording: Recording, turns: TurnTimes, cores: float) -> list[str]:
     notes = []
-    unfinished = recording.last("bias/unfinished")
+    stopped = len(recording.stopped_s)
+    unfinished = recording.last("bias/unfinished") - stopped / (stopped + len(recording.episodes))
     if unfinished > MAX_UNFINISHED:
         notes.append(
-            f"{unfinished:.0%} of the run's episodes were stopped or failed, and slow ones more often: the plan is too "
-            "fast. Measure with scheduler.on_stale=wait and without redundancy"
+            f"{unfinished:.0%} of the run's episodes failed, or were stopped when their group was complete, and slow "
+            "ones more often: the plan is too fast. Measure without redundancy"
         )
     if not turns.knows_slowdown and math.isfinite(cores):
         notes.append(

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from statistics import NormalDist, fmean
 
 from roll_flash.planner.measured.recording import RecordedEpisode
@@ -28,6 +30,8 @@ class MeasuredLoad:
     """Share of the groups whose replicas get different rewards."""
     failure_rate: float = 0.0
     """Share of the attempts that fail."""
+    shares: tuple[float, ...] = ()
+    """For each of `episodes`, the share of all that it and the shorter ones stand for; empty: all count alike."""
     seed: int = 0
 
     def plan(self, seed: int, replica: int, attempt: int) -> EpisodePlan:
@@ -36,7 +40,9 @@ class MeasuredLoad:
         own = random.Random((self.seed * 1_000_003 + seed) * 1_009 + replica * 31 + attempt)
         shared, has_signal = of_task.gauss(0, 1), of_task.random() < self.signal_rate
         score = math.sqrt(self.correlation) * shared + math.sqrt(1 - self.correlation) * own.gauss(0, 1)
-        place = min(len(self.episodes) - 1, int(_NORMAL.cdf(score) * len(self.episodes)))
+        rank = _NORMAL.cdf(score)
+        place = bisect(self.shares, rank) if self.shares else int(rank * len(self.episodes))
+        place = min(len(self.episodes) - 1, place)
         reward = float(replica % 2) if has_signal else 0.0
         return replace(self.episodes[place], reward=reward, fails=own.random() < self.failure_rate)
 
@@ -45,27 +51,60 @@ class MeasuredLoad:
 
 
 def measured_load(
-    episodes: Sequence[RecordedEpisode], failures: int, token_s: float, *, lease_s: float = 0.0, leased_at_reset: bool
+    episodes: Sequence[RecordedEpisode],
+    failures: int,
+    token_s: float,
+    *,
+    stopped_s: Sequence[float] = (),
+    lease_s: float = 0.0,
+    leased_at_reset: bool,
 ) -> MeasuredLoad:
-    """Return the load of recorded episodes. `token_s`: usual time of one token, to compare their durations. `lease_s`:
-    mean wait for a sandbox, which is taken out of the reset or of the first step: the simulation adds its own."""
+    """Return the load of recorded episodes. `token_s`: usual time of one token, to compare their durations.
+    `stopped_s`: how long others had lasted when they were stopped; longer episodes stand for them. `lease_s`: mean wait
+    for a sandbox, which is taken out of the reset or of the first step: the simulation adds its own."""
     startup_share = _share_without(lease_s, [episode.startup_s for episode in episodes]) if leased_at_reset else 1.0
     step_share = 1.0
     if lease_s and not leased_at_reset:
         step_share = _share_without(lease_s, [episode.turns[0].step_s for episode in episodes])
-    pairs = [(_plan(episode, startup_share, step_share), episode) for episode in episodes]
-    pairs.sort(key=lambda pair: duration_s(pair[0], token_s))
+    weights = with_stopped([episode.finished_s - episode.started_s for episode in episodes], stopped_s)
+    found = [
+        (_plan(episode, startup_share, step_share), episode, weight)
+        for episode, weight in zip(episodes, weights, strict=True)
+    ]
+    found.sort(key=lambda each: duration_s(each[0], token_s))
+    shares = tuple(accumulate(weight for *_, weight in found))
     groups = defaultdict(list)
-    for place, (_, episode) in enumerate(pairs):
-        groups[episode.group_id].append((_NORMAL.inv_cdf((place + 0.5) / len(pairs)), episode.reward))
+    for (_, episode, weight), share in zip(found, shares, strict=True):
+        groups[episode.group_id].append((_NORMAL.inv_cdf(share - weight / 2), episode.reward))
     several = [group for group in groups.values() if len(group) > 1]
     with_signal = [len({reward for _, reward in group}) > 1 for group in several]
     return MeasuredLoad(
-        episodes=tuple(plan for plan, _ in pairs),
+        episodes=tuple(plan for plan, *_ in found),
+        shares=shares,
         correlation=within_group_correlation([[score for score, _ in group] for group in several]),
         signal_rate=fmean(with_signal) if with_signal else 1.0,
         failure_rate=failures / (failures + len(episodes)),
     )
+
+
+def with_stopped(durations_s: Sequence[float], stopped_s: Sequence[float]) -> list[float]:
+    """Return the share of all episodes that each duration stands for, when others were stopped after `stopped_s`.
+
+    This is the estimate of Kaplan and Meier (1958): a stopped episode is spread over the longer durations. What was
+    stopped after the longest one is counted as the longest.
+    """
+    if not durations_s:
+        return []
+    ends = sorted(
+        [(duration, 0, place) for place, duration in enumerate(durations_s)] + [(s, 1, -1) for s in stopped_s]
+    )
+    shares, left = [0.0] * len(durations_s), 1.0
+    for before, (_, is_stopped, place) in enumerate(ends):
+        if not is_stopped:
+            shares[place] = left / (len(ends) - before)
+            left -= shares[place]
+    shares[max(range(len(durations_s)), key=durations_s.__getitem__)] += left
+    return shares
 
 
 def _share_without(lease_s: float, seconds: Sequence[float]) -> float:

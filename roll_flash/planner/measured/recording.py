@@ -9,6 +9,7 @@ from typing import Any
 
 from roll_flash.config.tree import Config, load_config
 from roll_flash.errors import ConfigError, RunError
+from roll_flash.monitor.episodes import DROPPED_FILE
 from roll_flash.monitor.json_lines import read_lines
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.run.run_dir import TIMELINE
@@ -83,6 +84,8 @@ class Recording:
     episodes: tuple[RecordedEpisode, ...]
     failures: int
     """Attempts that ended without a trajectory."""
+    stopped_s: tuple[float, ...]
+    """How long each episode had lasted that was stopped because its group was dropped."""
     steps: tuple[Mapping[str, Any], ...]
     """The rows of `metrics.jsonl` that end a step."""
     timeline: tuple[RecordedStep, ...]
@@ -119,6 +122,7 @@ def read_recording(folder: Path) -> Recording:
         config=load_config(folder / "config.yaml"),
         episodes=tuple(episodes),
         failures=sum(record["kind"] == "failure" for record in records),
+        stopped_s=_stopped_s(folder),
         steps=tuple(steps),
         timeline=tuple(timeline),
     )
@@ -132,6 +136,11 @@ def _newest_records(folder: Path) -> Iterator[dict[str, Any]]:
             left -= 1
         if left <= 0:
             return
+
+
+def _stopped_s(folder: Path) -> tuple[float, ...]:
+    dropped = list(read_lines(folder / "episodes" / DROPPED_FILE))
+    return tuple(float(lasted_s) for group in dropped for lasted_s in group.get("stopped_s", ()))[-MAX_EPISODES:]
 
 
 def _episode(record: Mapping[str, Any]) -> RecordedEpisode:
