@@ -58,6 +58,7 @@ BENCHMARKS = [
     Benchmark("clients", ("clients.py",), writes=False),
     Benchmark("data_rows", ("data_rows.py",), writes=False),
     Benchmark("dashboard", ("dashboard.py",), writes=False),
+    Benchmark("monitoring", ("monitoring.py",)),
     Benchmark("gateway", ("gateway.py",), writes=False),
     Benchmark("sandbox", ("sandbox.py",)),
     Benchmark("evaluate", ("evaluate.py",)),
