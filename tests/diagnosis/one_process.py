@@ -133,6 +133,10 @@ class OneWorker:
         return stats.as_metrics() if stats is not None else {}
 
 
+async def _no_warm_start() -> None:
+    """None of the planted runs has one."""
+
+
 def train_in_one_process(config: Config, *, uses_sandboxes: bool, learner_temperature: float | None = None) -> str:
     """Train the tiny model in a new run folder; return what the terminal would show. `learner_temperature`: another one
     than servers sample at."""
@@ -195,7 +199,19 @@ async def _train(
     trained = TrainedTasks(run_dir.logs)
     stack.callback(trained.close)
     system = System(
-        config, run_dir, engine, learner, fleet, publisher, rollout, stream, metrics, checkpoints, stages, trained
+        config,
+        run_dir,
+        engine,
+        learner,
+        fleet,
+        publisher,
+        rollout,
+        stream,
+        metrics,
+        checkpoints,
+        stages,
+        trained,
+        before_first_step=_no_warm_start,
     )
     trainer = Trainer(system, progress)
     async with rollout:
