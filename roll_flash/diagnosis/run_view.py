@@ -133,15 +133,22 @@ class Steps:
         return sum(known) / len(known) if known else math.nan
 
     def growth(self, name: str) -> float:
-        """How much a counter grew from the first to the last of these steps; 0 if it is unknown."""
+        """How much a counter grew in these steps; 0 if it is unknown. What it had before the first one is not known,
+        unless that is the first step of the run."""
         known = [value for value in self[name].tolist() if math.isfinite(value)]
-        return known[-1] - known[0] if known else 0.0
+        return known[-1] - (0.0 if self.has_begin else known[0]) if known else 0.0
 
     def growth_of(self, prefix: str) -> float:
         """How much all counters whose names begin so grew together; one that a row lacks is 0 there."""
         rows = self.rows
         names = [name for name in rows[-1] if name.startswith(prefix)] if rows else []
-        return float(sum((rows[-1][name] or 0.0) - (rows[0].get(name) or 0.0) for name in names))
+        before: Row = {} if self.has_begin else rows[0] if rows else {}
+        return float(sum((rows[-1][name] or 0.0) - (before.get(name) or 0.0) for name in names))
+
+    @property
+    def has_begin(self) -> bool:
+        """True if the first step of the run is among these: its counters began at 0."""
+        return len(self) > 0 and self.number(0) <= 1
 
     @property
     def span(self) -> tuple[int, int]:

@@ -332,14 +332,20 @@ class WorkerFleet:
         return actor
 
     async def _start_again(self, index: int) -> Any:
-        """Start a worker again. While its node is lost and no other one has room, the other workers play on."""
+        """Start a worker again. While its node is lost and no other one has room, the other workers play on. One that
+        dies while it starts is counted like any other."""
         is_away = False
         while True:
             try:
                 actor = await self._start_actor(index)
             except (PlacementError, *WORKER_DIED) as error:
                 if not await turns_out_lost(self._places, part_name("worker", index)):
-                    raise
+                    if isinstance(error, PlacementError):
+                        raise
+                    what = f"died while it started: {_first_line(error)}"
+                    self._count_death(what)
+                    logger.warning("rollout worker %d %s; it is started again", index, what)
+                    continue
                 if not is_away:
                     logger.warning("rollout worker %d is away, its node is lost: %s", index, _first_line(error))
                 is_away = True
@@ -397,14 +403,18 @@ class WorkerFleet:
         with contextlib.suppress(*WORKER_DIED):  # it may hang and not be dead
             ray.kill(member.actor)
         try:
-            lost = await self._is_lost(member.index)
-            if not lost and (deaths := self._deaths.add(time.monotonic())) > MAX_WORKER_DEATHS:
-                within = f"within {DEATH_WINDOW_S / 60:g} minutes"
-                raise RunError(f"{deaths} rollout workers died {within}; the last one {what}")
+            if not await self._is_lost(member.index):
+                self._count_death(what)
             member.actor = await self._start_again(member.index)
             logger.warning("rollout worker %d is back", member.index)
         finally:
             member.ready.set()  # its waiters must see the error too
+
+    def _count_death(self, what: str) -> None:
+        """Raise RunError if too many workers died lately."""
+        if (deaths := self._deaths.add(time.monotonic())) > MAX_WORKER_DEATHS:
+            within = f"within {DEATH_WINDOW_S / 60:g} minutes"
+            raise RunError(f"{deaths} rollout workers died {within}; the last one {what}")
 
     def _take_moving(self, member: _WorkerHandle) -> list[EpisodeSpec]:
         """Take from a dead worker the episodes that go on elsewhere."""

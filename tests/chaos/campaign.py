@@ -25,6 +25,7 @@ from roll_flash.evaluation.journal import RESULTS_FILE
 from roll_flash.monitor.metrics import STEP_S, read_metrics
 from roll_flash.processes.supervise import end_with_parent
 from roll_flash.run.verify import verify_run
+from roll_flash.sandboxes.owner import LABEL_OWNER, Owner
 from roll_flash.summary import check_counts
 from tests.chaos.faults import PARTS, Case, Moment, inject
 from tests.chaos.surroundings import ROOT, Surroundings
@@ -38,6 +39,9 @@ POLL_S, MOMENT_POLL_S = 0.1, 0.01
 CLOSE_S = 60.0
 TAIL_BYTES = 1 << 16
 CHECKPOINT_EVERY, EVALUATION_EVERY = 6, 8
+
+
+_OWNER = re.compile(re.escape(LABEL_OWNER) + r"=(\S+)")
 
 
 class BrokenError(Exception):
@@ -288,8 +292,9 @@ class Campaign:
             time.sleep(POLL_S)
 
     def _orphans(self) -> list[int]:
+        """A watchdog of containers has left its controller on purpose, and ends with it."""
         assert self._parent is not None
-        parents = {pid: _parent(pid) for pid, _ in self._own()}
+        parents = {pid: _parent(pid) for pid, command in self._own() if not _watches_a_living_one(command)}
         return [pid for pid, parent in parents.items() if parent not in (*parents, self._parent.pid, None)]
 
     def _look_for_leaks(self) -> None:
@@ -309,6 +314,14 @@ class Campaign:
 
     def _last_words(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-12:])
+
+
+def _watches_a_living_one(command: str) -> bool:
+    return (
+        "docker/watchdog.py" in command
+        and (found := _OWNER.search(command)) is not None
+        and Owner.parse(found[1]).lives()
+    )
 
 
 def _parent(pid: int) -> int | None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -73,6 +74,24 @@ def test_common_prefix_length_is_where_sequences_first_differ(first: list[int], 
     length = common_prefix_length(np.asarray(first, np.int32), np.asarray(second, np.int32))
     assert first[:length] == second[:length]
     assert length == min(len(first), len(second)) or first[length] != second[length]
+
+
+def test_tokens_after_an_update_within_their_turn_are_found_in_any_tree() -> None:
+    """Two replicas share a prompt; each has two turns. An update marks what follows in its turn, not the next turn."""
+    mask = [False, True, True, True, False, True, True]
+    replicas = []
+    for tokens, versions in (
+        ([1, 2, 3, 4, 5, 6, 7], [-1, 0, 1, 1, -1, 1, 1]),
+        ([1, 2, 8, 4, 5, 6, 7], [-1, 0, 0, 0, -1, 0, 1]),
+    ):
+        plain = _sequence(tokens)
+        replicas.append(replace(plain, policy_mask=np.array(mask), versions=np.array(versions, np.int32)))
+    for limit in (7, 100):  # in a row each, in one tree
+        found = {}
+        for row in pack(replicas, limit):
+            for number, member in enumerate(row.members):
+                found[member] = row.after_updates()[row.sequence_ids == number].tolist()
+        assert found == {0: [False, True, True, False, False], 1: [False, False, False, False, True]}
 
 
 def _padded_loop(model: torch.nn.Module, data: list[TrainSequence]) -> torch.Tensor:

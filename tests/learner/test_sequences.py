@@ -131,8 +131,15 @@ def test_diagnostics_stay_finite_whatever_a_sampler_said() -> None:
     assert all(np.isfinite(value) for value in metrics.values())
     assert metrics["effective_sample_size"] < 0.7
     assert metrics["logprob_gap_max"] == 9998
-    ages = by_staleness(np.full(3, 9998.0, np.float32), np.array([0, 1, 2], np.int32), {})
+    ages = by_staleness(np.full(3, 9998.0, np.float32), np.array([0, 1, 2], np.int32), np.zeros(3, np.bool_), {})
     assert all(np.isfinite(value) for value in ages.values())
+
+
+def test_a_token_after_an_update_within_its_turn_says_nothing_of_the_implementations() -> None:
+    log_rho, ages = np.array([0.0, 0.5, 0.2], np.float32), np.array([0, 0, 1], np.int32)
+    metrics = by_staleness(log_rho, ages, np.array([False, True, False]), {})
+    assert metrics["mismatch_kl_k3"] == metrics["mismatch_gap_max"] == 0
+    assert metrics["lag_kl_k3"] == pytest.approx(np.mean(np.expm1([0.5, 0.2]) - [0.5, 0.2]), abs=1e-6)
 
 
 def test_a_token_without_a_logprob_is_not_trained_and_counted() -> None:

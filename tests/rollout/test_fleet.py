@@ -12,11 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import AsyncMock, Mock
 
 import pytest
 import ray
-from ray.exceptions import RayActorError
+from ray.exceptions import ActorDiedError, RayActorError
 
 from roll_flash.config.tree import load_config
 from roll_flash.errors import RunError
@@ -337,6 +337,26 @@ def test_workers_that_die_again_and_again_end_the_run_and_old_deaths_do_not_coun
             await fleet._replace(member, "died")
         clock.monotonic.return_value = 241.0
         with pytest.raises(RunError, match="3 rollout workers died within"):
+            await fleet._replace(member, "died")
+
+    asyncio.run(run())
+
+
+def test_a_worker_that_dies_while_it_starts_again_is_counted_and_started_once_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a stand-in for Ray's actors."""
+    monkeypatch.setattr(fleet_module, "MAX_WORKER_DEATHS", 3)
+    monkeypatch.setattr(fleet_module, "ray", Mock())
+
+    async def run() -> None:
+        fleet = WorkerFleet(make_settings("http://127.0.0.1:9/v1"), workers=1)
+        starts = AsyncMock(side_effect=[ActorDiedError(), ActorDiedError(), "another actor", *[ActorDiedError()] * 9])
+        monkeypatch.setattr(fleet, "_start_actor", starts)
+        member = fleet_module._WorkerHandle(0, "an actor")
+        await fleet._replace(member, "died")
+        assert member.actor == "another actor"
+        with pytest.raises(RunError, match="4 rollout workers died within"):
             await fleet._replace(member, "died")
 
     asyncio.run(run())

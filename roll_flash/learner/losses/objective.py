@@ -39,6 +39,8 @@ class RowRecord:
     entropies: Floats
     behavior_logprobs: Floats
     versions: NDArray[np.int32]
+    after_updates: NDArray[np.bool_]
+    """See `PackedRow.after_updates`."""
     computed_tokens: int
     """Number of nodes of the row."""
     padded_tokens: int
@@ -99,6 +101,7 @@ class Objective:
             entropies=entropies.detach().cpu().numpy(),
             behavior_logprobs=row.behavior_logprobs,
             versions=row.versions,
+            after_updates=row.after_updates(),
             computed_tokens=row.num_tokens,
             padded_tokens=row.padded_tokens,
             indicators={
@@ -229,12 +232,15 @@ def bounded_log_ratio(log_rho: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def by_staleness(
-    log_rho: NDArray[np.float32], ages: NDArray[np.int32], indicators: Mapping[str, NDArray[np.float32]]
+    log_rho: NDArray[np.float32],
+    ages: NDArray[np.int32],
+    after_updates: NDArray[np.bool_],
+    indicators: Mapping[str, NDArray[np.float32]],
 ) -> dict[str, float]:
     """Return divergence and clip and correction fractions per age in versions; all arrays [tokens].
 
-    Tokens of age 0 were sampled with the weights that now train on them: their divergence comes from the two
-    implementations, not from policy lag (`mismatch_*`). `lag_kl_k3` is the additional divergence of older tokens.
+    Fresh tokens have age 0, in a turn that began with the weights that now train on them: their divergence comes from
+    the two implementations, not from policy lag (`mismatch_*`). `lag_kl_k3` is the additional divergence of the others.
     """
     metrics: dict[str, float] = {}
     bounded = bounded_log_ratio(log_rho)
@@ -243,13 +249,13 @@ def by_staleness(
         metrics[f"kl_k3/age_{label}"] = float(k3[chosen].mean())
         for name, values in indicators.items():
             metrics[f"{name}/age_{label}"] = float(values[chosen].mean())
-    fresh, old = ages <= 0, ages > 0
+    fresh = (ages <= 0) & ~after_updates
     if fresh.any():
         metrics["mismatch_kl_k3"] = float(k3[fresh].mean())
         metrics["mismatch_gap_max"] = float(np.abs(log_rho[fresh]).max())
         metrics["mismatch_gap_mean"] = float(np.abs(log_rho[fresh]).mean())
-    if old.any():
-        metrics["lag_kl_k3"] = float(k3[old].mean()) - metrics.get("mismatch_kl_k3", 0.0)
+    if not fresh.all():
+        metrics["lag_kl_k3"] = float(k3[~fresh].mean()) - metrics.get("mismatch_kl_k3", 0.0)
     return metrics
 
 

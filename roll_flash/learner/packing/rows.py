@@ -73,6 +73,19 @@ class PackedRow:
     def policy_tokens(self) -> int:
         return len(self.target)
 
+    def after_updates(self) -> NDArray[np.bool_]:
+        """Return [M]: true for tokens whose server got new weights since their turn began. They were sampled from keys
+        and values of earlier weights, as the learner never computes them."""
+        positions = self.position_ids[self.source]
+        order = np.lexsort((positions, self.sequence_ids))
+        sequences, positions, versions = self.sequence_ids[order], positions[order], self.versions[order]
+        begins = np.ones(len(order), np.bool_)
+        begins[1:] = (np.diff(sequences) != 0) | (np.diff(positions) != 1)
+        first = np.maximum.accumulate(np.where(begins, np.arange(len(order)), 0))
+        found = np.empty(len(order), np.bool_)
+        found[order] = versions != versions[first]
+        return found
+
 
 def pack(sequences: Sequence[TrainSequence], max_tokens: int) -> list[PackedRow]:
     """Pack all sequences into rows of at most `max_tokens` nodes; a group split over rows repeats its prefix.

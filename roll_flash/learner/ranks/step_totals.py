@@ -96,7 +96,10 @@ class StepTotals:
         logprobs = np.concatenate([record.logprobs for record in self._records])
         behavior = np.concatenate([record.behavior_logprobs for record in self._records])
         ages = version - np.concatenate([record.versions for record in self._records])
+        after_updates = np.concatenate([record.after_updates for record in self._records])
         names = {name for record in self._records for name in record.indicators}
         indicators = {name: np.concatenate([r.indicators[name] for r in self._records]) for name in sorted(names)}
         entropies = np.concatenate([record.entropies for record in self._records])
-        return off_policy_metrics(logprobs, behavior, entropies) | by_staleness(logprobs - behavior, ages, indicators)
+        return off_policy_metrics(logprobs, behavior, entropies) | by_staleness(
+            logprobs - behavior, ages, after_updates, indicators
+        )
