@@ -21,6 +21,10 @@ ENVIRONMENT_SHARE = 0.5
 DROPPED_SHARE = 0.1
 """Share of trajectories that are dropped: sampling costs most, so a tenth of it is worth a change of settings."""
 HANGING_SHARE = 0.1
+"""Share of the episodes that ran into a timeout or were stopped before: most that hang are evicted as stale."""
+TIMEOUT_SHARE = 0.02
+"""Share that must have run into a timeout: episodes are stopped for other reasons too."""
+HANGING_WINDOW = 20
 HANGING = 5
 """Episodes that ran into a timeout; fewer may have one odd cause."""
 HANGS = ("env_timeout", "sandbox_error", "episode_timeout")
@@ -110,13 +114,14 @@ def servers_idle(view: RunView) -> Finding | None:
 
 def sandbox_hangs(view: RunView) -> Finding | None:
     """Many episodes fail because an environment, or its sandbox, does not answer in time."""
-    steps = view.recent.last(WINDOW + 1)
+    steps = view.recent.last(HANGING_WINDOW)
     hung = sum(steps.growth(f"books/failed_{cause}") for cause in HANGS)
     ended = steps.growth("books/produced") + steps.growth_of("books/failed_")
+    stopped = steps.growth("books/cancelled")
     if len(steps) < 2:  # nothing is in the books yet, or one step: the log of episodes says more
         hung = sum(each.cause in HANGS for each in view.episodes)
         ended = float(len(view.episodes))
-    if hung < HANGING or hung < HANGING_SHARE * ended:
+    if hung < max(HANGING, TIMEOUT_SHARE * ended) or hung + stopped < HANGING_SHARE * (ended + stopped):
         return None
     uses_sandboxes = steps.mean("sandbox/leases") > 0
     what = "sandbox" if uses_sandboxes else "environment"
@@ -124,7 +129,11 @@ def sandbox_hangs(view: RunView) -> Finding | None:
         f"{what}-hangs",
         "error",
         f"{hung:.0f} of {ended:.0f} episodes failed because their {what} did not answer in time",
-        (Evidence("episodes that ran into a timeout", hung, *steps.span), Evidence("episodes", ended, *steps.span)),
+        (
+            Evidence("episodes that ran into a timeout", hung, *steps.span),
+            Evidence("episodes", ended, *steps.span),
+            Evidence("episodes that were stopped before their end", stopped, *steps.span),
+        ),
         "Look at `message` of the failures in episodes/ and at what runs in the environment then (a command without an "
         "end, a network that does not answer); rollout.step_timeout_s is the time it is given",
     )

@@ -83,9 +83,7 @@ SOUND = (
     ),
 )
 FAULTY = (
-    Planted(
-        "reward-for-nothing", ("reward-without-success", "same-answer-wins"), [env(pays_for_nothing=True)], ["steps=24"]
-    ),
+    Planted("reward-for-nothing", ("reward-without-success",), [env(pays_for_nothing=True)], ["steps=24"]),
     Planted(
         "learner-temperature",
         ("mismatch-temperature",),
@@ -105,7 +103,7 @@ FAULTY = (
         "hung-sandbox",
         ("sandbox-hangs",),
         [env(SANDBOX, turns=2, hangs=True)],
-        ["sandbox.provider=local", "rollout.step_timeout_s=5", "steps=8", "scheduler.max_failures_in_a_row=1000"],
+        ["sandbox.provider=local", "rollout.step_timeout_s=2", "steps=8", "scheduler.max_failures_in_a_row=1000"],
     ),
     Planted(
         "clipped-lengths",
