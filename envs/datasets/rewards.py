@@ -253,7 +253,7 @@ def _fits(answer: str, schema: Mapping[str, Any]) -> float | str:
     try:
         return float(package.Draft202012Validator(schema, registry=known).is_valid(value))
     except references.Unresolvable as error:
-        return f"it has no {first_line(error)}"
+        return f"a reference in it leads nowhere: {first_line(error)}"
     except RecursionError:
         is_deep = isinstance(value, dict | list) and is_deeper(value, MAX_PLAIN_DEPTH)
         return 0.0 if is_deep else "a reference in it leads to itself"
