@@ -14,6 +14,8 @@ from roll_flash.sandboxes.network.allowlist import parse_entry
 DEFAULT_IMAGE = "roll-flash-sandbox:latest"
 PROXY_PORT = 3128
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "http_proxy", "https_proxy")
+_ID = "(0|[1-9][0-9]{0,8}|1[0-9]{9})"
+"""Pattern of a user or group: below the users that sandboxes have of their own, and 0 in one way only."""
 
 
 def _pairs(value: Any) -> Any:
@@ -66,7 +68,7 @@ class SandboxSpec(BaseModel):
     """Environment variables of every command; may be a dict."""
     workdir: Annotated[str, Field(pattern=r"^/[^\x00:,]+$")] = "/sandbox"
     """Home and working directory: writable, empty at the start."""
-    user: Annotated[str, Field(pattern=r"^\d+:\d+$")] | None = None
+    user: Annotated[str, Field(pattern=f"^{_ID}:{_ID}$")] | None = None
     """Numeric `user:group` for all processes inside. None: a user id that no other sandbox and no user of the machine
     has (group 1000), so that no per-user limit of the kernel is shared."""
     writable_root: bool = False

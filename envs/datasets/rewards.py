@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from roll_flash.chat.model_text import decimal_number
+from roll_flash.chat.model_text import decimal_number, is_deeper
 from roll_flash.config.sections.data import RewardConfig
 from roll_flash.config.user_code import load_function
 from roll_flash.envs.adapters.optional_package import import_optional
@@ -82,7 +82,7 @@ def json_schema(answer: str, expected: Any, *, schema: Mapping[str, Any] | None 
         raise EnvError(f"reward json_schema: {chosen!r} is no schema: it is no JSON") from None
     if not isinstance(chosen, Mapping):
         raise EnvError(f"reward json_schema: {chosen!r} is no schema: it is no object")
-    found = _limited(partial(_fits, answer, dict(chosen)), modules=("jsonschema",))
+    found = _limited(partial(_fits, answer, dict(chosen)), modules=("jsonschema", "referencing.exceptions"))
     if isinstance(found, str):
         raise EnvError(f"reward json_schema: {chosen!r} is no schema: {found}")
     return float(found)
@@ -245,10 +245,29 @@ def _fits(answer: str, schema: Mapping[str, Any]) -> float | str:
         return first_line(error)
     text = answer.strip().removeprefix("```json").removeprefix("```").removesuffix("```")
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return 0.0
-    return float(package.Draft202012Validator(schema).is_valid(value))
+    references = importlib.import_module("referencing.exceptions")
+    known = importlib.import_module("jsonschema_specifications").REGISTRY  # without it, files and URLs would be read
+    try:
+        return float(package.Draft202012Validator(schema, registry=known).is_valid(value))
+    except references.Unresolvable as error:
+        return f"a reference in it leads nowhere: {first_line(error)}"
+    except RecursionError:
+        is_deep = isinstance(value, dict | list) and is_deeper(value, MAX_PLAIN_DEPTH)
+        return 0.0 if is_deep else "a reference in it leads to itself"
+    except OverflowError:  # a whole number beyond the range of float
+        return 0.0
+
+
+MAX_PLAIN_DEPTH = 8
+"""Nesting of an answer from which on it, and not the schema, may be why Python's stack is used up."""
+
+
+def _refuse(constant: str) -> None:
+    """JSON has no NaN and no infinity, and a NaN is within any bounds."""
+    raise ValueError(constant)
 
 
 def _plain(text: str, ignore_case: bool) -> str:

@@ -60,11 +60,11 @@ def head_of(line: bytes) -> Head | None:
             break
         try:
             return _decoder.decode(line[:end] + b"}")
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     try:
         return _decoder.decode(line)
-    except (msgspec.DecodeError, RecursionError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
 

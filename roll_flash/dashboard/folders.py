@@ -228,7 +228,7 @@ def _records(data: bytes) -> Iterator[dict[str, Any]]:
     for line in data.splitlines():
         try:
             record = msgspec.json.decode(line)
-        except (msgspec.DecodeError, RecursionError):
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
         if isinstance(record, dict):
             yield record

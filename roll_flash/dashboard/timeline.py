@@ -66,7 +66,7 @@ def _steps(path: Path) -> Iterator[dict[str, Any]]:
                 yield {key: step[key] for key in ("step", "started_s", "ended_s", "learner")} | {
                     "publication": step.get("publication")
                 }
-            except (msgspec.DecodeError, KeyError, TypeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError):
                 continue
 
 

@@ -57,7 +57,7 @@ def _settings(folder: Path) -> Settings:
     path = folder / "config.yaml"
     try:
         content = yaml.safe_load(path.read_bytes())
-    except yaml.YAMLError:
+    except (yaml.YAMLError, RecursionError):
         raise RunError(f"{path}: is no YAML; put back the config of the run") from None
     if not isinstance(content, Mapping):
         raise RunError(f"{path}: has no keys; put back the config of the run")
@@ -72,7 +72,7 @@ def _is_on_gpus(path: Path) -> bool:
         line = file.readline(MAX_LINE)
     try:
         step = json.loads(line)
-    except ValueError:  # being written
+    except (ValueError, RecursionError):  # being written
         return False
     return isinstance(step, dict) and step.get("cpu_cores") == 0
 

@@ -59,10 +59,14 @@ def _plain(value: Any, depth: int) -> Any:
         case np.generic():
             return _plain(_shortest(value), depth)
         case Mapping():
-            return {_unicode(str(key)): _plain(item, depth - 1) for key, item in value.items()}
+            return {_key(key): _plain(item, depth - 1) for key, item in value.items()}
         case list() | tuple() | set() | frozenset():
             return [_plain(item, depth - 1) for item in value]
     return _unicode(str(value))
+
+
+def _key(key: Any) -> str:
+    return _unicode(str(_plain(key, 0) if isinstance(key, int) else key))
 
 
 def _unicode(text: str) -> str:

@@ -121,7 +121,7 @@ def read_status(run_dir: Path) -> RunStatus:
         raise RunError(f"{run_dir}: has no {FILE_NAME}: an older version wrote this run, or it never began") from None
     except OSError as error:
         raise RunError(f"{path}: cannot be read: {error.strerror}") from None
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise RunError(f"{path}: is damaged or of another version: {error}") from None
     if status.is_over:
         return status

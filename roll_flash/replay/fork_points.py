@@ -133,7 +133,7 @@ def _trajectories(episodes: Path) -> Iterator[tuple[Path, int, _Episode]]:
                     episode = msgspec.json.decode(line, type=_Episode)
                     if episode.kind == "trajectory":
                         yield log, offset, episode
-                except msgspec.MsgspecError:
+                except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                     damaged += 1
                 offset += len(line)
     if damaged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -81,7 +82,12 @@ def _rewards(found: object) -> tuple[tuple[str, float], ...]:
     if not isinstance(found, Mapping):
         return ()
     numbers = ((str(name)[:MAX_REWARD_NAME], value) for name, value in islice(found.items(), MAX_REWARDS))
-    return tuple((name, float(value)) for name, value in numbers if isinstance(value, int | float) and isfinite(value))
+    # Compared, not converted: a whole number may be beyond the range of float.
+    return tuple(
+        (name, float(value))
+        for name, value in numbers
+        if isinstance(value, int | float) and abs(value) <= sys.float_info.max
+    )
 
 
 def _fault(trajectory: Trajectory) -> str | None:

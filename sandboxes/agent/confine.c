@@ -8,6 +8,7 @@
 #include <linux/seccomp.h>
 #include <linux/sockios.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <signal.h>
 #include <stddef.h>
 #include <stdio.h>
@@ -67,9 +68,21 @@ static const struct { uint8_t family, type, protocol; } sockets[] = {
 static const int loading_ioctls[] = {TIOCSETD, SIOCGIFBR, SIOCSIFBR, SIOCBRADDBR, SIOCBRDELBR, SIOCGIFVLAN, SIOCSIFVLAN,
                                      0x8980 /* SIOCADDDLCI */, 0x8981 /* SIOCDELDLCI */};
 
-/* Programs on sockets. They use the memory for compiled filters, which the whole machine shares. If it is exhausted, no
- * filter like this one can be installed, so no command can start in any sandbox. */
-static const int socket_programs[] = {SO_ATTACH_FILTER, SO_ATTACH_BPF, SO_ATTACH_REUSEPORT_CBPF, SO_ATTACH_REUSEPORT_EBPF};
+/* Programs on sockets use the memory for compiled filters, which the whole machine shares. If it is exhausted, no filter
+ * like this one can be installed, so no command can start in any sandbox. The other options keep up to 128 KiB for each
+ * socket in memory of the kernel that no limit of the sandbox counts, and with those of TCP the kernel also asks for
+ * modules. Flow labels are counted over the machine as well, and outlive their sockets. */
+enum { FLOW_LABELS = 32, ADD_AUTHENTICATION_KEY = 38 }; /* IPV6_FLOWLABEL_MGR, TCP_AO_ADD_KEY (Linux 6.7) */
+static const struct { int level, option; } refused_options[] = {
+    {SOL_SOCKET, SO_ATTACH_FILTER}, {SOL_SOCKET, SO_ATTACH_BPF},
+    {SOL_SOCKET, SO_ATTACH_REUSEPORT_CBPF}, {SOL_SOCKET, SO_ATTACH_REUSEPORT_EBPF},
+    {IPPROTO_IP, IP_ADD_MEMBERSHIP}, {IPPROTO_IP, IP_ADD_SOURCE_MEMBERSHIP},
+    {IPPROTO_IP, MCAST_JOIN_GROUP}, {IPPROTO_IP, MCAST_JOIN_SOURCE_GROUP},
+    {IPPROTO_IPV6, IPV6_JOIN_GROUP}, {IPPROTO_IPV6, MCAST_JOIN_GROUP}, {IPPROTO_IPV6, MCAST_JOIN_SOURCE_GROUP},
+    {IPPROTO_IPV6, IPV6_2292PKTOPTIONS}, {IPPROTO_IPV6, FLOW_LABELS},
+    {IPPROTO_TCP, TCP_ULP}, {IPPROTO_TCP, TCP_MD5SIG}, {IPPROTO_TCP, TCP_MD5SIG_EXT},
+    {IPPROTO_TCP, ADD_AUTHENTICATION_KEY},
+};
 
 enum { SET_DELEGATION = 1040 }; /* F_SETDELEG (Linux 6.19): a lease on a folder */
 
@@ -171,6 +184,19 @@ static void limit_sockets(int call) {
     end_if(begin);
 }
 
+static void limit_socket_options(void) {
+    unsigned short begin = begin_if(SYS_setsockopt);
+    for (size_t i = 0; i < sizeof refused_options / sizeof *refused_options; i++) {
+        load(offsetof(struct seccomp_data, args[1]));
+        if_equal((uint32_t)refused_options[i].level, 3);
+        load(offsetof(struct seccomp_data, args[2]));
+        if_equal((uint32_t)refused_options[i].option, 1);
+        give(fail_with(EPERM));
+    }
+    give(SECCOMP_RET_ALLOW);
+    end_if(begin);
+}
+
 /* Refuses new namespaces. The flags of clone3 are in memory, out of reach of a filter: ENOSYS makes the C library fall
  * back to clone. */
 static void refuse_namespaces(void) {
@@ -226,12 +252,11 @@ void confine(void) {
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGCONT); /* a socket could send it to a stopped process: see members.c */
     refuse_with_both(SYS_fcntl, 1, F_SETSIG, SIGKILL);
     for (size_t i = 0; i < sizeof loading_ioctls / sizeof *loading_ioctls; i++) refuse_with(SYS_ioctl, 1, (uint32_t)loading_ioctls[i]);
-    for (size_t i = 0; i < sizeof socket_programs / sizeof *socket_programs; i++)
-        refuse_with_both(SYS_setsockopt, 1, SOL_SOCKET, (uint32_t)socket_programs[i]);
     if (is_host_root()) refuse_inotify();
     refuse_huge_pages();
     limit_sockets(SYS_socket);
     limit_sockets(SYS_socketpair);
+    limit_socket_options();
     refuse_namespaces();
     give(SECCOMP_RET_ALLOW);
     struct sock_fprog program = {rule_count, rules};

@@ -78,9 +78,11 @@ def test_a_line_that_is_being_written_is_read_when_it_is_whole(run: RecordedRun)
 def test_lines_that_are_no_episodes_are_counted_and_the_others_shown(run: RecordedRun) -> None:
     path = sorted(run.run_dir.episodes.glob("step_*.jsonl"))[0]
     newer = b'{"kind":"dream","episode_id":"x","group_id":"g","task_id":"t","env_id":"e","turns":[]}\n'
-    path.write_bytes(b"\x00\xff\n{}\n[1]\n" + newer + b"[" * 5000 + b"\n" + path.read_bytes())
+    no_text = path.read_bytes().splitlines(keepends=True)[0].replace(b"g00000000-r0", b"g0000\xff000-r0")
+    assert b"\xff" in no_text
+    path.write_bytes(b"\x00\xff\n{}\n[1]\n" + newer + b"[" * 5000 + b"\n" + no_text + path.read_bytes())
     index = index_of(run.run_dir.episodes)
-    assert (index.damaged, len(index.ids)) == (5, 12)
+    assert (index.damaged, len(index.ids)) == (6, 12)
 
 
 def test_after_a_resume_took_steps_back_the_index_begins_again(run: RecordedRun) -> None:

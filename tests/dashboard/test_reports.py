@@ -56,6 +56,16 @@ def test_a_run_says_itself_what_it_does(run: RecordedRun) -> None:
         assert (about["state"], about["status"]["error"]) == ("failed", "the disk is full")
 
 
+def test_lines_that_are_damaged_in_any_way_are_left_out(run: RecordedRun) -> None:
+    damaged = b'{"step":1,"started_s":"\xff"}\n{"step":' + b"[" * 100_000 + b"\n"
+    for name in ("metrics.jsonl", "logs/timeline.jsonl"):
+        path = run.folder / name
+        path.write_bytes(damaged + path.read_bytes())
+    with serving(run.folder) as dashboard:
+        assert len(dashboard.get("metrics", run="recorded", name="reward")["columns"]["reward"]) == 3
+        assert dashboard.get("timeline", run="recorded")["whole"] is not None
+
+
 def test_a_run_whose_process_is_gone_is_stopped(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "runs")
     run.step()

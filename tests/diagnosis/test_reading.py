@@ -71,6 +71,13 @@ def test_a_damaged_line_of_metrics_is_one_line_and_of_episodes_a_note(
         file.write('{"kind": "traj\n{"kind": 7}\n[]\n')
     assert main(["diagnose", str(folder)]) == 0
     assert "3 damaged lines of episodes/" in capsys.readouterr().err
+    (folder / "logs").mkdir()
+    (folder / "logs/timeline.jsonl").write_text("[" * 100_000)
+    assert main(["diagnose", str(folder)]) == 0
+    (folder / "config.yaml").write_text("[" * 10_000)
+    assert main(["diagnose", str(folder)]) == 1
+    assert "config.yaml: is no YAML" in capsys.readouterr().err
+    (folder / "config.yaml").write_text("steps: 100\n")
     (folder / "metrics.jsonl").write_text('{"step": 1\n{"step": 2, "step_s": 1.0}\n')
     assert main(["diagnose", str(folder)]) == 1
     assert "metrics.jsonl, line 1: not JSON" in capsys.readouterr().err

@@ -637,6 +637,26 @@ def test_ready_rewards() -> None:
         number("4", "four")
 
 
+@pytest.mark.parametrize("answer", ["NaN", '{"score": NaN}', "[Infinity]", "-Infinity", "1" + "0" * 400, "[" * 9000])
+def test_what_is_no_json_or_no_value_of_any_bound_earns_nothing(answer: str) -> None:
+    share = {"type": "number", "minimum": 0, "maximum": 1}
+    either = [share, {"properties": {"score": share}, "type": "object"}, {"items": {"type": "number"}, "type": "array"}]
+    assert json_schema(answer, {"anyOf": either}) == 0.0
+
+
+@pytest.mark.parametrize("place", ["#/nothing", "#", "http://127.0.0.1:9/schema", "file:///proc/self/mounts"])
+def test_a_reference_of_a_schema_that_leads_nowhere_is_a_fault_of_the_schema(place: str) -> None:
+    """And no answer's: else all would be 0. Other files and URLs are not read."""
+    with pytest.raises(EnvError, match=r"is no schema: a reference in it leads (nowhere|to itself)"):
+        json_schema('{"x": 1}', {"$ref": place})
+
+
+def test_a_schema_may_contain_itself_and_an_answer_that_is_too_deep_for_it_earns_nothing() -> None:
+    nested = {"type": "array", "items": {"$ref": "#"}}
+    assert [json_schema("[[[]]]", nested), json_schema("[[1]]", nested)] == [1, 0]
+    assert json_schema("[" * 400 + "]" * 400, nested) == 0.0
+
+
 @pytest.mark.adapters
 def test_mathematics_is_compared_by_its_value() -> None:
     same = [("1/2", "\\frac{1}{2}"), ("0.5", "\\frac{1}{2}"), ("x^2 + 2x + 1", "(x+1)^2"), ("\\{2, 1\\}", "\\{1, 2\\}")]

@@ -84,7 +84,16 @@ def test_a_run_that_writes_nothing_is_silent(tmp_path: Path, host: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{}", b'{"name": "maze", "to', b"[" * 100_000, b"\xff\xfe", b'{"name": 3, "total_steps": "x"}']
+    "content",
+    [
+        b"",
+        b"{}",
+        b'{"name": "maze", "to',
+        b"[" * 100_000,
+        b"\xff\xfe",
+        b'{"name": "\xff"}',
+        b'{"name": 3, "total_steps": "x"}',
+    ],
 )
 def test_a_damaged_status_is_one_line(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "status.json").write_bytes(content)

@@ -132,8 +132,9 @@ def test_a_damaged_line_and_an_episode_that_is_there_twice_count_once(
     run = run_of(tmp_path, MIXED)
     log = run / "episodes" / "step_000000.jsonl"
     lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join([lines[0], b"{half\n", *lines]))
+    damaged = [b"{half\n", lines[0].replace(b'"trajectory"', b'"traj\xff"'), b'{"turns":' + b"[" * 100_000 + b"\n"]
+    log.write_bytes(b"".join([lines[0], *damaged, *lines]))
     source = open_tasks(config_of(run))
     assert source.size == 4
-    assert "1 damaged lines are left out" in caplog.text
+    assert "3 damaged lines are left out" in caplog.text
     drawn(source, 4)

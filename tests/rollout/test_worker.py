@@ -27,7 +27,8 @@ from roll_flash.rollout.episodes.environment_threads import EnvironmentThreads
 from roll_flash.rollout.episodes.episode import Deadlines, with_success
 from roll_flash.rollout.worker import Outcome, Worker, WorkerSettings, picklable_outcome
 from roll_flash.scheduling.tasks import make_task
-from roll_flash.types import EpisodeFailure, EpisodeSpec, SamplingParams, Trajectory
+from roll_flash.stream.blocks import hand_in
+from roll_flash.types import EpisodeFailure, EpisodeSpec, FinishedEpisode, SamplingParams, Trajectory
 from tests.inference.stand_in_server import StandInServer, answer, response, well
 
 MAX_LENGTH = 256
@@ -399,6 +400,19 @@ def test_info_in_which_a_model_nested_too_deeply_costs_neither_the_sample_nor_th
         assert list(outcome.info) == ["right", "said" if depth < 64 else "info_left_out"]
         assert outcome.info["right"] == 7  # a judge asks for it
         json.dumps(outcome.info)
+
+
+def test_numbers_without_end_in_info_cost_neither_the_sample_nor_the_run() -> None:
+    """Beside the values of reward functions, an environment may report what a model wrote."""
+    episode = EpisodeSpec("e", "g", 0, make_task("tests.misbehaving:Info-v0", 0, {}), SamplingParams(), max_turns=2)
+    said = {"right": 1, "length": 10**400, "other": float("nan"), "least": -(10**3000)}
+    whole = dataclasses.replace(whole_trajectory(episode, [1], 0.5), info={"rewards": said, 10**5000: "a name"})
+    outcome = picklable_outcome(whole, episode)
+    assert isinstance(outcome, Trajectory), outcome
+    (ended,), _, _, lines = hand_in([outcome])
+    assert isinstance(ended, FinishedEpisode)
+    assert ended.rewards == (("right", 1.0),)
+    assert json.loads(lines[0])["info"]["rewards"]["right"] == 1
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from abuse import attack_program, shell, within
 from conftest import need
+from pydantic import ValidationError
 
 from roll_flash.cli.main import main
 from roll_flash.sandboxes import Sandbox, SandboxPool, SandboxSpec, SandboxSpecError
@@ -200,6 +201,14 @@ def test_a_list_of_users_that_is_too_large_is_not_read_and_stays_the_images(dock
 def test_the_user_of_a_local_sandbox_has_a_name() -> None:
     need("local")
     assert shell("local", "whoami").stdout == b"sandbox\n"
+
+
+@pytest.mark.parametrize("user", ["00:0", "0:00", "٠:0", "4294967296:0", f"{DOCKER_USERS[0]}:0", "+0:0", "0:0\n"])
+def test_a_user_is_written_in_one_way(user: str) -> None:
+    """Root as `00:0` was taken for another user, whose sandboxes are used again."""
+    with pytest.raises(ValidationError, match="user"):
+        SandboxSpec(user=user)
+    assert SandboxSpec(user="1999999999:0").user == "1999999999:0"
 
 
 def test_a_forks_list_of_users_has_the_sandbox_once() -> None:
