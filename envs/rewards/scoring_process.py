@@ -48,7 +48,7 @@ _users: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class ScoringEndedError(Exception):
-    """The scorer exceeded its time or memory limit."""
+    """The scorer exceeded its time or memory limit, or raised an error on what a model wrote."""
 
 
 def register_user(user: Any) -> None:
@@ -74,7 +74,7 @@ def score_in_subprocess(work: Callable[[], Any], *, modules: Sequence[str] = (),
     if not said.startswith(_STARTED):
         raise EnvError("a scorer's process ended before it began")
     if said == _STARTED:
-        raise ScoringEndedError(f"it takes more than {seconds:g} s or {MEMORY_MB} MB")
+        raise ScoringEndedError(f"it raised an error, or takes more than {seconds:g} s or {MEMORY_MB} MB")
     return json.loads(said)
 
 
