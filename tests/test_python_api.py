@@ -233,9 +233,10 @@ def test_the_example_runs_as_it_stands(tmp_path: Path) -> None:
     assert roll_flash.Run(tmp_path / "runs" / "python-api").summary()["steps"] == 2
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 def test_the_example_runs_in_the_cells_of_a_notebook(tmp_path: Path) -> None:
-    """An event loop runs already, as in Jupyter."""
+    """An event loop runs already, as in Jupyter; `test_background.py` has each of the cases in which that matters."""
     code = (
         "import asyncio, pathlib\n"
         f"source = pathlib.Path({str(ROOT / 'examples' / 'python_api.py')!r}).read_text()\n"

@@ -60,7 +60,7 @@ def write_mixture(kind: str, folder: Path) -> Path:
     [
         ("transformers", "mixtral"),
         pytest.param("vllm", "qwen3_moe", marks=pytest.mark.vllm),
-        pytest.param("vllm", "mixtral", marks=pytest.mark.vllm),
+        pytest.param("vllm", "mixtral", marks=[pytest.mark.vllm, pytest.mark.nightly]),
     ],
 )
 def test_a_mixture_of_experts_is_published_and_exported(engine: str, kind: str, tmp_path: Path) -> None:
