@@ -5,33 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
-from test_training_runs import QUICK, RUN_TIMEOUT_S, run, start, step_rows, wait_for_step
+from test_training_runs import QUICK, RUN_TIMEOUT_S, newest_step, pids, run, start, step_rows, wait_for_step
 
-from roll_flash.processes.supervise import descendants
 from roll_flash.run.run_dir import list_checkpoints
 from roll_flash.run.verify import verify_run
-
-
-def pids(process: subprocess.Popen[str], *commands: str) -> set[int]:
-    """Processes of the run whose command line contains one of these."""
-    found = set()
-    for pid in descendants(process.pid):
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        if any(command in line for command in commands):
-            found.add(pid)
-    return found
-
-
-def newest_step(folder: Path) -> int:
-    return max(int(row["step"]) for row in step_rows(folder))
 
 
 def weights(folder: Path, step: int) -> bytes:
@@ -39,6 +20,7 @@ def weights(folder: Path, step: int) -> bytes:
     return (found.hf / "model.safetensors").read_bytes()
 
 
+@pytest.mark.nightly
 @pytest.mark.ray
 @pytest.mark.docker
 def test_a_killed_rank_costs_no_step_no_episode_and_no_bit_of_the_weights(tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from roll_flash.monitor.episodes import read_episodes
 from roll_flash.monitor.metric_table import find_metric
 from roll_flash.monitor.metrics import STALENESS_MAX, STEP_S, read_metrics
 from roll_flash.monitor.status import read_status
+from roll_flash.processes.supervise import descendants
 from roll_flash.rollout.turns import decode, read_turns
 from roll_flash.run.journal import read_journal
 from roll_flash.run.run_dir import list_checkpoints
@@ -68,6 +69,23 @@ def wait_for_step(folder: Path, step: int, process: subprocess.Popen[str]) -> No
 
 def step_rows(folder: Path) -> list[dict[str, Any]]:
     return [row for row in read_metrics(folder) if STEP_S in row]
+
+
+def newest_step(folder: Path) -> int:
+    return max(int(row["step"]) for row in step_rows(folder))
+
+
+def pids(process: subprocess.Popen[str], *commands: str) -> set[int]:
+    """Processes of the run whose command line contains one of these."""
+    found = set()
+    for pid in descendants(process.pid):
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if any(command in line for command in commands):
+            found.add(pid)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -344,8 +362,9 @@ def test_when_ray_dies_the_run_saves_what_it_has_and_says_so_in_one_line(
 
 @pytest.mark.ray
 @pytest.mark.docker
-def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes_where_it_was(tmp_path: Path) -> None:
-    """The steps after the checkpoint are repeated from the journal, and no episode that had ended is played again."""
+def test_a_run_bears_kill_9_of_its_learner_and_resumes_after_kill_9_of_its_driver(tmp_path: Path) -> None:
+    """The steps after the checkpoint are repeated from the journal, no episode that had ended is played again, and
+    nothing of the killed run stays."""
     arguments = [
         "train",
         "configs/ci.yaml",
@@ -361,9 +380,16 @@ def test_kill_9_of_the_driver_leaves_nothing_and_the_run_resumes_where_it_was(tm
         wait_for_step(tmp_path / "killed", 2, process)
         assert open_to_everybody(process.pid) == []
         wait_for_step(tmp_path / "killed", 3, process)  # when step 3 begins, the checkpoint of step 1 is whole
+        (rank,) = pids(process, "ray::LearnerRank")
+        os.kill(rank, signal.SIGKILL)
+        wait_for_step(tmp_path / "killed", newest_step(tmp_path / "killed") + 1, process)
+        assert rank not in pids(process, "ray::LearnerRank")
     finally:
         process.kill()
-    process.communicate(timeout=30)
+    output, _ = process.communicate(timeout=30)
+    assert output.count("; starting the learner again, from the checkpoint of step ") == 1, output
+    assert output.count("the learner is back at step ") == 1, output
+    assert "another result" not in output
     assert session.leaks() == []
     checkpoint = list_checkpoints(tmp_path / "killed")[-1].step
     events, _ = read_journal(tmp_path / "killed/journal", checkpoint)
