@@ -2,8 +2,10 @@
 # `make clean` removes the first three.
 #   PYTHON=python3.12   the Python to make .venv with (3.11 or newer)
 #   SET=gpu             install the CUDA set instead of the CPU set
+#   PROCESSES=4         processes of `make test`, else 3: one more than most small machines have cores, as tests often wait
 PYTHON ?= python3
 SET ?= cpu
+PROCESSES ?= 3
 VENV := .venv
 BIN := $(VENV)/bin
 ADAPTERS := .venv-adapters
@@ -49,7 +51,7 @@ gpu-check: setup ## try everything that uses a GPU, about ten minutes, and write
 	@$(BIN)/python -m roll_flash gpu-check
 
 test: agents-image model browser ## set everything up, run the tests, those of the adapters too
-	@$(BIN)/python -m pytest -n 2
+	@$(BIN)/python -m pytest -n $(PROCESSES)
 	@$(MAKE) --no-print-directory test-adapters
 
 test-nightly: agents-image model browser ## run the tests that are too long for each change, and each benchmark briefly

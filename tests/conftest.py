@@ -2,7 +2,8 @@
 
 A test marked `docker` or `vllm` skips on a machine that lacks it, naming what is missing, and fails in CI.
 
-`make test` runs two processes of pytest-xdist. A folder goes to one of them as a whole, since its tests share servers.
+`make test` runs several processes of pytest-xdist. A folder goes to one of them as a whole, since its tests share
+servers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,11 @@ from leaks import Session
 from roll_flash.doctor import Check, check_bubblewrap, check_docker, check_vllm
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true", "yes")
-LONGEST_ROOMS = ("test_training_runs.py", "sandboxes", "envs", "inference", "learner", "evaluate")
+LONGEST_ROOMS = (
+    *("test_training_runs.py", "sandboxes", "envs", "inference", "cluster", "learner", "gpu_check", "rollout"),
+    *("replay", "test_python_api.py", "test_watchdog_runs.py", "test_model_check.py", "test_tutorial.py"),
+)
+"""Those whose runs need the cores, mixed with those that mostly wait for sandboxes and deadlines."""
 SESSION = pytest.StashKey[Session]()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -119,7 +124,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest rooms first, so that the two processes end at about the same time."""
+    """The longest rooms first, so that the processes end at about the same time."""
     places = {room: place for place, room in enumerate(LONGEST_ROOMS)}
     items.sort(key=lambda item: places.get(room_of(item.nodeid.partition("::")[0]), len(places)))
 
