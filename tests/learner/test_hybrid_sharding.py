@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from pydantic import ValidationError
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -21,6 +21,7 @@ from roll_flash.learner.ranks.rank import LearnerRank
 from roll_flash.learner.weights.staged import whole_tensors
 from roll_flash.models.shape import read_shape
 from roll_flash.planner.machines.memory import rank_memory
+from tests.learner.rank_processes import run_ranks
 from tests.learner.samples import make_group, prepare_group, sequences_of
 
 FORM = ExactSettings(shares_prefixes=True, logit_transform=LogitTransform(), vocabulary=128)
@@ -28,8 +29,8 @@ FORM = ExactSettings(shares_prefixes=True, logit_transform=LogitTransform(), voc
 
 @pytest.mark.parametrize(("ranks", "shard_size"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.nightly)])
 def test_several_copies_take_the_same_step_as_one(tiny_model: Path, ranks: int, shard_size: int) -> None:
-    addresses = [mp.get_context("spawn").SimpleQueue() for _ in range(ranks)]
-    mp.spawn(compare_on_rank, (tiny_model, shard_size, addresses), nprocs=ranks)  # type: ignore[attr-defined]
+    addresses = [get_context("forkserver").SimpleQueue() for _ in range(ranks)]
+    run_ranks(compare_on_rank, (tiny_model, shard_size, addresses), ranks=ranks)
 
 
 def compare_on_rank(number: int, model: Path, shard_size: int, addresses: list[Any]) -> None:

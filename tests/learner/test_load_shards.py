@@ -43,6 +43,7 @@ from roll_flash.learner.model.weight_files import halve_frozen, one_at_a_time
 from roll_flash.models.prepare import resolve_model
 from tests.learner.conftest import make_tiny_model
 from tests.learner.in_process import in_process
+from tests.learner.rank_processes import run_ranks
 
 FORM = ExactSettings(shares_prefixes=False, logit_transform=None, vocabulary=99)
 SIZES = {
@@ -116,7 +117,7 @@ def compare_on_rank(ranks: int, folder: Path, mesh: DeviceMesh, report: str) -> 
 
 def compare(folders: Path | Sequence[Path], tmp_path: Path, report: str = "shards") -> None:
     folders = [folders] if isinstance(folders, Path) else folders
-    mp.spawn(on_rank, (2, folders, str(tmp_path / "store"), report), nprocs=2)
+    run_ranks(on_rank, (2, folders, str(tmp_path / "store"), report), ranks=2)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "gptj"])
