@@ -107,6 +107,11 @@ def require_known_columns(data: DataConfig) -> None:
 
 
 def _as_data(value: Any) -> Any:
+    if value is not None and not isinstance(value, str | Mapping | DataConfig):
+        raise ValueError(
+            "data is a path, or a mapping with path and other keys; several files are a folder, or several entries of "
+            "envs"
+        )
     return {"path": value} if isinstance(value, str) else value
 
 
