@@ -56,13 +56,13 @@ def prompt_of(env: EnvConfig, row: Mapping[str, Any], place: object) -> str | li
                 f"{place}: {empty[0]!r} is null, and data.template names it; fill it in or leave out the row"
             )
         return data.template.format_map(row)
-    messages, prompt = (data.columns.get(name, name) for name in ("messages", "prompt"))
-    named = {"messages", "prompt"} & data.columns.keys()
-    if messages in row and named != {"prompt"}:
+    messages = data.columns.get("messages", "messages")
+    if messages in row and ("prompt" not in data.columns or "messages" in data.columns):
         return _checked_messages(row[messages], messages, place)
+    prompt = data.columns.get("prompt", "prompt")
     if prompt not in row:
         raise ConfigError(
-            f"{place}: no column {prompt!r}{'' if named else f' or {messages!r}'}; it has {_names(row)}; say which one "
+            f"{place}: no column {prompt!r} or {messages!r}; it has {_names(row)}; say which one "
             f"asks: data: {{path: ..., columns: {{prompt: {next(iter(row), 'question')}}}}}"
         )
     asked = row[prompt]
