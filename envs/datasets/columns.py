@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 from roll_flash.chat.templates import Tools
-from roll_flash.config.sections.data import RewardConfig
+from roll_flash.config.sections.data import DEMONSTRATION_COLUMNS, RewardConfig
 from roll_flash.config.tree import DATASET_ENV, EnvConfig
 from roll_flash.envs.datasets.rewards import check_reward, fault_of_answer, is_empty, reads_answer
 from roll_flash.envs.hosting.waiting import call_in_time
@@ -179,7 +179,10 @@ def _own_kwargs(env: EnvConfig, row: Mapping[str, Any], place: object) -> Mappin
 
 def demonstration_of(row: Mapping[str, Any], columns: Mapping[str, str], place: object) -> tuple[list[Message], Tools]:
     """Return the conversation of a row that a model is to imitate, and the tools that it calls. Raises ConfigError."""
-    name = {ours: columns.get(ours, ours) for ours in ("messages", "prompt", "answer", "tools")}
+    name = {ours: columns.get(ours, ours) for ours in DEMONSTRATION_COLUMNS}
+    if missing := [(ours, theirs) for ours, theirs in columns.items() if theirs not in row]:
+        ours, theirs = missing[0]
+        raise ConfigError(f"{place}: no column {theirs!r}, which columns.{ours} names; it has {_names(row)}")
     tools = _from_json(row.get(name["tools"]), name["tools"], place)
     if name["messages"] in row:
         value = _from_json(row[name["messages"]], name["messages"], place)

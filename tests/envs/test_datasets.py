@@ -327,6 +327,13 @@ def test_a_row_that_chooses_what_there_is_not_is_one_line(row: Any, message: str
         mixed(tmp_path, [*questions(3), row])
 
 
+@pytest.mark.parametrize("key", ["environment_column", "kwargs_column"])
+def test_a_column_that_no_row_has_is_a_misspelt_one(key: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", [{**row, "with": {"answer_in": "boxed"}} for row in questions(5)])
+    with pytest.raises(ConfigError, match=rf"no row has a column 'wiht', which data\.{key} names; .* 'answer', 'with'"):
+        tasks({"path": path, key: "wiht"})
+
+
 def test_long_prompts_are_left_out_and_counted(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = [*questions(20), {"prompt": "long " * 100, "answer": 1}]
     source = tasks({"path": write(tmp_path / "my.jsonl", rows), "max_prompt_characters": 100})

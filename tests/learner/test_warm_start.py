@@ -214,6 +214,17 @@ def test_a_million_rows_are_not_kept_in_memory(tiny: Path, tmp_path: Path) -> No
     assert most < file.stat().st_size / 4
 
 
+def test_a_misspelt_column_of_demonstrations_is_one_line_on_either_side(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="columns: there is no 'tolls'; did you mean 'tools'"):
+        config(tmp_path, columns={"tolls": "functions"})
+    file = tmp_path / "talks.jsonl"
+    file.write_text(talk(3))
+    with pytest.raises(
+        ConfigError, match=r"line 1: no column 'functoins', which columns\.tools names; it has 'messages'"
+    ):
+        load_demonstrations(config(file, columns={"tools": "functoins"}), tiny, 200)
+
+
 def talk(count: int) -> str:
     messages = [{"role": "user", "content": "say a"}, {"role": "assistant", "content": "a" * count}]
     return json.dumps({"messages": messages}) + "\n"
